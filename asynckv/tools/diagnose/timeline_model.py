@@ -69,7 +69,6 @@ ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 MAX_MARKS = 400  # of one request
 GOOD = frozenset({"complete", "cancelled", "discharged"})  # ends of a pull that need no look
 MAX_AWAY_S = 86_400.0
-WHOLE_S = 120.0  # what is no longer is not stretched by a drift
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"} | {
     "draining": "drain",
     "notifying": "release",
@@ -361,7 +360,7 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
     process, start = lease.process, lent_at(lease)
     steps = lease_steps(lease)
 
-    place = _placing(axis, process, start, lease.last_at)
+    place = _placing(axis, process)
 
     def mark(at: float, text: str, level: str = "info") -> Mark:
         return Mark(place(at), process, text, level)
@@ -470,7 +469,7 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
 
 def _pull_marks(axis: Axis, pull: Pull) -> Iterator[Mark]:
     process, steps = pull.process, pull_steps(pull)
-    place = _placing(axis, process, steps[0].at if steps else pull.begun_at, pull.last_at)
+    place = _placing(axis, process)
 
     def mark(at: float, text: str, level: str = "info") -> Mark:
         return Mark(place(at), process, text, level)
@@ -514,24 +513,16 @@ def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], f
     bars = [x for x in bars if is_time(x.start) and is_time(x.end)]
     if not bars:
         return Lane(process, side, what, [], fields)
-    start, end = bars[0].start, max(x.end for x in bars)
-    place = _placing(axis, process, start, end)
-    within = axis.offset(process, (start + end) / 2).within_s
+    place = _placing(axis, process)
+    within = axis.offset(process).within_s
     for bar in bars:
         bar.start, bar.end = place(bar.start), place(bar.end)
     return Lane(process, side, what, bars, fields, within)
 
 
-def _placing(axis: Axis, process: Process, start: float, end: float) -> Callable[[float], float]:
-    """Return what puts moments of a process's clock on the axis.
-
-    What belongs together is moved as a whole, so that its lengths stay exact, unless it lasts so long that clocks drift
-    apart meanwhile.
-    """
-    if not abs(end - start) <= WHOLE_S:
-        return lambda at: axis.at(process, at) if is_time(at) else math.nan
-    ahead = axis.offset(process, (start + end) / 2).seconds
-    return lambda at: at - ahead if is_time(at) else math.nan
+def _placing(axis: Axis, process: Process) -> Callable[[float], float]:
+    """Return what puts moments of a process's clock on the axis."""
+    return lambda at: axis.at(process, at) if is_time(at) else math.nan
 
 
 # -- what was there besides --------------------------------------------------------------------------
@@ -553,8 +544,8 @@ def ground(axis: Axis) -> list[Ground]:
             elif (text := _about(record)) and len(marks) < MAX_MARKS:
                 marks.append(Mark(at, process, text, record.level))
         start, end = axis.at(process, process.first_at), axis.at(process, process.last_at)
-        within = axis.offset(process, (process.first_at + process.last_at) / 2).within_s
-        compared = axis.compared(process, (process.first_at + process.last_at) / 2)
+        within = axis.offset(process).within_s
+        compared = axis.compared(process)
         fate = presence.fate(process)
         gone = fate if fate.kind == "died" or presence.ends_early(process) else None
         out.append(Ground(process, start, end, away, marks, compared, within, axis.group(process), gone))

@@ -107,7 +107,7 @@ def engine(answer: Answer) -> dict[str, Any]:
 
 def _process(seen: Seen, each: Ground) -> dict[str, Any]:
     process, axis = each.process, seen.axis
-    offset = axis.offset(process, (process.first_at + process.last_at) / 2)
+    offset = axis.offset(process)
     return {
         "rank": process.rank,
         "incarnation": process.incarnation,

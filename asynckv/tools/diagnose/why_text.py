@@ -232,15 +232,8 @@ def _ruler(width: int, seconds: float) -> Text:
 
 
 def _clock_lines(axis: Axis, story: Story) -> list[str]:
-    seen: dict[str, float] = {}
-    for process, at in [(x.process, x.start) for x in story.lanes] + [(x.process, x.at) for x in story.marks]:
-        seen.setdefault(process.incarnation, at)
-    out = []
-    for incarnation, at in seen.items():
-        process = axis.service.processes[incarnation]
-        if process is not axis.references[axis.group(process)]:
-            shown = at + axis.offset(process, at).seconds
-            out.append(f"{process.rank}: {axis.compared(process, shown)}")
+    processes = dict.fromkeys([x.process for x in story.lanes] + [x.process for x in story.marks])
+    out = [f"{x.rank}: {axis.compared(x)}" for x in processes if x not in axis.references]
     return out[:16] + ([f"... and {len(out) - 16} more"] if len(out) > 16 else [])
 
 
