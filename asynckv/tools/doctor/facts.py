@@ -93,33 +93,6 @@ class Software(Struct, frozen=True, kw_only=True):
     plugin_dir_error: str = ""
 
 
-class Listening(Struct, frozen=True, kw_only=True):
-    """What a configuration file would tell an engine, and what the engine says to that, and to binding there."""
-
-    bind: str = "tcp://127.0.0.1:0"
-    advertise: str = ""
-    allow_insecure: bool = False
-    has_keys: bool = False
-    advertise_addresses: tuple[str, ...] = ()
-    bind_error: str = ""
-    error: str = ""
-    error_mode: str = "peer"
-    process: str = "auto"
-
-
-class KeyFacts(Struct, frozen=True, kw_only=True):
-    """The files of `--secret` and `--authorized`, and what an engine says to them."""
-
-    secret: str = ""
-    mode: int = 0o600
-    owner: int = 1000
-    secret_error: str = ""
-    authorized: str = ""
-    authorized_error: str = ""
-    num_authorized: int = 2
-    own_listed: bool = True
-
-
 class Use(Struct, frozen=True, kw_only=True):
     """One line of the tables that UCX writes of what it used: how often, for which sizes, by which way."""
 
@@ -203,7 +176,5 @@ class Facts(Struct, frozen=True, kw_only=True):
     gpu: Gpu = field(default_factory=Gpu)
     software: Software = field(default_factory=Software)
     posting_threads: int = 2
-    listening: Listening | None = None
-    keys: KeyFacts | None = None
     ucx: Ucx | None = None
     peer: PeerFacts | None = None
