@@ -134,11 +134,10 @@ def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
     world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "no disconnect"))
     assert pull.reason is Reason.READ_FAILED
     request.ended(1.0)
-    request.time(2.0)
-    assert (request.state, request.attempts) == (RequestState.RECOVERING, 1)
+    assert (request.state, request.attempts) == (RequestState.PAUSING, 1)
     world.tell(decode, TransferEnded(transfer, Ending.FAILED, "its agent is gone"))
     assert decode.returned == [pull]
-    request.returned(3.0)
+    request.time(3.0)
     assert (state_of(request), request.attempts) == (RequestState.TRYING, 2)
     again = decode.core.pull(wanted, 30.0, world.time(decode), attempt=2)
     world.settle(decode)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 
 import anyio
@@ -182,8 +181,7 @@ def test_every_rank_hears_of_it_the_ones_that_nobody_reads_as_well(prefill: int,
         world.deliver_all()
     leases = leases or [world.lend(owner, params) for owner in owners]
     assert [lease.state.value for lease in leases] == ["released"] * prefill
-    outcomes = set(itertools.chain.from_iterable(lease.outcomes.values() for lease in leases))
-    assert outcomes == {Outcome.COMPLETE}
+    assert {x.outcome for lease in leases for x in lease.discharged.values()} == {Outcome.COMPLETE}
     for rank in (*owners, *readers):
         assert rank.core.is_idle
         assert rank.core.inspect.check_integrity() == []

@@ -96,7 +96,7 @@ def test_what_is_in_doubt_takes_no_room_again_when_its_rank_goes_on() -> None:
     assert reason(pull) is None, "it drains what else runs"
     world.complete(decode, others[0])
     assert not peer.line.is_set_aside
-    in_flight = decode.core.decode.in_flight
+    in_flight = decode.core.decode.posting.in_flight
     assert (len(in_flight), in_flight.num_bytes) == (2, 128)
     world.check()
 
@@ -116,7 +116,7 @@ def test_reads_count_again_when_another_agent_serves() -> None:
     ask(world, prefill, decode, 2)
     world.deliver_all()
     assert decode.reads
-    assert decode.core.decode.in_flight.num_bytes == 256
+    assert decode.core.decode.posting.in_flight.num_bytes == 256
     world.check()
 
 

@@ -403,12 +403,8 @@ def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
     lease = world.lend(prefill, params)
     world.pull(decode, "d", [9], params)
     world.run()
-    ((reader, outcome),) = lease.outcomes.items()
-    assert (str(reader), lease.discharged[reader].name, outcome) == (
-        "decode/tp0",
-        "decode/tp0@decode-h",
-        Outcome.COMPLETE,
-    )
+    ((reader, discharge),) = lease.discharged.items()
+    assert (str(reader), discharge.name, discharge.outcome) == ("decode/tp0", "decode/tp0@decode-h", Outcome.COMPLETE)
     # What a pull is called is said to be a pull, and whose.
     notes = [str(what) for _, what in lease.history]
     pull_id = decode.ended[0].pull_id

@@ -206,18 +206,18 @@ def test_all_ages_in_an_answer_are_of_one_moment() -> None:
     assert ages[0] - ages[-1] == pytest.approx(0.199)
 
 
-@pytest.mark.parametrize("place", ["x", "0x1p+0", "nan l1", "inf l1", "0x1p+99999 l1", " l1", "\0"])
+@pytest.mark.parametrize("place", ["x", "-1", "0x1", "1.0", "1 2", " 1", "\0"])
 def test_a_place_that_is_none_is_refused(place: str) -> None:
     world = World()
     assert "a place that is none" in account(world, prefill_rank(world), after=place).refused
 
 
-def test_a_place_of_somebody_elses_making_is_only_a_moment() -> None:
+def test_a_place_of_somebody_elses_making_is_only_a_number() -> None:
     world = World()
     prefill = prefill_rank(world)
     world.lend(prefill, world.params([prefill], "p1", [1], 4))
-    assert [x.request_id for x in account(world, prefill, after="-0x1p+40 pnobody").requests] == ["p1"]
-    assert account(world, prefill, after="0x1p+40 l0").requests == ()
+    assert [x.request_id for x in account(world, prefill).requests] == ["p1"]
+    assert account(world, prefill, after="9" * 200).requests == ()
 
 
 def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:

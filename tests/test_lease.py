@@ -110,7 +110,8 @@ def test_a_request_is_lent_until_everybody_has_released() -> None:
     effects = two.release(3.0)
     assert (lease.state, effects.has_ended, effects.wake_at) == (LeaseState.RELEASED, True, math.inf)
     assert lease.ended_at == AT + 3.0
-    assert lease.outcomes == {Reader("decode", 0): Outcome.COMPLETE, Reader("decode", 1): Outcome.COMPLETE}
+    ended = {reader.tp_rank: x.outcome for reader, x in lease.discharged.items()}
+    assert ended == {0: Outcome.COMPLETE, 1: Outcome.COMPLETE}
 
 
 def test_a_request_that_was_lent_to_two_decode_engines_waits_for_both() -> None:

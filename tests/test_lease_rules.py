@@ -60,7 +60,7 @@ def test_how_a_reader_released_first_is_how_it_released() -> None:
     two.claim(0.0)
     one.release(1.0)
     again.release(2.0, Outcome.CANCELLED)
-    assert lease.outcomes == {Reader("decode", 0): Outcome.COMPLETE}
+    assert {reader: x.outcome for reader, x in lease.discharged.items()} == {Reader("decode", 0): Outcome.COMPLETE}
 
 
 def test_who_wanted_it_back_first_is_who_wanted_it_back() -> None:

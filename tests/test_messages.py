@@ -62,7 +62,7 @@ ALL: list[m.Message] = [
     m.Ack(KEY, "pull"),
     m.Ping(1),
     m.Pong(1),
-    m.StatusRequest(1, 256, "0x1.8p+1 l7", "req:1,\n\x00é", bytes(8)),
+    m.StatusRequest(1, 256, "7", "req:1,\n\x00é", bytes(8)),
     m.Status(1, "prefill", 0, 1, {"leases": 3}, encode_account(Account(rank="prefill/tp0@0a1b2c3d"))),
     m.Goodbye(),
     m.Draining(),

@@ -491,9 +491,8 @@ async def test_probes_say_how_an_engine_is_and_why(sim: Bench) -> None:
         endpoint.start()
 
 
-def test_clients_are_bounded_in_number_and_in_time(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_are_bounded_in_number(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "MAX_CLIENTS", 2)
-    monkeypatch.setattr(endpoints, "MOST_S", 0.4)
     with MetricsEndpoint(Metrics(sim.side("e", 1).engine)) as endpoint, contextlib.ExitStack() as stack:
         port = int(endpoint.url.rpartition(":")[2])
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
@@ -503,12 +502,6 @@ def test_clients_are_bounded_in_number_and_in_time(sim: Bench, monkeypatch: pyte
         assert get(endpoint.url, "/readyz")[0] == 503
         slow[0].settimeout(5.0)
         assert slow[0].recv(1) == b""
-        slow[1].settimeout(
-            5.0
-        )  # a client that says a letter now and then is not silent, and is hung up on all the same
-        slow[1].sendall(b"/")
-        assert slow[1].recv(1) == b""
-        assert get(endpoint.url, "/readyz")[0] == 503
 
 
 async def test_a_reading_that_takes_long_serves_others_as_well(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,10 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.copies import NixlCopies
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
+from asynckv.geometry.blocks import BlockList
+from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
-from asynckv.geometry.kept import kept_tables, plan_copies, plan_loads
+from asynckv.geometry.kept import kept_tables, plan_copies, plan_load
 from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, Memory, fingerprint
 from asynckv.geometry.match import assign, compare
 from asynckv.geometry.overlap import pools
@@ -319,6 +321,19 @@ def reload(
     return out
 
 
+def plan_loads(
+    tables: Sequence[PeerTables | None],
+    local: Sequence[BlockList],
+    slots: Sequence[Sequence[BlockRuns]],
+    num_tokens: int,
+) -> tuple[Plan | None, ...]:
+    """Say what is loaded out of each range; None where nothing is read."""
+    return tuple(
+        plan_load(each, local, some, num_tokens) if each is not None else None
+        for each, some in zip(tables, slots, strict=True)
+    )
+
+
 def with_kept_states(each: Engine) -> Engine:
     """Without groups of one state per request, which nobody could load again."""
     groups = [GroupSpec(g.layers, 8, 1, 2 * 8 + 3) if g.block_size == ONE_PER_REQUEST else g for g in each.groups]
@@ -491,7 +506,7 @@ def test_slots_that_hold_too_little_are_refused() -> None:
         engine((attention(2, window=6), mamba2()), sizes=[4, 8]),
         engine((attention(2, window=6), mamba2())),
     )
-    tables = [tables_of(stored, loading)]
+    tables = tables_of(stored, loading)
     local = oracle.arrays([(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8])])
     cases: list[tuple[Any, int, str]] = [
         ([(0, [None, None, None, 3]), (0, [None, 1])], 16, "needs KV from token 8 on of 16.*3 placeholders"),
@@ -502,11 +517,8 @@ def test_slots_that_hold_too_little_are_refused() -> None:
     ]
     for slots, tokens, message in cases:
         with pytest.raises(RemoteTooShort, match=message):
-            plan_loads(tables, local, [oracle.offers(slots)], tokens)
-    [plan] = plan_loads(tables, local, [oracle.offers([(0, [None, None, 2, 3]), (0, [None, 1])])], 16)
-    with pytest.raises(ValueError, match="zip"):
-        plan_loads(tables, local, [], 16)
-    assert plan is not None
+            plan_load(tables, local, oracle.offers(slots), tokens)
+    plan = plan_load(tables, local, oracle.offers([(0, [None, None, 2, 3]), (0, [None, 1])]), 16)
     assert {s.table.span.group: len(s.local) for s in plan.sections} == {0: 2, 1: 1}
 
 

@@ -650,7 +650,7 @@ def test_an_early_release_takes_the_place_of_its_claim_and_a_late_claim_not_its(
     assert rank.core.prefill.num_parked == 2
     lease = rank.core.lend(params, 1, 1.0)
     assert lease.is_over
-    assert lease.outcomes.popitem()[1] is Outcome.COMPLETE
+    assert lease.discharged.popitem()[1].outcome is Outcome.COMPLETE
 
 
 def test_each_start_of_a_process_has_a_place_of_its_own() -> None:

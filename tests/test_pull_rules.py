@@ -122,7 +122,7 @@ def test_a_rank_that_is_asked_for_more_and_sends_nothing_is_set_aside_none_the_l
 
 
 def _over_in_all(decode: Any) -> None:
-    decode.in_flight.enter(TransferId(99), 1, 1)
+    decode.posting.in_flight.enter(TransferId(99), 1, 1)
 
 
 def _over_at_a_peer(decode: Any) -> None:
@@ -130,7 +130,7 @@ def _over_at_a_peer(decode: Any) -> None:
 
 
 def _miscounted(decode: Any) -> None:
-    decode.in_flight.num_bytes += 1
+    decode.posting.in_flight.num_bytes += 1
 
 
 def _queued(decode: Any) -> None:

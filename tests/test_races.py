@@ -236,7 +236,7 @@ def test_what_is_posted_to_a_peer_that_sends_nothing_takes_no_room_from_others_e
     while not peer.line.is_set_aside:
         world.advance(0.25)
         world.deliver_all()
-    num_posted, in_flight = len(decode.posts), decode.core.decode.in_flight
+    num_posted, in_flight = len(decode.posts), decode.core.decode.posting.in_flight
     assert in_flight.num_bytes == 0
     for transfer_id in list(decode.reads):
         world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "no disconnect"))
@@ -310,7 +310,7 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     others = [ask(world, second, decode, 100 + i) for i in range(4)]
     world.deliver_all()
     assert {p.state for p in others} == {PullState.QUEUED}
-    assert decode.core.decode.in_flight.num_bytes > 0
+    assert decode.core.decode.posting.in_flight.num_bytes > 0
     world.run()
     assert {p.reason for p in others} == {Reason.COMPLETE}
     world.check()

@@ -347,10 +347,6 @@ def time_is_over(it: Request) -> None:
     it.time(2.0)
 
 
-def is_returned(it: Request) -> None:
-    it.returned(2.0)
-
-
 def check_attempts() -> None:
     """Take every row of a request's tables once."""
     it, attempt = request(), Attempt().to(S.CONFIRMING)
@@ -366,57 +362,39 @@ def check_attempts() -> None:
     it = request()
     it.refused()
     assert it.state is RequestState.OVER
-    # Nothing is held, nobody is asked: the next attempt follows the pause.
+    # The next attempt follows the pause.
     it = failed(request())
     assert (it.state, it.next_at, it.attempts) == (RequestState.PAUSING, 1.1, 1)
     it.time(2.0)
     assert (it.state, it.attempts, it.take_discharge()) == (RequestState.TRYING, 2, None)
-    # The blocks are waited for.
+    # Given up: who was told that another attempt follows hears that none does.
     it = failed(request(), doubt=True)
-    it.time(2.0)
-    assert it.state is RequestState.RECOVERING
-    it.returned(2.0)
-    assert (it.state, it.attempts, it.take_discharge()) == (RequestState.TRYING, 2, None)
-    # Given up, wherever it stands: who was told that another attempt follows hears that none does.
-    for is_paused in (True, False):
-        it = failed(request(), doubt=True)
-        if not is_paused:
-            it.time(2.0)
-        it.give_up()
-        assert it.state is RequestState.OVER
-        assert it.take_discharge() is Reason.READ_FAILED
-    for step in (time_is_over, is_returned, Request.give_up, Request.refused):
+    it.give_up()
+    assert it.state is RequestState.OVER
+    assert it.take_discharge() is Reason.READ_FAILED
+    for step in (time_is_over, Request.give_up, Request.refused):
         with pytest.raises(LocalProtocolError):
             step(it)
 
 
-@pytest.mark.parametrize("table", [attempts.ON_EVENT, attempts.WHEN], ids=["on_event", "when"])
-def test_no_row_of_the_attempts_can_be_made_wrong_unnoticed(table: Any) -> None:
-    assert unnoticed(table, check_attempts) == []
+def test_no_row_of_the_attempts_can_be_made_wrong_unnoticed() -> None:
+    assert unnoticed(attempts.ON_EVENT, check_attempts) == []
 
 
 def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
     for reason in (Reason.CANCELLED, Reason.ENGINE_CLOSED):
         it = failed(request(), doubt=True)
-        it.time(2.0)
         it.stop(reason)
-        it.returned(2.0)
+        it.time(2.0)
         assert (it.state, it.attempts) == (RequestState.OVER, 1)
         assert it.take_discharge() is reason
 
 
 def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
     """A pause and blocks that come back may be late."""
-    cases: list[tuple[tuple[Callable[[Request], None], ...], Callable[[Request], None]]] = [
-        ((), lambda x: x.time(50.0)),
-        ((time_is_over,), lambda x: x.returned(50.0)),
-    ]
-    for steps, late in cases:
-        it = failed(request(), doubt=True)
-        for step in steps:
-            step(it)
-        late(it)
-        assert (it.state, it.attempts, it.take_discharge()) == (RequestState.OVER, 1, Reason.READ_FAILED)
+    it = failed(request(), doubt=True)
+    it.time(50.0)
+    assert (it.state, it.attempts, it.take_discharge()) == (RequestState.OVER, 1, Reason.READ_FAILED)
 
 
 def test_a_request_is_discharged_once() -> None:

@@ -1,7 +1,7 @@
 """One request over its attempts: whether it is tried again, when, and who is told that it is not.
 
-    TRYING -> PAUSING -> RECOVERING -> TRYING ...
-         \\_______\\___________\\-> OVER
+    TRYING -> PAUSING -> TRYING ...
+         \\_______\\-> OVER
 
 Every attempt is a pull with its own id, and begins when nothing of the one before can write its blocks any more. So a
 late first attempt can neither complete nor overwrite the second. While an attempt may follow, the prefill ranks keep
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Reason
@@ -28,9 +28,7 @@ MAX_PAUSE_S = 2.0
 class RequestState(enum.StrEnum):
     TRYING = "trying"
     PAUSING = "pausing"
-    """Until its next attempt may begin."""
-    RECOVERING = "recovering"
-    """Until nothing can write the blocks of the last attempt any more."""
+    """Until its next attempt may begin, and nothing can write the blocks of the last one any more."""
     OVER = "over"
 
 
@@ -42,9 +40,7 @@ class RequestEvent(enum.StrEnum):
     FAILED_FOR_NOW = "failed_for_now"
     """An attempt failed, and another may do better."""
     TIME = "time"
-    """The pause is over."""
-    RETURNED = "returned"
-    """The blocks are free."""
+    """The pause is over, and the blocks are free."""
     GIVEN_UP = "given_up"
     """It was cancelled, the engine closes, the deadline passed, or its blocks never came back."""
 
@@ -52,25 +48,10 @@ class RequestEvent(enum.StrEnum):
 S, E = RequestState, RequestEvent
 ON_EVENT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     S.TRYING: {E.COMPLETED: S.OVER, E.FAILED: S.OVER, E.FAILED_FOR_NOW: S.PAUSING},
-    S.PAUSING: {E.TIME: S.RECOVERING, E.GIVEN_UP: S.OVER},
-    S.RECOVERING: {E.RETURNED: S.TRYING, E.GIVEN_UP: S.OVER},
+    S.PAUSING: {E.TIME: S.TRYING, E.GIVEN_UP: S.OVER},
     S.OVER: {},
 }
 """What each state takes, and where it leads; anything else raises before anything has changed."""
-
-
-def holds_nothing(request: Request) -> bool:
-    """Nothing can write the blocks."""
-    return request.pull is not None and request.pull.is_returned
-
-
-WHEN: Mapping[RequestState, Mapping[Callable[[Request], bool], RequestState]] = {
-    S.TRYING: {},
-    S.PAUSING: {},
-    S.RECOVERING: {holds_nothing: S.TRYING},
-    S.OVER: {},
-}
-"""Acted upon at once: the first condition that holds, until none does."""
 
 
 def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
@@ -152,10 +133,12 @@ class Request:
         self._enter(after)
 
     def time(self, now: float) -> None:
-        self._go_on(E.TIME, now)
-
-    def returned(self, now: float) -> None:
-        self._go_on(E.RETURNED, now)
+        after = self._allow(E.TIME)
+        # Whatever was waited for may come late: no attempt begins when its caller waits no longer.
+        if self.stopped is None and now < self.deadline:
+            self._enter(after)
+        else:
+            self.give_up()
 
     def stop(self, reason: Reason) -> None:
         self.stopped = self.stopped or reason
@@ -164,17 +147,6 @@ class Request:
         self._enter(self._allow(E.GIVEN_UP))
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _may_go_on(self, now: float) -> bool:
-        # Whatever is waited for may come late: no attempt begins when its caller waits no longer.
-        return self.stopped is None and now < self.deadline
-
-    def _go_on(self, event: RequestEvent, now: float) -> None:
-        after = self._allow(event)
-        if self._may_go_on(now):
-            self._enter(after)
-        else:
-            self.give_up()
 
     def _allow(self, event: RequestEvent) -> RequestState:
         after = ON_EVENT[self.state].get(event)
@@ -186,10 +158,6 @@ class Request:
 
     def _enter(self, after: RequestState) -> None:
         self.state = after
-        for condition, following in WHEN[after].items():
-            if condition(self):
-                self._enter(following)
-                return
         if after is S.TRYING:
             self.attempts += 1
         elif after is S.OVER:

@@ -18,7 +18,7 @@ from typing import assert_never
 from asynckv.config import PullConfig
 from asynckv.core import told, wire
 from asynckv.core.events import ENDING, TransferEnded
-from asynckv.core.flow import READING, Admission, InFlight, Posting
+from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import (
     BlocksRetired,
@@ -35,7 +35,6 @@ from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
 from asynckv.core.routes import Ready, Routes
 from asynckv.core.source import RELEASE, ROLE, Source
 from asynckv.core.timers import Timers
-from asynckv.core.told import short
 from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
@@ -78,6 +77,7 @@ class DecodeSide:
         outbox: Outbox,
         timers: Timers,
         nonces: Iterator[int],
+        arrivals: Iterator[int],
         watch: Watch,
     ) -> None:
         self.pulls: dict[PullId, Pull] = {}
@@ -95,8 +95,7 @@ class DecodeSide:
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
         self._layout, self._config = layout, config
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
-        self._watch = watch
-        self._arrivals = itertools.count()
+        self._arrivals, self._watch = arrivals, watch
         self._transfer_ids = itertools.count(1)
 
     # -- calls -------------------------------------------------------------------------------------
@@ -142,7 +141,7 @@ class DecodeSide:
                 f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
             )
         self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
-        pull.arrival = next(self._arrivals)
+        pull.arrival = pull.number = next(self._arrivals)
         if pull.kind is not KIND.DISCHARGE:
             self._outbox.counters["pulls.started"] += 1
         if ready is not None:
@@ -316,10 +315,8 @@ class DecodeSide:
             self._take_back(peer)
             self._ready(peer, now)
         match message:
-            case wire.Ack():
-                self._acked(message, address, sender, "acknowledged", now)
-            case wire.Granted() | wire.NotYet() | wire.Refused():
-                self._claim_answered(message, address, sender, now)
+            case wire.Ack() | wire.Granted() | wire.NotYet() | wire.Refused():
+                self._answered(message, address, sender, now)
             case wire.Welcome() | wire.Unwelcome():
                 if (refused := self.peers.hello_answered(message, address, sender, now)) is not None:
                     peer, reason, detail = refused
@@ -400,10 +397,6 @@ class DecodeSide:
         return self.peers.by_place.get(source.rank.place)
 
     @property
-    def in_flight(self) -> InFlight:
-        return self.posting.in_flight
-
-    @property
     def num_waiting(self) -> int:
         """Pulls that were asked for and do not read: they meet their ranks, queue, or wait to be lent or proven."""
         return len(self.started) - self.admission.num[READING]
@@ -421,7 +414,7 @@ class DecodeSide:
         moving = (P.CONNECTING, P.READING, P.DRAINING)
         reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
         wrong += self.admission.audit(queued, reading)
-        wrong += self.in_flight.audit(self.transfers)
+        wrong += self.posting.in_flight.audit(self.transfers)
         for peer in self.peers.by_place.values():
             wrong += peer.line.in_flight.audit(peer.transfers)
         return wrong
@@ -550,55 +543,41 @@ class DecodeSide:
         peer = self.peers.by_place.get(source.rank.place)
         return source.release is not RELEASE.SETTLED and (peer is None or peer.state is S.GONE)
 
-    def _claim_answered(
-        self, answer: wire.Granted | wire.NotYet | wire.Refused, address: Address, sender: str, now: float
+    def _answered(
+        self, answer: wire.Ack | wire.Granted | wire.NotYet | wire.Refused, address: Address, sender: str, now: float
     ) -> None:
+        """Take the answer to a claim, a renewal or a release."""
         pull = self.pulls.get(PullId(answer.pull_id))
         source = _source_at(pull, address)
         if pull is None or source is None or answer.key != pull.params.key:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        restarted = isinstance(answer, wire.Refused) and answer.reason is Reason.RESTARTED
-        if source.rank.place[1] != sender and not restarted:
-            self._outbox.counters["dropped.foreign_answer"] += 1
-            return
-        if restarted:
-            peer = self.peers.by_place.get(source.rank.place)
-            asked = answer.nonce in source.nonces or (
-                answer.nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT
-            )
-            if peer is not None and asked and isinstance(answer, wire.Refused):
-                self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
-            return
-        if isinstance(answer, wire.Refused) and answer.nonce == wire.RELEASE_NONCE:
-            self._acked(answer, address, sender, f"refused: {answer.reason}", now)
-            return
-        effects = pull.answered(source, answer, now)
+        effects: list[Effect] | None = None
+        match answer:
+            case wire.Refused(nonce=nonce, reason=Reason.RESTARTED):
+                peer = self.peers.by_place.get(source.rank.place)
+                asked = nonce in source.nonces or (nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT)
+                if peer is not None and asked:
+                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
+                return
+            case _ if source.rank.place[1] != sender:
+                self._outbox.counters["dropped.foreign_answer"] += 1
+                return
+            case wire.Ack():
+                if source.release is not RELEASE.UNSENT:
+                    effects = pull.settled(source, "acknowledged", now)
+            case wire.Refused(nonce=wire.RELEASE_NONCE):
+                if source.release is not RELEASE.UNSENT:
+                    if not source.is_settled:
+                        self._outbox.commands.append(told.release_refused(pull, source.name, answer))
+                    effects = pull.settled(source, f"refused: {answer.reason}", now)
+            case _:
+                effects = pull.answered(source, answer, now)
         if effects is None:
             self._outbox.counters["dropped.stale_answer"] += 1
-        else:
-            self._carry_out(pull, effects, now)
-
-    def _acked(self, answer: wire.Ack | wire.Refused, address: Address, sender: str, note: str, now: float) -> None:
-        pull = self.pulls.get(PullId(answer.pull_id))
-        source = _source_at(pull, address)
-        if (
-            pull is None
-            or source is None
-            or source.rank.place[1] != sender
-            or source.release is RELEASE.UNSENT
-            or answer.key != pull.params.key
-        ):
-            self._outbox.counters["dropped.stale_answer"] += 1
             return
-        if isinstance(answer, wire.Refused) and not source.is_settled:
-            ids, detail = told.pull_ids(pull), short(answer.detail)
-            refused = told.ReleaseRefused(
-                **ids, cause=answer.reason, detail=detail, outcome=pull.outcome, ranks=[source.name]
-            )
-            self._outbox.commands.append(refused)
-        self._carry_out(pull, pull.settled(source, note, now), now)
-        if not pull.is_over:
+        self._carry_out(pull, effects, now)
+        if source.release is RELEASE.SETTLED and not pull.is_over:
             self._let_go(pull, source, now)
 
     # -- inside: which ranks are read ----------------------------------------------------------------

@@ -180,7 +180,7 @@ class Inspector:
             "pulls_unanswered": tally.unanswered,
             "pulls_queued": self._decode.admission.num[WAITING],
             "pulls_admitted": self._decode.admission.num[READING],
-            "bytes_in_flight": self._decode.in_flight.num_bytes,
+            "bytes_in_flight": self._decode.posting.in_flight.num_bytes,
             "transfers": len(self._decode.transfers),
             "transfers_in_doubt": tally.transfers_in_doubt,
             "peers": len(self._decode.peers.by_place),

@@ -199,6 +199,8 @@ class Lease:
 
     lent: Lent
     lent_at: float
+    number: int = 0
+    """Of all leases and pulls of the rank, in the order in which they began."""
     state: LeaseState = L.LENT
     since: float = field(init=False)
     expires_at: float = field(init=False)
@@ -309,9 +311,6 @@ class Lease:
             return rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
         return self.names.get(sender, f"?@{sender[:SHOWN_LETTERS]}")
 
-    def sample(self) -> None:
-        self.is_sampled = True
-
     def _impossible(self, event: type) -> LeaseState:
         raise LocalProtocolError(
             f"{event.__name__} while the lease of request {self.lent.request_id!r} is {self.state.name}"
@@ -367,10 +366,6 @@ class Lease:
         return self.since if self.is_over else math.inf
 
     @property
-    def outcomes(self) -> dict[Reader, Outcome]:
-        return {reader: discharge.outcome for reader, discharge in self.discharged.items()}
-
-    @property
     def wake_at(self) -> float:
         if self.state is L.LENT and self.is_owed():
             wake_at = self.expires_at if self.expires_at < self.warn_at else self.warn_at
@@ -402,21 +397,14 @@ class Lease:
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 
     def waits_for(self) -> tuple[str, ...]:
-        """Name the readers that are owed, with the process that was last granted the blocks."""
-        known = self._last_grants()
-        names = [known[r].name if r in known else str(r) for b in self.cohorts.values() for r in sorted(b.owed)]
-        return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
-
-    def claims(self) -> list[Grant]:
-        """Return the last grant of each reader that is owed and ever held one."""
-        known = self._last_grants()
-        return [known[r] for bound in self.cohorts.values() for r in sorted(bound.owed) if r in known]
+        """Name the readers that are owed or hold a grant, with the process that was last granted the blocks."""
+        return tuple([name for name, state, _ in self.readers() if state in _WAITS])
 
     def readers(self) -> Iterator[tuple[str, str, Grant | None]]:
         """Yield of every reader its name, its last grant, and `unclaimed`, `granted`, `lapsed`, `retrying`, `gone` or
         how it released.
         """
-        known = self._last_grants()
+        known = self.past | {grant.reader: grant for grant in self.grants.values()}
         owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
         holding = {grant.reader for grant in self.grants.values()} - owed
         for reader in (*sorted(owed), *sorted(holding)):
@@ -458,9 +446,6 @@ class Lease:
             more = "another decode engine" if unknown == 1 else f"{unknown} decode engines"
             said.setdefault(_WAITS["unclaimed"], []).append(more if self.cohorts or unknown > 1 else "anybody")
         return "; ".join(f"{words} {_few(said[words])}" for words in sorted(said) if words)
-
-    def _last_grants(self) -> dict[Reader, Grant]:
-        return self.past | {grant.reader: grant for grant in self.grants.values()}
 
     # -- answers -----------------------------------------------------------------------------------
 

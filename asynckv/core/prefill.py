@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 
 import numpy as np
 from msgspec import Struct
@@ -104,6 +105,7 @@ class PrefillSide:
         timers: Timers,
         config: LeaseConfig,
         readers: Readers,
+        arrivals: Iterator[int],
         memory_epoch: int,
     ) -> None:
         self.leases: dict[Key, Lease] = {}
@@ -111,7 +113,7 @@ class PrefillSide:
         self.closed_as = ""
         """How the engine takes nothing new, for people; empty while it does. Nothing is parked then."""
         self._layout, self._ledger, self._outbox, self._timers = layout, ledger, outbox, timers
-        self._config, self._readers = config, readers
+        self._config, self._readers, self._arrivals = config, readers, arrivals
         self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
@@ -158,7 +160,7 @@ class PrefillSide:
         self._ledger.take(key.token, "lent", lent.request_id, blocks, now)
         # A rank that was restarted while others slept has memory as new as theirs.
         self.memory_epoch = key.memory_epoch
-        lease = self.leases[key] = Lease(lent, now)
+        lease = self.leases[key] = Lease(lent, now, next(self._arrivals))
         self.spent.add(key)
         self._outbox.counters["leases.lent"] += 1
         if (forgotten := self._forgotten.pop(key, None)) is not None:

@@ -275,6 +275,8 @@ class Pull:
     is_returned: bool = False
     is_retired: bool = False
     """True once the blocks were held for `held_s`: they are never reused in this process."""
+    number: int = 0
+    """Of all leases and pulls of the rank, in the order in which they began."""
     arrival: int = 0
 
     begun_at: float = math.inf

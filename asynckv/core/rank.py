@@ -70,13 +70,14 @@ class RankCore:
         self.ledger = Ledger([g.num_blocks for g in layout.groups], pools(layout))
         self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
+        arrivals = itertools.count()
         self.readers = Readers(identity, self.outbox)
         self.prefill = PrefillSide(
-            layout, self.ledger, self.outbox, self.timers, config.lease, self.readers, identity.memory_epoch
+            layout, self.ledger, self.outbox, self.timers, config.lease, self.readers, arrivals, identity.memory_epoch
         )
         self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
-            layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, self.watch
+            layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, arrivals, self.watch
         )
         self.inspect = Inspector(self.ledger, self.prefill, self.decode)
         self.survey = Survey(identity, config, self.ledger, self.prefill, self.decode, self.readers, self.inspect)

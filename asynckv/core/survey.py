@@ -2,8 +2,8 @@
 
 Questions wait in a bounded queue, and `tick` carries the first on by one slice. First everything is counted, for all
 questions of the next moment. Then the requests that are wanted are told, the oldest first: leases and pulls are kept in
-the order in which they began. The cursor of a page is its last request, so none is left out or told twice while others
-come and go (but for requests that began at the very same moment as one that has ended since).
+the order in which they began, and numbered together. The cursor of a page is the number of its last request, so none is
+left out or told twice while others come and go.
 
 Questions are rate-limited per key or host and for all together; unread answers are bounded where they are sent.
 """
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from operator import attrgetter
 
 from msgspec import Struct
 
@@ -77,6 +78,7 @@ MAX_HISTORY, MAX_EVENT = 128, 400
 """Of a request that is wanted alone: the last events, and letters of each."""
 
 Answer = Callable[[Status], None]
+_number = attrgetter("number")
 
 
 class _Counts(Struct):
@@ -129,7 +131,7 @@ class Survey:
         """
         if not self._config.inspect.enabled:
             refusal = Account(refused="inspection is turned off here (InspectConfig.enabled)")
-        elif asked.after and _place(asked.after) is None:
+        elif asked.after and not asked.after.isdecimal():
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
         elif not self._limits.take(principal or whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
@@ -251,11 +253,11 @@ class Survey:
     def _tell(
         self, asked: StatusRequest, requests: list[RequestStatus], holds: list[HeldBlocks], now: float
     ) -> Generator[None, float, str]:
-        leases: Iterator[Lease | Pull] = _rest(self._prefill.leases.values(), asked.after, True)
-        pulls: Iterator[Lease | Pull] = _rest(self._decode.pulls.values(), asked.after, False)
+        after = int(asked.after or -1)
+        leases, pulls = _rest(self._prefill.leases.values(), after), _rest(self._decode.pulls.values(), after)
         letters = work = looked = 0
         told: Lease | Pull | None = None
-        for request in heapq.merge(leases, pulls, key=_begun_at):
+        for request in heapq.merge(leases, pulls, key=_number):
             looked += 1
             if work >= SLICE_TOLD or looked >= SLICE_FOUND:
                 work = looked = 0
@@ -263,7 +265,7 @@ class Survey:
             if request.is_over or (asked.request_id and not _is_named(request, asked.request_id)):
                 continue
             if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):
-                return _place_of(told)
+                return str(told.number)
             told = request
             status = self._inspector.status(request, now)
             if asked.request_id:
@@ -287,8 +289,8 @@ class Survey:
         return {
             "pulls_reading": (decode.admission.num[READING], pull.total_requests),
             "pulls_queued": (max(decode.num_waiting, 0), pull.max_queued),
-            "bytes_in_flight": (decode.in_flight.num_bytes, pull.total_bytes),
-            "descriptors_in_flight": (decode.in_flight.num_descriptors, pull.total_descriptors),
+            "bytes_in_flight": (decode.posting.in_flight.num_bytes, pull.total_bytes),
+            "descriptors_in_flight": (decode.posting.in_flight.num_descriptors, pull.total_descriptors),
             "parked": (self._prefill.num_parked, self._config.lease.max_parked),
             "blocks_held": (held, self._ledger.num_blocks),
         }
@@ -298,11 +300,6 @@ def _letters(status: RequestStatus) -> int:
     said = sum(len(x.rank) + len(x.address) + 80 for x in status.ranks)
     said += sum(len(who) + len(detail) for _, _, _, who, detail in status.refused)
     return said + len(status.request_id) + 2 * len(status.prefill_request_id) + len(status.waits)
-
-
-def _begun_at(request: Lease | Pull) -> float:
-    """When it came into being. (`called_at` changes when what was announced is pulled.)"""
-    return request.history[0][0]
 
 
 def _count_leases(leases: Iterable[Lease], phases: dict[tuple[str, str], list[float]], now: float) -> None:
@@ -335,36 +332,9 @@ def _is_named(request: Lease | Pull, name: str) -> bool:
     return name in (request.request_id, request.params.request_id)
 
 
-def _name(request: Lease | Pull) -> str:
-    return f"l{request.lent.key.sequence}" if isinstance(request, Lease) else f"p{request.pull_id}"
-
-
-def _place_of(request: Lease | Pull) -> str:
-    return f"{_begun_at(request).hex()} {_name(request)}"
-
-
-def _place(text: str) -> tuple[float, str] | None:
-    at, _, name = text.partition(" ")
-    try:
-        begun_at = float.fromhex(at)
-    except (ValueError, OverflowError):
-        return None
-    return (begun_at, name) if math.isfinite(begun_at) and name else None
-
-
-def _rest(requests: Iterable[Lease | Pull], after: str, is_first: bool) -> Iterator[Lease | Pull]:
-    """Return those of one kind that follow a cursor; of what began at the same moment the first kind comes first."""
+def _rest(requests: Iterable[Lease | Pull], after: int) -> Iterator[Lease | Pull]:
     everything = list(requests)
-    if (place := _place(after)) is None:
-        return iter(everything)
-    begun_at, name = place
-    low = bisect_left(everything, begun_at, key=_begun_at)
-    high = bisect_right(everything, begun_at, low, key=_begun_at)
-    is_ours = name.startswith("l") is is_first
-    if not is_ours:
-        return islice(everything, high if is_first else low, None)
-    at = next((n for n in range(low, high) if _name(everything[n]) == name), low - 1)
-    return islice(everything, at + 1, None)
+    return islice(everything, bisect_right(everything, after, key=_number), None)
 
 
 def _peer_status(peer: Peer, now: float) -> PeerStatus:

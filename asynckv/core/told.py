@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Struct
 
 if TYPE_CHECKING:
+    from asynckv.core import wire
     from asynckv.core.lease import Lease
     from asynckv.core.pull import Pull
     from asynckv.core.types import PullId
@@ -728,35 +729,19 @@ EVENTS: Final[Mapping[str, type[Told]]] = {
 """All of them, by their names."""
 
 
-class PullIds(TypedDict):
-    request_id: str
-    prefill_request_id: str
-    pull_id: str
-    peer: str
-    sequence: int
-
-
-def pull_ids(pull: Pull) -> PullIds:
+def pull_ids(pull: Pull) -> tuple[str, str, str, str, int]:
+    """Return the fields of `OfPull`."""
     params = pull.params
-    return {
-        "request_id": pull.request_id,
-        "prefill_request_id": params.request_id,
-        "pull_id": pull.pull_id,
-        "peer": params.engine_id,
-        "sequence": params.key.sequence,
-    }
+    return pull.request_id, params.request_id, pull.pull_id, params.engine_id, params.key.sequence
 
 
 def release_unanswered(pull: Pull, ranks: Sequence[str], cause: str, now: float, detail: str = "") -> ReleaseUnanswered:
     seconds = round(now - pull.published_at, 6)
-    return ReleaseUnanswered(
-        **pull_ids(pull),
-        cause=cause,
-        outcome=pull.outcome,
-        ranks=list(ranks[:MAX_NAMED]),
-        seconds=seconds,
-        detail=short(detail),
-    )
+    return ReleaseUnanswered(*pull_ids(pull), cause, pull.outcome, list(ranks[:MAX_NAMED]), seconds, short(detail))
+
+
+def release_refused(pull: Pull, rank: str, answer: wire.Refused) -> ReleaseRefused:
+    return ReleaseRefused(*pull_ids(pull), answer.reason, short(answer.detail), pull.outcome, [rank])
 
 
 def lease_granted(lease: Lease, pull_id: PullId) -> LeaseGranted:

@@ -11,7 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
+
+from msgspec.structs import asdict
 
 from asynckv.arguments import shown, text
 from asynckv.core.types import decode_params
@@ -35,8 +38,9 @@ from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProto
 from asynckv.results import LeaseEnd
 
 SLICE_S = 0.001
-AWAITED = (Pull, Load, Store)
-"""Orders that are awaited, each in a task of its own, and that hold blocks until their end or longer."""
+AWAITED: Mapping[type, str] = {Pull: "finished_recving", Load: "loaded", Store: "stored"}
+"""Orders that are awaited, each in a task of its own, and that hold blocks until their end or longer; and the list of
+`Finished` that tells of a good end."""
 
 FINISH_S = 0.25
 
@@ -158,7 +162,7 @@ class EngineDesk:
         for task, order in tasks.items():
             if task in self._unbegun:
                 self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
-            elif isinstance(order, AWAITED):
+            elif isinstance(order, Pull | Load | Store):
                 if task not in self._failed:
                     self._tell(_of(order, "failed"), Failed(order.request_id, _held(order, cause)))
                 self._tell(_of(order, "retired"), order.request_id)
@@ -201,38 +205,39 @@ class EngineDesk:
                 raise
 
     def _carry_out(self, order: Order) -> None:
-        engine = self.engine
+        engine, given = self.engine, asdict(order) if isinstance(order, Order) else {}
         match order:
             case Announce():
-                engine.announce(order.request_id, order.params, wait_s=order.wait_s, cohort_id=order.cohort_id)
+                engine.announce(**given)
             case Pull():
-                self._unbegun.add(self._go(self._pull(order), order))
+                self._begin(order, partial(engine.pull, **given), engine.returned)
             case Lookup():
                 request_id = text("request_id", order.request_id)
                 self._tell("found", (request_id, self._offload().lookup(order.hashes, order.num_tokens)))
             case Load():
-                self._unbegun.add(self._go(self._load(order, self._offload()), order))
+                offload = self._offload()
+                self._begin(order, partial(offload.load, **given), offload.returned)
             case Store():
-                self._unbegun.add(self._go(self._store(order, self._offload()), order))
+                offload = self._offload()
+                self._begin(order, partial(offload.store, **given), offload.returned)
             case Cancel():
-                engine.cancel(order.request_id, order.params, cohort_id=order.cohort_id)
+                engine.cancel(**given)
                 if engine._driver.guests:
                     self._offload().cancel(order.request_id)
-            case Lend():
-                given = order.params
-                name = given.get("request_id") if isinstance(given, Mapping) else getattr(given, "request_id", None)
+            case Lend(params):
+                name = params.get("request_id") if isinstance(params, Mapping) else getattr(params, "request_id", None)
                 if isinstance(name, str) and name in self._lent:
                     raise LocalProtocolError(
                         f"request {name[:200]!r} is lent already, and its end will be told by that id: lend this one "
                         f"by another id, or wait for the end"
                     )
-                lent = engine.lend(given, num_readers=order.num_readers)
+                lent = engine.lend(**given)
                 self._lent.add(lent.request_id)
                 self._go(self._sent(lent), order)
             case Withdraw():
-                engine.withdraw(order.params)
+                engine.withdraw(**given)
             case Reclaim():
-                engine.reclaim(order.num_blocks)
+                engine.reclaim(**given)
             case _:
                 raise LocalProtocolError(
                     f"{shown(order)} is no order; give Announce, Pull, Cancel, Lend, Withdraw, Reclaim, "
@@ -246,7 +251,7 @@ class EngineDesk:
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
 
     def _refuse(self, order: Order, error: Exception) -> None:
-        if isinstance(order, AWAITED):
+        if isinstance(order, Pull | Load | Store):
             self._tell(_of(order, "failed"), Failed(order.request_id, error))
         else:
             self._tell("refused", Refused(order, error))
@@ -265,48 +270,26 @@ class EngineDesk:
             if order is not None:
                 self._refuse(order, EngineClosed("the engine's loop was ended before this was carried out"))
 
-    async def _pull(self, order: Pull) -> None:
-        pull = self.engine.pull(
-            order.request_id,
-            order.groups,
-            order.params,
-            timeout_s=order.timeout_s,
-            cohort_id=order.cohort_id,
-            hashes=order.hashes,
-            num_tokens=order.num_tokens,
-            is_last=order.is_last,
-            priority=order.priority,
-            retries=order.retries,
-        )
-        await self._outcome(order, pull, "finished_recving", self.engine.returned)
-
-    async def _load(self, order: Load, offload: Offload) -> None:
-        load = offload.load(
-            order.request_id, order.groups, order.hashes, num_tokens=order.num_tokens, timeout_s=order.timeout_s
-        )
-        await self._outcome(order, load, "loaded", offload.returned)
-
-    async def _store(self, order: Store, offload: Offload) -> None:
-        store = offload.store(order.request_id, order.groups, order.hashes)
-        await self._outcome(order, store, "stored", offload.returned)
-
-    def _has_begun(self) -> asyncio.Task[None]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._unbegun.discard(task)
-        return task
+    def _begin(
+        self,
+        order: Pull | Load | Store,
+        work: Callable[[], Coroutine[Any, Any, object]],
+        returned: Callable[[str], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._unbegun.add(self._go(self._outcome(order, work, returned), order))
 
     async def _outcome(
         self,
         order: Pull | Load | Store,
-        work: Coroutine[Any, Any, object],
-        kind: str,
+        work: Callable[[], Coroutine[Any, Any, object]],
         returned: Callable[[str], Coroutine[Any, Any, None]],
     ) -> None:
         """Wait for blocks to be filled or stored, and tell what comes of it."""
-        task = self._has_begun()
+        task = asyncio.current_task()
+        assert task is not None
+        self._unbegun.discard(task)
         try:
-            result = await work
+            result = await work()
         except AsyncKVError as exc:
             if isinstance(exc, LocalProtocolError) and self._is_under_way(order, task):
                 # `failed` names an id, and the scheduler would take this for the end of the order before.
@@ -330,7 +313,7 @@ class EngineDesk:
             if not isinstance(exc, Exception):
                 raise
         else:
-            self._report(kind, result)
+            self._report(AWAITED[type(order)], result)
 
     def _is_under_way(self, order: Pull | Load | Store, task: asyncio.Task[None]) -> bool:
         """Whether the end of another order of this kind and id is still to be told."""

@@ -6,13 +6,6 @@ sends the claim and posts the read. Answer and end of the transfer come in as ev
 says that the pull has ended, and the driver wakes its caller.
 
 All of it happens on one event loop. The core is never entered twice at once, and nothing here takes a lock.
-
-- `engine`: what its owner calls; how it starts. `ending`: how it ends. `home`: the event loop that it belongs to.
-- `driver`: events in, commands out. `attempts`: how a caller waits for a pull. `lent`: a lent request in its owner's
-  hands. `observation`: what metrics and traces are told, and can ask. `lag`: how late the loop came.
-- `offload`: what its owner calls to keep blocks in host memory and files. Behind it: `tiers` (opened and closed),
-  `shelf` (where blocks are kept), `copying` (what is copied), `mover` (hands moves to planes), `jobs` (who waits),
-  `lending` (stored blocks over the network), `figures` (counts).
 """
 
 from asynckv.engine.engine import Engine

@@ -153,7 +153,7 @@ class Retries:
             try:
                 await self._until_next(error)
             finally:
-                if request.state not in (RequestState.OVER, RequestState.TRYING):
+                if request.state is RequestState.PAUSING:
                     request.give_up()
                 let_go(driver, request)
             if request.state is RequestState.OVER:
@@ -165,21 +165,18 @@ class Retries:
 
     async def _until_next(self, error: PullError) -> None:
         """Wait for what the request waits for, until its next attempt may begin, or none follows."""
-        driver, request, state = self._driver, self.request, RequestState
-        if request.state is state.PAUSING and request.pull is not None:
-            driver.recorder.pull_retried(request.pull, request.attempts + 1, request.next_at - driver.clock.now())
-            if driver.observers:
-                driver.tell(Observer.pull_retried, request.pull, driver.clock.now())
-            with self._waking(request.next_at):
-                await self._wake.wait()
-            request.time(driver.clock.now())
-        with self._waking(request.deadline):
-            try:
-                if request.state is state.RECOVERING:
-                    is_returned = await self._before_time_is_up(error.returned())
-                    request.returned(driver.clock.now()) if is_returned else request.give_up()
-            except BlocksRetired:
-                request.give_up()
+        driver, request = self._driver, self.request
+        if request.state is not RequestState.PAUSING or request.pull is None:
+            return
+        driver.recorder.pull_retried(request.pull, request.attempts + 1, request.next_at - driver.clock.now())
+        if driver.observers:
+            driver.tell(Observer.pull_retried, request.pull, driver.clock.now())
+        with self._waking(request.next_at):
+            await self._wake.wait()
+        with suppress(BlocksRetired), self._waking(request.deadline):
+            if await self._before_time_is_up(error.returned()):
+                return request.time(driver.clock.now())
+        request.give_up()
 
     @contextmanager
     def _waking(self, when: float) -> Iterator[None]:

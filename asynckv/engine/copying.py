@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from asynckv.engine.shelf import Shelf
 from asynckv.geometry.blocks import BlockList, runs_of
 from asynckv.geometry.bounds import BlockRuns, Int64s
-from asynckv.geometry.kept import kept_tables, plan_copies, plan_loads
+from asynckv.geometry.kept import kept_tables, plan_copies, plan_load
 from asynckv.geometry.layout import Group, Layout
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import PeerTables
@@ -29,17 +28,9 @@ MAX_DESCRIPTORS = 4096
 NOTHING: tuple[list[int], list[int]] = [], []
 
 
-class Copying(Protocol):
-    def pieces(self, move: Move, blocks: Sequence[BlockList]) -> Iterator[ReadRequest]:
-        """What is copied for a load or a store.
-
-        Args:
-            move: Which slots.
-            blocks: Per group of the device, the first token and the blocks of its request.
-        """
-
-
 class SlotBySlot:
+    """The shelf has the rank's own form."""
+
     def __init__(self, shelf: Shelf, device: Layout, max_bytes: int) -> None:
         self._shelf, self._groups, self._max_bytes = shelf, device.groups, max_bytes
         (tables,) = kept_tables(device, [shelf.layout], itertools.count(1))
@@ -97,9 +88,11 @@ class ByTokens:
                 local[mine] = _from(blocks[mine], first * size, self._groups[mine].block_size)
                 kept = [BlockRuns(0, ()) for _ in self._shelf.form.groups]
                 kept[index] = BlockRuns(first * size, runs_of(np.array([slots[p] for p in range(first, stop)])))
-                (plan,) = plan_loads([self._tables], local, [kept], stop * size)
-                if plan is not None:
-                    yield from plan.posts(self._max_bytes, MAX_DESCRIPTORS)
+                plan = plan_load(self._tables, local, kept, stop * size)
+                yield from plan.posts(self._max_bytes, MAX_DESCRIPTORS)
+
+
+Copying = SlotBySlot | ByTokens
 
 
 def reading(device: Layout, shelves: Sequence[Shelf], max_bytes: int) -> dict[Shelf, ByTokens]:

@@ -56,7 +56,7 @@ class LentRequest:
         return LeaseEnd(
             lease.lent.request_id,
             cause,
-            {str(r): o.value for r, o in lease.outcomes.items()},
+            {str(reader): x.outcome.value for reader, x in lease.discharged.items()},
             () if cause == "released" else lease.owed(),
             ended_at - lease.lent_at,
         )

@@ -97,7 +97,7 @@ class Observation:
                 "queued": config.max_queued,
                 "parked": self._config.lease.max_parked,
             },
-            descriptors_in_flight=decode.in_flight.num_descriptors,
+            descriptors_in_flight=decode.posting.in_flight.num_descriptors,
             data_down=driver.data_down,
             planes=driver.data.describe(),
         )

@@ -1,7 +1,7 @@
 """What is copied between the memory of a rank and the ranges in which blocks are only kept (`packed`).
 
 `plan_copies` copies block for block and slot for slot, to store or to load, where the range has the rank's own form.
-`plan_loads` loads by tokens what ranks of another geometry stored, as a pull is planned.
+`plan_load` loads by tokens what ranks of another geometry stored, as a pull is planned.
 """
 
 from __future__ import annotations
@@ -97,35 +97,17 @@ def _kernel_blocks(ids: Int64s, ratio: int) -> Int32s:
     return ids.astype(np.int32)
 
 
-def plan_loads(
-    tables: Sequence[PeerTables | None],
-    local: Sequence[BlockList],
-    kept: Sequence[Sequence[BlockRuns]],
-    num_tokens: int,
-) -> tuple[Plan | None, ...]:
-    """Say what is loaded by tokens, out of the ranges of ranks whose geometry may be any.
+def plan_load(tables: PeerTables, local: Sequence[BlockList], kept: Sequence[BlockRuns], num_tokens: int) -> Plan:
+    """Say what is loaded by tokens, out of the range of a rank whose geometry may be any.
 
     Args:
-        tables: From `kept_tables`.
         local: Per group of ours the first token to fill and the blocks, from `check_block_ids`.
-        kept: Per range, and per group of that rank, the slots. The same object is paired once.
+        kept: Per group of that rank, the slots.
         num_tokens: Tokens that are to be there afterwards.
-
-    Returns:
-        One per range; None where nothing is read.
 
     Raises:
         RemoteTooShort: The slots do not hold all that is asked for.
         PlanRefused: A list does not fit its layout.
     """
-    paired: dict[int, BlockLists] = {}
-    out: list[Plan | None] = []
-    for each, slots in zip(tables, kept, strict=True):
-        if each is None:
-            out.append(None)
-            continue
-        if (lists := paired.get(id(slots))) is None:
-            # As if more were offered than is wanted: only states at the ends of blocks are kept, none after the last.
-            lists = paired[id(slots)] = BlockLists(local, slots, num_tokens, num_tokens + 1)
-        out.append(plan_read(each, lists))
-    return tuple(out)
+    # As if more were offered than is wanted: only states at the ends of blocks are kept, none after the last.
+    return plan_read(tables, BlockLists(local, kept, num_tokens, num_tokens + 1))

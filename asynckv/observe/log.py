@@ -26,7 +26,7 @@ import msgspec
 from asynckv.config import EngineConfig, LogConfig
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
-from asynckv.core.lease import Grant, Lease, LeaseState
+from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.notes import Gone, History, Lapsed, Note
 from asynckv.core.outbox import HeldForLong
@@ -205,7 +205,7 @@ class Recorder:
             return
         like = "" if good else self._same_as(pull, now)
         ended = told.PullEnded(
-            **told.pull_ids(pull),
+            *told.pull_ids(pull),
             cause=str(pull.reason),
             seconds=round(took, 6),
             same_as=like,
@@ -286,18 +286,16 @@ class Recorder:
 
     def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
         cause = str(pull.reason)
-        self.log(told.PullRetried(**told.pull_ids(pull), cause=cause, attempt=attempt, after_s=round(after_s, 6)))
+        self.log(told.PullRetried(*told.pull_ids(pull), cause=cause, attempt=attempt, after_s=round(after_s, 6)))
 
     def blocks_returned(self, pull: Pull, now: float) -> None:
         seconds = round(now - pull.published_at, 6)
-        self.log(
-            told.BlocksReturned(**told.pull_ids(pull), blocks=_written_blocks(pull), seconds_after_failure=seconds)
-        )
+        self.log(told.BlocksReturned(*told.pull_ids(pull), blocks=_written_blocks(pull), seconds_after_failure=seconds))
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
         self.log(
             told.BlocksRetired(
-                **told.pull_ids(pull),
+                *told.pull_ids(pull),
                 blocks=_written_blocks(pull),
                 held_by=[x.where for x in pull.sources if x.running or x.doubtful],
                 transfers=sum(len(x.running | x.doubtful) for x in pull.sources),
@@ -350,7 +348,7 @@ class Recorder:
         ended = msgspec.structs.replace(
             ended,
             owed=owed,
-            claims={x.name: _claim(x, lease.lent_at) for x in lease.claims()[:MAX_RANKS]},
+            claims=_claims(lease),
             refused=_refused(lease),
             revoked_by=lease.revoked_by,
             late_s=round(late_s, 3) if late_s > LATE_S else None,
@@ -362,7 +360,7 @@ class Recorder:
         """Log that a request was lent, and decide whether its grants and its good end are logged as well."""
         if not self._may_log(lease.lent.key, now):
             return
-        lease.sample()
+        lease.is_sampled = True
         readers = lease.lent.readers
         self.log(
             told.LeaseLent(
@@ -412,7 +410,7 @@ class Recorder:
         for at, what in entries:
             to, at_s = str(what), round(at - start, 6)
             if isinstance(subject, Pull):
-                self.log(told.PullTransition(**told.pull_ids(subject), to=to, at_s=at_s))
+                self.log(told.PullTransition(*told.pull_ids(subject), to=to, at_s=at_s))
             else:
                 self.log(told.LeaseTransition(*_lease_ids(subject), to=to, at_s=at_s))
 
@@ -447,8 +445,11 @@ def _written_blocks(pull: Pull) -> int:
     return sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0
 
 
-def _claim(grant: Grant, lent_at: float) -> told.LastClaim:
-    return told.LastClaim(grant.pull_id, round(grant.since - lent_at, 3), round(grant.asked_at - lent_at, 3))
+def _claims(lease: Lease) -> dict[str, told.LastClaim]:
+    """Return the last attempts of the first readers that are owed or hold a grant."""
+    grants = itertools.islice((grant for _, _, grant in lease.readers() if grant is not None), MAX_RANKS)
+    at = lease.lent_at
+    return {x.name: told.LastClaim(x.pull_id, round(x.since - at, 3), round(x.asked_at - at, 3)) for x in grants}
 
 
 def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
@@ -459,15 +460,14 @@ def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
 
 
 def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
-    claims = [(name, _claim(grant, lease.lent_at)) for name, _, grant in lease.readers() if grant is not None]
     lent_s, left_s = round(status.age_s, 3), _rounded(status.left_s)
-    return told.HeldLease(*_lease_ids(lease), lent_s, dict(claims[:MAX_RANKS]), left_s, _refused(lease))
+    return told.HeldLease(*_lease_ids(lease), lent_s, _claims(lease), left_s, _refused(lease))
 
 
 def _held_pull(pull: Pull, status: RequestStatus) -> told.HeldPull:
     ranks = {x.rank: x.state for x in status.ranks[:MAX_RANKS]}
     state_s, left_s = round(status.state_s, 3), _rounded(status.left_s)
-    return told.HeldPull(**told.pull_ids(pull), state_s=state_s, ranks=ranks, left_s=left_s)
+    return told.HeldPull(*told.pull_ids(pull), state_s=state_s, ranks=ranks, left_s=left_s)
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -187,7 +187,7 @@ def every_message(params: KVTransferParams, layout: Layout, cohort: Cohort) -> l
         m.Ping(10),
         m.Pong(10),
         m.StatusRequest(11),
-        m.StatusRequest(12, m.MAX_TOLD, "0x1.8p+1 l7", name),
+        m.StatusRequest(12, m.MAX_TOLD, "7", name),
         m.Status(11, "x", 0, 1, {"leases": 1}),
         m.Status(12, "x", 0, 1, {"leases": 1}, encode_account(Account(rank="x/tp0@0a1b2c3d", num_readers=1))),
         m.Goodbye(),
