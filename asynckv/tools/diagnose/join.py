@@ -647,7 +647,6 @@ class _Joiner:
         # Who lends it, and whoever its readers say they met; of requests that were lent, also without their names.
         self._by_start: dict[tuple[tuple[str, int, str], str], Request] = {}
         self._by_sequence: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
-        self._by_nobody: dict[tuple[str, int, str], dict[int, Request]] = defaultdict(dict)
         self._ranks: Counter[tuple[tuple[str, int, str], str]] = Counter()
         self._by_name: dict[str, list[Request]] = defaultdict(list)
         for lease in leases:
@@ -690,13 +689,11 @@ class _Joiner:
         key = request.engine_id, request.sequence, request.request_id
         for start in filter(None, map(start_of, ranks)):
             self._by_start.setdefault((key, start), request)
-            self._by_nobody[key].pop(id(request), None)
 
     def _new(self, engine_id: str, sequence: int, request_id: str) -> Request:
         request = Request(engine_id, sequence, request_id)
         self._requests.append(request)
         self._exact[engine_id, sequence, request_id].append(request)
-        self._by_nobody[engine_id, sequence, request_id][id(request)] = request
         self._by_name[request_id].append(request)
         return request
 
@@ -706,12 +703,11 @@ class _Joiner:
         peer = pull.peer or next((base_name(x).rpartition("/tp")[0].split("/pp")[0] for x in pull.peer_ranks), "")
         starts = list(filter(None, dict.fromkeys(map(start_of, pull.peer_ranks))))
         key = peer, pull.sequence, pull.prefill_request_id
-        if not starts and (exact := self._exact.get(key)):
-            return exact[0]
-        known = next((x for start in starts if (x := self._by_start.get((key, start))) is not None), None)
-        if (known := known or next(iter(self._by_nobody[key].values()), None)) is not None:
-            return known
         exact = self._exact.get(key, [])
+        if exact and not starts:
+            return exact[0]
+        if (known := next((x for y in starts if (x := self._by_start.get((key, y))) is not None), None)) is not None:
+            return known
         if len(exact) == 1 and {base_name(x) for x in pull.peer_ranks} & {base_name(x) for x in exact[0].leases}:
             return exact[0]  # its params name earlier starts of the ranks that lent it
         if pull.sequence >= 0:
