@@ -141,6 +141,9 @@ def _silent(seen: Seen) -> Iterator[Finding]:
             mine = [x for x in seen.late if rank and _is_about(x, rank)]
             heading, remedy = HEADINGS.get(answer.trouble, HEADING.UNKNOWN), REMEDIES.get(answer.trouble, "")
             what = f"{rank or answer.rank} does not answer"
+            if rank and base_name(rank) in there:  # over another way
+                heading, remedy = HEADING.NETWORK, REMEDIES[Trouble.NETWORK]
+                what += f" at {answer.address}, where its readers look for it"
             yield Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
 
 
