@@ -432,6 +432,10 @@ OLD_CLAIM = {RANK[D]: {"pull_id": PULL, "heard_s": 2.0, "claimed_s": 0.1}}
 FORGOTTEN = pull_ended(39, "timeout", failed_in="announced", seconds=30.0)
 PROMISE = say(12, told.PullEnded, D, **NAMES, cause="read_failed", history=[[1.0, f"{RANK[P]} granted 2 s"]])
 CLOSED = [*RUNNING, stopped(P), stopped(D, 41.0)]
+SECOND = "dddddddd" + "4" * 24
+RANK[SECOND] = "prefill/tp1@dddddddd"
+SECOND_GONE = gone(45, "it was silent for 4.0 s")
+SECOND_GONE.fields.update(peer=RANK[SECOND], peer_incarnation=SECOND)
 CELLS: list[list[Record]] = [
     *([*BOTH, expired(claimed), FORGOTTEN] for claimed in (True, False)),
     retrying([*BOTH, expired(), FORGOTTEN]),
@@ -449,6 +453,9 @@ CELLS: list[list[Record]] = [
     of_decode(CASES["release lost"][1]),
     *(of_decode([*BOTH, pull_ended(15, x), unanswered()]) for x in ("peer_unreachable", "wrong_target")),
     of_decode([*CASES["keys, in the detail alone"][1], unanswered()]),
+    of_decode([*BOTH, pull_ended(15, "peer_lost", **KEPT)]),
+    [*BOTH, expired(), pull_ended(45, "peer_lost")],
+    [*BOTH, begun(SECOND), expired(), pull_ended(45, "peer_lost", peer_ranks=[RANK[P], RANK[SECOND]]), SECOND_GONE],
     [*RUNNING, PROMISE, unanswered(), gone(20, "it was silent for 4.0 s"), say(90, "of_later", D)],
 ]
 """What, with `CASES`, puts a request into each cell of the table."""
@@ -699,7 +706,13 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
     "of an earlier start": (C.STALE_PARAMS, [*RUNNING, stopped(P), pull_ended(15, "engine_closed")]),
     "at a wrong address": (C.WRONG_TARGET, [*BOTH, pull_ended(15, "wrong_target")]),
     "refused here": (C.REFUSED_LOCALLY, [*BOTH, pull_ended(15, "queue_full", detail="1,000 wait")]),
-    "not known": (C.NOT_KNOWN, [*BOTH, pull_ended(15, "consumed")]),
+    "sent to two readers": (C.RELEASE_REFUSED, [*BOTH, pull_ended(15, "consumed")]),
+    "said goodbye": (C.PREFILL_CLOSED, [*BOTH, pull_ended(15, "peer_lost"), gone(15, f"{RANK[P]} said goodbye")]),
+    "not known": (C.NOT_KNOWN, of_decode([*BOTH, pull_ended(15, "peer_lost"), gone(15, "it was silent for 4.0 s")])),
+    "queued behind it": (
+        C.NOT_KNOWN,
+        of_decode([*BOTH, pull_ended(15, "timeout", failed_in="queue"), gone(17, "it was silent for 4.0 s")]),
+    ),
 }
 
 

@@ -273,11 +273,16 @@ class Recorder:
             each = {name: x for name, x in each.items() if name not in alike}
             self.log(many(cause, len(rows), alike, each))
 
-    def pull_refused(self, request_id: str, params: KVTransferParams | None, exc: Exception, now: float) -> None:
+    def pull_refused(
+        self, request_id: str, params: KVTransferParams | Mapping[str, Any], exc: Exception, now: float
+    ) -> None:
         refused = told.PullRefused(request_id, type(exc).__name__, short(str(exc)))
-        if params is not None:
+        if isinstance(params, KVTransferParams):
             refused.prefill_request_id, refused.peer = params.request_id, params.engine_id
             refused.sequence = params.key.sequence
+        elif isinstance(params, Mapping):  # it is malformed, and may name its request all the same
+            names = params.get("request_id"), params.get("engine_id")
+            refused.prefill_request_id, refused.peer = (short(x) if isinstance(x, str) else "" for x in names)
         self.log(refused, now)
 
     def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str]) -> None:

@@ -80,6 +80,7 @@ class Reader(enum.Enum):
     CLOSED = "`engine_stopped` or `engine_suspended` with this pull unanswered or without an outcome"
     AWAY = "`loop_was_away` during its pull, or for most of the lease's time just before it asked"
     OWNER_AWAY = "the rank that lends was away meanwhile (`loop_was_away`, or `late_s` of `lease_ended`)"
+    OWNER_CLOSED = "the rank that lends said goodbye meanwhile"
     OWNER_DIED = "the rank that lends died meanwhile, or its readers lost it (`peer_changed`)"
     PLANE_DIED = "`data_plane_restarted` or `data_plane_broken` before the pull failed, here or there"
     UNANSWERED = "`release_unanswered`, or the prefill rank was given up as the pull ended"

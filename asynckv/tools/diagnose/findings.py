@@ -100,15 +100,19 @@ def find(seen: Seen) -> Findings:
     told = {name for x in there for name in x.requests}
     refused = {x.text("prefill_request_id") for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and x.request_id in refused)]
-    late = _late([x for x in asked if not (x.request_id in told and CATALOGUE[x.cause].heading in OF_PROCESSES)])
+    late = _late([x for x in asked if not (x.request_id in told and _hangs_on_processes(x))])
     failed = [*_refused(seen), *_failed(seen, {(x.engine_id, x.request_id, x.sequence) for x in seen.late})]
     wrong = [*there, *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
     return Findings(wrong, [*_limits(seen), *_warnings(seen)], asked, seen.copies)
 
 
+def _hangs_on_processes(leak: Leak) -> bool:
+    return leak.side == "decode" or CATALOGUE[leak.cause].heading in OF_PROCESSES
+
+
 def _is_about(leak: Leak, rank: str) -> bool:
     """What is late hangs on how this process is: it is the reader that is gone or does not answer, or it lent it."""
-    if leak.cause is CAUSE.DECODE_UNRESPONSIVE:
+    if leak.side == "decode" or leak.cause in (CAUSE.DECODE_UNRESPONSIVE, *LOOPS_AWAY):
         return rank in leak.sentence
     if leak.cause is CAUSE.PREFILL_DIED:
         return rank in leak.holders
@@ -141,6 +145,9 @@ def _silent(seen: Seen) -> Iterator[Finding]:
             mine = [x for x in seen.late if rank and _is_about(x, rank)]
             heading, remedy = HEADINGS.get(answer.trouble, HEADING.UNKNOWN), REMEDIES.get(answer.trouble, "")
             what = f"{rank or answer.rank} does not answer"
+            if rank and base_name(rank) in there:  # over another way
+                heading, remedy = HEADING.NETWORK, REMEDIES[Trouble.NETWORK]
+                what += f" at {answer.address}, where its readers look for it"
             yield Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
 
 

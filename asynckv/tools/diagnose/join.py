@@ -468,8 +468,10 @@ class Service:
         self._by_start.clear()
 
     def ranks_by_address(self) -> dict[str, str]:
-        """Say which rank listens where, as far as logs tell."""
-        return {x.started.text("address"): x.rank for x in self.processes.values() if x.started is not None}
+        """Say which rank listens where, or is reached there by its readers, as far as logs tell."""
+        every = self.processes.values()
+        known = {x.text("address"): x.text("peer") for process in every for x in process.of(told.PeerChanged)}
+        return known | {x.started.text("address"): x.rank for x in every if x.started is not None}
 
     def process_named(self, rank: str) -> Process | None:
         """Find the process that a rank's name means, by the start that is in it."""

@@ -94,7 +94,7 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
     A process of which there is no log is known from then on, but for what it said.
     """
     answers = list(answers)
-    named = service.ranks_by_address() | {peer.address: peer.rank for x in answers for peer in x.account.peers}
+    named = service.ranks_by_address()
     for answer in answers:
         rank = answer.account.rank or named.get(answer.address, "")
         if not answer.error or not start_of(rank):

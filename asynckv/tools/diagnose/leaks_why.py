@@ -285,6 +285,8 @@ class _Debt:
         ):  # it is not released before they end
             if pull.returned is None or presence.when(pull.process.incarnation, pull.returned.at)[0] > self.until:
                 return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
+        if pull.cause == "peer_lost" and self.is_claimed and low > self.until:
+            return self._of_lost(pull)
         if pull.cause in ("lease_lost", "expired", "timeout", "not_lent_yet") or low > self.until:
             return self._is(R.LATE)
         if is_unanswered(pull, lease) and not closed:
@@ -297,6 +299,17 @@ class _Debt:
             return self._is(R.NO_LOG, f"{self._said()}; that it is not answered would be told later")
         # Whatever it said was answered, so it came as the lease was over.
         return self._is(R.LATE)
+
+    def _of_lost(self, pull: Pull) -> Verdict:
+        """What became of the rank that a reader lost: this one, or another one of its engine."""
+        presence = self.presence
+        for owner in filter(None, map(presence.service.process_named, pull.peer_ranks)):
+            fate, names = presence.fate(owner), {"holder": owner.rank}
+            if fate.kind == "died":
+                return self._is(R.OWNER_DIED, fate.why, gone=fate.gone, **names)
+            if fate.hangs and (away_s := presence.away_s(owner, owner.last_at, math.inf)):
+                return self._is(R.OWNER_AWAY, away_s=in_seconds(away_s), **names)
+        return self._is(R.BROKEN)
 
     def _away(self, pull: Pull) -> Verdict | None:
         """Whose loop was away for so long that it explains a lease that ran out, if one was."""

@@ -205,15 +205,16 @@ class Presence:
 
     # -- who was there -------------------------------------------------------------------------------------------------
 
+    def absences(self, process: Process, since: float = -math.inf) -> Iterator[tuple[float, float]]:
+        """For how long a process's loop was away each time, and until when by its own clock; until now if it hangs."""
+        yield from ((x.number("seconds", 0.0), x.at) for x in process.since(told.LoopWasAway, since))
+        if self.fate(process).hangs and process.num_records:
+            seconds = max(self.last - self.near(process, process.last_at), 0.0)
+            yield seconds, process.last_at + seconds
+
     def away_s(self, process: Process, since: float, until: float) -> float:
         """For how long a process's loop was away between two moments of its own clock, at most at once."""
-        out = 0.0
-        for record in process.since(told.LoopWasAway, since):
-            seconds = record.number("seconds", 0.0)
-            if record.at - seconds > until:  # and so are those after it: a loop is away once at a time
-                break
-            out = max(out, seconds)
-        return out
+        return max((s for s, back in self.absences(process, since) if back - s <= until), default=0.0)
 
     def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
         """For how long a reader's loop was away over most of a lease's time, and when it came back by its own clock."""
