@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -41,13 +40,13 @@ def taking_options(command: C, *, names: Iterable[str] | None = None) -> C:
 
 
 def _typed(name: str, kind: Any, option: Option) -> Any:
-    """An option's type for typer: files are paths, what is read is text, and a flag has no opposite."""
+    """Make an option's type for typer: what is read is text, and a flag has no opposite."""
     names = [flag(name)] if kind is bool else []
     shown = True if option.shown is None or option.read is not None else option.shown
     extra = typer.Option(
         *names, help=option.help, show_default=shown, metavar=option.metavar, rich_help_panel=option.panel
     )
-    return Annotated[Path | None if option.is_file else str if option.read is not None else kind, extra]
+    return Annotated[str if option.read is not None else kind, extra]
 
 
 def options_given(given: Mapping[str, Any]) -> Options:
@@ -57,6 +56,4 @@ def options_given(given: Mapping[str, Any]) -> Options:
         _, option = declared()[name]
         if option.read is not None:
             values[name] = option.read(flag(name), values[name])
-        elif option.is_file and values[name] is not None:
-            values[name] = str(values[name])
     return Options(**values)

@@ -167,7 +167,6 @@ def sweep(
     rounds: Annotated[
         int, what(help="How often the whole grid is run; noise shows from 2 on, 8 make good intervals.")
     ] = 1,
-    retry_failed: Annotated[bool, what("--retry-failed", help="Run again what failed or was bad.")] = False,
 ) -> None:
     """Run `asynckv bench` over a grid: every option of it may have a list of values, with commas between.
 
@@ -191,8 +190,6 @@ def sweep(
     say = partial(errors.print, markup=False, soft_wrap=True)
     with contextlib.closing(table.Journal(target)) as book:
         book.begin(made.head(command, rounds))
-        if book.repaired:
-            say(f"{target}: a line that was cut off is measured again")
         rounds = book.sweep.head.rounds
         total = len(made.points) * rounds
         with Bar(errors, math.inf, says_interrupted=False) as bar:
@@ -207,7 +204,7 @@ def sweep(
                     style, text = "" if row.status == "good" else "red", f"{done}/{total} {name}: {sweeps.result(row)}"
                     errors.print(text, style=style, soft_wrap=True)
 
-            was_interrupted = sweeps.run(book, made.points, retry_failed=retry_failed, progress=step)
+            was_interrupted = sweeps.run(book, made.points, step)
     latest = book.sweep.latest()
     sweeps.show(book.sweep, console)
     if was_interrupted:

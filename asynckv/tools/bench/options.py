@@ -51,7 +51,6 @@ class Option:
     least: float | None = None
     most: float | None = None
     read: Callable[[str, str], Any] | None = None
-    is_file: bool = False  # names a file that the run reads: a sweep takes other content for another sweep
     in_record: bool = True
     is_single: bool = False  # means nothing for a sweep, whose points are many runs
 
@@ -156,7 +155,7 @@ class Options:
         in_record=False,
     )
     layers: int | None = common(None, "Layers, instead of the model's; one of every kind is kept.", in_record=False)
-    hf_config: str | None = geometry(None, "A Hugging Face config.json, instead of a preset.", is_file=True)
+    hf_config: str | None = geometry(None, "A Hugging Face config.json, instead of a preset.")
     kv_heads: int | None = geometry(None, "KV heads, instead of the model's.")
     dtype: str | None = geometry(None, "Element type, such as bfloat16 or float8_e4m3fn.")
     tp: int | tuple[int, int] = sizes(1, "Ranks of each engine, or of prefill and decode, such as 2:1.", shown="1")
@@ -181,7 +180,6 @@ class Options:
         None,
         "Take requests from a file in Mooncake's format, one JSON object per line: input_length, and where "
         "they are there hash_ids (shared prefixes) and timestamp (for --speed).",
-        is_file=True,
         in_record=False,
     )
     max_prompt_tokens: int | None = work(

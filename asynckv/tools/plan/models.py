@@ -202,7 +202,7 @@ def preset(name: str) -> Model:
     )
 
 
-def chosen(name: str | None, hf_config: str | Path | None, default: str) -> Model:
+def chosen(name: str | None, hf_config: str | None, default: str) -> Model:
     """Find a preset, or read a Hugging Face configuration."""
     if name is not None and hf_config is not None:
         raise ConfigError(f"--model {name} and --hf-config {hf_config} were both given; choose one")
