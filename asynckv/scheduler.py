@@ -20,7 +20,7 @@ from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, seconds, sho
 from asynckv.config import LeaseConfig, check_lease
 from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, MAX_TRACESTATE, Endpoint, Key, KVTransferParams, sendable
 from asynckv.errors import ConfigError, LayoutError
-from asynckv.geometry.blocks import BlockIds, check_runs
+from asynckv.geometry.blocks import BlockIds, runs_of
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -206,7 +206,7 @@ class PrefillRanks:
         for index, (first, ids) in enumerate(pairs):
             begin = integer(f"first_token of group {index}", first, 0, MAX_TOKENS, ConfigError)
             try:
-                runs = check_runs(ids, self.null_block)
+                runs = runs_of(ids, self.null_block)
             except LayoutError as exc:
                 raise ConfigError(f"group {index}: {exc}") from exc
             total += len(runs)

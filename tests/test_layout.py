@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asynckv.errors import LayoutError
 from asynckv.geometry import blocks, check, overlap
-from asynckv.geometry.blocks import as_block_ids, check_runs, runs_of
+from asynckv.geometry.blocks import runs_of
 from asynckv.geometry.bounds import MAX_VIEWS, NULL
 from asynckv.geometry.check import MAX_DIMS, MAX_LAYOUT_BYTES, check_layout, decode_layout, register_memory
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, attention_view, dense_part, shard
@@ -206,11 +206,6 @@ def test_runs() -> None:
     assert runs_of([7, 8, 9, 3, 5, 6]) == ((7, 3), (3, 1), (5, 2))
 
 
-@given(st.lists(st.none() | st.integers(0, 6), max_size=80), st.integers(-1, 6))
-def test_few_ids_are_written_as_the_same_runs_as_many(ids: list[int | None], null_block: int) -> None:
-    assert check_runs(ids, null_block) == runs_of(as_block_ids(ids, null_block))
-
-
 class Counted(enum.IntEnum):
     THREE = 3
 
@@ -243,20 +238,20 @@ def test_plain_ids_are_taken_and_refused_as_any_others_are(
 
 def runs_or_refusal(ids: Any, null_block: int) -> tuple[tuple[int, int], ...] | str:
     try:
-        return check_runs(ids, null_block)
+        return runs_of(ids, null_block)
     except LayoutError as exc:
         return str(exc)
 
 
 @given(st.lists(st.integers(0, 200), max_size=200), st.sampled_from([-1, 0, 3]), st.sampled_from([np.int32, np.uint64]))
 def test_arrays_are_written_as_the_same_runs_as_lists(ids: list[int], null_block: int, dtype: Any) -> None:
-    assert check_runs(np.array(ids, dtype), null_block) == check_runs(ids, null_block)
+    assert runs_of(np.array(ids, dtype), null_block) == runs_of(ids, null_block)
 
 
 @pytest.mark.parametrize("ids", [[True], [-1], ["a"], [1.0], [2**40], [[1]], "ab", 7])
 def test_runs_of_what_are_no_block_ids_are_refused(ids: Any) -> None:
     with pytest.raises(LayoutError):
-        check_runs(ids, 1)
+        runs_of(ids, 1)
 
 
 # -- what a stranger's layout may cost ---------------------------------------------------------------------

@@ -36,7 +36,7 @@ from asynckv.core.wire import (
     encode_packet,
 )
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError
-from asynckv.geometry.blocks import blocks_of, check_blocks, check_covers
+from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group
 from tests.world import Rank, World, make_layout
@@ -741,7 +741,7 @@ def by_arrays(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:
     runs = [run for run in offer.runs if run[0] != NULL]
     if sum(count for _, count in runs) > group.num_blocks:
         raise LocalProtocolError(f"request 'r' names more blocks than the {group.num_blocks} there are")
-    blocks = blocks_of(runs)
+    blocks = expanded(*as_columns(runs))
     check_blocks(where, group, blocks)
     return blocks
 

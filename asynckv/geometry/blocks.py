@@ -46,7 +46,10 @@ def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:
     if not is_flat or (type(ids) is not list and isinstance(ids, NO_SEQUENCE)):
         raise LayoutError(f"block ids are {shown(ids)}; give a flat list of integers")
     if (plain := _plain_ids(ids)) is not None:
-        return _as_array(plain, null_block)
+        out = np.fromiter(plain, np.int64, len(plain))
+        if null_block != NULL:
+            out[out == null_block] = NULL
+        return out
     if isinstance(ids, list | tuple) and bool in set(map(type, ids)):
         raise LayoutError("block ids hold a bool; give a flat list of integers")
     try:
@@ -80,50 +83,35 @@ def _plain_ids(ids: object) -> list[int] | None:
         return None
 
 
-def _as_array(plain: list[int], null_block: int) -> Int64s:
-    out = np.fromiter(plain, np.int64, len(plain))
-    if null_block != NULL:
-        out[out == null_block] = NULL
-    return out
-
-
-def runs_of(block_ids: BlockIds) -> tuple[tuple[int, int], ...]:
+def runs_of(block_ids: BlockIds, null_block: int = NULL) -> tuple[tuple[int, int], ...]:
     """Write block ids as `(first, count)` runs of consecutive ids or of placeholders, keeping their order.
 
     >>> runs_of([None, None, 7, 8, 9, 3, 5, 6])
     ((-1, 2), (7, 3), (3, 1), (5, 2))
+
+    Raises:
+        LayoutError: As `as_block_ids`.
     """
-    return _runs_of(block_ids if isinstance(block_ids, np.ndarray) else as_block_ids(block_ids))
-
-
-def _runs_of(ids: npt.NDArray[np.integer], plain: list[int] | None = None) -> tuple[tuple[int, int], ...]:
-    """The same of an array; `plain` has the same ids but for placeholders, and spares making them anew."""
+    if isinstance(block_ids, list | tuple) and len(block_ids) <= FEW:
+        few = _few_runs(block_ids, null_block)
+        if few is not None:
+            return few
+    ids = as_block_ids(block_ids, null_block)
     if len(ids) == 0:
         return ()
     a, b = ids[:-1], ids[1:]
     cut = b - a != 1
-    if has_null := bool(ids.min() == NULL):
+    if ids.min() == NULL:
         cut = np.where((a == NULL) | (b == NULL), a != b, cut)
     starts = np.flatnonzero(cut) + 1
-    firsts: list[int]
     counts: Iterable[int]
     if len(starts) == len(ids) - 1:
-        firsts, counts = ids.tolist() if plain is None or has_null else plain, repeat(1)
+        firsts, counts = ids.tolist(), repeat(1)
     else:
         starts = np.concatenate(([0], starts))
         firsts, counts = ids[starts].tolist(), np.diff(starts, append=len(ids)).tolist()
     # By way of a list: a tuple that grows is looked through by every garbage collection meanwhile.
     return tuple(list(zip(firsts, counts)))  # noqa: B905, C414
-
-
-def check_runs(block_ids: BlockIds, null_block: int = NULL) -> tuple[tuple[int, int], ...]:
-    if isinstance(block_ids, list | tuple) and len(block_ids) <= FEW:
-        few = _few_runs(block_ids, null_block)
-        if few is not None:
-            return few
-    if (plain := _plain_ids(block_ids)) is not None:
-        return _runs_of(_as_array(plain, null_block), plain)
-    return _runs_of(as_block_ids(block_ids, null_block))
 
 
 def _few_runs(block_ids: Sequence[object], null_block: int) -> tuple[tuple[int, int], ...] | None:
@@ -152,14 +140,6 @@ def _few_runs(block_ids: Sequence[object], null_block: int) -> tuple[tuple[int, 
 def as_columns(runs: Sequence[tuple[int, int]]) -> tuple[Int64s, Int64s]:
     flat = np.fromiter(chain.from_iterable(runs), np.int64, 2 * len(runs))
     return flat[::2], flat[1::2]
-
-
-def blocks_of(runs: Sequence[tuple[int, int]]) -> Int64s:
-    """Undo `runs_of`. The counts decide how much is allocated: bound their sum first."""
-    first, count = as_columns(runs)
-    out = expanded(first, count)
-    out[np.repeat(first == NULL, count)] = NULL
-    return out
 
 
 def expanded(first: Int64s, count: Int64s) -> Int64s:
