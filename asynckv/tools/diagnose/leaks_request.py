@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import difflib
 import heapq
+import itertools
 from collections.abc import Iterable
-from os.path import commonprefix
 
 from asynckv.arguments import without_control
 from asynckv.errors import ConfigError
@@ -54,5 +54,9 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
 
 def _nearest(wanted: str, known: Iterable[str]) -> list[str]:
     """Find ids that are like one; of very many those are compared that begin as it does."""
-    near = heapq.nlargest(1000, (x[:MAX_LETTERS] for x in known), key=lambda x: len(commonprefix((x, wanted))))
+
+    def shared(name: str) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(name, wanted, strict=False)))
+
+    near = heapq.nlargest(1000, (x[:MAX_LETTERS] for x in known), key=shared)
     return difflib.get_close_matches(wanted[:MAX_LETTERS], near, n=3)
