@@ -456,7 +456,7 @@ class Driver:
                     decode.ended(ended, 0.0, now)
             elif decode.admission.turns and (pull := decode.admit(began)) is not None:
                 now = clock.now()
-                pull.plan_took(now)
+                pull.planned_at = now
             else:
                 break
             began = now
