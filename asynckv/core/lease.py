@@ -21,6 +21,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product, starmap
 
 from msgspec import Struct
 
@@ -586,7 +587,7 @@ class Lease:
                 Reason.WRONG_COHORT,
                 f"lent to {', '.join(map(repr, self.cohorts))}; lend with num_readers={self.lent.readers + 1} for more",
             )
-        readers = {Reader(cohort.id, rank, stage) for rank in owed for stage in range(cohort.pp_size)}
+        readers = set(starmap(Reader, product((cohort.id,), owed, range(cohort.pp_size))))
         self.cohorts[cohort.id] = BoundCohort(sizes, frozenset(readers), readers)
         if proven:
             self.keys[reader] = proven

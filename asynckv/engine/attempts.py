@@ -168,9 +168,8 @@ class Retries:
         driver, request = self._driver, self.request
         if request.state is not RequestState.PAUSING or request.pull is None:
             return
-        driver.recorder.pull_retried(request.pull, request.attempts + 1, request.next_at - driver.clock.now())
-        if driver.observers:
-            driver.tell(Observer.pull_retried, request.pull, driver.clock.now())
+        driver.recorder.pull_tried_again(request.pull, request.next_at - driver.clock.now())
+        driver.tell(Observer.pull_retried, request.pull, driver.clock.now())
         with self._waking(request.next_at):
             await self._wake.wait()
         with suppress(BlocksRetired), self._waking(request.deadline):
