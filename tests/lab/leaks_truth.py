@@ -94,6 +94,7 @@ OF_A_LEASE: Mapping[CAUSE | tuple[Owner, CAUSE], Callable[[Whys], bool]] = {
     C.PREFILL_LOOP_AWAY: _has("owner_away"),
     C.PREFILL_DIED: _has("owner_died"),
     C.PREFILL_CLOSED: _has("owner_closed"),
+    C.CONNECTION_LOST: _has("release_lost"),
     C.STILL_HELD: lambda whys: False,
     C.STUCK_TRANSFER: _has("transfer_running"),
 }
