@@ -198,8 +198,8 @@ def test_a_floor_that_is_wrong_or_fails_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tp": (1, 2)}, "--floor compares one decode rank with one prefill rank"),
-        ({"engines": (1, 2)}, "--floor compares one decode rank with one prefill rank"),
+        ({"tp": "1:2"}, "--floor compares one decode rank with one prefill rank"),
+        ({"engines": "1:2"}, "--floor compares one decode rank with one prefill rank"),
         ({"rate": 5.0}, "--floor compares closed loops in host memory"),
         ({"announced": True}, "--floor and --announced: claims that are granted before the window opens are not in it"),
     ],

@@ -14,9 +14,8 @@ import typer
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
-from asynckv.tools.bench.options import share_of
+from asynckv.tools.bench.options import Options, share_of, taking_options
 from asynckv.tools.output import check_writable, help_of, write, write_json
-from asynckv.tools.parameters import options_given, taking_options
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
@@ -106,7 +105,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     from asynckv.tools.bench.experiment import Experiment
     from asynckv.tools.progress import Bar
 
-    experiment = Experiment(options_given(given))
+    experiment = Experiment(Options(**given))
     json, target = experiment.options.json, experiment.options.log
     check_writable("--json", json)
     if target == "-":

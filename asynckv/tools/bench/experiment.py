@@ -39,7 +39,7 @@ class Experiment:
         self.model = _model(options) if model is None else model
         self.workload = _workload(options) if workload is None else workload
         self.sides: dict[str, Shape] = {role: options.shape(role) for role in ("prefill", "decode")}
-        prefill, decode = options.engines if isinstance(options.engines, tuple) else (options.engines,) * 2
+        prefill, decode = (options.number("engines", role) for role in self.sides)
         if not 1 <= min(prefill, decode) <= max(prefill, decode) <= MOST_ENGINES:
             raise ConfigError(f"--engines {prefill}:{decode} is outside 1 ... {MOST_ENGINES}")
         self.engines = Engines(prefill, decode)
@@ -65,7 +65,7 @@ class Experiment:
         self.hosts = _hosts(options)
         if options.floor:
             self._check_floor()
-        NixlConfig(posting_threads=options.posting_threads)
+        NixlConfig(posting_threads=options.posters)
         self.cached(1)
         for role in self.sides:
             self.block_bytes(role)
