@@ -73,7 +73,7 @@ def test_of_those_who_shook_hands_the_latest_are_remembered(monkeypatch: pytest.
     side = rank.core.readers
     assert [source for source, _ in side.minor_versions] == ["start-1", "start-4", "start-5"]
     assert len(side._met) == 3
-    rank.core.say_goodbye()
+    rank.core.readers.say_goodbye()
     assert len(heard(rank)) == 3
 
 

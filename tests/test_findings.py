@@ -61,9 +61,9 @@ def screen(records: list[Record]) -> tuple[Findings, str]:
     logs = Logs(sorted(records, key=lambda x: x.at))
     joined = join(logs)
     axis = make_axis(joined)
-    grounds = ground(axis)
-    found = find(Seen(logs, axis, grounds, find_leaks(joined)))
-    return found, make(axis, stories(axis), grounds, ["test.log"], found)
+    seen = Seen(logs, axis, ground(axis), find_leaks(joined))
+    found = find(seen)
+    return found, make(seen, found, ["test.log"], stories(axis))
 
 
 class Balanced(HTMLParser):
@@ -201,7 +201,8 @@ def test_a_process_that_died_is_told_before_all_that_came_of_it() -> None:
 def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:
     joined = join(read_logs([service().write(tmp_path)]))
     axis, leaks = make_axis(joined), find_leaks(joined)
-    requests = page_data(make(axis, stories(axis), ground(axis), ["x"], Findings(late=leaks)))
+    seen = Seen(Logs(), axis, ground(axis), leaks)
+    requests = page_data(make(seen, Findings(late=leaks), ["x"], stories(axis)))
     texts = requests["texts"]
     [late] = [x for x in requests["requests"] if x[0] == "chat-20"]
     assert late[3] == 1

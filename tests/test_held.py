@@ -570,7 +570,7 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
             prefill.engine.lend(other)
             decode.engine.announce("e", other)
             await until(lambda: decode.engine.requests()[0].ranks[0].state == "granted")
-        prefill.engine._core.say_goodbye()
+        prefill.engine._core.readers.say_goodbye()
         prefill.engine._driver.soon()
         await until(lambda: any(e.get("state") == "gone" for e in events))
         assert decode.engine.statistics().gauges["pulls_waiting"] == 0

@@ -29,16 +29,16 @@ from asynckv import (
     PrefillRanks,
 )
 from asynckv.core import survey
-from asynckv.core.account import MAX_ACCOUNT, Account, encode_account
+from asynckv.core.account import MAX_ACCOUNT, Account, PeerStatus, encode_account
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAJOR, MAX_TOLD, Ping, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, read_packet, socket_name, write_packet
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
-from asynckv.tools.diagnose import why_cli
 from asynckv.tools.diagnose.ask import Answer, Trouble, ask_all, targets
 from asynckv.tools.diagnose.findings import Seen
+from asynckv.tools.diagnose.reading import Looking
 from asynckv.tools.diagnose.timeline_model import Story
 from tests.engines import memory, until
 
@@ -86,15 +86,13 @@ async def test_engines_say_what_they_hold() -> None:
         lends, reads = found
         assert (lends.engine_id, lends.account.facts.life) == ("prefill", "running")
         assert [each.request_id for each in lends.requests] == ["p0", "p1", "p2"]
-        assert [hold.blocks for hold in lends.holds] == [{0: (0,)}, {0: (1,)}, {0: (2,)}]
+        assert [hold.blocks for hold in lends.account.holds] == [{0: (0,)}, {0: (1,)}, {0: (2,)}]
         assert (lends.gauges["leases"], lends.gauges["blocks_lent"]) == (3, 3)
         assert lends.account.facts.pid == os.getpid()
-        assert lends.counters["leases.lent"] == 3
-        assert "control.packets_in" in lends.counters
+        assert lends.account.facts.counters["leases.lent"] == 3
+        assert "control.packets_in" in lends.account.facts.counters
         assert [each.prefill_request_id for each in reads.requests] == ["p0"]
         assert reads.account.peers[0].address == prefill.endpoint.address
-        by_name = await one(decode.endpoint.address, request_id="p0")
-        assert [each.request_id for each in by_name.requests] == ["d0"]
 
 
 async def test_what_does_not_fit_one_page_comes_in_several() -> None:
@@ -102,7 +100,7 @@ async def test_what_does_not_fit_one_page_comes_in_several() -> None:
         lend(prefill, group, 700)
         whole = await one(prefill.endpoint.address, most=10_000)
         assert [each.request_id for each in whole.requests] == [f"p{n}" for n in range(700)]
-        assert (len(whole.holds), whole.is_cut) == (700, False)
+        assert (len(whole.account.holds), whole.is_cut) == (700, False)
         some = await one(prefill.endpoint.address, most=300)
         assert (len(some.requests), some.is_cut) == (300, True)
         assert [(x.phase, x.number) for x in some.account.counts] == [("unclaimed", 700)]
@@ -208,6 +206,23 @@ async def test_pages_that_never_end_do() -> None:
     same = encode_account(Account(after="0x1p+0 l1"))
     async with listener(lambda x: encode_packet("x", "", [Status(x.nonce, "e", 0, 1, {}, same)])) as address:
         assert (await one(address, most=10_000)).is_cut
+
+
+async def test_who_is_asked_by_a_socket_is_not_waited_for_again_at_the_address_that_others_name(
+    short_path: Path,
+) -> None:
+    ranks = ("prefill/tp0@01234567", "other/tp0@89abcdef", "strange/tp0@0")
+    addresses = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://nonsense")
+    peers = tuple(PeerStatus(rank=x, address=y, state="suspect") for x, y in zip(ranks, addresses, strict=True))
+    account = encode_account(Account(rank="decode/tp0@11111111", incarnation="1" * 32, peers=peers))
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(path := str(short_path / socket_name("prefill", 0, 0, "01234567")))
+        silent.listen(1)
+        async with listener(lambda x: encode_packet("x", "", [Status(x.nonce, "e", 0, 1, {}, account)])) as address:
+            found = await ask_all([path, address], None, 1.0, with_peers=True)
+    assert [(x.address, bool(x.error)) for x in found] == [(path, True), (address, False), (addresses[1], True)]
+    # All at once: only one of them was waited for.
+    assert max(x.took_s for x in found) < 2.0
 
 
 async def test_an_answer_to_another_question_is_none() -> None:
@@ -452,7 +467,7 @@ async def test_an_asker_that_never_reads_keeps_no_other_from_its_answer() -> Non
 
 def looking(address: str, wanted: str | None) -> tuple[Seen, list[Story]]:
     """Look as the command does, in a thread of its own: it has an event loop of its own."""
-    look = why_cli.Looking([address], wanted, None, None, 5.0)
+    look = Looking([address], wanted, None, None, 5.0)
     seen = look.look()
     return seen, look.stories(seen) if wanted is not None else []
 

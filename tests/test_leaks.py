@@ -1091,8 +1091,9 @@ def test_who_answers_lives_and_who_does_not_is_told(tmp_path: Path) -> None:
 
 def answering(start: str, counters: dict[str, int], *requests: RequestStatus) -> Answer:
     facts = Facts(uptime_s=100.0, counters=counters)
-    account = Account(rank=RANK[start], incarnation=start, requests=requests, facts=facts)
-    return Answer(address=f"/run/{start}.sock", engine_id=RANK[start].partition("/")[0], account=account)
+    engine_id = RANK[start].partition("/")[0]
+    account = Account(engine_id=engine_id, rank=RANK[start], incarnation=start, requests=requests, facts=facts)
+    return Answer(address=f"/run/{start}.sock", account=account)
 
 
 def test_engines_that_answer_are_alive_and_prefill_engines_are_no_readers() -> None:

@@ -237,7 +237,7 @@ def test_a_request_of_which_no_attempt_follows_is_released_for_good_whatever_its
     decode.core.let_go(request, Reason.CANCELLED, world.time(decode))
     world.settle(decode)
     world.run()
-    assert (lease.is_over, [str(outcome) for outcome in lease.outcomes.values()]) == (True, ["cancelled"])
+    assert (lease.is_over, [str(x.outcome) for x in lease.discharged.values()]) == (True, ["cancelled"])
 
 
 @pytest.mark.parametrize("changed", [{"engine_id": "another"}, {"tp_size": 2}, {"pp_size": 2}])

@@ -69,7 +69,7 @@ def test_a_request_from_lend_to_release() -> None:
     world.run()
     assert (it.reason, it.state, lease.state) == (Reason.COMPLETE, PullState.RELEASED, LeaseState.RELEASED)
     assert [decode.buffers.block(b) for b in (9, 4)] == want
-    assert {str(r): o for r, o in lease.outcomes.items()} == {"decode/tp0": Outcome.COMPLETE}
+    assert {str(r): x.outcome for r, x in lease.discharged.items()} == {"decode/tp0": Outcome.COMPLETE}
     assert prefill.core.is_idle
     assert decode.core.is_idle
 
@@ -116,7 +116,7 @@ def test_a_reader_that_dies_is_named_when_the_lease_expires() -> None:
     assert lease.state is LeaseState.LENT
     world.advance(31)
     assert (lease.state, lease.owed()) == (LeaseState.EXPIRED, ("decode/tp1",))
-    assert {str(r) for r in lease.outcomes} == {"decode/tp0"}
+    assert {str(r) for r in lease.discharged} == {"decode/tp0"}
 
 
 def test_bytes_without_proof_are_not_published() -> None:

@@ -87,7 +87,7 @@ def test_b1_to_b7_every_head_arrives_and_every_rank_is_freed(prefill: int, decod
     it.check([9, 4])
     # Every prefill rank is released, read or not, under the prefill side's request id, by exactly its readers.
     assert [lease.state for lease in leases] == [LeaseState.RELEASED] * prefill
-    assert all(set(lease.outcomes.values()) == {Outcome.COMPLETE} for lease in leases)
+    assert all({x.outcome for x in lease.discharged.values()} == {Outcome.COMPLETE} for lease in leases)
     assert it.world.now == 0.0
     assert all(r.core.is_idle for r in (*it.prefill, *it.decode))
     # A replica that nobody reads is not even met.

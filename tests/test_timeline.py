@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from asynckv.tools import cli
-from asynckv.tools.diagnose import why_cli, why_text
+from asynckv.tools.diagnose import why_page, why_text
 from asynckv.tools.diagnose.axis import Axis, Offset, make_axis, shown_offset, shown_seconds
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
@@ -180,7 +180,7 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     written.line("engine_stopped", 34.0, D[0])
     written.line("engine_stopped", 34.0, D[1])
     axis = axis_of(written, tmp_path)
-    prefill, *readers = grounds = ground(axis)
+    prefill, *readers = ground(axis)
     assert [x.gone for x in readers] == [None, None], "an end in order is no death"
     gone = prefill.gone
     assert gone is not None
@@ -196,7 +196,7 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     why_text.show_findings(report(find(found), found), Console(file=said, width=80))
     assert "\x1b" not in said.getvalue()
     assert "lost it: \\x1b[31mthe remote process is gone" in said.getvalue()
-    page = make(axis, stories(axis), grounds, ["x.log"], find(found))
+    page = make(found, find(found), ["x.log"], stories(axis))
     assert f"{P} died: " in page
     assert [x[8] and x[8][0] for x in page_data(page)["processes"]] == [1, None, None]
 
@@ -294,7 +294,7 @@ def seen_of(axis: Axis) -> Seen:
 def check_outputs(axis: Axis, found: list[Story]) -> None:
     seen = seen_of(axis)
     findings = find(seen)
-    page = make(axis, found, seen.grounds, ["x.log"], findings)
+    page = make(seen, findings, ["x.log"], found)
     data = page_data(page)
     assert len(data["requests"]) == len(found)
     checked = Checked()
@@ -373,7 +373,7 @@ def test_a_hostile_name_stays_text(tmp_path: Path) -> None:
     axis = axis_of(written, tmp_path)
     found = stories(axis)
     check_outputs(axis, found)
-    page = make(axis, found, ground(axis), ["<i>.log"], Findings())
+    page = make(seen_of(axis), Findings(), ["<i>.log"], found)
     assert "<script>alert" not in page
     assert "<i>" not in page
     console = Console(file=io.StringIO(), width=100)
@@ -542,7 +542,7 @@ def test_what_else_was_read_and_what_is_missing_is_told(
 def test_of_too_many_those_that_went_wrong_are_kept(
     log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(why_cli, "MOST_SHOWN", 4)
+    monkeypatch.setattr(why_page, "MOST_SHOWN", 4)
     page = tmp_path / "x.html"
     run([log, "--html", str(page)], monkeypatch, capsys)
     text = page.read_text()

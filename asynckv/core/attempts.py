@@ -90,10 +90,6 @@ class Request:
     def was_promised(self) -> bool:
         return self.pull is not None and self.pull.reason in self.pull.retryable
 
-    @property
-    def is_cancelled_between(self) -> bool:
-        return self.stopped is Reason.CANCELLED and self.was_promised
-
     def take_discharge(self) -> Reason | None:
         """Return, once, why the prefill ranks are to be told that no attempt follows after all; else None."""
         found, self._discharge = self._discharge, None

@@ -157,16 +157,13 @@ class DecodeSide:
             if source.role is ROLE.READ and pull.failure is None:
                 self._meet(pull, source, now)
 
-    def cancel(self, pull: Pull, now: float) -> None:
+    def cancel(self, pull: Pull, now: float, reason: Reason = Reason.CANCELLED) -> None:
         if pull.reason is None:
-            self._carry_out(pull, pull.cancel(now), now)
+            self._carry_out(pull, pull.cancel(now, reason), now)
 
     def extend(self, pull: Pull, deadline: float, now: float) -> None:
         pull.deadline = deadline
         self._carry_out(pull, [], now)
-
-    def discharge(self, pull: Pull, now: float) -> None:
-        self._carry_out(pull, pull.discharge(now), now)
 
     def fail(self, pull: Pull, reason: Reason, detail: str, now: float) -> None:
         self._carry_out(pull, pull.fail(reason, detail, now), now)
@@ -211,7 +208,7 @@ class DecodeSide:
 
     def spent(self, transfer_id: TransferId, post_s: float) -> None:
         if (transfer := self.transfers.get(transfer_id)) is not None:
-            transfer.pull.posting_took(post_s)
+            transfer.pull.post_s += post_s
 
     def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
         transfer_id, ending, cause, peer_lost = transfer_ended
@@ -254,7 +251,7 @@ class DecodeSide:
     # -- what the data plane and the control plane say -------------------------------------------------
 
     def loaded(self, peer: Peer, now: float) -> None:
-        if not self.peers.loaded(peer, now):
+        if not self.peers.load_ended(peer, now, is_loaded=True):
             return
         for other in self.peers.at(peer.address):
             # One address serves one start of a process at a time.
@@ -263,7 +260,7 @@ class DecodeSide:
         self._ready(peer, now)
 
     def load_failed(self, peer: Peer, cause: str, now: float) -> None:
-        if self.peers.load_ended(peer, now):
+        if self.peers.load_ended(peer, now, is_loaded=False):
             self._failed(peer, Reason.UNREACHABLE, cause, now)
 
     def unloaded(self, cause: str, now: float) -> None:

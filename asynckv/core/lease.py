@@ -21,6 +21,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product, starmap
 
 from msgspec import Struct
 
@@ -451,35 +452,35 @@ class Lease:
 
     def _claim(self, claim: Claim, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Granted | Refused:
         if self.state is not L.LENT:
-            return _refused(claim, Reason.REVOKED)
+            return refused(claim, Reason.REVOKED)
         if claim.digest != self.digest:
-            return _refused(
+            return refused(
                 claim, Reason.BLOCKS_DIFFER, "the params name other blocks or tokens than were lent under this key"
             )
         if claim.pull_id in self.final:
-            return _refused(claim, Reason.RELEASED_ALREADY)
+            return refused(claim, Reason.RELEASED_ALREADY)
         cohort = claim.cohort
         reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
         grant = self.grants.get(PullId(claim.pull_id))
         if grant is not None and (grant.sender != sender or grant.reader != reader):
-            return _refused(claim, Reason.FOREIGN_PULL)
+            return refused(claim, Reason.FOREIGN_PULL)
         if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
-            return _refused(claim, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
+            return refused(claim, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
         if refusal := self._bind(claim, reader, proven):
             return refusal
         if reader not in self.cohorts[cohort.id].owed:
-            return _refused(claim, Reason.CONSUMED, "this reader has released the request before")
+            return refused(claim, Reason.CONSUMED, "this reader has released the request before")
         return self._grant(claim, reader, sender, now, reply_to)
 
     def _renew(self, renew: Renew, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Granted | Refused:
         if self.state is not L.LENT:
-            return _refused(renew, Reason.REVOKED)
+            return refused(renew, Reason.REVOKED)
         grant = self.grants.get(PullId(renew.pull_id))
         if grant is None or grant.sender != sender:
             known = renew.pull_id in self.final
-            return _refused(renew, Reason.RELEASED_ALREADY if known else Reason.EXPIRED)
+            return refused(renew, Reason.RELEASED_ALREADY if known else Reason.EXPIRED)
         if self.keys.get(grant.reader, proven) != proven:
-            return _refused(renew, Reason.FOREIGN_PULL, _OTHER_KEY)
+            return refused(renew, Reason.FOREIGN_PULL, _OTHER_KEY)
         return self._grant(renew, grant.reader, sender, now, reply_to)
 
     def _grant(
@@ -490,7 +491,7 @@ class Lease:
         if seconds <= 0:
             too_short = f"{ask.seconds:g} s were asked for, and a grant is of milliseconds"
             too_long = f"lent for longer than max_lease_s {self.lent.max_lease_s}"
-            return _refused(ask, Reason.EXPIRED, too_short if ask.seconds < 0.001 else too_long)
+            return refused(ask, Reason.EXPIRED, too_short if ask.seconds < 0.001 else too_long)
         pull_id = PullId(ask.pull_id)
         grant = self.grants.get(pull_id)
         if grant is None:
@@ -518,9 +519,9 @@ class Lease:
         reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
         grant = self.grants.get(pull_id)
         if grant is not None and (grant.sender != sender or grant.reader != reader):
-            return _refused(release, Reason.FOREIGN_PULL)
+            return refused(release, Reason.FOREIGN_PULL)
         if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
-            return _refused(release, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
+            return refused(release, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
         if refusal := self._bind(release, reader, proven):
             return refusal
         name = grant.name if grant is not None else reader.name(sender)
@@ -544,49 +545,49 @@ class Lease:
         """Bind the lease to the message's cohort, or say why not; a refusal leaves nothing behind."""
         cohort, sizes = message.cohort, (message.cohort.tp_size, message.cohort.pp_size)
         if message.request_id != self.lent.request_id:
-            return _refused(
+            return refused(
                 message,
                 Reason.WRONG_REQUEST,
                 f"the key belongs to another prefill request id, not to {message.request_id[:MAX_SHOWN_ID]!r}",
             )
         if self.keys.get(reader, proven) != proven:
-            return _refused(message, Reason.FOREIGN_PULL, _OTHER_KEY)
+            return refused(message, Reason.FOREIGN_PULL, _OTHER_KEY)
         bound = self.cohorts.get(cohort.id)
         if bound is not None and bound.sizes == sizes and reader in bound.readers:
             if proven:
                 self.keys[reader] = proven
             return None
         if cohort.tp_rank >= cohort.tp_size or cohort.pp_stage >= cohort.pp_size:
-            return _refused(
+            return refused(
                 message,
                 Reason.WRONG_COHORT,
                 f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size} not served",
             )
         owed = owed_readers(self.lent.tp_rank, self.lent.tp_size, cohort.tp_size)
         if len(owed) * cohort.pp_size > MAX_READERS:
-            return _refused(
+            return refused(
                 message, Reason.WRONG_COHORT, f"{len(owed)} x {cohort.pp_size} readers are more than {MAX_READERS}"
             )
         if cohort.tp_rank not in owed:
-            return _refused(
+            return refused(
                 message,
                 Reason.NOT_OWED,
                 f"decode tp_rank {cohort.tp_rank} of {cohort.tp_size} does not answer for prefill tp_rank "
                 f"{self.lent.tp_rank} of {self.lent.tp_size}",
             )
         if bound is not None:
-            return _refused(
+            return refused(
                 message,
                 Reason.WRONG_COHORT,
                 f"{cohort.id!r} has (tp_size, pp_size) {bound.sizes}, not {sizes}",
             )
         if len(self.cohorts) >= self.lent.readers:
-            return _refused(
+            return refused(
                 message,
                 Reason.WRONG_COHORT,
                 f"lent to {', '.join(map(repr, self.cohorts))}; lend with num_readers={self.lent.readers + 1} for more",
             )
-        readers = {Reader(cohort.id, rank, stage) for rank in owed for stage in range(cohort.pp_size)}
+        readers = set(starmap(Reader, product((cohort.id,), owed, range(cohort.pp_size))))
         self.cohorts[cohort.id] = BoundCohort(sizes, frozenset(readers), readers)
         if proven:
             self.keys[reader] = proven
@@ -608,6 +609,6 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
-def _refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:
+def refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:
     nonce = RELEASE_NONCE if isinstance(message, Release) else message.nonce
     return Refused(message.key, message.pull_id, nonce, reason, detail)

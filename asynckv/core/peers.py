@@ -2,7 +2,7 @@
 
     meet            Hello ->
     hello_answered  <- Welcome: its layout is checked here, then the data plane loads its metadata
-    loaded          READY: it can be read
+    load_ended      READY: it can be read
     tick            the hello again, a ping; silence and idleness are for the caller to see to
     lost, reap      GONE: out of the data plane once nothing of it can write, forgotten after a while
 
@@ -185,6 +185,7 @@ class Peers:
             return Reason.PROTOCOL, f"speaks protocol {welcome.major}, this side {MAJOR}; upgrade the older side"
         try:
             layout = decode_layout(memoryview(welcome.layout))
+            check_layout(layout)
         except LayoutError as exc:
             return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
         if not peer.is_named(welcome.engine_id, layout):
@@ -192,10 +193,6 @@ class Peers:
             return Reason.WRONG_TARGET, f"{there} answers there; correct the endpoints"
         if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
             return Reason.PROTOCOL, "its NIXL metadata does not match the digest that came with it"
-        try:
-            check_layout(layout)
-        except LayoutError as exc:
-            return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
         if differences := compare(self._layout, layout):
             return Reason.GEOMETRY, "layouts differ: " + "; ".join(map(str, differences))
         return layout
@@ -209,31 +206,24 @@ class Peers:
 
     # -- their states ------------------------------------------------------------------------------
 
-    def loaded(self, peer: Peer, now: float) -> bool:
-        """Take a peer as known to the data plane; False if it was lost or given up meanwhile."""
-        self._load_over(peer, now)
-        if peer.state is not S.LOADING:
-            self._outbox.commands.append(RemovePeer(peer))
-            self.wake(peer)
-            return False
-        peer.loaded(now)
-        self._changed(peer, S.LOADING)
-        self.wake(peer)
-        return True
-
-    def load_ended(self, peer: Peer, now: float) -> bool:
-        self._load_over(peer, now)
-        if peer.state is S.LOADING:
-            return True
-        self.wake(peer)
-        return False
-
-    def _load_over(self, peer: Peer, now: float) -> None:
-        """Note that the data plane is through with a peer, for which others may have waited."""
+    def load_ended(self, peer: Peer, now: float, *, is_loaded: bool) -> bool:
+        """The data plane is through with a peer, for which others may have waited; False if it was lost, or given up,
+        meanwhile.
+        """
         peer.load_ended()
         for other in self.by_place.values():
             if other.state is S.LOADING:
                 other.await_load(self._config, now)
+        if peer.state is not S.LOADING:
+            if is_loaded:
+                self._outbox.commands.append(RemovePeer(peer))
+            self.wake(peer)
+            return False
+        if is_loaded:
+            peer.loaded(now)
+            self._changed(peer, S.LOADING)
+            self.wake(peer)
+        return True
 
     def unloaded(self, detail: str, now: float) -> list[Peer]:
         # What was to be done with what is lost must not be done with what follows.

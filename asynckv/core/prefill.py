@@ -139,7 +139,7 @@ class PrefillSide:
     def lend(self, lent: Lent, now: float) -> Lease:
         """Lend a request's blocks, and answer whoever came before."""
         key = lent.key
-        if self._is_spent(key):
+        if key in self.spent or key in self.leases or key in self._ended:
             raise LocalProtocolError(
                 f"request {lent.request_id!r} (sequence {key.sequence}) {self._how_spent(key)}; make new params for it"
             )
@@ -179,7 +179,7 @@ class PrefillSide:
         if (lease := self.leases.get(key)) is not None:
             self.revoke(lease, now, "withdraw")
             return None
-        if self._is_spent(key):
+        if key in self.spent or key in self._ended:
             return None
         self.spent.add(key)
         self._remember(key, Ended(Reason.WITHDRAWN))
@@ -350,9 +350,6 @@ class PrefillSide:
         for sender in lease.names:
             return self._readers.engine_of(sender)
         return ""
-
-    def _is_spent(self, key: Key) -> bool:
-        return key in self.spent or key in self.leases or key in self._ended
 
     def _how_spent(self, key: Key) -> str:
         if key in self.leases:

@@ -457,9 +457,6 @@ class Pull:
         source.not_wanted()
         self.unmet = self.unmet or (reason, detail)
 
-    def plan_took(self, now: float) -> None:
-        self.planned_at = now
-
     def unplannable(self, reason: Reason, detail: str, now: float) -> list[Effect]:
         """There is room for it, but its plan cannot be made; see `admitted`."""
         self.admitted_at = min(self.admitted_at, now)
@@ -533,9 +530,6 @@ class Pull:
         self.num_descriptors_posted += read.num_descriptors
         return read
 
-    def posting_took(self, seconds: float) -> None:
-        self.post_s += seconds
-
     def ended(
         self, source: Source, transfer: TransferEnded, num_bytes: int, detect_s: float, now: float
     ) -> list[Effect]:
@@ -561,14 +555,10 @@ class Pull:
         self._fail(reason, detail, now)
         return self._settle(after, now)
 
-    def cancel(self, now: float) -> list[Effect]:
+    def cancel(self, now: float, reason: Reason = Reason.CANCELLED) -> list[Effect]:
+        """Its caller wants it no more; or needs nothing of it (`DISCHARGED`)."""
         after = ON_EVENT[self.state].get(E.CANCELLED) or self._impossible(E.CANCELLED)
-        self._fail(Reason.CANCELLED, "cancelled", now)
-        return self._settle(after, now)
-
-    def discharge(self, now: float) -> list[Effect]:
-        after = ON_EVENT[self.state].get(E.CANCELLED) or self._impossible(E.CANCELLED)
-        self._fail(Reason.DISCHARGED, "discharged", now)
+        self._fail(reason, reason.value, now)
         return self._settle(after, now)
 
     def settled(self, source: Source, how: str, now: float) -> list[Effect]:

@@ -2,7 +2,7 @@
 
     calls     lend, withdraw                   -> prefill side
               announce, pull, cancel, discharge, let_go -> decode side
-              shut, close, say_goodbye          -> both, and whoever shook hands
+              shut, close                       -> both, and whoever shook hands
     packets   of readers                        -> prefill side, readers
               of ranks that we read             -> decode side
     time      tick                              -> whoever asked to be woken
@@ -300,7 +300,7 @@ class RankCore:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled; cancel it")
         else:
             self._check_announced(pull, request)
-        self.decode.discharge(pull, now)
+        self.decode.cancel(pull, now, Reason.DISCHARGED)
 
     def let_go(self, request: PullRequest, reason: Reason, now: float) -> None:
         """Tell all ranks of a request that its last attempt was the last; no pull of it may be without an outcome."""
@@ -324,9 +324,6 @@ class RankCore:
         if was_open:
             self.readers.say_draining()
 
-    def say_goodbye(self) -> None:
-        self.readers.say_goodbye()
-
     @property
     def is_closed(self) -> bool:
         return bool(self.prefill.closed_as)
@@ -339,11 +336,6 @@ class RankCore:
     def is_bound(self) -> bool:
         """True while a promise runs, or a pull has no outcome yet."""
         return bool(self.prefill.leases) or any(not pull.is_published for pull in self.decode.pulls.values())
-
-    @property
-    def is_serving(self) -> bool:
-        """True while remote data planes may need ours to make progress."""
-        return bool(self.prefill.leases)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -432,13 +424,8 @@ class RankCore:
         match message:
             case wire.Claim() | wire.Release() | wire.Renew():
                 self.prefill.receive(message, route, source, now, proven)
-            case wire.Hello():
-                if self._may_ask(principal, route, now):
-                    self.readers.greet(
-                        message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases)
-                    )
-                else:
-                    self.outbox.counters["dropped.too_many_hellos"] += 1
+            case wire.Hello() if self._may_ask(principal, route, now):
+                self.readers.greet(message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases))
             case wire.Ping():
                 self.outbox.send(route, source, wire.Pong(message.nonce))
             case wire.Pong():
@@ -446,12 +433,11 @@ class RankCore:
             case wire.StatusRequest() if message.most or not self.config.inspect.enabled:
                 if not self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal):
                     self.outbox.counters["dropped.too_many_hellos"] += 1
-            case wire.StatusRequest():
-                # Counting everything takes long where there is much.
-                if self._may_ask(principal, route, now):
-                    self.outbox.send(route, source, self._status(message.nonce))
-                else:
-                    self.outbox.counters["dropped.too_many_hellos"] += 1
+            # Counting everything takes long where there is much.
+            case wire.StatusRequest() if self._may_ask(principal, route, now):
+                self.outbox.send(route, source, self._status(message.nonce))
+            case wire.Hello() | wire.StatusRequest():
+                self.outbox.counters["dropped.too_many_hellos"] += 1
             case _:
                 self.outbox.counters["dropped.unexpected"] += 1
 

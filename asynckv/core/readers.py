@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from asynckv.core import wire
+from asynckv.core.lease import WHAT, refused
 from asynckv.core.outbox import Outbox
 from asynckv.core.told import ReaderMet, ReaderRefused, short
 from asynckv.core.types import SHOWN_LETTERS, Cohort, Reason, ReplyTo, rank_name
@@ -128,15 +129,10 @@ class Readers:
         detail, who = f"{self._identity.name} listens here now", f"?@{source[:SHOWN_LETTERS]}"
         answer: wire.Refused | wire.Unwelcome
         match message:
-            case wire.Claim():
-                answer = wire.Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
-                what, who = "claim", _name(message.cohort, source)
-            case wire.Renew():
-                answer = wire.Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
-                what = "renew"
-            case wire.Release():
-                answer = wire.Refused(message.key, message.pull_id, wire.RELEASE_NONCE, Reason.RESTARTED, detail)
-                what, who = "release", _name(message.cohort, source)
+            case wire.Claim() | wire.Renew() | wire.Release():
+                answer, what = refused(message, Reason.RESTARTED, detail), WHAT[type(message)]
+                if not isinstance(message, wire.Renew):
+                    who = _name(message.cohort, source)
             case wire.Hello():
                 is_meant = self._is_meant(message)
                 answer = (

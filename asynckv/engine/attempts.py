@@ -60,7 +60,7 @@ async def attempt(driver: Driver, request: Request, seconds: float, now: float) 
             driver.recorder.pull_refused(wanted.request_id, wanted.params, exc, now)
         raise
     if pull.planned_at == pull.admitted_at < math.inf:
-        pull.plan_took(clock.now())  # the core cannot tell how long it took
+        pull.planned_at = clock.now()  # the core cannot tell how long it took
     request.tried(pull)
     waiting = driver.waiting[pull.pull_id] = Waiting(pull, driver.home)
     try:
@@ -157,7 +157,7 @@ class Retries:
                     request.give_up()
                 let_go(driver, request)
             if request.state is RequestState.OVER:
-                if request.is_cancelled_between:
+                if request.stopped is Reason.CANCELLED and request.was_promised:
                     raise _cancelled(error) from error
                 raise error
             now = driver.clock.now()
@@ -168,9 +168,8 @@ class Retries:
         driver, request = self._driver, self.request
         if request.state is not RequestState.PAUSING or request.pull is None:
             return
-        driver.recorder.pull_retried(request.pull, request.attempts + 1, request.next_at - driver.clock.now())
-        if driver.observers:
-            driver.tell(Observer.pull_retried, request.pull, driver.clock.now())
+        driver.recorder.pull_tried_again(request.pull, request.next_at - driver.clock.now())
+        driver.tell(Observer.pull_retried, request.pull, driver.clock.now())
         with self._waking(request.next_at):
             await self._wake.wait()
         with suppress(BlocksRetired), self._waking(request.deadline):

@@ -179,7 +179,7 @@ class Driver:
         self.release_s: deque[float] = deque(maxlen=4096)
         self.lag = LoopLag(away_s)
         self.began_at = math.inf
-        self.observers: tuple[Observer, ...] = ()
+        self.observers: tuple[Observer, ...] = (recorder,)
         self.guests: list[Guest] = []
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
@@ -244,7 +244,7 @@ class Driver:
         return {name: value for guest in self.guests for name, value in guest.gauges().items()}
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:
-        """Tell all observers something, by the `Observer`'s method for it; call it only if there are any."""
+        """Tell the log and all other observers something, by the `Observer`'s method for it."""
         for observer in self.observers:
             try:
                 getattr(observer, what.__name__)(*args)
@@ -279,9 +279,7 @@ class Driver:
         for lease, ended in self.lent.items():
             ended.set()
             self.core.outbox.counters["leases.closed"] += 1
-            self.recorder.lease_ended(lease, now)
-            if self.observers:
-                self.tell(Observer.lease_ended, lease, now)
+            self.tell(Observer.lease_ended, lease, now)
         self.recorder.tell_groups(now)
         self.waiting.clear()
         self.lent.clear()
@@ -350,8 +348,7 @@ class Driver:
 
     def _tick(self, due: float) -> None:
         now, core = self.clock.now(), self.core
-        if self.observers:
-            self.tell(Observer.loop_came, now - due, now)
+        self.tell(Observer.loop_came, now - due, now)
         if self.lag.take(now - due):
             self.recorder.loop_was_away(now - due, core.inspect.gauges(), now)
         if now >= self._sign_at:
@@ -456,7 +453,7 @@ class Driver:
                     decode.ended(ended, 0.0, now)
             elif decode.admission.turns and (pull := decode.admit(began)) is not None:
                 now = clock.now()
-                pull.plan_took(now)
+                pull.planned_at = now
             else:
                 break
             began = now
@@ -499,9 +496,7 @@ class Driver:
                 if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
                     waiting.outcome.set_result(None)
                 if pull.kind is not Kind.DISCHARGE:
-                    recorder.pull_ended(pull, now)
-                    if self.observers:
-                        self.tell(Observer.pull_ended, pull, now)
+                    self.tell(Observer.pull_ended, pull, now)
             case BlocksReturned(pull):
                 if (waiting := self.waiting.get(pull.pull_id)) is not None:
                     waiting.returned.set()
@@ -511,22 +506,17 @@ class Driver:
             case PullOver(pull):
                 self.waiting.pop(pull.pull_id, None)
                 self.release_s.append(pull.released_at - pull.published_at)
-                if self.observers:
-                    self.tell(Observer.pull_over, pull, now)
+                self.tell(Observer.pull_over, pull, now)
             case BlocksRetired(pull):
                 if (waiting := self.waiting.get(pull.pull_id)) is not None:
                     waiting.returned.set()
-                recorder.blocks_retired(pull, now)
-                if self.observers:
-                    self.tell(Observer.blocks_retired, pull, now)
+                self.tell(Observer.blocks_retired, pull, now)
             case HeldForLong():
                 recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in command.oldest])
             case LeaseEnded(lease):
                 if (ended := self.lent.pop(lease, None)) is not None:
                     ended.set()
-                recorder.lease_ended(lease, now)
-                if self.observers:
-                    self.tell(Observer.lease_ended, lease, now)
+                self.tell(Observer.lease_ended, lease, now)
             case LoadPeer(peer, metadata):
                 task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                 self._loading.add(task)
@@ -537,9 +527,7 @@ class Driver:
                 self._send()  # what is said there later makes another link, which nobody closes
                 self.control.disconnect(address)
             case PeerChanged(peer, before, after):
-                recorder.peer_changed(peer, before, after)
-                if self.observers:
-                    self.tell(Observer.peer_changed, peer, before, after, now)
+                self.tell(Observer.peer_changed, peer, before, after, now)
             case Traced(subject, entries):
                 recorder.traced(subject, entries)
             case Told():

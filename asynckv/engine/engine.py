@@ -399,9 +399,7 @@ class Engine:
         driver.soon()  # first: without a turn nothing may begin
         now = self._clock.now()
         lease = driver.core.lend(wanted, num_readers, now)
-        self._recorder.lease_lent(lease, now)
-        if driver.observers:
-            driver.tell(Observer.lease_lent, lease, wanted, now)
+        driver.tell(Observer.lease_lent, lease, wanted, now)
         return LentRequest(driver, lease)
 
     def withdraw(self, params: KVTransferParams | Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from asynckv.core.pull import Pull
 from asynckv.core.told import MAX_NAMED, Told, short
 from asynckv.core.types import Key, KVTransferParams, Reason
 from asynckv.geometry.bounds import NULL
+from asynckv.observe.observer import Observer
 from asynckv.observe.sampling import Rate, Sampler
 from asynckv.observe.setup import LEVELS, file_sink, logger_for
 from asynckv.version import VERSION
@@ -114,7 +115,7 @@ def process_facts(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-class Recorder:
+class Recorder(Observer):
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
         self._log, self._log_level = logger_for(**bound)
@@ -289,8 +290,8 @@ class Recorder:
         blocks = gauges["blocks_lent"] + gauges["blocks_writing"]
         self.log(told.EngineAlive(gauges["leases"], gauges["pulls"], gauges["parked"], blocks, list(waits_for)))
 
-    def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
-        cause = str(pull.reason)
+    def pull_tried_again(self, pull: Pull, after_s: float) -> None:
+        cause, attempt = str(pull.reason), pull.attempt + 1
         self.log(told.PullRetried(*told.pull_ids(pull), cause=cause, attempt=attempt, after_s=round(after_s, 6)))
 
     def blocks_returned(self, pull: Pull, now: float) -> None:
@@ -361,7 +362,7 @@ class Recorder:
         )
         self._ended_alike(ended, told.LeasesEndedAlike, str(owed), now, lease.history)
 
-    def lease_lent(self, lease: Lease, now: float) -> None:
+    def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
         """Log that a request was lent, and decide whether its grants and its good end are logged as well."""
         if not self._may_log(lease.lent.key, now):
             return
@@ -389,7 +390,7 @@ class Recorder:
         elif pulls := [_held_pull(x, status) for x, status in found if isinstance(x, Pull)]:
             self.log(told.PullHeld(state=held.state, waits=held.waits, requests=held.number, oldest=pulls), level=level)
 
-    def peer_changed(self, peer: Peer, before: PeerState, after: PeerState) -> None:
+    def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
         """Log a peer's transition; an end that was announced, and took no pull along, is no warning."""
         name = peer.name.partition("@")[0]
         if after is PeerState.READY and str(self._bound.get("rank", "")).startswith(f"{name}@"):

@@ -65,10 +65,7 @@ def verdicts(presence: Presence, request: Request, lease: Lease, state: str) -> 
     """Say why a lease is late: a verdict for each reader that it waits for."""
     holder, fate = lease.process.rank, presence.fate(lease.process)
     if state == "died":
-        why = fate.why
-        if fate.kind != "died":
-            why = f"{why.partition(';')[0]}, nor a word of what it held, and others went on to their end"
-        return [Verdict(W.DIED, R.ANY, {"holder": holder, "why": why, "gone": fate.gone}, lease.seconds)]
+        return [Verdict(W.DIED, R.ANY, {"holder": holder, "why": fate.why, "gone": fate.gone}, lease.seconds)]
     if state == "closed":
         how = lease.ended.text("revoked_by") if lease.ended is not None else ""
         why = f"after {in_seconds(lease.seconds)} s; {how or fate.why}"
@@ -204,13 +201,12 @@ class _Debt:
         if fate.after <= self.until:
             # A process that lives renews, and says how a pull ended; but one whose loop is away writes nothing.
             quiet_s = process.durations.get("lease_s", DEFAULT_LEASE_S) + LATE_S
-            is_dead = fate.kind == "died" and (fate.is_proved or presence.last_end > self.until)
-            if is_dead or (self.owner is not W.RETRYING and presence.last > self.until + quiet_s):
-                why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
-                if fate.after < presence.when(lease.process.incarnation, lease.lent_at + self.heard_s)[0]:
-                    why += f"; what it did after {moment(process.last_at)} is not in its log"
-                return self._is(R.DIED, why, gone=fate.gone)
-            return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
+            if not (fate.kind == "died" and fate.is_proved) and presence.last <= self.until + quiet_s:
+                return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
+            why = fate.why
+            if fate.after < presence.when(lease.process.incarnation, lease.lent_at + self.heard_s)[0]:
+                why += f"; what it did after {moment(process.last_at)} is not in its log"
+            return self._is(R.DIED, why, gone=fate.gone)
         begun_at = self.pull.begun_at if self.pull is not None else math.nan
         since = begun_at if not math.isnan(begun_at) else process.first_at
         if (away_s := presence.away_s(process, since, process.last_at)) > 0.0:

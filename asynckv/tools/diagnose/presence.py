@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -82,8 +82,6 @@ class Presence:
         self.service, self.when, self._shown = service, when, shown
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
-        ends = [when(x.incarnation, x.stopped.at)[0] for x in processes if x.stopped]
-        self.last_end = max(ends, default=-math.inf)
         self.last = max((when(x.incarnation, x.last_at)[0] for x in processes), default=0.0)
         """Until when logs go on, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}

@@ -218,8 +218,10 @@ def names(family: Sequence[Request]) -> set[str]:
 
 
 def handles(family: Sequence[Request]) -> set[str]:
-    """Return what nothing else is called: ids and sequences behind the prefill engine's, `ENGINE:ID`."""
-    return {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
+    """Return what nothing else is called: ids and sequences behind the prefill engine's, `ENGINE:ID` or `ENGINE#N`."""
+    numbers = {f"{r.engine_id}#{r.sequence}" for r in family if r.sequence >= 0}
+    ids = {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
+    return ids | numbers
 
 
 def named(every: Iterable[Sequence[Request]], wanted: str, *, exactly: bool = False) -> list[Sequence[Request]]:

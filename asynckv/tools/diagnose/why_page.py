@@ -16,33 +16,28 @@ import msgspec
 
 from asynckv.arguments import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.findings import Finding, Findings
+from asynckv.tools.diagnose.findings import Finding, Findings, Seen
 from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.timeline_model import PHASES, Ground, Lane, Mark, Story
 
 MAX_MARKS = 100_000  # in one page; of more, those of requests that went well are left out
+MOST_SHOWN = 10_000  # requests in one page
 IN_TABLE = 20
 NAMES = list(PHASES)
 
 
-def make(
-    axis: Axis,
-    stories: Sequence[Story],
-    grounds: Sequence[Ground],
-    sources: Sequence[str],
-    found: Findings,
-    left_out: int = 0,
-) -> str:
-    """Make the page.
+def make(seen: Seen, found: Findings, sources: Sequence[str], every: Sequence[Story]) -> str:
+    """Make the page; of too many requests those that went wrong, and those that took longest.
 
     Args:
-        axis: What its times are by.
-        stories: What is on it.
-        grounds: Of the processes.
-        sources: What was read or asked, for its title.
+        seen: What was read and asked.
         found: What is wrong, for its first screen, and the causes of late requests.
-        left_out: Requests that would be too many.
+        sources: What was read or asked, for its title.
+        every: The requests.
     """
+    axis, grounds = seen.axis, seen.grounds
+    kept = sorted(every, key=lambda x: (x.level == "info", -x.seconds))[:MOST_SHOWN]
+    left_out, stories = len(every) - len(kept), sorted(kept, key=lambda x: x.number)
     data = msgspec.json.encode(_Writer(axis, stories, grounds, found.late).data()).decode()
     parts = {
         "title": escape(without_control(f"Why: {some(sources, 3)}")),

@@ -22,6 +22,7 @@ from asynckv.core.inspect import RequestStatus
 from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.findings import Findings, Seen
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_values import Leak, moment, some
 from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Ground, Mark, Story
@@ -43,6 +44,13 @@ def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_w
 
 
 # -- what is wrong -------------------------------------------------------------------------------------
+
+
+def show(report: Mapping[str, Any], seen: Seen, top: int | None, console: Console) -> None:
+    """Show what is wrong, and what engines hold if something is, or if so many of their requests are asked for."""
+    show_findings(report, console)
+    if seen.answers and (report["findings"] or top is not None):
+        show_engines(seen.answers, 5 if top is None else top, console)
 
 
 def show_findings(report: Mapping[str, Any], console: Console) -> None:
@@ -99,6 +107,14 @@ def _ranks(read: Mapping[str, Any]) -> str:
 
 
 # -- one request ---------------------------------------------------------------------------------------
+
+
+def show_request(seen: Seen, found: Findings, story: Story | None, console: Console) -> None:
+    """Show one request's story, why it was late, and its stores and loads."""
+    if story is not None:
+        show_story(seen.axis, story, seen.grounds, console)
+    show_late(found.late, console)
+    show_copies(found.copies, seen.failed, console)
 
 
 def show_late(late: Sequence[Leak], console: Console) -> None:
