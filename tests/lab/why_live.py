@@ -60,12 +60,13 @@ class Service:
         setup |= {"name": name.partition(".")[0].partition("-")[0], "directory": str(self.directory)}
         process = self.processes[name] = await self._fleet.start(name, "tests.inspected:Side", **setup)
         await process.ask("address")  # it has started
+        await self.says(name, "engine_started")
         return process
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """What a log says so far; its last line may not be whole yet."""
-        path = next(self.directory.glob(f"{name}-{self.processes[name].pid}.jsonl"))
-        return [json.loads(x) for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")]
+        log = self.directory / f"{name}-{self.processes[name].pid}.jsonl"
+        return [json.loads(x) for x in log.read_text().splitlines(keepends=True) if x.endswith("\n")]
 
     async def says(self, name: str, event: str, since: int = 0, **fields: Any) -> None:
         """Wait until a log has such a line, behind so many others."""
@@ -235,6 +236,17 @@ class Injected(Service):
         await self.processes["pair.1"].kill()
         await self.says("decode", "peer_changed", state="gone")
         await self.idle()
+
+    @cause(GONE, about="decode.0 decode.1", live=True)
+    async def a_decode_rank_killed_after_its_announcement(self) -> None:
+        pair = [await self.start(f"decode.{x}", rank=x, ranks=2) for x in range(2)]
+        params = await self.lend()
+        for rank in pair:
+            await rank.ask("announce", number=1, params=params)
+        await self.says("prefill", "lease_granted", request_id="cmpl-1", reader=str(self.lines("decode.1")[0]["rank"]))
+        await pair[1].kill()
+        await pair[0].ask("cancel", number=1, params=params)
+        await self.expired()
 
     # -- stopped or blocked --------------------------------------------------------------------------------------------
 
@@ -424,7 +436,7 @@ class Injected(Service):
         await self.fails(params)
         await self.idle()
 
-    @cause("LEASE max_lease", prefill={"lease": {"max_lease_s": LEASE_S + 1.0}})
+    @cause("LEASE max_lease lease_too_short", prefill={"lease": {"max_lease_s": LEASE_S + 1.0}})
     async def renewed_until_the_longest_lease_was_over(self) -> None:
         await self.announced()
         await self.expired()

@@ -267,6 +267,11 @@ class _Debt:
             return away
         if pull.ended is None:
             return self._is(R.LATE)
+        lost = pull.cause == "peer_lost" and self.is_claimed  # this rank, or another one of its engine
+        owners = [x for x in map(presence.service.process_named, pull.peer_ranks) if x is not None]
+        for owner in owners if lost else ():
+            if presence.fate(owner).hangs and (away_s := presence.away_s(owner, owner.last_at, math.inf)):
+                return self._is(R.OWNER_AWAY, holder=owner.rank, away_s=in_seconds(away_s))
         low, high = presence.when(pull.process.incarnation, pull.ended.at)
         closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
         if (last := self.pulls[-1]) is not pull and is_unanswered(last, lease):
@@ -281,8 +286,11 @@ class _Debt:
         ):  # it is not released before they end
             if pull.returned is None or presence.when(pull.process.incarnation, pull.returned.at)[0] > self.until:
                 return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
-        if pull.cause == "peer_lost" and self.is_claimed and low > self.until:
-            return self._of_lost(pull)
+        if lost and low > self.until:
+            died = next((x for x in owners if presence.fate(x).kind == "died"), None)
+            if died is None:
+                return self._is(R.BROKEN)
+            return self._is(R.OWNER_DIED, presence.fate(died).why, gone=presence.fate(died).gone, holder=died.rank)
         if pull.cause in ("lease_lost", "expired", "timeout", "not_lent_yet") or low > self.until:
             return self._is(R.LATE)
         if is_unanswered(pull, lease) and not closed:
@@ -295,17 +303,6 @@ class _Debt:
             return self._is(R.NO_LOG, f"{self._said()}; that it is not answered would be told later")
         # Whatever it said was answered, so it came as the lease was over.
         return self._is(R.LATE)
-
-    def _of_lost(self, pull: Pull) -> Verdict:
-        """What became of the rank that a reader lost: this one, or another one of its engine."""
-        presence = self.presence
-        for owner in filter(None, map(presence.service.process_named, pull.peer_ranks)):
-            fate, names = presence.fate(owner), {"holder": owner.rank}
-            if fate.kind == "died":
-                return self._is(R.OWNER_DIED, fate.why, gone=fate.gone, **names)
-            if fate.hangs and (away_s := presence.away_s(owner, owner.last_at, math.inf)):
-                return self._is(R.OWNER_AWAY, away_s=in_seconds(away_s), **names)
-        return self._is(R.BROKEN)
 
     def _away(self, pull: Pull) -> Verdict | None:
         """Whose loop was away for so long that it explains a lease that ran out, if one was."""
