@@ -116,7 +116,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     with contextlib.nullcontext(sys.stderr) if target is None else open(target, "a", 1, "utf-8") as stream:
         configure_logging(experiment.options.level, stream=stream)
         try:
-            with Bar(errors, says_interrupted=False) as bar:
+            with Bar(errors) as bar:
                 bar.begin("sizing the pools")
                 found = asyncio.run(driver.run(experiment, bar))
         except KeyboardInterrupt:
@@ -191,8 +191,8 @@ def sweep(
         book.begin(made.head(command, rounds))
         rounds = book.sweep.head.rounds
         total = len(made.points) * rounds
-        with Bar(errors, math.inf, says_interrupted=False) as bar:
-            bar.begin("runs", total, has_rate=False)
+        with Bar(errors, math.inf) as bar:
+            bar.begin("runs", total)
 
             def step(done: int, point: sweeps.Point, number: int, row: table.Row | None) -> None:
                 name = printable(table.label(point.axes)) or "the only point"
