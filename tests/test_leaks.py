@@ -115,8 +115,8 @@ def lost(at: float) -> Record:
     return say(at, told.PeerChanged, D, **peer, before="ready", state="gone", cause="peer_lost", detail="forgotten")
 
 
-def gone(at: float, detail: str) -> Record:
-    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone"}
+def gone(at: float, detail: str, **who: str) -> Record:
+    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone", **who}
     return say(at, told.PeerChanged, D, **who, cause="peer_lost", detail=detail)
 
 
@@ -433,8 +433,7 @@ PROMISE = say(12, told.PullEnded, D, **NAMES, cause="read_failed", history=[[1.0
 CLOSED = [*RUNNING, stopped(P), stopped(D, 41.0)]
 SECOND = "dddddddd" + "4" * 24
 RANK[SECOND] = "prefill/tp1@dddddddd"
-SECOND_GONE = gone(45, "it was silent for 4.0 s")
-SECOND_GONE.fields.update(peer=RANK[SECOND], peer_incarnation=SECOND)
+SECOND_GONE = gone(45, "it was silent for 4.0 s", peer=RANK[SECOND], peer_incarnation=SECOND)
 CELLS: list[list[Record]] = [
     *([*BOTH, expired(claimed), FORGOTTEN] for claimed in (True, False)),
     retrying([*BOTH, expired(), FORGOTTEN]),

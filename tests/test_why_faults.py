@@ -8,16 +8,40 @@ import pytest
 
 from tests.lab.why_live import CAUSES, FREEZER, RIGHT, WRONG, Look, examine_all
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LEFT_TO_THE_COMMAND = [
+    "the_only_decode_engine_killed",
+    "decode_killed_before_it_heard",
+    "decode_restarted_under_its_name",
+    "prefill_restarted_under_its_name",
+    "a_decode_rank_killed_after_its_announcement",
+    "decode_stopped_before_it_heard",
+    "decode_loop_blocked_until_now",
+    "prefill_loop_was_blocked",
+    "a_network_that_swallows_everything",
+    "a_network_that_is_cut_for_good",
+    "a_geometry_that_does_not_fit",
+    "blocks_that_another_pull_holds",
+    "a_queue_that_is_full",
+    "params_that_a_router_garbled",
+    "params_sent_to_two_engines",
+    "params_sent_twice",
+    "a_decode_rank_that_never_pulls",
+    "healthy_engines_that_idle",
+    "cancelled_by_its_caller",
+    "withdrawn_by_the_prefill_side",
+]
+"""They have much in common with others, and each takes its seconds."""
 
 
 async def test_what_is_wrong_is_named_and_nothing_else() -> None:
+    assert set(LEFT_TO_THE_COMMAND) < set(CAUSES)
     found: dict[str, list[Look]] = {}
-    needs_root = () if os.access(FREEZER, os.W_OK) else ("decode_paused_by_its_container",)
-    await examine_all([x for x in CAUSES if x not in needs_root], 2, found.__setitem__)
+    may_freeze = os.access(FREEZER, os.W_OK)
+    names = [x for x in CAUSES if x not in LEFT_TO_THE_COMMAND and (may_freeze or "paused" not in x)]
+    await examine_all(names, 2, found.__setitem__)
     wrong = [(name, x.way, x.said) for name, looks in found.items() for x in looks if x.verdict == WRONG]
     assert wrong == []
-    unseen = [
-        name for name, looks in found.items() if RIGHT not in {x.verdict for x in looks if x.way in ("logs", "both")}
-    ]
-    assert unseen == []
+    with_logs = {name: {x.verdict for x in looks if x.way in ("logs", "both")} for name, looks in found.items()}
+    assert [name for name, verdicts in with_logs.items() if RIGHT not in verdicts] == []
