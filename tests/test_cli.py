@@ -78,13 +78,13 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--shared-prefix", "64", "--prefix-hit", "10%"], "--prefix-hit 10% was given for prompts that share"),
         (["--shared-prefix", "64", "--prefix-cache", "-1"], "Invalid value for '--prefix-cache'"),
         (["--prefix-cache", "64"], "--prefix-cache says nothing where prompts share no prefixes"),
-        (["--floor", "--announced"], "--floor and --announced"),
+        (["--floor", "--announced"], "leave out --announced"),
         (["--remote-host", "10.0.0.1"], "--remote-host says nothing without --remote"),
         (["--remote", "ssh host asynckv bench worker"], "--remote needs --remote-host"),
         (["--remote", "ssh host", "--remote-host", "0.0.0.0"], "--remote needs --remote-host"),
         (["--remote", "ssh host", "--remote-host", "no.such.invalid"], "--remote-host no.such.invalid: "),
         (["--remote", " ", "--remote-host", "127.0.0.1"], "--remote is empty"),
-        (["--remote", "ssh host", "--remote-host", "127.0.0.1", "--floor"], "--floor is measured on one machine"),
+        (["--remote", "ssh host", "--remote-host", "127.0.0.1", "--floor"], "leave out --remote"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
