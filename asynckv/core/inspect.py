@@ -138,22 +138,19 @@ class Tally:
 
 
 class Guest(Protocol):
-    """Somebody beside leases and pulls who holds blocks: an offload's store or load."""
+    """Somebody beside leases and pulls who holds blocks: an offload's `store` or `load`, as `what` says."""
 
     @property
-    def what(self) -> str:
-        """What it is: `store` or `load`."""
+    def what(self) -> str: ...
 
     @property
-    def begun_at(self) -> float:
-        """Since when it is there."""
+    def begun_at(self) -> float: ...
 
     @property
     def held_as(self) -> tuple[str, float]:
         """Why it holds them, and until when at most."""
 
-    def waits_for(self) -> tuple[str, ...]:
-        """Name what it waits for."""
+    def waits_for(self) -> tuple[str, ...]: ...
 
 
 class Inspector:
