@@ -71,6 +71,17 @@ def test_kubernetes_cuts_long_lines(tmp_path: Path) -> None:
     assert (len(logs.records[0].fields["history"]), logs.skipped, logs.num_others) == (600, [], 1)
 
 
+def test_a_piece_that_a_rotation_left_behind_is_a_damaged_line(tmp_path: Path) -> None:
+    first, *rest = cri(json.dumps(LONG))
+    old = write(tmp_path / "0.log.1", json.dumps(row(request_id="b")), first)
+    new = write(tmp_path / "0.log", *rest, json.dumps(row(request_id="c")))
+    logs = read_logs([old, new])
+    assert sorted(ids(logs)) == ["b", "c"]
+    [skipped] = logs.skipped
+    assert (skipped.lines, skipped.where) == (1, f"{old}:2")
+    assert skipped.reason.startswith("cut short: its last piece is missing")
+
+
 def test_a_piece_of_a_line_need_not_name_a_process(tmp_path: Path) -> None:
     last = {k: v for k, v in LONG.items() if k != "incarnation"} | {"incarnation": LONG["incarnation"]}
     logs = read_logs([write(tmp_path / "0.log", *cri(json.dumps(last)))])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,9 +45,19 @@ class Head(msgspec.Struct, gc=False):
 
     incarnation: str = ""
     engine_id: str = ""
-    event: str = ""
-    level: str = ""
-    timestamp: str = ""
+    event: Any = None  # text once it is decoded, and so is the level
+    message: Any = None
+    msg: Any = None
+    level: Any = None
+    levelname: Any = None
+    severity: Any = None
+    log_level: Any = None
+    timestamp: Any = None
+    time: Any = None
+    ts: Any = None
+    iso: Any = msgspec.field(default=None, name="@timestamp")
+    asctime: Any = None
+    at: Any = None  # when, in seconds since 1970; None if it does not say
     rank: str = ""
     sequence: int = -1
     peer: str = ""
