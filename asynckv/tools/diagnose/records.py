@@ -416,8 +416,8 @@ class _Reader:
 
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
         """Take a line of which the time, the level or the event stands around it, or that has values of other types."""
-        texts = {x: y for x in ("engine_id", "incarnation") if isinstance(y := fields.get(x), str)}
-        head = Head(**texts)
+        head = Head()
+        head.incarnation, head.engine_id = (_first_text(fields, [x]) for x in ("incarnation", "engine_id"))
         head.event, head.level, head.at = (x or y for x, y in zip(_said(fields), _said(outer), strict=True))
         if not _is_event(head):
             self._other(line)
