@@ -198,28 +198,6 @@ def test_the_request_that_is_asked_about_is_in_every_sample(
     assert {x.event for x in request.records()} == {"lease_lent", "lease_granted", "pull_ended", "lease_ended"}
 
 
-def test_lines_before_the_time_that_is_asked_about_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asynckv.tools.diagnose.records.MARGIN_S", 10.0)
-    written = service()
-    for i, name in ((600, "held"), (601, "over")):
-        written.line("lease_lent", 12.0, P, request_id=name, sequence=i, blocks=1, lease_s=30.0)
-    written.line("lease_ended", 20.0, P, "warning", request_id="over", sequence=601, cause="expired", seconds=8.0)
-    (tmp_path / "a.log").write_text(lines_of(written))
-    logs = read_logs([tmp_path / "a.log"], since=lambda last: last - 5.0)
-    everything = read_logs([tmp_path / "a.log"])
-    old = everything.records[-1].at - 15.0
-    assert [x.where for x in everything.records if x.at >= old] == [x.where for x in logs.records if x.at >= old]
-    # Processes, and what is still held, however long ago it was lent.
-    early = {"engine_started", "peer_changed", "reader_met", "lease_lent"}
-    assert {x.event for x in logs.records if x.at < old} == early
-    requests = {x.name: x for x in join(logs).requests}
-    assert "held" in requests
-    assert "over" not in requests
-    assert 12 <= len(requests) <= 22
-
-
 def test_requests_that_went_well_are_counted_and_a_sample_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,9 +40,6 @@ from asynckv.tools.diagnose.well import Head, Packed, Well
 
 MAX_WRAPPED = 3  # A container's log may itself be wrapped by whoever collects it
 SHOWN = 160  # letters of a line that is shown for its kind
-MARGIN_S = 7200.0
-"""What was said so long before the time that is asked about may belong to what is late then: twice a longest lease."""
-
 MAX_NAMED = 10_000  # lines that are kept because they name the request that is asked about: what begins so may be many
 TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
 EVENTS = ("event", "message", "msg")
@@ -52,7 +49,6 @@ ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlik
 """Lines that tell of many requests, which are read as one line for each."""
 
 MANY = {told.LeaseHeld.event, told.PullHeld.event, *ALIKE}
-OF_REQUESTS = MANY | {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease | told.OfPull)}
 
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
 MOST = 1e24
@@ -245,7 +241,6 @@ def read_logs(
     *,
     keep: Callable[[str], bool] | None = None,
     request: str = "",
-    since: Callable[[float], float] | None = None,
 ) -> Logs:
     """Read logs.
 
@@ -256,8 +251,6 @@ def read_logs(
         keep: Which events are wanted, by name; all if left out.
         request: An id of either side, the beginning of one, a pull id, or a sequence: what is said of this request is
             kept, also if it went well and only a sample of such requests is.
-        since: Given the time of the last event, returns the time from which on lines about requests are wanted. Those
-            of `MARGIN_S` before are kept too.
 
     Raises:
         ConfigError: There is no such file, it cannot be read, or nothing was given.
@@ -278,7 +271,7 @@ def read_logs(
         for path, size in zip(files, sizes, strict=True):
             reader.read(path, progress)
             done += size
-        return reader.finished(since)
+        return reader.finished()
 
 
 class _Reader:
@@ -294,7 +287,7 @@ class _Reader:
         self._sources: list[Source] = []
         self._skipped: dict[str, list[Any]] = {}
         self._pieces = Pieces()
-        self._num_text, self._last, self._is_end = 0, -math.inf, False
+        self._num_text, self._is_end = 0, False
         self._source = Source("")
 
     def read(self, path: str, progress: Callable[[int], None]) -> None:
@@ -325,17 +318,12 @@ class _Reader:
         for why in damage:
             self._skip(why, b"")
 
-    def finished(self, since: Callable[[float], float] | None) -> Logs:
-        """Leave out what is there twice, is too old, or was only to be counted, and sort the rest."""
-        floor = since(self._last) - MARGIN_S if since is not None and self._last > -math.inf else -math.inf
-        over: set[tuple[str, int]] = set()
+    def finished(self) -> Logs:
+        """Leave out what is there twice, or was only to be counted, and sort the rest."""
         for record, _, _ in self._records:
-            if record.event in MANY or record.at < floor:
-                keys = {_key(x, record.engine_id) for x in _rows(record.fields)}
-                self._wrong |= keys
-                over |= keys if record.at < floor and record.event in OF_REQUESTS else set()
-        self._records = [x for x in self._records if x[0].at >= floor or x[0].event not in OF_REQUESTS]
-        chosen = self._well.chosen(self._wrong, over, floor)
+            if record.event in MANY:
+                self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
+        chosen = self._well.chosen(self._wrong)
         self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
@@ -432,7 +420,6 @@ class _Reader:
         """Keep what a line says, if it is wanted."""
         if self._keep is not None and not self._keep(head.event):
             return
-        self._last = max(self._last, head.at)
         text, number = text.rstrip(), self._source.num_lines
         if (kind := head.kind) and b"\n" not in text and not self._names(head, text):
             self._well.add(head, kind, head.at, len(self._sources) - 1, number, text)
