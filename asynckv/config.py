@@ -466,11 +466,7 @@ def _check(config: object, check: Callable[..., Any], names: Iterable[str], *bou
 
 
 def check_choice(name: str, value: object, *choices: str) -> None:
-    """Refuse what is none of some words.
-
-    Raises:
-        ConfigError: Naming the value and all choices.
-    """
+    """Refuse what is none of some words, naming all of them."""
     if not (isinstance(value, str) and value in choices):
         known = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         raise ConfigError(f"{name} is {shown(value)}; it must be {known}")
@@ -485,11 +481,7 @@ def _path(name: str, value: object, remedy: str, least: int = 0) -> str:
 
 
 def _check_log_file(pattern: str) -> None:
-    """Refuse a log file's name that asks for what is not known.
-
-    Raises:
-        ConfigError: Naming what it asks for.
-    """
+    """Refuse a log file's name that asks for what is not known."""
     try:
         parts = list(Formatter().parse(pattern))
         wrong = [name for _, name, form, how in parts if name is not None and (name not in LOG_FILE or form or how)]
@@ -501,11 +493,7 @@ def _check_log_file(pattern: str) -> None:
 
 
 def check_lease(lease_s: float, max_lease_s: float) -> None:
-    """Refuse a lease that cannot work.
-
-    Raises:
-        ConfigError: Too short, too long or no number.
-    """
+    """Refuse a lease that is too short, too long or no number."""
     if not MIN_LEASE_S <= lease_s <= max_lease_s:
         raise ConfigError(f"lease_s {lease_s} is outside [{MIN_LEASE_S:g}, max_lease_s {max_lease_s:g}] seconds")
 

@@ -39,11 +39,7 @@ class KeyPair:
 
 
 def decode_z85(text: bytes) -> bytes:
-    """Decode one key.
-
-    Raises:
-        ValueError: It is not the Z85 text of 32 bytes.
-    """
+    """Decode one key, or raise `ValueError` if this is not the Z85 text of 32 bytes."""
     if len(text) == 40 and set(text) <= set(_Z85):
         with suppress(ValueError):  # five of its characters say more than four bytes can
             return base64.b85decode(text.translate(bytes.maketrans(_Z85, _B85)))
@@ -56,11 +52,7 @@ def encode_z85(key: bytes) -> str:
 
 
 def read_pair(path: Path) -> KeyPair:
-    """Read an engine's own key file. That the two keys belong together is for the caller to check.
-
-    Raises:
-        ConfigError: It cannot be read, is no such file, or others can read it as well.
-    """
+    """Read an engine's own key file, or raise `ConfigError`. The caller checks that the two keys belong together."""
     data, mode = _read(path, "the key file")
     found = _parse(path, data)
     if "secret" not in found:
@@ -77,11 +69,7 @@ def read_pair(path: Path) -> KeyPair:
 
 
 def read_public(path: Path) -> bytes:
-    """Read another engine's public key.
-
-    Raises:
-        ConfigError: It cannot be read, is no such file, or holds a secret.
-    """
+    """Read another engine's public key; raise `ConfigError` if it cannot be read, or holds a secret."""
     found = _parse(path, _read(path, "the public key file")[0])
     if "secret" in found:
         raise ConfigError(
@@ -92,11 +80,7 @@ def read_public(path: Path) -> bytes:
 
 
 class AllowList:
-    """The public keys (`*.key`) in a directory; files that come, go or change are noticed when a key is looked up.
-
-    Raises:
-        ConfigError: It is missing, unreadable or empty, or a file in it is no public key.
-    """
+    """The public keys (`*.key`) in a directory; files that come, go or change are noticed when a key is looked up."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -167,9 +151,7 @@ class AllowList:
 
 def write_pair(directory: Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
     """Write `NAME.key_secret`, readable by its owner only from its first moment on, and `NAME.key`; return both paths.
-
-    Raises:
-        ConfigError: The name is none, a file is there already, or cannot be written; nothing is left behind.
+    If that raises `ConfigError`, nothing is left behind.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
@@ -229,11 +211,7 @@ def _read(path: Path, what: str) -> tuple[bytes, int]:
 
 
 def _parse(path: Path, data: bytes) -> dict[str, bytes]:
-    """Return the keys in a file, by kind; there is a public one.
-
-    Raises:
-        ConfigError: Not without a line about a key that is wrong.
-    """
+    """Return the keys in a file, by kind; there is a public one."""
     found: dict[str, bytes] = {}
     for kind, text in _LINE.findall(data):
         name = kind.decode()

@@ -144,8 +144,8 @@ def waves(draw: st.DrawFn) -> tuple[Experiment, list[Request], dict[str, list[in
     chunks = tuple(tuple(100 * g + i for i in range(min(n, 96) // chunk)) for n, g in zip(lengths, groups, strict=True))
     options = Experiment(
         Options(
-            block_size=(draw(st.sampled_from([8, 16, 64])), 16),
-            engines=(draw(st.integers(1, 2)), 1),
+            block_size=f"{draw(st.sampled_from([8, 16, 64]))}:16",
+            engines=f"{draw(st.integers(1, 2))}:1",
             prefix_cache=draw(st.sampled_from([0, 64, 10_000])),
         ),
         MODEL,

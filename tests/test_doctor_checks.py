@@ -117,7 +117,6 @@ PROVOKED: dict[str, list[Facts]] = {
     "busy": [machine(load=40.0)],
     "numa": [machine(numa_nodes=2)],
     "clocksource": [machine(clocksource="hpet")],
-    "clock-unsynchronised": [machine(clock_synchronised=False)],
     "only-loopback": [network()],
     "many-devices": [network(ETH, Interface(name="docker0", addresses=("172.17.0.1",)))],
     "small-mtu": [network(Interface(name="tun0", mtu=576, addresses=("10.0.0.1",)))],

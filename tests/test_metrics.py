@@ -36,7 +36,6 @@ from asynckv import (
 )
 from asynckv.core.pull import Pull as CorePull
 from asynckv.observe import endpoint as endpoints
-from asynckv.observe import metrics as metrics_module
 from asynckv.observe.metrics import FAMILIES, place_of
 from asynckv.observe.metrics_tally import BUCKETS_S, MAX_PEERS, PHASES, Durations, Tally
 from tests.engines import Bench, memory, until
@@ -502,19 +501,6 @@ def test_clients_are_bounded_in_number(sim: Bench, monkeypatch: pytest.MonkeyPat
         assert get(endpoint.url, "/readyz")[0] == 503
         slow[0].settimeout(5.0)
         assert slow[0].recv(1) == b""
-
-
-async def test_a_reading_that_takes_long_serves_others_as_well(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_module, "LONG_S", 0.0)
-    async with sim.pair() as (prefill, _, group):
-        metrics = Metrics(prefill.engine)
-        shown = metrics._shown[0]
-        first = shown._read()
-        shown._fresh_until = time.monotonic() + 60
-        prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
-        assert shown._read() is first
-        shown._fresh_until = time.monotonic()
-        assert shown._read()[1].gauges["leases"] == 1
 
 
 def test_a_copy_of_a_tally_is_nobody_elses() -> None:

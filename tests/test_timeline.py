@@ -100,7 +100,7 @@ def test_a_request_that_went_well(axis: Axis) -> None:
     names = [(phase, seconds) for phase, _, seconds in bars(story, D[0])]
     assert names == [("queue", 0.001), ("plan", 0.001), ("read", 0.004), ("confirm", 0.001)]
     read = next(b for b in story.lanes[1].bars if b.phase == "read")
-    assert read.parts == {"post": 0.0005, "detect": 0.0001}
+    assert read.inside == {"post": 0.0005, "detect": 0.0001}
     # Truly it began a millisecond after it was lent.
     lane = story.lanes[1]
     assert abs(lane.bars[0].start - story.start - 0.001) <= lane.within_s

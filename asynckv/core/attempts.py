@@ -61,12 +61,7 @@ def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
 
 
 class Request:
-    """The attempts at one request.
-
-    Args:
-        pause_s: Before the first retry; then doubling to `MAX_PAUSE_S`.
-        deadline: Of the whole request.
-    """
+    """The attempts at one request, with a pause of `pause_s` before the first retry, then doubling to `MAX_PAUSE_S`."""
 
     def __init__(self, wanted: PullRequest, retries: int, pause_s: float, deadline: float, now: float) -> None:
         self.state = S.TRYING

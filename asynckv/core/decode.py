@@ -196,7 +196,6 @@ class DecodeSide:
         source = self.posting.next()
         if source is None:
             return None
-        assert isinstance(source, Source)
         pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
         transfer_id = TransferId(next(self._transfer_ids))
         read = pull.posted(source, transfer_id, now)

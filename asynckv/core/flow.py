@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from msgspec import Struct
 
+from asynckv.core.source import Source
 from asynckv.core.types import Place, PullId, TransferId
 from asynckv.geometry.plan import ReadRequest
 
@@ -222,22 +222,12 @@ class InFlight:
         return wrong
 
 
-class Poster(Protocol):
-    """Something with read requests to post, one after the other."""
-
-    next_read: ReadRequest | None
-    may_post: bool
-    not_lent_yet: bool
-    """Posting would be in vain."""
-    is_waiting: bool
-
-
 @dataclass(slots=True, eq=False)
 class Line:
     """One peer's posters, in order of arrival, and what is in flight from it."""
 
     in_flight: InFlight
-    posters: deque[Poster] = field(default_factory=deque)
+    posters: deque[Source] = field(default_factory=deque)
     is_open: bool = False
     is_set_aside: bool = False
     """Nothing comes from it: what is in flight takes no room from others."""
@@ -255,7 +245,7 @@ class Posting:
         self.turns: deque[Line] = deque()
         """Lines that may post; empty if nobody has anything to post."""
 
-    def offer(self, line: Line, poster: Poster) -> None:
+    def offer(self, line: Line, poster: Source) -> None:
         """Put a poster into its peer's line; harmless if it stands there already, or has nothing to post."""
         if not poster.is_waiting and poster.may_post and not poster.not_lent_yet and poster.next_read is not None:
             poster.is_waiting = True
@@ -268,7 +258,7 @@ class Posting:
             line.has_turn = True
             self.turns.append(line)
 
-    def next(self) -> Poster | None:
+    def next(self) -> Source | None:
         """Return who posts its next read request now; `posted` says that it did."""
         while self.turns:
             line = self.turns[0]

@@ -214,18 +214,7 @@ WHEN: Mapping[PullState, Mapping[Condition, PullState]] = {
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """What a caller wants pulled; the same for all of its attempts but for the params.
-
-    Attributes:
-        request_id: The decode side's id.
-        groups: Per cache group `(first_token, block ids)`, as `Engine.pull` takes it.
-        params: What the prefill side gave out for the request.
-        cohort_id: Name of this decode engine's attempt; the engine's id if empty.
-        hashes: This side's hashes of the prompt, to be compared with those of the params.
-        num_tokens: Tokens that are wanted; all that are lent if None.
-        is_last: If it fails, no other attempt of the caller's follows.
-        priority: The smaller goes first.
-    """
+    """What a caller wants pulled, as `Engine.pull` takes it; the same for all attempts."""
 
     request_id: str
     groups: Sequence[tuple[int, BlockIds]]

@@ -203,12 +203,8 @@ class RankCore:
         attempt: int = 1,
         retryable: frozenset[Reason] = frozenset(),
     ) -> Pull:
-        """Fill blocks: continue what was announced under this id, or start anew.
-
-        Args:
-            timeout_s: Of this attempt.
-            attempt: Which attempt at the request this is.
-            retryable: Failures after which another attempt follows.
+        """Fill blocks: continue what was announced under this id, or start anew. `retryable`: failures after which
+        another attempt follows.
         """
         request_id, params = request.request_id, request.params
         pull = self.decode.by_request.get(RequestId(request_id))

@@ -69,7 +69,6 @@ class Routes:
         self._table_ids = itertools.count(1)
         self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
         self._num_endpoints = 0
-        self._predicted: dict[int, Sequence[int]] = {}
         self._chosen: dict[tuple[FlowKey, tuple[int, ...]], Chosen | str] = {}
         """Ranks that were met together, and wanted groups -> what is read of each, or why they are not enough."""
 
@@ -109,9 +108,7 @@ class Routes:
                 f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
                 f"ranks, more than {MAX_SOURCES}",
             )
-        if params.tp_size not in self._predicted:
-            self._predicted[params.tp_size] = predicted(self._layout, ranks, params.tp_size)
-        first = self._predicted[params.tp_size]
+        first = predicted(self._layout, ranks, params.tp_size)
         mine = tuple(
             RemoteRank(
                 e.tp_rank,

@@ -48,12 +48,7 @@ class Observation:
             self._driver.observers = tuple(each for each in self._driver.observers if each is not observer)
 
     def ask(self, question: Callable[[], T], timeout_s: float) -> T:
-        """Ask something on the engine's loop: `observation.ask(engine.holds, 1.0)`.
-
-        Raises:
-            TimeoutError: The loop did not come to it in time, or is not pumped.
-            EngineClosed: The engine was not started.
-        """
+        """Ask something on the engine's loop, or raise `TimeoutError`: `observation.ask(engine.holds, 1.0)`."""
         return self._driver.home.ask(question, number("timeout_s", timeout_s, 0))
 
     def condition(self) -> tuple[str, str]:

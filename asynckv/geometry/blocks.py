@@ -37,11 +37,7 @@ PlainIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)]]  # msgspec 
 
 
 def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:
-    """Return block ids as an array, with `NULL` wherever a list says `None` or the engine's `null_block`.
-
-    Raises:
-        LayoutError: An id is no integer, or negative.
-    """
+    """Return block ids as an array, with `NULL` wherever a list says `None` or the engine's `null_block`."""
     is_flat = type(ids) is list or isinstance(ids, Sequence) or hasattr(ids, "__array__")
     if not is_flat or (type(ids) is not list and isinstance(ids, NO_SEQUENCE)):
         raise LayoutError(f"block ids are {shown(ids)}; give a flat list of integers")
@@ -88,9 +84,6 @@ def runs_of(block_ids: BlockIds, null_block: int = NULL) -> tuple[tuple[int, int
 
     >>> runs_of([None, None, 7, 8, 9, 3, 5, 6])
     ((-1, 2), (7, 3), (3, 1), (5, 2))
-
-    Raises:
-        LayoutError: As `as_block_ids`.
     """
     if isinstance(block_ids, list | tuple) and len(block_ids) <= FEW:
         few = _few_runs(block_ids, null_block)
@@ -154,12 +147,8 @@ def check_block_ids(
     """Refuse block lists that do not fit our own layout; return them as arrays, with `NULL` for placeholders.
 
     Args:
-        layout: Ours.
         groups: Per group the first token, and the blocks from the one on that holds it.
         num_tokens: Tokens that a list has to reach, if it has any block.
-
-    Raises:
-        PlanRefused: A group is missing, an id is negative, too large or given twice, or a list ends too soon.
     """
     pairs: list[tuple[Any, Any]] = []
     try:

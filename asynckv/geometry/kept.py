@@ -26,14 +26,8 @@ Ids = Sequence[int] | npt.NDArray[np.integer]
 def kept_tables(local: Layout, kept: Sequence[Layout], ids: Iterator[int]) -> tuple[PeerTables | None, ...]:
     """Work out which bytes of which ranges belong into which bytes of a rank's memory; once per form.
 
-    Args:
-        kept: The ranges, checked: its own, or those of all ranks of an engine that together hold what it needs.
-
-    Returns:
-        One per range; None for a range of which nothing is needed, because another has the same.
-
-    Raises:
-        LayoutError: They cannot be compared, or do not hold all that the rank has, or share only tiny pieces.
+    The ranges are the rank's own, or those of all ranks of an engine that together hold what it needs. Returns one per
+    range, None for one of which nothing is needed; raises `LayoutError` if they do not fit, or lack something.
     """
     for range_ in kept:
         if differences := compare(local, range_):
@@ -45,11 +39,7 @@ def kept_tables(local: Layout, kept: Sequence[Layout], ids: Iterator[int]) -> tu
 
 
 def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
-    """Say what is copied between blocks and slots one for one; per group the blocks and, equally long, their slots.
-
-    Raises:
-        PlanRefused: A block or slot is named twice or does not exist; the two sides have blocks of other sizes.
-    """
+    """Say what is copied between blocks and slots one for one; per group the blocks and, equally long, their slots."""
     groups = tables.local.groups
     if len(blocks) != len(groups):
         raise PlanRefused(f"blocks of {len(blocks)} groups are given, but the layout has {len(groups)}")
@@ -104,10 +94,6 @@ def plan_load(tables: PeerTables, local: Sequence[BlockList], kept: Sequence[Blo
         local: Per group of ours the first token to fill and the blocks, from `check_block_ids`.
         kept: Per group of that rank, the slots.
         num_tokens: Tokens that are to be there afterwards.
-
-    Raises:
-        RemoteTooShort: The slots do not hold all that is asked for.
-        PlanRefused: A list does not fit its layout.
     """
     # As if more were offered than is wanted: only states at the ends of blocks are kept, none after the last.
     return plan_read(tables, BlockLists(local, kept, num_tokens, num_tokens + 1))

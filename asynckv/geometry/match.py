@@ -224,13 +224,7 @@ def _cover(lo: int, hi: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[
 def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | None = None) -> list[tuple[Share, ...]]:
     """Cover everything that this rank holds by what the remote ranks hold; per remote rank what is read of it.
 
-    Args:
-        local: Our layout, checked.
-        remotes: Layouts of the remote ranks that we answer for, checked, and each found comparable.
-        groups: Our groups of which something is wanted; all if left out.
-
-    Raises:
-        NotCovered: A layer, or a range of a part, is held by none of them.
+    All layouts are checked and found comparable. `groups`: ours of which something is wanted. Raises `NotCovered`.
     """
     held_by, names = [_layers(remote) for remote in remotes], layer_names(local)
     covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}  # for layers that are alike

@@ -46,9 +46,6 @@ def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | 
     Args:
         align: What record sizes are a multiple of.
         strides: Bytes from slot to slot per group, where ranks with records of different sizes have the same slots.
-
-    Raises:
-        LayoutError: A stride is too small, or no multiple of what it has to be.
     """
     align = integer("align", align, 1, MAX_BYTES, LayoutError)
     if strides is not None and len(strides) != len(layout.groups):
@@ -82,11 +79,7 @@ def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | 
 
 
 def placed(form: Layout, base: int, capacity: int) -> Layout:
-    """Give a form, or a packed layout that was somewhere else, a range: as many slots of each group as it holds.
-
-    Raises:
-        LayoutError: The range has not room for one record of a group, or the form does not hold together.
-    """
+    """Give a form, or a packed layout that was somewhere else, a range: as many slots of each group as it holds."""
     capacity = integer("capacity", capacity, 1, MAX_BYTES, LayoutError)
     strides = [record.stride for record in record_sizes(form)]
     for view in form.views:

@@ -35,11 +35,7 @@ def _fold(itemsize: int, dims: Sequence[StridedDim]) -> tuple[int, list[StridedD
 def strided_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> tuple[Int64s, Int64s, int]:
     """Cut an array that lies in two memories into ranges that are contiguous in both.
 
-    Returns:
-        Byte offsets in a and in b (int64, ascending in a), and the length of every range.
-
-    Raises:
-        LayoutError: There would be more than `MAX_RANGES`.
+    Returns byte offsets in a and in b (int64, ascending in a), and the length of every range.
     """
     length, rest = _fold(itemsize, dims)
     if math.prod(d[0] for d in rest) > MAX_RANGES:

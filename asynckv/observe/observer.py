@@ -120,11 +120,7 @@ class Observed(Protocol):
 
 
 def observation_of(engine: Any) -> Observed:
-    """Return the observation of an engine, in whatever form it runs.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return the observation of an engine, in whatever form it runs."""
     found = getattr(getattr(engine, "engine", engine), "observation", None)
     if found is None:
         raise ConfigError(f"engine is {shown(engine)}; give an Engine, EngineThread or EngineDesk")

@@ -55,12 +55,8 @@ Line = tuple[float, str, str, Mapping[str, Any], Mapping[str, Any]]
 
 
 def file_name(pattern: str, engine_id: str = "", rank: str = "") -> str:
-    """Return the path that a pattern means here; what is put in for a name holds no character that a path could mind.
-
-    Args:
-        pattern: May have `{engine_id}`, `{rank}`, `{pid}` and `{host}`.
-        engine_id: Of the engine.
-        rank: Of the engine, such as `tp0`.
+    """Return the path that a pattern with `{engine_id}`, `{rank}`, `{pid}` and `{host}` means here; what is put in for
+    a name holds no character that a path could mind.
     """
     names = {"engine_id": engine_id, "rank": rank, "pid": str(os.getpid()), "host": socket.gethostname()}
     safe = {name: re.sub(r"[^A-Za-z0-9._-]+", "_", value).lstrip(".")[:100] or "_" for name, value in names.items()}

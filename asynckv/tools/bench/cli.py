@@ -14,9 +14,8 @@ import typer
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
-from asynckv.tools.bench.options import share_of
+from asynckv.tools.bench.options import Options, share_of, taking_options
 from asynckv.tools.output import check_writable, help_of, write, write_json
-from asynckv.tools.parameters import options_given, taking_options
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
@@ -106,7 +105,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     from asynckv.tools.bench.experiment import Experiment
     from asynckv.tools.progress import Bar
 
-    experiment = Experiment(options_given(given))
+    experiment = Experiment(Options(**given))
     json, target = experiment.options.json, experiment.options.log
     check_writable("--json", json)
     if target == "-":
@@ -117,7 +116,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     with contextlib.nullcontext(sys.stderr) if target is None else open(target, "a", 1, "utf-8") as stream:
         configure_logging(experiment.options.level, stream=stream)
         try:
-            with Bar(errors, says_interrupted=False) as bar:
+            with Bar(errors) as bar:
                 bar.begin("sizing the pools")
                 found = asyncio.run(driver.run(experiment, bar))
         except KeyboardInterrupt:
@@ -192,8 +191,8 @@ def sweep(
         book.begin(made.head(command, rounds))
         rounds = book.sweep.head.rounds
         total = len(made.points) * rounds
-        with Bar(errors, math.inf, says_interrupted=False) as bar:
-            bar.begin("runs", total, has_rate=False)
+        with Bar(errors, math.inf) as bar:
+            bar.begin("runs", total)
 
             def step(done: int, point: sweeps.Point, number: int, row: table.Row | None) -> None:
                 name = printable(table.label(point.axes)) or "the only point"

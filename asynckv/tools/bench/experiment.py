@@ -39,7 +39,7 @@ class Experiment:
         self.model = _model(options) if model is None else model
         self.workload = _workload(options) if workload is None else workload
         self.sides: dict[str, Shape] = {role: options.shape(role) for role in ("prefill", "decode")}
-        prefill, decode = options.engines if isinstance(options.engines, tuple) else (options.engines,) * 2
+        prefill, decode = (options.number("engines", role) for role in self.sides)
         if not 1 <= min(prefill, decode) <= max(prefill, decode) <= MOST_ENGINES:
             raise ConfigError(f"--engines {prefill}:{decode} is outside 1 ... {MOST_ENGINES}")
         self.engines = Engines(prefill, decode)
@@ -65,26 +65,26 @@ class Experiment:
         self.hosts = _hosts(options)
         if options.floor:
             self._check_floor()
-        NixlConfig(posting_threads=options.posting_threads)
+        NixlConfig(posting_threads=options.posters)
         self.cached(1)
         for role in self.sides:
             self.block_bytes(role)
 
     def _check_floor(self) -> None:
-        options = self.options
-        ranks = [side.tp * side.pp for side in self.sides.values()]
-        if max(ranks) > 1 or len(self.engines.places) > 2:
+        options, ranks = self.options, [side.tp * side.pp for side in self.sides.values()]
+        strange = {
+            "--tp, --pp": max(ranks) > 1,
+            "--engines": len(self.engines.places) > 2,
+            "--rate, --speed": self.arrivals.is_open,
+            "--memory": options.memory != "host",
+            "--remote": options.remote is not None,
+            # Claims that are granted before the window opens are not in it: the engine's share would flatter.
+            "--announced": options.announced,
+        }
+        if found := [name for name, is_given in strange.items() if is_given]:
             raise ConfigError(
-                "--floor compares one decode rank with one prefill rank; leave out --tp, --pp and --engines"
-            )
-        if self.arrivals.is_open or options.memory != "host":
-            raise ConfigError("--floor compares closed loops in host memory; leave out --rate, --speed and --memory")
-        if options.remote is not None:
-            raise ConfigError("--floor is measured on one machine; leave it or --remote out")
-        if options.announced:
-            raise ConfigError(
-                "--floor and --announced: claims that are granted before the window opens are not in it, so the "
-                "engine's part of the floor would flatter; leave one of them out"
+                f"--floor compares one decode rank with one prefill rank of this machine, in host memory and a closed "
+                f"loop, claims included; leave out {', '.join(found)}"
             )
 
     def num_ranks(self, number: int) -> int:

@@ -11,9 +11,8 @@ import typer
 
 from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
-from asynckv.tools.bench.options import PROMPT_TOKENS
+from asynckv.tools.bench.options import PROMPT_TOKENS, Options, taking_options
 from asynckv.tools.output import check_writable, write_json
-from asynckv.tools.parameters import options_given, taking_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +82,7 @@ def offload(
     from asynckv.tools.progress import Bar
 
     check_writable("--json", json)
-    experiment = Experiment(_sharing(options_given(given | {"tp": str(tp)})))
+    experiment = Experiment(_sharing(Options(**given, tp=str(tp))))
     if experiment.sides["prefill"] != experiment.sides["decode"]:
         raise ConfigError("--block-size and --order take one value here: there is one engine")
     runs = [

@@ -28,12 +28,11 @@ from asynckv.arguments import without_control
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import figures, machine, report
 from asynckv.tools.bench.figures import SHARE
-from asynckv.tools.bench.options import declared
+from asynckv.tools.bench.options import OF_SINGLE_RUNS
 from asynckv.tools.bench.table import Head, Journal, Place, Row, Sweep, label
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 
-OF_SINGLE_RUNS = {name for name, (_, option) in declared().items() if option.is_single}
 MOST_POINTS = 10_000
 SHOWN = tuple(figures.FIGURES[name] for name in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu"))
 

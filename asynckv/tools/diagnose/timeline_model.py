@@ -84,7 +84,7 @@ class Bar:
     """One phase, on the axis.
 
     Attributes:
-        parts: What went on inside, without a place of its own: seconds by name.
+        inside: What went on, without a place of its own: seconds by name.
     """
 
     phase: str  # one of `PHASES`
@@ -92,7 +92,7 @@ class Bar:
     end: float
     note: str = ""  # more about it
     is_open: bool = False  # it had not ended when the log did
-    parts: Mapping[str, float] = field(default_factory=dict)
+    inside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -426,7 +426,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
         # What is left is rounding.
         until = outcome if i == len(known) - 1 else min(at + seconds, outcome)
         note = "some of it may have been after planning" if name == "queue" and sums.get("plan") else ""
-        yield Bar(name, at, until, note, parts=inside if name == "read" else {})
+        yield Bar(name, at, until, note, inside=inside if name == "read" else {})
         at = until
     if not known and outcome > begun:
         yield Bar("pull", begun, outcome)

@@ -168,7 +168,7 @@ class _Writer:
         bars = []
         for bar in lane.bars:
             notes = [bar.note] if bar.note else []
-            notes += [f"{name} {shown_seconds(x)}" for name, x in bar.parts.items()]
+            notes += [f"{name} {shown_seconds(x)}" for name, x in bar.inside.items()]
             start = self._us(bar.start)
             shown = [NAMES.index(bar.phase), start, self._us(bar.end) - start]
             if notes or bar.is_open:

@@ -276,7 +276,7 @@ def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int) -> Rende
 
 
 def _parts(bar: Bar) -> str:
-    found = ", ".join(f"{name} {shown_seconds(x)}" for name, x in bar.parts.items())
+    found = ", ".join(f"{name} {shown_seconds(x)}" for name, x in bar.inside.items())
     return f" (in it {found})" if found else ""
 
 

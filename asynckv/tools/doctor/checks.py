@@ -107,8 +107,6 @@ def clocks(facts: Facts) -> Iterator[Finding]:
     here = facts.machine
     if here.clocksource not in GOOD_CLOCKS:
         yield finding("clocksource", f"the kernel uses {here.clocksource}")
-    if here.clock_synchronised is False:
-        yield finding("clock-unsynchronised", "the kernel says that nobody keeps it right (adjtimex)")
 
 
 # -- network and addresses -------------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ class Machine(Struct, frozen=True, kw_only=True):
     cma_error: str = ""
     child_error: str = ""
     clocksource: str = "tsc"
-    clock_synchronised: bool | None = True
 
 
 class Interface(Struct, frozen=True, kw_only=True):

@@ -28,12 +28,15 @@ _NESTED: dict[type[Struct], dict[str, type[Struct]]] = {
 _FIELDS: dict[type, tuple[FieldInfo, ...]] = {x: fields(x) for x in (Layout, Memory, Group, View, Part, Dim)}
 
 
+def _some(kind: Any) -> Any:
+    return Annotated[tuple[kind, ...], Meta(min_length=1)]
+
+
 def _named(kind: type[Struct]) -> type[Struct]:
     """Make a structure of the wire whose fields have names."""
-    nested, made = _NESTED.get(kind, {}), []
+    nested, made = _NESTED.get(kind, {}), list[Any]()
     for field in _FIELDS[kind]:
-        inner = nested.get(field.name)
-        type_ = field.type if inner is None else Annotated[tuple[_named(inner), ...], Meta(min_length=1)]
+        type_ = _some(_named(nested[field.name])) if field.name in nested else field.type
         made.append((field.name, type_) if field.required else (field.name, type_, field.default))
     return msgspec.defstruct(kind.__name__, made, kw_only=True, forbid_unknown_fields=True)
 
@@ -42,11 +45,7 @@ class _Head(Struct):
     schema: str = ""
 
 
-_File: Any = msgspec.defstruct(
-    "File",
-    [("schema", str), ("ranks", Annotated[tuple[_named(Layout), ...], Meta(min_length=1)])],
-    forbid_unknown_fields=True,
-)
+_File: Any = msgspec.defstruct("File", [("schema", str), ("ranks", _some(_named(Layout)))], forbid_unknown_fields=True)
 
 
 def dump_layouts(layouts: Sequence[Layout]) -> str:
