@@ -532,6 +532,7 @@ async def examine(name: str) -> list[Look]:
         mine = [x for x in logs if Path(x).name.startswith(("prefill", "pair", "guarded"))]
         theirs = [x for x in logs if x not in mine]
         sources = {"logs": logs, "live": sockets, "both": [str(folder / "s")], "prefill": mine, "decode": theirs}
+        sources = {way: x for way, x in sources.items() if x}  # engines that were closed have no sockets
         asked = [asyncio.to_thread(ask, x, folder / f"{way}.json") for way, x in sources.items()]
         found = await asyncio.gather(*asked)
     return [judge(cause, way, ranks, each) for way, each in zip(sources, found, strict=True)]
