@@ -249,7 +249,6 @@ class Inspector:
         for holder in sorted(holders ^ expected):
             who = f"request {names[holder]!r}" if holder in names else holder
             wrong.append(f"{who} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
-        wrong += self._decode.audit()
         return wrong
 
     def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:
