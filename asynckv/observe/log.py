@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from asynckv.arguments import is_text
 from asynckv.config import EngineConfig, LogConfig
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
@@ -278,12 +279,13 @@ class Recorder(Observer):
         self, request_id: str, params: KVTransferParams | Mapping[str, Any], exc: Exception, now: float
     ) -> None:
         refused = told.PullRefused(request_id, type(exc).__name__, short(str(exc)))
-        if isinstance(params, KVTransferParams):
-            refused.prefill_request_id, refused.peer = params.request_id, params.engine_id
-            refused.sequence = params.key.sequence
-        elif isinstance(params, Mapping):  # it is malformed, and may name its request all the same
-            names = params.get("request_id"), params.get("engine_id")
-            refused.prefill_request_id, refused.peer = (short(x) if isinstance(x, str) else "" for x in names)
+        # They may be malformed, and name their request all the same.
+        given = msgspec.structs.asdict(params) if isinstance(params, KVTransferParams) else params
+        given = given if isinstance(given, Mapping) else {}
+        names = given.get("request_id"), given.get("engine_id")
+        refused.prefill_request_id, refused.peer = (short(x) if is_text(x) else "" for x in names)
+        if isinstance(key := given.get("key"), Key):
+            refused.sequence = key.sequence
         self.log(refused, now)
 
     def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str]) -> None:
