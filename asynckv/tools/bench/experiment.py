@@ -13,7 +13,7 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.bench.options import DEFAULT_MODEL, PREFIX_CACHE, PROMPT_TOKENS, Options, Shape
+from asynckv.tools.bench.options import DEFAULT_MODEL, PROMPT_TOKENS, Options, Shape
 from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload, cached_tokens, drawn, traced
 from asynckv.tools.console import size
@@ -21,9 +21,6 @@ from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import Model, State, chosen
 
 MiB = 1 << 20
-MOST_RANKS = 1024
-MOST_ENGINES = 256
-MOST_BLOCK_SIZE = 1 << 20
 PROCESS_BYTES = 600 * MiB  # what a process may use beside its pool
 PREFIXES = 8
 LOOPBACK = "127.0.0.1"
@@ -39,29 +36,13 @@ class Experiment:
         self.model = _model(options) if model is None else model
         self.workload = _workload(options) if workload is None else workload
         self.sides: dict[str, Shape] = {role: options.shape(role) for role in ("prefill", "decode")}
-        prefill, decode = (options.number("engines", role) for role in self.sides)
-        if not 1 <= min(prefill, decode) <= max(prefill, decode) <= MOST_ENGINES:
-            raise ConfigError(f"--engines {prefill}:{decode} is outside 1 ... {MOST_ENGINES}")
-        self.engines = Engines(prefill, decode)
+        self.engines = Engines(*(options.number("engines", role) for role in self.sides))
         self.arrivals = Arrivals(options.rate, options.speed)
-        for role, side in self.sides.items():
-            for name, value, most in (
-                ("tp", side.tp, MOST_RANKS),
-                ("pp", side.pp, MOST_RANKS),
-                ("block-size", side.block_size, MOST_BLOCK_SIZE),
-            ):
-                if not 1 <= value <= most:
-                    raise ConfigError(f"--{name} {value} ({role} side) is outside 1 ... {most}")
         if any(self.workload.chunks) and options.prefix_hit not in ("0", "0%"):
             raise ConfigError(
                 f"--prefix-hit {options.prefix_hit} was given for prompts that share prefixes, of which the modelled "
                 f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
             )
-        if options.prefix_cache is not None and not self.workload.chunks and options.trace is None:
-            raise ConfigError(
-                "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well"
-            )
-        self.cache_tokens = PREFIX_CACHE if options.prefix_cache is None else options.prefix_cache
         self.hosts = _hosts(options)
         if options.floor:
             self._check_floor()
@@ -97,7 +78,7 @@ class Experiment:
             self.workload,
             engines=self.engines,
             arrivals=self.arrivals,
-            cache_tokens=self.cache_tokens,
+            cache_tokens=self.options.prefix_cache,
             cached=self.cached,
             seed=self.options.seed,
         )

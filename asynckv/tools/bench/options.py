@@ -27,9 +27,9 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 DEFAULT_MODEL = "llama-3.1-8b"
 PROMPT_TOKENS = "1024"
-PREFIX_CACHE = 1 << 20
 MOST = 1 << 20
 MOST_S = 86_400.0
+MOST_OF = {"tp": 1024, "pp": 1024, "block_size": MOST, "engines": 256}
 MOST_RATE = 1e6
 
 
@@ -128,10 +128,9 @@ class Options:
         "Let every prompt begin with one of 8 prefixes of so many tokens; 1024:32 for one of 32 prefixes.",
         metavar="TOKENS[:PREFIXES]",
     )
-    prefix_cache: int | None = work(
-        None,
+    prefix_cache: int = work(
+        1 << 20,
         "Tokens that the modelled prefix cache of each reading engine holds, where prompts share prefixes; 0 for none.",
-        show_default=str(PREFIX_CACHE),
         min=0,
         max=1 << 40,
     )
@@ -220,9 +219,10 @@ class Options:
         return decode if colon and role == "decode" else prefill
 
     def number(self, name: str, role: str) -> int:
-        text = self.of_side(name, role)
-        if not text.isdecimal():
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)!r}: {text!r} is no number")
+        text, most = self.of_side(name, role), MOST_OF[name]
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+            raise ConfigError(f"{option}: {text!r} ({role} side) is no number from 1 to {most}")
         return int(text)
 
     def shape(self, role: str) -> Shape:

@@ -155,7 +155,7 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
         "speed": options.speed or 1.0,
         # These mean nothing without what they are about.
         "rounds": floor.ROUNDS if options.floor else None,
-        "prefix_cache": experiment.cache_tokens if work.chunks else None,
+        "prefix_cache": options.prefix_cache if work.chunks else None,
     }
 
 
