@@ -742,7 +742,7 @@ def test_a_peer_that_waits_until_another_was_loaded_has_its_own_time() -> None:
     """One whose metadata hangs what tries it took a good one's handshake along."""
     world, decode, it, first = loading_beside_another(30.0)
     world.advance(4.0)
-    decode.core.decode.load_failed(first, "it hung", world.time(decode))
+    decode.core.decode.load_ended(first, "it hung", world.time(decode))
     world.advance(4.0)
     world.load(decode)
     world.run()
@@ -754,7 +754,7 @@ def test_a_peer_that_waits_for_one_after_the_other_is_given_up_in_the_end() -> N
     for _ in range(7):
         world.advance(4.0)
         assert it.reason is None
-        decode.core.decode.load_failed(first, "it hung", world.time(decode))
+        decode.core.decode.load_ended(first, "it hung", world.time(decode))
     world.advance(2.1)
     assert reason(it) is Reason.UNREACHABLE
 

@@ -296,7 +296,7 @@ class World(Fabric):
 
     def load(self, rank: Rank) -> None:
         while rank.loading:
-            rank.core.decode.loaded(rank.loading.pop(0), self.time(rank))
+            rank.core.decode.load_ended(rank.loading.pop(0), "", self.time(rank))
         self.settle(rank)
 
     def deliver(self, index: int = 0, *, keep: bool = False) -> None:
@@ -335,7 +335,7 @@ class World(Fabric):
         core.agent_lost("our agent died", True, now)
         loading, rank.loading = rank.loading, []
         for peer in loading:
-            core.decode.load_failed(peer, "our agent died", now)
+            core.decode.load_ended(peer, "our agent died", now)
         self.settle(rank)
         for other in self.ranks.values():
             for transfer_id, read in list(other.reads.items()):

@@ -249,18 +249,18 @@ class DecodeSide:
 
     # -- what the data plane and the control plane say -------------------------------------------------
 
-    def loaded(self, peer: Peer, now: float) -> None:
-        if not self.peers.load_ended(peer, now, is_loaded=True):
+    def load_ended(self, peer: Peer, failure: str, now: float) -> None:
+        """The data plane has loaded a peer, or says why it could not."""
+        if not self.peers.load_ended(peer, now, is_loaded=not failure):
+            return
+        if failure:
+            self._failed(peer, Reason.UNREACHABLE, failure, now)
             return
         for other in self.peers.at(peer.address):
             # One address serves one start of a process at a time.
             if other is not peer and other.state in (S.READY, S.SUSPECT):
                 self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now)
         self._ready(peer, now)
-
-    def load_failed(self, peer: Peer, cause: str, now: float) -> None:
-        if self.peers.load_ended(peer, now, is_loaded=False):
-            self._failed(peer, Reason.UNREACHABLE, cause, now)
 
     def unloaded(self, cause: str, now: float) -> None:
         """Meet all peers anew, because our own data plane has lost them after the end of every transfer. The remote

@@ -137,13 +137,9 @@ class Reader(Struct, frozen=True, order=True, gc=False):
 
 
 class Grant(Struct):
-    """What was promised to one pull.
+    """What was promised to one pull of the process start `sender`, which alone may renew and release it.
 
-    Attributes:
-        sender: The start of the reader's process that claimed; nobody else renews or releases.
-        name: The reader and its process, for people.
-        ways: The last few connections over which the reader has spoken of it.
-        probed_at: When these were last pinged, after the grant had run out.
+    `ways` are the last connections over which it was spoken of. They are pinged once the grant has run out.
     """
 
     pull_id: PullId

@@ -28,13 +28,7 @@ ONE = np.int32(1)
 
 
 class Holding(Struct, frozen=True, eq=False):
-    """One holder's blocks.
-
-    Attributes:
-        holder: Pull id, or the lease's key token.
-        blocks: Group -> block ids.
-        what: "store" or "load" if the holder is an offload's.
-    """
+    """The blocks of one holder (a pull by its id, a lease by its key's token, or a store or load of an offload)."""
 
     holder: str
     kind: Kind
@@ -49,12 +43,7 @@ class Holding(Struct, frozen=True, eq=False):
 
 
 class Ledger:
-    """Every block's holders.
-
-    Args:
-        num_blocks: Each group's number of blocks.
-        pools: Each group's pool: groups that see the same pages share one, and an id there is one block.
-    """
+    """Every block's holders. Groups that see the same pages share a pool, where an id is one block."""
 
     def __init__(self, num_blocks: Sequence[int], pools: Sequence[int] = ()) -> None:
         self._holdings: dict[str, Holding] = {}

@@ -35,7 +35,7 @@ from asynckv.geometry.plan import ReadRequest
 
 
 class LoadPeer(Struct, frozen=True):
-    """Load the peer's metadata, then say `loaded` or `load_failed`."""
+    """Load the peer's metadata, then say `load_ended`."""
 
     peer: Peer
     metadata: bytes
@@ -82,10 +82,7 @@ class PullOver(Struct, frozen=True):
 
 
 class HeldForLong(Struct, frozen=True):
-    """Requests have been held for long, all in one state and waiting for the same; some that are held longest.
-
-    `is_orderly`: no request is late, because readers renew what they were promised, or the requests are announced.
-    """
+    """Requests have been held for long, all in one state and waiting for the same; some that are held longest."""
 
     state: str
     waits: str

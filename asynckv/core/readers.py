@@ -31,13 +31,7 @@ MAX_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this rank is, once its data plane is up.
-
-    Attributes:
-        metadata: With which remote data planes reach our memory.
-        first_nonce: Where nonces start; random, so that they are not guessed from an older run.
-        memory_epoch: How often the memory was registered anew.
-    """
+    """Who this rank is, once its data plane is up. Nonces start at random: none is guessed from an older run."""
 
     engine_id: str
     incarnation: str

@@ -33,8 +33,7 @@ Chosen = tuple[PeerTables | None, ...]
 class Ready(NamedTuple):
     """The ranks of a route, all of them ready, and what is read of each (None: it is only released).
 
-    Attributes:
-        num_changes: What `Peers.num_changes` was when this was worked out: it holds until the next.
+    It holds while `Peers.num_changes` is still the same.
     """
 
     num_changes: int
@@ -48,11 +47,8 @@ def refusal(request_id: str, text: str) -> PlanRefused:
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """The ranks of a prefill group that this reader answers for, by stage and rank.
-
-    Attributes:
-        flow: The queue that its pulls wait in.
-        ready: By wanted groups, what later requests need not find out again.
+    """The ranks of a prefill group that this reader answers for, by stage and rank; and what later requests need not
+    find out again, by wanted groups.
     """
 
     ranks: tuple[RemoteRank, ...]

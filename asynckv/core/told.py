@@ -97,8 +97,8 @@ class Told(Struct, omit_defaults=True):
     """
 
     event: ClassVar[str]
-    side: ClassVar[str]
-    levels: ClassVar[tuple[Level, ...]]
+    side: ClassVar[str] = "both"
+    levels: ClassVar[tuple[Level, ...]] = ("info",)
     most: ClassVar[tuple[float, float] | None] = None
 
     def __init_subclass__(cls, **config: Any) -> None:
@@ -107,11 +107,13 @@ class Told(Struct, omit_defaults=True):
 
 
 class OfLease(Told):
+    side = "prefill"
     request_id: Annotated[str, "The prefill side's id of the request."]
     sequence: Annotated[int, "The number of its key: the same on all ranks of both sides."]
 
 
 class OfPull(Told):
+    side = "decode"
     request_id: Annotated[str, "The decode side's id of the request."]
     prefill_request_id: Annotated[str, "The prefill side's id of the request."]
     pull_id: Annotated[str, "This attempt: the first half of the reader's incarnation, and a number."]
@@ -137,7 +139,6 @@ class Incomplete(Told):
 class EngineStarted(Told):
     """An engine has started. Processes of one host share a wall clock."""
 
-    side, levels = "both", ("info",)
     address: Annotated[str, "Where its control plane listens."]
     layout: LayoutPrint
     bytes: Annotated[int, "Size of the registered memory."]
@@ -169,7 +170,6 @@ class EngineStarted(Told):
 class EngineStopped(Told):
     """An engine was closed. A log that ends without this line is one of a process that was killed."""
 
-    side, levels = "both", ("info",)
     seconds: Annotated[float, "Since the engine started."]
     cut_short: Annotated[int, "How many requests the end did not wait for."]
     counters: Annotated[dict[str, int], "Leases, pulls and refusals by outcome, as in the statistics; without zeros."]
@@ -178,14 +178,12 @@ class EngineStopped(Told):
 class EngineSuspended(Told):
     """The engine has released its memory: nothing reads or writes it."""
 
-    side, levels = "both", ("info",)
     cut_short: Annotated[int, "How many requests had not ended by the end of the drain."]
 
 
 class EngineResumed(Told):
     """The engine has registered its memory again, and has another incarnation from here on."""
 
-    side, levels = "both", ("info",)
     memory_epoch: Annotated[int, "How often the memory was registered anew."]
     layout: LayoutPrint
 
@@ -193,7 +191,7 @@ class EngineResumed(Told):
 class EngineClosedWithStragglers(Incomplete):
     """The engine was closed or suspended before all requests had ended."""
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
     how: Annotated[str, "`closed` or `suspended`."]
     promises_cut_short: Annotated[list[str] | None, "Requests whose readers held a grant for longer."] = None
 
@@ -201,7 +199,6 @@ class EngineClosedWithStragglers(Incomplete):
 class EngineAlive(Told):
     """A sign of life, every half lease: a log that ends is one of a process that has ended, or hangs."""
 
-    side, levels = "both", ("info",)
     leases: Annotated[int, "Leases that are open."]
     pulls: Annotated[int, "Pulls and announcements that are open."]
     parked: Annotated[int, "Claims and releases that wait for their request to be lent."]
@@ -212,13 +209,11 @@ class EngineAlive(Told):
 class Drained(Told):
     """A drain ended, and no request is under way."""
 
-    side, levels = "both", ("info",)
-
 
 class DrainIncomplete(Incomplete):
     """A drain ended before all requests had ended."""
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
 
 
 class PeerChanged(Told):
@@ -241,7 +236,7 @@ class PeerChanged(Told):
 class PeerDraining(Told):
     """A remote rank drains: it lends nothing new."""
 
-    side, levels = "decode", ("info",)
+    side = "decode"
     peer: Annotated[str, "The rank and its start."]
     address: Annotated[str, "Where the rank listens."]
 
@@ -249,7 +244,7 @@ class PeerDraining(Told):
 class ReaderMet(Told):
     """A reader's process shook hands for the first time. A thousand lines at once, then ten per second."""
 
-    side, levels, most = "prefill", ("info",), (10.0, 1000.0)
+    side, most = "prefill", (10.0, 1000.0)
     reader: Annotated[str, "The rank and its start, as the reader says."]
     reader_incarnation: Annotated[str, "The incarnation of its process, in full."]
     minor: Annotated[int, "The minor version of its protocol."]
@@ -273,7 +268,7 @@ class Refused(Told):
     Ten lines at once, then one per second.
     """
 
-    side, levels, most = "both", ("warning",), (1.0, 10.0)
+    levels, most = ("warning",), (1.0, 10.0)
     cause: Annotated[str, "The name of the counter `control.*` (`docs/security.md`)."]
     who: Annotated[str, "Address, and public key if there is one."]
     not_logged: NotLogged = None
@@ -282,7 +277,6 @@ class Refused(Told):
 class LeaseLent(OfLease):
     """Blocks were lent. Sampled: if this line is in the log, the end of the lease is, too."""
 
-    side, levels = "prefill", ("info",)
     blocks: Annotated[int, "How many blocks."]
     lease_s: Annotated[float, "How long the lease lasts if nobody claims it."]
     readers: Annotated[int | None, "How many decode engines may read it, if more than one."] = None
@@ -292,7 +286,6 @@ class LeaseLent(OfLease):
 class LeaseGranted(OfLease):
     """A reader got its first grant of a sampled lease."""
 
-    side, levels = "prefill", ("info",)
     reader: Annotated[str, "The rank and its start."]
     pull_id: Annotated[str, "The reader's attempt."]
     seconds: Annotated[float, "How long the grant runs."]
@@ -331,7 +324,7 @@ class LeaseEnded(OfLease):
     Sampled if they were released; else a warning, which is always logged.
     """
 
-    side, levels = "prefill", ("info", "warning")
+    levels = ("info", "warning")
     cause: Annotated[str, "`released`, `expired`, `revoked`, or `closed` (the engine ended before the lease)."]
     seconds: Annotated[float, "For how long the request was lent."]
     readers: Annotated[dict[str, str], "Reader -> how it released: `complete`, `failed` or `cancelled`."]
@@ -361,7 +354,7 @@ class LeasesEndedAlike(EndedAlike):
 class LeaseTransition(OfLease):
     """One entry of a lease's history."""
 
-    side, levels = "prefill", ("debug",)
+    levels = ("debug",)
     to: Annotated[str, "The state, or a note."]
     at_s: Annotated[float, "Since it was lent."]
 
@@ -369,7 +362,6 @@ class LeaseTransition(OfLease):
 class RequestWithdrawn(OfLease):
     """A request will never be lent."""
 
-    side, levels = "prefill", ("info",)
     waited: Annotated[int, "How many pulls waited for the request."]
     pull_ids: Annotated[list[str], "Some of these pulls."]
 
@@ -417,7 +409,6 @@ class PullRefused(Told):
 class PullRetried(OfPull):
     """A pull failed and is tried again."""
 
-    side, levels = "decode", ("info",)
     cause: Annotated[str, "Why it failed."]
     attempt: Annotated[int, "The number of the next attempt."]
     after_s: Annotated[float, "How long until the next attempt."]
@@ -430,7 +421,7 @@ class PullEnded(OfPull):
     within the last second, the line is short.
     """
 
-    side, levels = "decode", ("info", "warning")
+    levels = ("info", "warning")
     cause: Annotated[str, "`complete`, `cancelled`, `discharged`, or why it failed."]
     seconds: Annotated[float, "From the call to the outcome."]
     same_as: Annotated[str, "The pull that failed in the same words just before; its line has the rest."] = ""
@@ -465,7 +456,7 @@ class PullsEndedAlike(EndedAlike):
 class PullTransition(OfPull):
     """One entry of a pull's history."""
 
-    side, levels = "decode", ("debug",)
+    levels = ("debug",)
     to: Annotated[str, "The state, or a note."]
     at_s: Annotated[float, "Since the first entry."]
 
@@ -473,7 +464,7 @@ class PullTransition(OfPull):
 class ReleaseRefused(OfPull):
     """A prefill rank refused a pull's release: what it lent will expire."""
 
-    side, levels = "decode", ("warning",)
+    levels = ("warning",)
     cause: Annotated[str, "The rank's reason, such as `wrong_request`: the key belongs to another request id."]
     detail: Annotated[str, "The rank's words."]
     outcome: ReleaseOutcome
@@ -485,7 +476,7 @@ class ReleaseUnanswered(OfPull):
     expire.
     """
 
-    side, levels = "decode", ("warning",)
+    levels = ("warning",)
     cause: Annotated[str, "`timeout` (`release_timeout_s`), `engine_closed`, or why the rank is gone."]
     outcome: ReleaseOutcome
     ranks: Annotated[list[str], "The ranks."]
@@ -496,7 +487,7 @@ class ReleaseUnanswered(OfPull):
 class BlocksReturned(OfPull):
     """Nothing can write the blocks of a failed pull any more."""
 
-    side, levels = "decode", ("warning",)
+    levels = ("warning",)
     seconds_after_failure: Annotated[float, "How long the blocks were held."]
     blocks: Annotated[int | None, "How many blocks."] = None
 
@@ -504,7 +495,7 @@ class BlocksReturned(OfPull):
 class BlocksRetired(OfPull):
     """A transfer did not end within `pull.held_s` after its pull had failed: its blocks must never be used again."""
 
-    side, levels = "decode", ("error",)
+    levels = ("error",)
     blocks: Annotated[int, "How many blocks."]
     held_by: Annotated[list[str], "Ranks whose transfers may still write them, with addresses."]
     transfers: Annotated[int, "How many blocks."]
@@ -518,7 +509,6 @@ class OffloadStarted(Told):
     The line also has what the tiers run on, under the names of `Offload.describe`.
     """
 
-    side, levels = "both", ("info",)
     host_bytes: Annotated[int, "Size of the host memory tier."]
     file_bytes: Annotated[int, "Size of the file tier; 0 if there is none."]
     blocks_found: Annotated[int, "Blocks that were in the files already."]
@@ -533,7 +523,6 @@ class OffloadMoved(Told):
     one at the end.
     """
 
-    side, levels = "both", ("info",)
     seconds: Annotated[float, "Since the last such line, or the start."]
     counters: Annotated[dict[str, int], "What was counted in this time, as in `offload_stopped`, if above 0."]
     blocks: Annotated[dict[str, int], "Tier -> how many blocks it keeps now."]
@@ -542,7 +531,6 @@ class OffloadMoved(Told):
 class OffloadStopped(Told):
     """The offload has ended: nothing is stored or loaded any more."""
 
-    side, levels = "both", ("info",)
     counters: Annotated[dict[str, int], "What was counted since the start."]
     written_back: Annotated[int, "Blocks that were written to files while the offload closed."]
     lost: Annotated[int, "Blocks that were in host memory only, although there is a file tier."]
@@ -554,7 +542,7 @@ class OffloadFailed(Told):
     Ten lines at once, then one per second; of stores without room one per minute; with `held` always.
     """
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
     cause: Annotated[
         str,
         "`failed`, `timeout`, or `no_room`: host memory is pinned, so a load cannot bring blocks from files, or a "
@@ -581,7 +569,7 @@ class OffloadLate(Told):
 class OffloadReturned(OffloadLate):
     """Nothing can read or write the blocks of a failed store or load any more."""
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
 
 
 class OffloadRetired(OffloadLate):
@@ -590,7 +578,7 @@ class OffloadRetired(OffloadLate):
     If it was a load, its blocks must never be used again.
     """
 
-    side, levels = "both", ("error",)
+    levels = ("error",)
 
 
 class OffloadFilesLost(Told):
@@ -599,7 +587,7 @@ class OffloadFilesLost(Told):
     Host memory goes on.
     """
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
     cause: Annotated[str, "What happened, and the remedy."]
     reads: Annotated[int, "1 if nothing is read either."]
 
@@ -610,7 +598,7 @@ class OffloadFilesDamaged(Told):
     They are misses, nothing else. Once per start.
     """
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
     folder: Annotated[str, "The rank's directory."]
     found: Annotated[int, "Blocks that were found."]
     index_damaged: Annotated[int, "1 if the index was damaged and set aside (`*.damaged`): nothing is found."]
@@ -623,7 +611,7 @@ class OffloadFilesDamaged(Told):
 class OffloadLeftOut(Told):
     """Files that ranks of another geometry left cannot be read here, so their blocks are not found."""
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
     cause: Annotated[
         str,
         "Which directory, and why: its index is damaged or of another format, its files are gone, somebody else "
@@ -637,7 +625,7 @@ class OffloadBroken(Told):
     not end, and was abandoned.
     """
 
-    side, levels = "both", ("error",)
+    levels = ("error",)
     cause: Annotated[str, "Why."]
 
 
@@ -648,7 +636,7 @@ class LoopWasAway(Told):
     lines at once, then one in ten seconds, and any that is longer by half than the last one logged.
     """
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
     seconds: Annotated[float, "How late the engine's timer was."]
     leases: Annotated[int, "Leases that were open meanwhile."]
     pulls: Annotated[int, "Pulls that were open meanwhile."]
@@ -663,7 +651,7 @@ class InternalError(Told):
     What it was working on was dropped, and the engine goes on. Ten lines at once, then one per second.
     """
 
-    side, levels, most = "both", ("error",), (1.0, 10.0)
+    levels, most = ("error",), (1.0, 10.0)
     error: Annotated[str, "The exception."]
     traceback: Annotated[str, "Where it was raised."]
     not_logged: NotLogged = None
@@ -688,7 +676,7 @@ class TableRefused(Told):
 class DataPlaneRestarted(Told):
     """The data plane's process died, and another one serves."""
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
     cause: Annotated[str, "Exit status or signal."]
     agent: Annotated[str, "Name of the new agent."]
     seconds: Annotated[float, "For how long no process served."]
@@ -698,7 +686,7 @@ class DataPlaneRestarted(Told):
 class DataPlaneBroken(Told):
     """The data plane's process died too often: the next one starts after a pause."""
 
-    side, levels = "both", ("error",)
+    levels = ("error",)
     cause: Annotated[str, "Exit status or signal."]
     pause_s: Annotated[float, "How long the pause is."]
 
@@ -708,7 +696,7 @@ class DataPlaneInProcess(Told):
     process.
     """
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
     detail: Annotated[str, "Which memory, and what to do."]
 
 
@@ -717,16 +705,16 @@ class SetupDoubtful(Told):
     it reads from a rank that calls itself by the same name.
     """
 
-    side, levels = "both", ("warning",)
+    levels = ("warning",)
     detail: Annotated[str, "Which of them, and what to do."]
 
 
 EVENTS: Final[Mapping[str, type[Told]]] = {
     kind.event: kind
     for kind in tuple(globals().values())
-    if isinstance(kind, type) and issubclass(kind, Told) and "levels" in vars(kind)
+    if isinstance(kind, type) and issubclass(kind, Told) and not kind.__subclasses__()
 }
-"""All of them, by their names."""
+"""All of them, by their names; a class that others are made of is none."""
 
 
 def pull_ids(pull: Pull) -> tuple[str, str, str, str, int]:

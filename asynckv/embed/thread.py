@@ -289,23 +289,19 @@ class EngineThread:
         if not asyncio.iscoroutine(work):
             raise LocalProtocolError(f"work is {shown(work)}; give a coroutine, such as engine.drain(5.0)")
         try:
-            timeout_s = number("timeout_s", timeout_s, 0)
+            timeout_s, loop = number("timeout_s", timeout_s, 0), self._loop
+            if threading.current_thread() is self._thread:
+                raise WrongThread("call() was called on the engine's own thread, which would wait for itself; await it")
+            if loop is None or self._is_over:
+                self._tell_cause()
+                raise EngineClosed(f"the engine's thread is not running: {self._cause}")
+            try:
+                future = asyncio.run_coroutine_threadsafe(work, loop)
+            except RuntimeError:  # it was closed just now
+                raise EngineClosed(f"the engine's thread is not running: {self._cause}") from None
         except BaseException:
             work.close()
             raise
-        if threading.current_thread() is self._thread:
-            work.close()
-            raise WrongThread("call() was called on the engine's own thread, which would wait for itself; await it")
-        loop = self._loop
-        if loop is None or self._is_over:
-            work.close()
-            self._tell_cause()
-            raise EngineClosed(f"the engine's thread is not running: {self._cause}")
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, loop)
-        except RuntimeError:  # its loop was closed just now
-            work.close()
-            raise EngineClosed(f"the engine's thread is not running: {self._cause}") from None
         self._calls.add(future)
         try:
             if self._is_over:

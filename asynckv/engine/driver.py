@@ -137,18 +137,12 @@ class Guest(Protocol):
 
 
 class Driver:
-    """One rank's core on an event loop.
-
-    Args:
-        life: The engine's state; a driver takes no turn when the engine is shut.
-        away_s: The loop was away if the timer fires so much later than asked.
+    """One rank's core on an event loop: one once the engine has started, and another after it was resumed.
 
     Attributes:
-        core: There is one once the engine has started, and another after it was resumed.
         waiting: Callers of pulls that are not over.
         lent: Leases that are not over, and who waits for that.
         turned: Set by every turn, for whoever waits for something to be over.
-        began_at: When it was given its first core.
         release_s: How long the last releases took in the background.
         data_down: Why the data plane does not serve now; empty while it does.
         control_down: Why the control plane has ended by itself; empty while it serves.
@@ -533,13 +527,12 @@ class Driver:
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         core = self.core
         assert peer.layout is not None
+        failure = ""
         try:
             is_trusted = "#" in peer.address or is_loopback(peer.address)  # an address with a key has proved it
             agent = AgentInfo(peer.agent_name, metadata, is_trusted, self.control.host(peer.address))
             await self.data.add_remote_agent(agent, peer.layout.memories)
         except Exception as exc:  # whatever it is, who waits for this peer must hear of it
-            cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
-            self._safely(core.decode.load_failed, peer, cause, self.clock.now())
-        else:
-            self._safely(core.decode.loaded, peer, self.clock.now())
+            failure = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)
+        self._safely(core.decode.load_ended, peer, failure, self.clock.now())
         self.soon()

@@ -326,10 +326,7 @@ class Engine:
             self._ending.is_busy = False
         for address in {peer.address for peer in old.decode.peers.by_place.values()}:
             driver.control.disconnect(address)
-        for counter, count in old.outbox.counters.items():
-            driver.core.outbox.counters[counter] += count
-        driver.core.prefill.spent.num_given_up += old.prefill.spent.num_given_up
-        driver.core.prefill.spent.num_forgotten += old.prefill.spent.num_forgotten
+        driver.core.outbox.counters, driver.core.prefill.spent = old.outbox.counters, old.prefill.spent
         self._planes = driver.data.describe()
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
         self._life.receive(LifeEvent.RESUMED)

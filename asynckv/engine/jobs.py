@@ -28,14 +28,10 @@ class OffloadJob:
     """One job of the catalogue, and its caller's blocks.
 
     Attributes:
-        job_id: In the catalogue, and in the ledger.
         blocks: Per group of the layout, the caller's list.
         ids: Per group of the layout, those of its blocks that are read or written.
         shorter: Of a load, says what is left of it where some of it is lost; None once it is given up.
         tokens: Of a load, how long the prefix is that is being loaded.
-        num_bytes: Bytes copied for it.
-        file_bytes: Bytes that came from files for it.
-        retired_at: When its blocks are given up, once it has ended and something may still touch them.
         parts: Shelf -> what became of the job there; a prefix of another geometry is on several.
         held_by: Shelves that may still touch the blocks, though the job has ended there.
     """

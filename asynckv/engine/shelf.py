@@ -36,8 +36,6 @@ class Shelf:
 
     Args:
         far: Its name among what the copy plane knows.
-        form: What a record is.
-        records: Where its files are.
         is_own: The form is this rank's, and blocks are stored here; else it is only read.
 
     Attributes:

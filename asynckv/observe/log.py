@@ -100,20 +100,10 @@ def phases(pull: Pull) -> dict[str, float]:
 
 def process_facts(config: EngineConfig) -> dict[str, Any]:
     """What a reader of logs needs to know of a process: where it runs, and how long things last there."""
-    lease, pull = config.lease, config.pull
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "version": VERSION,
-        "lease_s": lease.lease_s,
-        "grant_s": lease.grant_s,
-        "max_lease_s": lease.max_lease_s,
-        "parked_s": lease.parked_s,
-        "timeout_s": pull.timeout_s,
-        "announce_s": pull.announce_s,
-        "held_s": pull.held_s,
-        "release_timeout_s": pull.release_timeout_s,
-    }
+    durations = {name: getattr(config.lease, name) for name in ("lease_s", "grant_s", "max_lease_s", "parked_s")}
+    for name in ("timeout_s", "announce_s", "held_s", "release_timeout_s"):
+        durations[name] = getattr(config.pull, name)
+    return {"host": socket.gethostname(), "pid": os.getpid(), "version": VERSION, **durations}
 
 
 class Recorder(Observer):

@@ -237,7 +237,7 @@ class Pulls:
             for command in commands:
                 match command:
                     case LoadPeer(peer, _):
-                        core.decode.loaded(peer, self._time())
+                        core.decode.load_ended(peer, "", self._time())
                     case PullEnded(pull):
                         assert pull.reason == "complete", pull.detail
                         self._free.append(self._slot_of.pop(pull.request_id))
