@@ -32,8 +32,8 @@ def run(argv: list[str], how: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("argv", "how", "status", "says"),
     [
-        (["layout", "--layers", "1"], ">&-", 2, "asynckv: the output cannot be written: stdout is closed\n"),
-        (["plan", "-h"], ">&-", 2, "asynckv: the output cannot be written: stdout is closed\n"),
+        (["layout", "--layers", "1"], ">&-", 0, ""),
+        (["plan", "-h"], ">&-", 0, ""),
         (["-h"], ">/dev/full", 2, "asynckv: the output cannot be written: No space left on device\n"),
         (["layout", "--layers", "64", "--tp", "64"], "| true; exit ${PIPESTATUS[0]}", 141, ""),
         (["-h"], ">/dev/null 2>&-", 0, ""),

@@ -1258,7 +1258,7 @@ async def test_metrics_count_what_happened() -> None:
         ("--prefill http://u:p@a --decode http://b", "is no URL"),
         ("--engines /nowhere/file", "--engines /nowhere/file: cannot be read: No such file"),
         ("--prefill http://a --decode http://b --attempts 0", "--attempts"),
-        ("--prefill http://a --decode http://b --connect-s nan", "--connect-s nan is outside 0 ... 1000000"),
+        ("--prefill http://a --decode http://b --connect-s nan", "Invalid value for '--connect-s'"),
         ("--prefill http://a --decode http://b --no-prefill wait", "'wait' is not one of 'compute', 'refuse'"),
     ],
 )
