@@ -97,7 +97,7 @@ def test_schedulers_are_bounded_and_the_one_that_lends_is_not_forgotten() -> Non
     for epoch in range(2 * MAX_EPOCHS):
         spent.add(key(5, str(epoch)))
         spent.add(key(2 * epoch, "busy"))
-    assert len(spent.epochs) == MAX_EPOCHS
+    assert len(spent._runs) == MAX_EPOCHS
     assert spent.num_forgotten == MAX_EPOCHS + 1
     assert all(key(2 * epoch, "busy") in spent for epoch in range(2 * MAX_EPOCHS))
     assert spent.num_gaps == sum(len(firsts) - 1 for firsts, _ in spent._runs.values())

@@ -307,7 +307,7 @@ class DecodeSide:
         """Take a message from the process start `sender`, over our own link to `address`."""
         peer = self.peers.by_place.get((address, sender))
         if peer is not None and peer.heard(now):
-            self.peers.back(peer)
+            self.peers.wake(peer)
             self._take_back(peer)
             self._ready(peer, now)
         match message:

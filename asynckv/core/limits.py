@@ -20,9 +20,6 @@ class Limiter:
         self._rate, self._burst = rate, burst
         self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
     def take(self, whose: Hashable, now: float) -> bool:
         level, at = self._buckets.get(whose) or self._new(whose, now)
         level = min(self._burst, level + (now - at) * self._rate)

@@ -103,6 +103,8 @@ class Peer:
     line: Line
     """Whose turn it is to read from it."""
     state: PeerState = S.NEW
+    told_as: PeerState = S.NEW
+    """The state that others were told of last."""
 
     nonce: int = 0
     deadline: float = math.inf

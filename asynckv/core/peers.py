@@ -144,7 +144,6 @@ class Peers:
             failure = Reason.WRONG_TARGET, text
         elif peer.may_be_met and now >= peer.not_before:
             peer.greet(next(self._nonces), self._config, now)
-            self._changed(peer, S.NEW)
             self._hellos[peer.nonce] = peer
             self._say_hello(peer, now)
         elif peer.state in (S.NEW, S.GONE):
@@ -171,7 +170,6 @@ class Peers:
             return peer, reason, f"{peer.where}: {why}"
         self._hellos.pop(peer.nonce, None)
         peer.welcomed(message.agent_name, layout, self._config, now)
-        self._changed(peer, S.CONNECTING)
         self.wake(peer)
         self._outbox.commands.append(LoadPeer(peer, message.metadata))
         return None
@@ -221,7 +219,6 @@ class Peers:
             return False
         if is_loaded:
             peer.loaded(now)
-            self._changed(peer, S.LOADING)
             self.wake(peer)
         return True
 
@@ -231,22 +228,14 @@ class Peers:
         self._routes.clear()
         known = [p for p in self.by_place.values() if p.state in (S.LOADING, S.READY, S.SUSPECT)]
         for peer in known:
-            before = peer.state
             peer.unloaded(Reason.READ_FAILED, detail, now)
-            self._changed(peer, before)
             peer.line.clear()
             self.wake(peer)
         return known
 
-    def back(self, peer: Peer) -> None:
-        self._changed(peer, S.SUSPECT)
-        self.wake(peer)
-
     def failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         self._hellos.pop(peer.nonce, None)
-        before = peer.state
         peer.failed(reason, detail, self._config, now)
-        self._changed(peer, before)
         self.wake(peer)
 
     def lost(self, peer: Peer, reason: Reason, detail: str, pause_s: float, now: float) -> bool:
@@ -254,9 +243,8 @@ class Peers:
         if peer.state is S.GONE:
             return False
         self._hellos.pop(peer.nonce, None)
-        before = peer.state
         peer.lost(reason, detail, pause_s, now)
-        self._changed(peer, before)
+        self.wake(peer)
         return True
 
     def reap(self, peer: Peer) -> None:
@@ -295,7 +283,6 @@ class Peers:
                     return []
                 case Due.SILENT:
                     peer.fell_silent()
-                    self._changed(peer, S.READY)
                     left.append(due)
                 case _:
                     left.append(due)
@@ -304,6 +291,11 @@ class Peers:
         return left
 
     def wake(self, peer: Peer) -> None:
+        """Tell of a peer's state if it has changed, and note when time will have something to do with it."""
+        if peer.state is not peer.told_as:
+            before, peer.told_as = peer.told_as, peer.state
+            self.num_changes += before is S.READY or peer.state is S.GONE
+            self._outbox.commands.append(PeerChanged(peer, before, peer.state))
         self._timers.wake(peer, peer.wake_at(self._config))
 
     # -- inside ------------------------------------------------------------------------------------
@@ -316,8 +308,3 @@ class Peers:
 
     def _send(self, peer: Peer, message: Message) -> None:
         self._outbox.send(peer.address, peer.incarnation, message)
-
-    def _changed(self, peer: Peer, before: PeerState) -> None:
-        if peer.state is not before:
-            self.num_changes += before is S.READY or peer.state is S.GONE
-            self._outbox.commands.append(PeerChanged(peer, before, peer.state))

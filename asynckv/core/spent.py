@@ -67,10 +67,6 @@ class SpentKeys:
             if self.num_gaps > self.max_gaps:
                 self._close_oldest()
 
-    @property
-    def epochs(self) -> tuple[str, ...]:
-        return tuple(self._runs)
-
     def _turn_to(self, epoch: str) -> tuple[list[int], list[int]]:
         runs = self._runs.pop(epoch, None) or ([-1], [-1])
         if len(self._runs) >= self._max_epochs:

@@ -142,11 +142,6 @@ class Recorder(Observer):
             else:
                 await closing
 
-    def listen(self, logger: Any, level: int) -> None:
-        """Log to another logger of structlog's, from this level on."""
-        self._log, self._log_level = logger.bind(**self._bound), level
-        self._level = min(level, self._sink_level)
-
     @property
     def is_tracing(self) -> bool:
         return self._level <= logging.DEBUG

@@ -206,7 +206,7 @@ class Hostile:
             early: list[Message] = []
             for i in range(EACH):
                 token, pull_id = f"{rng.getrandbits(128):032x}", f"{stranger[:16]}-{i}"
-                epoch = rng.choice([token[:8], *self.core.prefill.spent.epochs])
+                epoch = rng.choice([token[:8], *self.core.prefill.spent._runs])
                 key, cohort = Key(epoch, 0, 10_000 + rng.randrange(1000), token), Cohort("stranger")
                 early.append(Claim(key, "P", cohort, pull_id, rng.getrandbits(48), bytes(16), 1e5))
                 early.append(Release(key, "P", cohort, pull_id, Outcome.COMPLETE))

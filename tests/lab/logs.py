@@ -121,7 +121,9 @@ class Logs:
             context_class=dict,
             cache_logger_on_first_use=False,
         )
-        engine._recorder.listen(logger, self.level)
+        recorder = engine._recorder
+        recorder._log, recorder._log_level = logger.bind(**recorder._bound), self.level
+        recorder._level = min(self.level, recorder._sink_level)
 
     def _host_of(self, process: Process, engine_id: str) -> Host:
         """Hosts have one rank, or all ranks of an engine."""
