@@ -218,7 +218,8 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     assert "lost it: \\x1b[31mthe remote process is gone" in said.getvalue()
     page = make(found, find(found), ["x.log"], stories(axis))
     assert f"{P} died: " in page
-    assert [x[8] and (x[8][2], len(x[8][4])) for x in page_data(page)["processes"]] == [(1, 2), None, None]
+    drawn = [x.get("gone") for x in page_data(page)["processes"]]
+    assert [x and (x["is_death"], len(x["noticed"])) for x in drawn] == [(True, 2), None, None]
 
 
 def test_a_log_that_only_ends_early_is_no_death(tmp_path: Path) -> None:
@@ -567,4 +568,4 @@ def test_of_too_many_those_that_went_wrong_are_kept(
     run([log, "--html", str(page)], monkeypatch, capsys)
     text = page.read_text()
     assert "7 more that went well and were shorter are left out" in text
-    assert {x[0] for x in page_data(text)["requests"]} >= {"chat-8", "chat-20", "chat-21"}
+    assert {x["request_id"] for x in page_data(text)["requests"]} >= {"chat-8", "chat-20", "chat-21"}

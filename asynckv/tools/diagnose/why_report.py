@@ -29,8 +29,8 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
         "limits": [finding(x) for x in found.limits],
         "late": [_leak(x) for x in found.late],
         "copies": [_plain(x) for x in found.copies],
-        "request": None if story is None else _story(story),
-        "processes": [_process(seen, x) for x in seen.grounds],
+        "request": None if story is None else story_of(story),
+        "processes": [process_of(seen, x) for x in seen.grounds],
         "engines": [engine(x) for x in seen.answers],
         "read": _read(seen),
     }
@@ -105,7 +105,8 @@ def engine(answer: Answer) -> dict[str, Any]:
     return head | said | {"gauges": dict(answer.gauges), "is_cut": answer.is_cut, "requests": requests}
 
 
-def _process(seen: Seen, each: Ground) -> dict[str, Any]:
+def process_of(seen: Seen, each: Ground) -> dict[str, Any]:
+    """Make plain data of a process."""
     process, axis = each.process, seen.axis
     offset = axis.offset(process)
     return {
@@ -122,7 +123,8 @@ def _process(seen: Seen, each: Ground) -> dict[str, Any]:
     }
 
 
-def _story(story: Story) -> dict[str, Any]:
+def story_of(story: Story) -> dict[str, Any]:
+    """Make plain data of one request."""
     return {
         "request_id": story.name,
         "decode_request_ids": list(story.others),
@@ -134,7 +136,7 @@ def _story(story: Story) -> dict[str, Any]:
         "start": _finite(story.start),
         "end": _finite(story.end),
         "lanes": [_lane(x) for x in story.lanes],
-        "events": [_mark(x) for x in story.marks],
+        "events": [mark_of(x) for x in story.marks],
     }
 
 
@@ -161,5 +163,6 @@ def _bar(bar: Bar) -> dict[str, Any]:
     }
 
 
-def _mark(mark: Mark) -> dict[str, Any]:
+def mark_of(mark: Mark) -> dict[str, Any]:
+    """Make plain data of what was said at one moment."""
     return {"at": _finite(mark.at), "rank": mark.process.rank, "level": mark.level, "text": mark.text}
