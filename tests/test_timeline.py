@@ -368,12 +368,6 @@ def test_no_id_is_cut_on_a_narrow_screen(width: int, tmp_path: Path) -> None:
     assert f"{long}20" in out.getvalue()
 
 
-def test_where_a_rank_did_nothing_its_absence_is_seen() -> None:
-    bars_, away = [Bar("queue", 0.0, 2.0)], [Bar("", 3.0, 5.0)]
-    assert why_text.bar_line(bars_, 0.0, 8.0, 8, away).plain == "qq ~~   "
-    assert why_text.bar_line(bars_, 4.0, 8.0, 4, [Bar("", -1e9, 1e9)]).plain.count("~") == 3
-
-
 def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
     why_text.show_story(axis, named(axis, "chat-8"), ground(axis), console)
