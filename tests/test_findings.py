@@ -202,12 +202,11 @@ def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:
     joined = join(read_logs([service().write(tmp_path)]))
     axis, leaks = make_axis(joined), find_leaks(joined)
     seen = Seen(Logs(), axis, ground(axis), leaks)
-    requests = page_data(make(seen, Findings(late=leaks), ["x"], stories(axis)))
-    texts = requests["texts"]
-    [late] = [x for x in requests["requests"] if x[0] == "chat-20"]
-    assert late[3] == 1
-    assert leaks[0].remedy in texts[late[9]]
-    assert all(texts[x[9]] == "" for x in requests["requests"] if x[0] not in {leak.request_id for leak in leaks})
+    requests = page_data(make(seen, Findings(late=leaks), ["x"], stories(axis)))["requests"]
+    [late] = [x for x in requests if x["request_id"] == "chat-20"]
+    assert late["is_bad"]
+    assert leaks[0].remedy in late["cause"]
+    assert {x["request_id"] for x in requests if "cause" in x} == {leak.request_id for leak in leaks}
 
 
 def test_texts_of_logs_never_become_markup() -> None:

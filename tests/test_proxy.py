@@ -1598,7 +1598,7 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it(short_path: Path) ->
         async with aiohttp.ClientSession() as session:
             status, told = await Client(url, session).ask(asks("hello", 5))
             assert (status, told["usage"]["completion_tokens"]) == (200, 5)
-        answers = await ask_all(targets([str(short_path)]))
+        answers = await ask_all(targets([str(short_path)])[1])
         assert [answer.engine_id.partition("-")[0] for answer in answers] == ["decode", "prefill"]
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), HEAR_S) == 0

@@ -198,7 +198,8 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     assert "lost it: \\x1b[31mthe remote process is gone" in said.getvalue()
     page = make(found, find(found), ["x.log"], stories(axis))
     assert f"{P} died: " in page
-    assert [x[8] and x[8][0] for x in page_data(page)["processes"]] == [1, None, None]
+    drawn = [x.get("gone") for x in page_data(page)["processes"]]
+    assert [x and x["how"] for x in drawn] == ["died", None, None]
 
 
 def test_a_log_that_only_ends_early_is_no_death(tmp_path: Path) -> None:
@@ -345,12 +346,6 @@ def test_no_id_is_cut_on_a_narrow_screen(width: int, tmp_path: Path) -> None:
     why_text.show_matches(found, "cmpl", console)
     assert "…" not in out.getvalue()
     assert f"{long}20" in out.getvalue()
-
-
-def test_where_a_rank_did_nothing_its_absence_is_seen() -> None:
-    bars_, away = [Bar("queue", 0.0, 2.0)], [Bar("", 3.0, 5.0)]
-    assert why_text.bar_line(bars_, 0.0, 8.0, 8, away).plain == "qq ~~   "
-    assert why_text.bar_line(bars_, 4.0, 8.0, 4, [Bar("", -1e9, 1e9)]).plain.count("~") == 3
 
 
 def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
@@ -547,4 +542,4 @@ def test_of_too_many_those_that_went_wrong_are_kept(
     run([log, "--html", str(page)], monkeypatch, capsys)
     text = page.read_text()
     assert "7 more that went well and were shorter are left out" in text
-    assert {x[0] for x in page_data(text)["requests"]} >= {"chat-8", "chat-20", "chat-21"}
+    assert {x["request_id"] for x in page_data(text)["requests"]} >= {"chat-8", "chat-20", "chat-21"}

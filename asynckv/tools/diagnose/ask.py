@@ -17,6 +17,7 @@ import enum
 import errno
 import math
 import os
+import re
 import secrets
 import socket
 import stat
@@ -45,6 +46,7 @@ REPEAT_S = 1.0  # an unanswered question is asked again
 PROBE_S = 1.0  # how long whoever listens may take to greet
 MAX_AT_ONCE = 64  # engines that are asked at the same time
 MAX_SOCKETS = 4096  # sockets of one directory
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}(#.{16,})?\Z")
 
 
 class Trouble(enum.Enum):
@@ -146,39 +148,48 @@ def _is_network(address: str) -> bool:
     return False
 
 
-def targets(given: Sequence[str]) -> list[str]:
-    """Return addresses for what a person may write: without `tcp://`, or a directory of sockets.
+def targets(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tell logs from engines in what a person names; a directory may have sockets of engines, logs, or both.
+
+    Returns:
+        Files and directories of logs; and the addresses of engines, each once.
 
     Raises:
-        ConfigError: It is none of that, or the directory has no socket.
+        ConfigError: An address is none.
     """
+    logs: list[str] = []
     found: list[str] = []
     for text in given:
         path = Path(text)
-        if not text:
-            raise ConfigError("an address is empty; give host:port, a socket, or a directory of sockets")
         if text.startswith(("http://", "https://")):
             raise ConfigError(
                 f"{text!r:.200} is an HTTP server's; give where asynckv itself listens (address in engine_started of "
                 f"its log), or the inspect.directory with its sockets"
             )
-        if text.startswith("tcp://"):
-            found.append(text)
-        elif path.is_dir():
+        if path.is_dir():
             sockets = [str(each) for each in sorted(path.glob(f"*{SUFFIX}")) if each.is_socket()]
-            if not sockets:
-                raise ConfigError(
-                    f"{text!r:.200} is a directory without sockets of engines; is it the inspect.directory of one "
-                    f"that runs?"
-                )
             found += sockets[:MAX_SOCKETS]
-        elif "/" in text or path.exists():
+            logs += [text] if not sockets or any(x.is_file() for x in path.rglob("*")) else []
+        elif "://" in text or path.is_socket():
             found.append(text)
-        else:
+        elif not path.exists() and _HOST_PORT.match(text):
             found.append(f"tcp://{text}")
-    for address in (each for each in found if each.startswith("tcp://")):
+        else:
+            logs.append(text)
+    for address in (x for x in found if "://" in x):
         host_and_port(address)
-    return list(dict.fromkeys(found))
+    return logs, list(dict.fromkeys(found))
+
+
+def is_of_no_host(text: str) -> bool:
+    """Whether what looks like `HOST:PORT` can be none: no such host is known, so it is the `ENGINE:ID` of a request."""
+    if "://" in text or not (found := _HOST_PORT.match(text)):
+        return False
+    try:
+        socket.getaddrinfo(found[1].strip("[]"), None)
+    except (OSError, UnicodeError):
+        return True
+    return False
 
 
 _Ask = Callable[[StatusRequest], Awaitable[Status]]

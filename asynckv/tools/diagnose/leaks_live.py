@@ -7,7 +7,6 @@ warn of, and what a log says of younger leases; all of one moment, by one clock.
 from __future__ import annotations
 
 import math
-import re
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
-from asynckv.edges.local import SUFFIX
 from asynckv.tools.diagnose.ask import Trouble
 from asynckv.tools.diagnose.join import Process, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
@@ -32,31 +30,6 @@ FRACTION = 1 / 3  # as `log.held_fraction` has it
 LEAST_S, MOST_S = 0.5, 10.0
 """Warned of no sooner, and at this age at the latest, as with leases of 30 s."""
 RELEASED = frozenset({"complete", "failed", "cancelled"})
-_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}(#.{16,})?\Z")
-
-
-def is_address(text: str) -> bool:
-    """Whether a person means an engine by it, and no log."""
-    path = Path(text)
-    if path.is_dir():
-        return any(x.is_socket() for x in path.glob(f"*{SUFFIX}"))
-    return "://" in text or path.is_socket() or (not path.exists() and bool(_HOST_PORT.match(text)))
-
-
-def is_of_no_host(text: str) -> bool:
-    """Whether what looks like `HOST:PORT` can be none: no such host is known, so it is the `ENGINE:ID` of a request."""
-    if "://" in text or not (found := _HOST_PORT.match(text)):
-        return False
-    try:
-        socket.getaddrinfo(found[1].strip("[]"), None)
-    except (OSError, UnicodeError):
-        return True
-    return False
-
-
-def has_logs(text: str) -> bool:
-    """Whether logs are to be read there: a directory may have sockets of engines, logs, or both."""
-    return not is_address(text) or any(x.is_file() for x in Path(text).rglob("*"))
 
 
 def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:

@@ -52,13 +52,14 @@ class Looking:
     ) -> None:
         self._request, self._since, self._keys, self._timeout_s = request, since, keys, timeout_s
         self.called: set[str] = set()  # what the request that is asked about is called, on either side
-        self._addresses = [x for x in sources if leaks_live.is_address(x)]
-        paths = [x for x in sources if leaks_live.has_logs(x)]
+        self._sources = sources
+        paths, _ = targets(sources)
         self._logs = self._read(paths) if paths else Logs()
 
     def look(self) -> Seen:
         """Ask, and join what was said with what was read."""
-        answers = self._asked(targets(self._addresses), with_peers=True) if self._addresses else []
+        _, addresses = targets(self._sources)  # a process that starts makes a socket
+        answers = self._asked(addresses, with_peers=True) if addresses else []
         seen = self._joined(answers)
         if not seen.late or not answers:
             return seen

@@ -101,8 +101,8 @@ def why(
     from rich.console import Console
 
     from asynckv.tools.diagnose import why_text
+    from asynckv.tools.diagnose.ask import targets
     from asynckv.tools.diagnose.findings import find
-    from asynckv.tools.diagnose.leaks_live import is_address
     from asynckv.tools.diagnose.reading import Looking
     from asynckv.tools.diagnose.timeline_model import stories
     from asynckv.tools.diagnose.why_page import make
@@ -118,7 +118,7 @@ def why(
     for name, target in (("--html", html), ("--json", json)):
         check_writable(name, target)
     request, sources = _request(sources)
-    if watch and (not all(map(is_address, sources)) or html is not None or json not in (None, "-")):
+    if watch and (targets(sources)[0] or html is not None or json not in (None, "-")):
         raise ConfigError("--watch asks running engines: give addresses alone, and at most --json -")
     pair = KeysConfig(secret=keys, authorized=authorized) if keys is not None and authorized is not None else None
     console = Console(stderr="-" in (json, html))
@@ -160,14 +160,14 @@ def why(
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:
     """Tell a request from the sources behind it."""
-    from asynckv.tools.diagnose.leaks_live import is_address, is_of_no_host
+    from asynckv.tools.diagnose.ask import is_of_no_host, targets
 
     first, *rest = given
     if not first.strip():
         raise ConfigError("'' names nothing; give an id of either side, a pull id or #SEQUENCE")
-    is_source = first == "-" or Path(first).exists() or is_address(first) or any(x in first for x in "*?/")
-    if is_source and not (rest and is_of_no_host(first)):
-        return None, list(given)
+    if not (rest and is_of_no_host(first)):
+        if first == "-" or Path(first).exists() or any(x in first for x in "*?/") or targets([first])[1]:
+            return None, list(given)
     if not rest:
         raise ConfigError(
             f"{first!r:.200} is no file, directory or address; give logs or engines, behind a request if one is meant: "

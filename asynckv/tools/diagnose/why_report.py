@@ -31,8 +31,8 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
         "limits": plain(found.limits),
         "late": [_leak(x) for x in found.late],
         "copies": plain(found.copies),
-        "request": None if story is None else _story(story),
-        "processes": [_process(seen, x) for x in seen.grounds],
+        "request": None if story is None else story_of(story),
+        "processes": [process_of(seen, x) for x in seen.grounds],
         "engines": [engine(x) for x in seen.answers],
         "read": _read(seen),
     }
@@ -117,13 +117,15 @@ def engine(answer: Answer) -> dict[str, Any]:
     return head | said | {"gauges": dict(answer.gauges), "is_cut": answer.is_cut, "requests": requests}
 
 
-def _story(story: Story) -> dict[str, Any]:
+def story_of(story: Story) -> dict[str, Any]:
+    """Make plain data of one request."""
     said: dict[str, Any] = plain(story)
     names = {"request_id": said.pop("name"), "decode_request_ids": said.pop("others"), "events": said.pop("marks")}
     return names | said | {"start": plain(story.start), "end": plain(story.end)}
 
 
-def _process(seen: Seen, each: Ground) -> dict[str, Any]:
+def process_of(seen: Seen, each: Ground) -> dict[str, Any]:
+    """Make plain data of a process."""
     process, offset = each.process, seen.axis.offset(each.process)
     return {
         "rank": process.rank,

@@ -7,9 +7,10 @@ their control characters escaped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.style import Style
@@ -30,7 +31,6 @@ from asynckv.tools.output import print_unpadded
 
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES = 64, 60, 8, 32, 8
 MAX_LIMITS = 12
-AWAY = "event loop away"
 
 
 def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_whole: bool = False) -> None:
@@ -158,13 +158,8 @@ def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Con
     for text in _clock_lines(axis, story):
         _line(console, text, "dim")
     console.print()
-    away = {
-        each.process.incarnation: [x for x in each.away if x.end > story.start and x.start < story.end]
-        for each in grounds
-    }
-    print_unpadded(console, _gantt(story, away, console.width))
-    is_away = any(away.get(x.process.incarnation) for x in story.lanes)
-    print_unpadded(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_away))
+    print_unpadded(console, _gantt(story, console.width))
+    print_unpadded(console, _legend(story))
     console.print()
     print_unpadded(console, _events(story, grounds), is_whole=True)
 
@@ -183,36 +178,21 @@ def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
         _line(console, f"... and {len(found) - MAX_MATCHES:,} more; more of the name finds fewer", "dim")
 
 
-def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, away: Sequence[Bar] = ()) -> Text:
-    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases.
-
-    Where there is none, it is shown when the rank's event loop was `away`.
-    """
+def bar_line(bars: Sequence[Bar], start: float, end: float, width: int) -> Text:
+    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases."""
     scale = width / (end - start) if end > start else 0.0
-
-    def cells(bar: Bar, least: int) -> range:
-        first = max(min(math.floor((bar.start - start) * scale), width - least), 0)
-        return range(first, min(max(round((bar.end - start) * scale), first + least), width))
-
     phases = [""] * width
     for bar in sorted(bars, key=lambda x: -x.seconds):
-        for i in cells(bar, 1):
+        first = max(min(math.floor((bar.start - start) * scale), width - 1), 0)
+        for i in range(first, min(max(round((bar.end - start) * scale), first + 1), width)):
             phases[i] = bar.phase
     if sum(map(bool, phases)) < len({x.phase for x in bars if x.seconds > 0}):
         # Which of them is drawn would be chance.
-        phases = [x and _longest(bars) for x in phases]
-    dark = {i for bar in away for i in cells(bar, 0)}
+        phases = [x and max(bars, key=lambda x: x.seconds).phase for x in phases]
     out = Text(no_wrap=True, overflow="crop")
-    for i, phase in enumerate(phases):
-        out.append(PHASES[phase].letter if phase else "~" if i in dark else " ", _style(phase) if phase else "red")
+    for phase in phases:
+        out.append(PHASES[phase].letter if phase else " ", _style(phase) if phase else "")
     return out
-
-
-def _longest(bars: Iterable[Bar]) -> str:
-    sums: dict[str, float] = {}
-    for bar in bars:
-        sums[bar.phase] = sums.get(bar.phase, 0.0) + bar.seconds
-    return max(sums, key=lambda x: sums[x])
 
 
 def _style(phase: str) -> Style:
@@ -220,31 +200,14 @@ def _style(phase: str) -> Style:
     return Style(color=PHASES[phase].dark, reverse=True)
 
 
-def _legend(bars: Iterable[Bar], width: int, is_away: bool = False) -> Text:
-    out, used = Text(), {bar.phase for bar in bars}
-    left = width
-    for phase in (x for x in PHASES if x in used):
-        if len(phase) + 2 > left:
-            out.append("\n")
-            left = width
-        out.append(PHASES[phase].letter, _style(phase))
-        out.append(f" {phase}   "[: left - 1])
-        left -= len(phase) + 5
-    if is_away:
-        out.append("\n" if left < len(AWAY) + 2 else "")
-        out.append("~", "red")
-        out.append(f" {AWAY}")
-    return out
+def _legend(story: Story) -> Columns:
+    used = {bar.phase for lane in story.lanes for bar in lane.bars}
+    return Columns([Text.assemble((PHASES[x].letter, _style(x)), f" {x}") for x in PHASES if x in used], padding=(0, 2))
 
 
 def _ruler(width: int, seconds: float) -> Text:
-    """Write the start, the middle and the end of the axis."""
-    middle, last = shown_seconds(seconds / 2), shown_seconds(seconds)
-    line = "0".ljust(width)
-    at = width // 2 - len(middle) // 2
-    if width > len(middle) + len(last) + 6:
-        line = line[:at] + middle + line[at + len(middle) :]
-    return Text(line[: width - len(last)] + last, style="dim", no_wrap=True, overflow="crop")
+    last = shown_seconds(seconds)
+    return Text("0".ljust(width - len(last)) + last, style="dim", no_wrap=True, overflow="crop")
 
 
 def _clock_lines(axis: Axis, story: Story) -> list[str]:
@@ -253,7 +216,7 @@ def _clock_lines(axis: Axis, story: Story) -> list[str]:
     return out[:16] + ([f"... and {len(out) - 16} more"] if len(out) > 16 else [])
 
 
-def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int) -> RenderableType:
+def _gantt(story: Story, width: int) -> RenderableType:
     lanes = story.lanes[:MAX_LANES]
     start, end = story.start, story.end
     room = min(max((len(without_control(x.title)) for x in lanes), default=0), max(width // 2, 30))
@@ -265,7 +228,7 @@ def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int) -> Rende
     table.add_row("", _ruler(across, end - start), "")
     for lane in lanes:
         mark = "> " if any(b.is_open for b in lane.bars) else ""
-        line = bar_line(lane.bars, start, end, across, away.get(lane.process.incarnation, ()))
+        line = bar_line(lane.bars, start, end, across)
         table.add_row(Text(without_control(lane.title)), line, Text(mark + shown_seconds(lane.end - lane.start)))
         if len(lanes) <= TOLD_LANES:
             told = ", ".join(f"{b.phase} {shown_seconds(b.seconds)}{_parts(b)}" for b in lane.bars)
@@ -303,11 +266,11 @@ def _events(story: Story, grounds: Sequence[Ground]) -> RenderableType:
     told: dict[tuple[str, str], list[Mark]] = {}
     for mark in sorted([*story.marks, *_meanwhile(story, grounds)], key=lambda x: x.at):
         told.setdefault((mark.process.rank, mark.text), []).append(mark)
-    found = list(told.values())
-    for i, marks in enumerate(found):
-        if len(found) > MAX_EVENTS and MAX_EVENTS // 2 <= i < len(found) - MAX_EVENTS // 2:
-            if i == MAX_EVENTS // 2:
-                table.add_row("", "", Text(f"... {len(found) - MAX_EVENTS} more; --json has all", style="dim"))
+    for i, marks in enumerate(told.values()):
+        half = MAX_EVENTS // 2
+        if len(told) > MAX_EVENTS and half <= i < len(told) - half:
+            if i == half:
+                table.add_row("", "", Text(f"... {len(told) - MAX_EVENTS} more; --json has all", style="dim"))
             continue
         mark = marks[0]
         style = "bold red" if mark.level == "error" else "yellow" if mark.level == "warning" else ""
