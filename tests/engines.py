@@ -18,6 +18,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.layout import register_memory
 from asynckv.results import PullResult
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
+from tests.lab.oracles import wrong_in
 from tests.world import make_layout
 
 BLOCKS = 32
@@ -71,8 +72,9 @@ class Bench:
         async with prefill.engine, decode.engine:
             try:
                 yield prefill, decode, PrefillRanks("prefill", [prefill.engine.endpoint])
-                prefill.engine.check_integrity()
-                decode.engine.check_integrity()
+                for side in (prefill, decode):
+                    side.engine.check_integrity()
+                    assert wrong_in(side.engine._core.decode) == []
             finally:
                 closing = [asyncio.create_task(side.engine.aclose()) for side in (decode, prefill)]
                 while not self.real and not all(task.done() for task in closing):

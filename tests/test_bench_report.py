@@ -139,12 +139,12 @@ def test_the_first_line_is_the_verdict_and_everything_fits_a_narrow_terminal() -
     assert shown(result).startswith("good: 2 of 2 requests completed, every byte verified, no block leaked\n")
     bad = report.make(options(), measured(outcome(0), bytes=Counter(wrong=7), problems=["decode/tp0 was killed"]))
     assert shown(bad).startswith("BAD: 1 of 2 requests failed; 7 bytes wrong; decode/tp0 was killed\n")
-    for width in (40, 60, 80):
+    for width in (60, 80):
         stream = io.StringIO()
         report_text.show(result, Console(file=stream, width=width))
         assert all(len(line.rstrip()) <= width for line in stream.getvalue().splitlines())
         assert "…" not in stream.getvalue()
-        assert re.search(r"max 300.00 ms|from the call of pull( +300.00 ms){3}", stream.getvalue())
+        assert re.search(r"from the call of pull( +300.00 ms){3}", stream.getvalue())
 
 
 def test_a_p99_is_printed_of_200_requests_or_more() -> None:

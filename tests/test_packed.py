@@ -22,8 +22,6 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.copies import NixlCopies
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
-from asynckv.geometry.blocks import BlockList
-from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.kept import kept_tables, plan_copies, plan_load
 from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, Memory, fingerprint
@@ -321,17 +319,10 @@ def reload(
     return out
 
 
-def plan_loads(
-    tables: Sequence[PeerTables | None],
-    local: Sequence[BlockList],
-    slots: Sequence[Sequence[BlockRuns]],
-    num_tokens: int,
-) -> tuple[Plan | None, ...]:
+def plan_loads(tables: Any, local: Any, slots: Any, num_tokens: int) -> tuple[Plan | None, ...]:
     """Say what is loaded out of each range; None where nothing is read."""
-    return tuple(
-        plan_load(each, local, some, num_tokens) if each is not None else None
-        for each, some in zip(tables, slots, strict=True)
-    )
+    both = zip(tables, slots, strict=True)
+    return tuple(plan_load(each, local, some, num_tokens) if each is not None else None for each, some in both)
 
 
 def with_kept_states(each: Engine) -> Engine:

@@ -397,24 +397,6 @@ class DecodeSide:
         """Pulls that were asked for and do not read: they meet their ranks, queue, or wait to be lent or proven."""
         return len(self.started) - self.admission.num[READING]
 
-    def audit(self) -> list[str]:
-        wrong = [
-            f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over"
-            for transfer_id, transfer in self.transfers.items()
-            if transfer.pull.pull_id not in self.pulls
-        ]
-        unfinished = [p for p in self.pulls.values() if p.reason is None]
-        if self.started != {p.pull_id for p in unfinished if p.lists is not None}:
-            wrong.append(f"{len(self.started)} pulls count as started without an outcome, which is not so")
-        queued = {p.pull_id for p in unfinished if p.is_queued and self.can_read(p)}
-        moving = (P.CONNECTING, P.READING, P.DRAINING)
-        reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
-        wrong += self.admission.audit(queued, reading)
-        wrong += self.posting.in_flight.audit(self.transfers)
-        for peer in self.peers.by_place.values():
-            wrong += peer.line.in_flight.audit(peer.transfers)
-        return wrong
-
     # -- inside: pulls -------------------------------------------------------------------------------
 
     def _carry_out(self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False) -> None:

@@ -18,7 +18,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -153,11 +153,6 @@ class Admission:
             self._num_counted += counts - place.counts
             place.counts = counts
 
-    def audit(self, queued: set[PullId], reading: set[PullId]) -> list[str]:
-        """List contradictions, given the pulls that should be queued and that may be in flight or on their way."""
-        wrong = [f"pull {p} should wait, and does not" for p in sorted(queued) if not self.waits(p)]
-        return wrong + [f"pull {p} should not wait or count" for p in sorted(self._places.keys() - queued - reading)]
-
     def _head(self, flow: Flow) -> tuple[int, PullId] | None:
         while flow.order and not self.waits(flow.order[0][2]):
             heapq.heappop(flow.order)
@@ -213,13 +208,6 @@ class InFlight:
         if size is not None:
             self.num_bytes -= size[0]
             self.num_descriptors -= size[1]
-
-    def audit(self, running: Container[TransferId]) -> list[str]:
-        wrong = [f"transfer {t} is over and still takes room" for t in self._sizes if t not in running]
-        sums = [sum(x) for x in zip(*self._sizes.values(), strict=True)] or [0, 0]
-        if sums != [self.num_bytes, self.num_descriptors]:
-            wrong.append(f"{self.num_bytes} bytes and {self.num_descriptors} descriptors are counted, not {sums}")
-        return wrong
 
 
 @dataclass(slots=True, eq=False)

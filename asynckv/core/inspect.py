@@ -138,22 +138,19 @@ class Tally:
 
 
 class Guest(Protocol):
-    """Somebody beside leases and pulls who holds blocks: an offload's store or load."""
+    """Somebody beside leases and pulls who holds blocks: an offload's `store` or `load`, as `what` says."""
 
     @property
-    def what(self) -> str:
-        """What it is: `store` or `load`."""
+    def what(self) -> str: ...
 
     @property
-    def begun_at(self) -> float:
-        """Since when it is there."""
+    def begun_at(self) -> float: ...
 
     @property
     def held_as(self) -> tuple[str, float]:
         """Why it holds them, and until when at most."""
 
-    def waits_for(self) -> tuple[str, ...]:
-        """Name what it waits for."""
+    def waits_for(self) -> tuple[str, ...]: ...
 
 
 class Inspector:
@@ -252,7 +249,6 @@ class Inspector:
         for holder in sorted(holders ^ expected):
             who = f"request {names[holder]!r}" if holder in names else holder
             wrong.append(f"{who} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
-        wrong += self._decode.audit()
         return wrong
 
     def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 
 import anyio
 
@@ -18,8 +18,8 @@ from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.pull import Pull
 from asynckv.core.types import Reason
-from asynckv.engine.driver import Driver, Waiting
-from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, PullCancelled, PullError
+from asynckv.engine.driver import Driver, Waiting, wait_until
+from asynckv.errors import AsyncKVError, EngineClosed, PullCancelled, PullError
 from asynckv.geometry.layout import Layout
 from asynckv.observe.log import phases
 from asynckv.observe.observer import Observer
@@ -164,41 +164,25 @@ class Retries:
             seconds = max(request.deadline - now, 1e-3)
 
     async def _until_next(self, error: PullError) -> None:
-        """Wait for what the request waits for, until its next attempt may begin, or none follows."""
-        driver, request = self._driver, self.request
+        """Wait for the pause, and for the blocks, until the next attempt may begin, or none follows."""
+        driver, request, clock = self._driver, self.request, self._driver.clock
         if request.state is not RequestState.PAUSING or request.pull is None:
             return
-        driver.recorder.pull_tried_again(request.pull, request.next_at - driver.clock.now())
-        driver.tell(Observer.pull_retried, request.pull, driver.clock.now())
-        with self._waking(request.next_at):
-            await self._wake.wait()
-        with suppress(BlocksRetired), self._waking(request.deadline):
-            if await self._before_time_is_up(error.returned()):
-                return request.time(driver.clock.now())
-        request.give_up()
-
-    @contextmanager
-    def _waking(self, when: float) -> Iterator[None]:
-        self._wake.clear()
-        if self.request.stopped is not None:
-            self._wake.set()
-        timer = self._driver.clock.call_at(when, self._wake.set)
+        driver.recorder.pull_tried_again(request.pull, request.next_at - clock.now())
+        driver.tell(Observer.pull_retried, request.pull, clock.now())
+        await wait_until(clock, self._wake, lambda: request.stopped is not None, request.next_at)
+        returned = asyncio.ensure_future(error.returned())
+        returned.add_done_callback(lambda _: self._wake.set())
         try:
-            yield
+            await wait_until(
+                clock, self._wake, lambda: returned.done() or request.stopped is not None, request.deadline
+            )
+            if returned.done() and not returned.cancelled() and returned.exception() is None:
+                request.time(clock.now())
+            else:
+                request.give_up()
         finally:
-            timer.cancel()
-
-    async def _before_time_is_up(self, work: Awaitable[None]) -> bool:
-        """Wait for some work, at most until woken; False if that came first."""
-        task, woken = asyncio.ensure_future(work), asyncio.ensure_future(self._wake.wait())
-        try:
-            await asyncio.wait({task, woken}, return_when=asyncio.FIRST_COMPLETED)
-            if is_done := task.done() and not task.cancelled():
-                task.result()
-            return is_done
-        finally:
-            for each in (task, woken):
-                each.cancel()
+            returned.cancel()
 
 
 def _cancelled(last: PullError) -> PullCancelled:

@@ -115,30 +115,25 @@ async def kept(task: asyncio.Task[tuple[HeldBlocks, ...]]) -> tuple[HeldBlocks, 
 
 
 class Guest(Protocol):
-    """Somebody who uses the engine's memory beside it, and ends before it does: an offload."""
+    """Somebody who uses the engine's memory beside it, and ends before it does: an offload, whose owner calls `owner`.
+
+    What it counts, how things stand and what it runs on is told with the engine's own. `let_go` has it use the memory
+    no more and returns what had to be cut short, or raises `BackendError` if something may still write it; `take_again`
+    gives it the memory back, which has been registered anew.
+    """
 
     @property
-    def owner(self) -> object:
-        """Whoever its calls are made to."""
+    def owner(self) -> object: ...
 
-    def counters(self) -> dict[str, int]:
-        """What is told with the engine's own."""
+    def counters(self) -> dict[str, int]: ...
 
-    def gauges(self) -> dict[str, int]:
-        """The same, of how things stand."""
+    def gauges(self) -> dict[str, int]: ...
 
-    def describe(self) -> dict[str, str]:
-        """Versions, transports and modes in use."""
+    def describe(self) -> dict[str, str]: ...
 
-    async def let_go(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
-        """Use the memory no more; returns what had to be cut short.
+    async def let_go(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]: ...
 
-        Raises:
-            BackendError: Something may still write it.
-        """
-
-    def take_again(self) -> None:
-        """Use the engine's memory again, which has been registered anew."""
+    def take_again(self) -> None: ...
 
 
 class Driver:

@@ -103,20 +103,15 @@ class Observed(Protocol):
     engine_id: str
     rank: str
 
-    def observe(self, observer: Observer) -> None:
-        """Tell an observer what happens from now on."""
+    def observe(self, observer: Observer) -> None: ...
 
-    def unobserve(self, observer: Observer) -> None:
-        """Tell it nothing any more."""
+    def unobserve(self, observer: Observer) -> None: ...
 
-    def ask(self, question: Callable[[], T], timeout_s: float) -> T:
-        """Ask something on the engine's loop, from whatever thread."""
+    def ask(self, question: Callable[[], T], timeout_s: float) -> T: ...
 
-    def condition(self) -> tuple[str, str]:
-        """Say what the engine is at, and why its data plane does not serve, if it does not; on its loop."""
+    def condition(self) -> tuple[str, str]: ...
 
-    def reading(self) -> Reading:
-        """Say how things stand; on its loop."""
+    def reading(self) -> Reading: ...
 
 
 def observation_of(engine: Any) -> Observed:

@@ -6,16 +6,19 @@ Times are judged by the clock of the process that made the promise, less what th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
 
 from asynckv.config import PullConfig
+from asynckv.core.decode import DecodeSide
+from asynckv.core.flow import Admission, InFlight
+from asynckv.core.pull import PullState
 from asynckv.core.rank import RankCore
 from asynckv.core.source import RATE_MARGIN
-from asynckv.core.types import Key, Outcome
+from asynckv.core.types import Key, Outcome, PullId, TransferId
 from asynckv.core.wire import Claim, Granted, Hello, Message, NotYet, Refused, Release, Renew, decode_packet
 from asynckv.errors import AsyncKVError
 from tests.lab.world import Process, World
@@ -41,6 +44,41 @@ class Stopwatch:
     def ran_s(self) -> float:
         """What has passed, without what it was stopped for."""
         return self.process.now - self.at - (self.process.frozen_s - self.frozen_s)
+
+
+def wrong_in_admission(admission: Admission, queued: set[PullId], reading: set[PullId]) -> list[str]:
+    """List contradictions, given the pulls that should be queued and that may be in flight or on their way."""
+    wrong = [f"pull {p} should wait, and does not" for p in sorted(queued) if not admission.waits(p)]
+    stray = admission._places.keys() - queued - reading
+    return wrong + [f"pull {p} should not wait or count" for p in sorted(stray)]
+
+
+def wrong_in_flight(in_flight: InFlight, running: Container[TransferId]) -> list[str]:
+    """List transfers that take room and do not run, and sums that are none."""
+    wrong = [f"transfer {t} is over and still takes room" for t in in_flight._sizes if t not in running]
+    sums = [sum(x) for x in zip(*in_flight._sizes.values(), strict=True)] or [0, 0]
+    counted = [in_flight.num_bytes, in_flight.num_descriptors]
+    return wrong + ([f"{counted} bytes and descriptors are counted, not {sums}"] if sums != counted else [])
+
+
+def wrong_in(decode: DecodeSide) -> list[str]:
+    """List what contradicts each other in what a decode side counts: its pulls, who waits or reads, and what runs."""
+    wrong = [
+        f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over"
+        for transfer_id, transfer in decode.transfers.items()
+        if transfer.pull.pull_id not in decode.pulls
+    ]
+    unfinished = [p for p in decode.pulls.values() if p.reason is None]
+    if decode.started != {p.pull_id for p in unfinished if p.lists is not None}:
+        wrong.append(f"{len(decode.started)} pulls count as started without an outcome, which is not so")
+    queued = {p.pull_id for p in unfinished if p.is_queued and decode.can_read(p)}
+    moving = (PullState.CONNECTING, PullState.READING, PullState.DRAINING)
+    reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
+    wrong += wrong_in_admission(decode.admission, queued, reading)
+    wrong += wrong_in_flight(decode.posting.in_flight, decode.transfers)
+    for peer in decode.peers.by_place.values():
+        wrong += wrong_in_flight(peer.line.in_flight, peer.transfers)
+    return wrong
 
 
 def check_belief(readers: Iterable[tuple[Process, RankCore]], key: Key, incarnation: str, at: float) -> str:

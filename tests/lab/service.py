@@ -35,7 +35,7 @@ from asynckv.testing.fabric import Transfer
 from tests.lab.doors import Doors
 from tests.lab.hostile import Hostile
 from tests.lab.mishaps import Mishaps
-from tests.lab.oracles import TURN_S, Stopwatch, Wire, check_belief
+from tests.lab.oracles import TURN_S, Stopwatch, Wire, check_belief, wrong_in
 from tests.lab.script import (
     AFTER_FAILURE,
     BLOCK,
@@ -1056,7 +1056,7 @@ class Service(Stage):
             if rank.process.is_dead or not rank.engine._is_started or rank.data.is_closed:
                 continue
             core = rank.engine._core
-            if wrong := core.inspect.check_integrity():
+            if wrong := core.inspect.check_integrity() + wrong_in(core.decode):
                 world.violate(f"{rank.name}: {'; '.join(wrong)}")
                 return
             if core.outbox.counters["internal_errors"]:

@@ -79,7 +79,7 @@ class Looking:
 
         What is logged of every transition at level debug is read only for a request: the ends of others say it again.
         """
-        request, since, errors = self._request or "", self._since, Console(stderr=True)
+        request, errors = self._request or "", Console(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
         with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
             task = bar.add_task("reading", total=None)
@@ -88,7 +88,6 @@ class Looking:
                 lambda done, total: bar.update(task, completed=done, total=total or None),
                 keep=lambda event: bool(request) or not event.endswith("_transition"),
                 request=request,
-                since=(lambda last: moment("--since", since, last)) if since is not None else None,
             )
 
     def _asked(self, addresses: Sequence[str], *, with_peers: bool) -> list[Answer]:

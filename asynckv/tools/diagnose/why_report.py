@@ -56,8 +56,10 @@ def plain(value: Any) -> Any:
             return [plain(x) for x in value]
         case Mapping():
             return {name: plain(x) for name, x in value.items()}
-    if not is_dataclass(value):
-        return value
+        case _ if not is_dataclass(value):
+            return value
+        case _:
+            pass
     every = ((x.name, getattr(value, x.name)) for x in fields(value))
     said = {"rank" if isinstance(x, Process) else name: plain(x) for name, x in every}
     return said | ({"blocks": None} if said.get("blocks", 0) == -1 else {})
@@ -116,7 +118,7 @@ def engine(answer: Answer) -> dict[str, Any]:
 
 
 def _story(story: Story) -> dict[str, Any]:
-    said = plain(story)
+    said: dict[str, Any] = plain(story)
     names = {"request_id": said.pop("name"), "decode_request_ids": said.pop("others"), "events": said.pop("marks")}
     return names | said | {"start": plain(story.start), "end": plain(story.end)}
 
