@@ -183,6 +183,14 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         C.NEVER_SHOOK_HANDS,
         [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(16, "peer_unreachable")],
     ),
+    "never shook hands there": (
+        C.NEVER_SHOOK_HANDS,
+        [
+            *BOTH,
+            expired(False),
+            pull_ended(16, "timeout", failed_in="handshake", detail=f"no handshake with {RANK[P]}"),
+        ],
+    ),
     "wrong target": (C.WRONG_TARGET, [*BOTH, expired(False), pull_ended(16, "wrong_target")]),
     "stale": (C.STALE_PARAMS, [*BOTH, expired(False), pull_ended(16, "restarted")]),
     "queued": (
