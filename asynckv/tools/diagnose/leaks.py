@@ -18,7 +18,7 @@ from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgot
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
 from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed, moment
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
-from asynckv.tools.diagnose.presence import DEFAULT_LEASE_S, Presence
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import number
 
 
@@ -61,8 +61,7 @@ def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
         return ""  # closing ends all leases, and says so of those that do not end well
     if fate.kind == "died":
         return "died"
-    is_overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
-    return "held" if (lease.held or is_overdue) and not _is_well(presence, request, lease) else ""
+    return "held" if lease.held and not _is_well(presence, request, lease) else ""
 
 
 def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:

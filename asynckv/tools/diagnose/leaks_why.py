@@ -237,9 +237,9 @@ class _Debt:
             return self._is(R.STALE)
         if keys := refused_keys(presence, pull, lease):
             return self._is(R.KEYS, keys)
-        if cause == "peer_unreachable" or not (
-            self._is_only_released(pull) or shook_hands(presence, pull.process, lease)
-        ):
+        in_vain = pull.failed_in == "handshake" and lease.process.rank in pull.detail  # at this address
+        is_met = self._is_only_released(pull) or (shook_hands(presence, pull.process, lease) and not in_vain)
+        if cause == "peer_unreachable" or not is_met:
             # A reader that is away hears no answer.
             others = turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
             return self._away(pull) or self._is(R.UNMET, f"{self._said()}; {others}" if others else None)
