@@ -193,7 +193,7 @@ class Driver:
     ) -> None:
         it, options, found = self._experiment, self._options, self.found
         if is_open is None:
-            is_open = it.arrivals.is_open
+            is_open = it.is_open
         lend: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         pull: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         for r, lent, pulled in wave:

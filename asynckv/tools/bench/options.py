@@ -230,6 +230,11 @@ class Options:
         return Shape(**sizes, order=self.of_side("order", role))
 
     @property
+    def arrivals(self) -> Literal["closed", "poisson", "trace"]:
+        """In a closed loop the next request comes when one ends; else by a clock, however slow they are served."""
+        return "poisson" if self.rate is not None else "trace" if self.speed is not None else "closed"
+
+    @property
     def posters(self) -> int | str:
         return int(self.posting_threads) if self.posting_threads.isdecimal() else self.posting_threads
 
