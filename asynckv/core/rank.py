@@ -19,7 +19,6 @@ from typing import get_args
 
 import msgspec
 
-from asynckv.arguments import MAX_NAME
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core import wire
 from asynckv.core.decode import DecodeSide
@@ -98,8 +97,6 @@ class RankCore:
         check_lease(params.lease_s, self.config.lease.max_lease_s)
         self._check_ours(params)
         layout = self.identity.layout
-        if readers < 1:
-            raise LocalProtocolError(f"readers is {readers}; a request is lent to at least one cohort")
         lent = Lent(
             key=params.key,
             request_id=RequestId(params.request_id),
@@ -157,11 +154,6 @@ class RankCore:
         retryable: frozenset[Reason] = frozenset(),
     ) -> Pull:
         params, cohort_id = request.params, request.cohort_id
-        if cohort_id and (len(cohort_id) > MAX_NAME or any(0xD800 <= ord(c) <= 0xDFFF for c in cohort_id)):
-            raise LocalProtocolError(
-                f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
-                f"lone surrogates"
-            )
         route = self.decode.routes.answered_for(request.request_id, params)
         ours, reads = self.identity, kind in (KIND.PULL, KIND.ANNOUNCEMENT)
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:

@@ -32,7 +32,6 @@ from asynckv.core.types import (
     Endpoint,
     KVTransferParams,
     Reason,
-    RequestId,
     decode_params,
     rank_name,
     sendable,
@@ -653,14 +652,8 @@ class Engine:
 
     def _facts(self) -> Facts:
         """Return what the core cannot know, for whoever inspects this engine."""
-        driver, now = self._driver, self._clock.now()
-        between = [
-            retrying.request
-            for request_id, retrying in self._retrying.items()
-            if RequestId(request_id) not in driver.core.decode.by_request
-        ]
-        some = driver.core.inspect.between_attempts(between[:MAX_RETRYING], now)
-        lag = driver.lag
+        driver, now, lag = self._driver, self._clock.now(), self._driver.lag
+        between = self._between_attempts(now)
         return Facts(
             version=VERSION,
             host=socket.gethostname(),
@@ -671,7 +664,7 @@ class Engine:
             planes=self._planes | {f"offload.{k}": v for guest in driver.guests for k, v in guest.describe().items()},
             counters=driver.counters(),
             lag=Lag(last_s=lag.last_s, most_s=lag.most_s, was_away=lag.num_away, counts=lag.counts()),
-            retrying=tuple(map(retry_status, some)),
+            retrying=tuple(map(retry_status, between[:MAX_RETRYING])),
             num_retrying=len(between),
         )
 
