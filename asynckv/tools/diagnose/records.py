@@ -149,7 +149,7 @@ def integer(value: object, default: int = -1) -> int:
     return default
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Skipped:
     """Lines that were left out for one reason; `where` and `first` are of the first of them."""
 
@@ -166,7 +166,7 @@ class Source:
     path: str  # as it was given or found
     num_bytes: int = 0  # read of it, uncompressed
     num_lines: int = 0  # lines of any program
-    num_others: int = 0  # lines of other programs
+    num_others: int = 0  # lines of other programs: nothing is wrong with them
     num_repeated: int = 0  # lines that were there before, in this file or another
 
 
@@ -187,14 +187,10 @@ class Logs:
     num_well: int = 0  # requests that went well and were only counted
 
     @property
-    def num_bytes(self) -> int:
-        """Read in all, uncompressed."""
-        return sum(x.num_bytes for x in self.sources)
-
-    @property
-    def num_lines(self) -> int:
-        """Read in all."""
-        return sum(x.num_lines for x in self.sources)
+    def total(self) -> Source:
+        """What was read in all."""
+        names = ("num_bytes", "num_lines", "num_others", "num_repeated")
+        return Source("", *(sum(getattr(x, name) for x in self.sources) for name in names))
 
     @property
     def num_events(self) -> int:
@@ -202,23 +198,12 @@ class Logs:
         return len(self.records) + sum(lines for _, lines in self.counted)
 
     @property
-    def num_others(self) -> int:
-        """Lines of other programs: nothing is wrong with them."""
-        return sum(x.num_others for x in self.sources)
-
-    @property
-    def num_repeated(self) -> int:
-        """Lines that were there twice."""
-        return sum(x.num_repeated for x in self.sources)
-
-    @property
     def nothing(self) -> str:
         """Say why there is no record; empty if there is one."""
         if self.records:
             return ""
-        lines = f"{self.num_lines:,} line{'' if self.num_lines == 1 else 's'}"
-        files = "one file" if len(self.sources) == 1 else f"{len(self.sources):,} files"
-        read = f"no event of asynckv's in {lines} of {files}"
+        lines = self.total.num_lines
+        read = f"no event of asynckv's among the lines ({lines:,}) of the files ({len(self.sources):,})"
         if self.num_text:
             return (
                 f"{read}, but {self.num_text:,} of these look like its events as text; this command reads JSON: "
@@ -227,7 +212,7 @@ class Logs:
         if self.skipped:
             kinds = "; ".join(f"{x.lines:,} lines: {x.reason} (first {x.where})" for x in self.skipped[:4])
             return f"{read}, and what looks like one cannot be read: {kinds}"
-        if not self.num_lines:
+        if not lines:
             return f"{read}: nothing is in there"
         return (
             f"{read}: all are of other programs. Are these the workers' logs, and does the application's "
@@ -285,7 +270,7 @@ class _Reader:
         self._records: list[tuple[Record, bytes, Source]] = []
         self._well, self._wrong = Well(), set[tuple[str, int]]()
         self._sources: list[Source] = []
-        self._skipped: dict[str, list[Any]] = {}
+        self._skipped: dict[str, Skipped] = {}
         self._pieces = Pieces()
         self._num_text, self._is_end = 0, False
         self._source = Source("")
@@ -330,7 +315,7 @@ class _Reader:
         return Logs(
             records=sorted(self._unlike(), key=attrgetter("at")),
             sources=self._sources,
-            skipped=[Skipped(reason, *found) for reason, found in self._skipped.items()],
+            skipped=list(self._skipped.values()),
             num_text=self._num_text,
             counted=[(y, lines) for x, lines in chosen.edges for y in self._again(x)],
             num_well=chosen.num_requests,
@@ -443,7 +428,7 @@ class _Reader:
 
     def _skip(self, reason: str, line: bytes) -> None:
         where, first = f"{self._source.path}:{self._source.num_lines}", line[:SHOWN].decode(errors="replace")
-        self._skipped.setdefault(reason, [0, where, first])[0] += 1
+        self._skipped.setdefault(reason, Skipped(reason, 0, where, first)).lines += 1
 
 
 def _record(head: Head, text: bytes, where: str) -> Record:
