@@ -229,11 +229,11 @@ def test_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_and_choice(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[str] = []
     path = write(tmp_path / "a.log", *[row(request_id=str(i)) for i in range(9000)], row("pull_ended"))
-    logs = read_logs([path], lambda done, total: seen.append((done, total)), keep=lambda event: event == "pull_ended")
+    logs = read_logs([path], seen.append, keep=lambda event: event == "pull_ended")
     assert [x.event for x in logs.records] == ["pull_ended"]
-    assert seen[-1] == (path.stat().st_size, path.stat().st_size)
+    assert seen == [f"{path}, {i + 1} MiB" for i in range(path.stat().st_size >> 20)]
 
 
 JSON = st.recursive(

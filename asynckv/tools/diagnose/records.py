@@ -18,7 +18,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -222,7 +221,7 @@ class Logs:
 
 def read_logs(
     paths: Iterable[str | Path],
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[str], None] = lambda said: None,
     *,
     keep: Callable[[str], bool] | None = None,
     request: str = "",
@@ -231,8 +230,7 @@ def read_logs(
 
     Args:
         paths: Files, directories (everything in them), or `-` for stdin; compressed by gzip, xz or zstd, or not.
-        on_progress: Called with the bytes that were read so far and those that there are (as they lie on disk; 0 if
-            that is not known).
+        on_progress: Called with which file is read, and how far.
         keep: Which events are wanted, by name; all if left out.
         request: An id of either side, the beginning of one, a pull id, or a sequence: what is said of this request is
             kept, also if it went well and only a sample of such requests is.
@@ -243,19 +241,10 @@ def read_logs(
     names = [str(x) for x in paths]
     if not names:
         raise ConfigError("no logs were given; name files or directories, or - for stdin")
-    files = list(found(names))
-    sizes = [os.stat(x).st_size if x != "-" else 0 for x in files]
-    total = 0 if "-" in files else sum(sizes)
-    reader, done = _Reader(keep, request), 0
-
-    def progress(read: int) -> None:
-        if on_progress is not None:
-            on_progress(done + read, total)
-
+    reader = _Reader(keep, request)
     with no_collection():
-        for path, size in zip(files, sizes, strict=True):
-            reader.read(path, progress)
-            done += size
+        for path in list(found(names)):
+            reader.read(path, on_progress)
         return reader.finished()
 
 
@@ -275,7 +264,7 @@ class _Reader:
         self._num_text, self._is_end = 0, False
         self._source = Source("")
 
-    def read(self, path: str, progress: Callable[[int], None]) -> None:
+    def read(self, path: str, on_progress: Callable[[str], None]) -> None:
         """Read a file."""
         if path == "-" and sys.stdin is None:
             raise ConfigError("-: the standard input is closed; name a log")
@@ -290,7 +279,7 @@ class _Reader:
                     source.num_lines += 1
                     source.num_bytes += length
                     if source.num_bytes // CHUNK > (source.num_bytes - length) // CHUNK:
-                        progress(source.num_bytes if path == "-" else file.tell())
+                        on_progress(f"{source.path}, {source.num_bytes >> 20:,} MiB")
                     if length > MAX_LINE + 1:
                         self._skip(f"longer than {MAX_LINE:,} bytes", line)
                     else:

@@ -208,17 +208,6 @@ class Story:
                 if told is not None and not last.is_open and told.start <= last.end:
                     yield Arrow("release", i, told.start, j, last.end)
 
-    def phases(self) -> dict[str, float]:
-        """How long each phase was where it was longest."""
-        out: dict[str, float] = {}
-        for lane in self.lanes:
-            sums: dict[str, float] = defaultdict(float)
-            for bar in lane.bars:
-                sums[bar.phase] += bar.seconds
-            for phase, seconds in sums.items():
-                out[phase] = max(out.get(phase, 0.0), seconds)
-        return {phase: out[phase] for phase in PHASES if phase in out}
-
 
 @dataclass(slots=True)
 class Ground:
