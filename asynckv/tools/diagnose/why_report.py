@@ -61,10 +61,6 @@ def _leak(leak: Leak) -> dict[str, Any]:
     }
 
 
-def _finite(value: float) -> float | None:
-    return round(value, 6) if math.isfinite(value) else None
-
-
 def _read(seen: Seen) -> dict[str, Any]:
     logs, total, service = seen.logs, seen.logs.total, seen.axis.service
     prefill, decode = service.sides
@@ -107,19 +103,14 @@ def engine(answer: Answer) -> dict[str, Any]:
 
 def process_of(seen: Seen, each: Ground) -> dict[str, Any]:
     """Make plain data of a process."""
-    process, axis = each.process, seen.axis
-    offset = axis.offset(process)
+    ahead_s, within_s = seen.axis.offset(each.process)
     return {
-        "rank": process.rank,
-        "incarnation": process.incarnation,
-        "host": process.host,
-        "group": each.group,
-        "ahead_s": _finite(offset.seconds),
-        "within_s": _finite(offset.within_s),
-        "start": _finite(each.start),
-        "end": _finite(each.end),
+        **_fields(each.process, "rank", "incarnation", "host"),
+        **_fields(each, "group", "start", "end"),
+        "ahead_s": _finite(ahead_s),
+        "within_s": _finite(within_s),
         "away": [_bar(x) for x in each.away],
-        "gone": None if each.gone is None else {"how": each.gone.how, "text": each.gone.text},
+        "gone": None if each.gone is None else _fields(each.gone, "how", "text"),
     }
 
 
@@ -128,41 +119,32 @@ def story_of(story: Story) -> dict[str, Any]:
     return {
         "request_id": story.name,
         "decode_request_ids": list(story.others),
-        "engine_id": story.engine_id,
-        "sequence": story.sequence,
-        "pull_ids": list(story.pull_ids),
-        "lease": story.lease,
-        "pull": story.pull,
-        "start": _finite(story.start),
-        "end": _finite(story.end),
+        **_fields(story, "engine_id", "sequence", "pull_ids", "lease", "pull", "start", "end"),
         "lanes": [_lane(x) for x in story.lanes],
         "events": [mark_of(x) for x in story.marks],
     }
 
 
+def mark_of(mark: Mark) -> dict[str, Any]:
+    """Make plain data of what was said at one moment."""
+    return {"rank": mark.process.rank, **_fields(mark, "at", "level", "text")}
+
+
 def _lane(lane: Lane) -> dict[str, Any]:
-    return {
-        "rank": lane.process.rank,
-        "side": lane.side,
-        "what": lane.what,
-        "within_s": _finite(lane.within_s),
-        "fields": dict(lane.fields),
-        "bars": [_bar(x) for x in lane.bars],
-    }
+    bars = [_bar(x) for x in lane.bars]
+    return {"rank": lane.process.rank, **_fields(lane, "side", "what", "within_s", "fields"), "bars": bars}
 
 
 def _bar(bar: Bar) -> dict[str, Any]:
-    return {
-        "phase": bar.phase,
-        "start": _finite(bar.start),
-        "end": _finite(bar.end),
-        "derived": bar.derived,
-        "note": bar.note,
-        "is_open": bar.is_open,
-        "inside": {k: round(v, 6) for k, v in bar.parts.items()},
-    }
+    inside = {k: round(v, 6) for k, v in bar.parts.items()}
+    return {**_fields(bar, "phase", "start", "end", "derived", "note", "is_open"), "inside": inside}
 
 
-def mark_of(mark: Mark) -> dict[str, Any]:
-    """Make plain data of what was said at one moment."""
-    return {"at": _finite(mark.at), "rank": mark.process.rank, "level": mark.level, "text": mark.text}
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    """Return some fields of a value; what is no number is None."""
+    found = ((name, getattr(value, name)) for name in names)
+    return {name: _finite(x) if isinstance(x, float) else x for name, x in found}
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
