@@ -20,7 +20,6 @@ from typing import NamedTuple
 from asynckv.arguments import without_control
 from asynckv.core import told
 from asynckv.core.notes import Lapsed, Released, Revoked
-from asynckv.tools.diagnose import colours
 from asynckv.tools.diagnose.axis import (
     Axis,
     Step,
@@ -33,31 +32,9 @@ from asynckv.tools.diagnose.axis import (
     pull_steps,
     shown_seconds,
 )
-from asynckv.tools.diagnose.colours import Colour
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.tools.diagnose.records import Record, number
 from asynckv.tools.diagnose.timeline_ends import End, ends
-
-PHASES: Mapping[str, str] = {
-    "lent": "lent, and not claimed yet",
-    "granted": "promised to a reader",
-    "ending": "revoked; what was promised is kept",
-    "announced": "announced, and not pulled yet",
-    "handshake": "until the peers were ready",
-    "queue": "until it might read, and until its first post",
-    "plan": "planning what to read",
-    "read": "from the first post to the last completion",
-    "confirm": "until its bytes were proven",
-    "drain": "failed, and waiting for transfers that run",
-    "release": "its outcome told, until the prefill side had heard",
-    "quarantine": "failed, and its blocks may still be written",
-    "pause": "between two attempts",
-    "pull": "a pull of which the log says no more",
-    "unlogged": "claimed, as the prefill side has it; this rank logged nothing: successes are sampled",
-}
-"""What bars are called, in the order of the protocol."""
-
-COLORS: Mapping[str, Colour] = {name: (colours.PHASES | colours.OTHERS)[name] for name in PHASES}
 
 NO_LOG, LOG_ENDS = "no log of", "log end"
 """How marks begin that say why a rank's log has nothing of what the other side speaks of."""

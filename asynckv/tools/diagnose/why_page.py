@@ -18,9 +18,10 @@ import msgspec
 
 from asynckv.arguments import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.colours import PHASES
 from asynckv.tools.diagnose.findings import Finding, Findings, Seen
 from asynckv.tools.diagnose.leaks_values import Leak, some
-from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Mark, Story
+from asynckv.tools.diagnose.timeline_model import SUMS, Ground, Mark, Story
 from asynckv.tools.diagnose.why_report import mark_of, process_of, story_of
 
 MAX_MARKS = 100_000  # in one page; of more, those of requests that went well are left out
@@ -90,7 +91,7 @@ def _data(seen: Seen, stories: Sequence[Story], late: Sequence[Leak]) -> dict[st
     is_full = sum(len(x.marks) for x in stories) > MAX_MARKS
     return {
         "zero": min([x.start for x in stories] or [x.start for x in seen.grounds], default=0.0),
-        "phases": [[name, about, *COLORS[name]] for name, about in PHASES.items()],
+        "phases": [[name, x.about, x.light, x.dark] for name, x in PHASES.items()],
         "processes": [_process(seen, x) for x in seen.grounds],
         "requests": [_request(x, causes.get((x.engine_id, x.name), ""), is_full) for x in stories],
         "few": is_full,

@@ -22,29 +22,13 @@ from asynckv.core.inspect import RequestStatus
 from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.colours import PHASES
 from asynckv.tools.diagnose.findings import Findings, Seen
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_values import Leak, moment, some
-from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Mark, Story
+from asynckv.tools.diagnose.timeline_model import Bar, Ground, Mark, Story
 from asynckv.tools.output import print_unpadded
 
-LETTERS: Mapping[str, str] = {
-    "lent": "-",
-    "granted": "=",
-    "ending": "e",
-    "announced": "a",
-    "handshake": "h",
-    "queue": "q",
-    "plan": "p",
-    "read": "R",
-    "confirm": "c",
-    "drain": "d",
-    "release": "r",
-    "quarantine": "X",
-    "pause": ".",
-    "pull": "#",
-    "unlogged": "?",
-}
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_WORDS = 64, 60, 8, 32, 8, 8
 MAX_LIMITS = 12
 
@@ -215,18 +199,18 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int) -> Text:
         phases = [x and max(bars, key=lambda x: x.seconds).phase for x in phases]
     out = Text(no_wrap=True, overflow="crop")
     for phase in phases:
-        out.append(LETTERS[phase] if phase else " ", _style(phase) if phase else "")
+        out.append(PHASES[phase].letter if phase else " ", _style(phase) if phase else "")
     return out
 
 
 def _style(phase: str) -> Style:
     """Terminals are dark, mostly."""
-    return Style(color=COLORS[phase].dark, reverse=True)
+    return Style(color=PHASES[phase].dark, reverse=True)
 
 
 def _legend(story: Story) -> Columns:
     used = {bar.phase for lane in story.lanes for bar in lane.bars}
-    return Columns([Text.assemble((LETTERS[x], _style(x)), f" {x}") for x in PHASES if x in used], padding=(0, 2))
+    return Columns([Text.assemble((PHASES[x].letter, _style(x)), f" {x}") for x in PHASES if x in used], padding=(0, 2))
 
 
 def _ruler(width: int, seconds: float) -> Text:
