@@ -151,11 +151,6 @@ def _mamba2(heads: int, head_dim: int, groups: int, state: int, kernel: int, dty
     return State(tuple(conv), kernel - 1, heads, (head_dim, state), dtype)
 
 
-def _delta_net(k_heads: int, k_dim: int, v_heads: int, v_dim: int, kernel: int, dtype: str = "") -> State:
-    conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
-    return State(conv, kernel - 1, v_heads, (k_dim, v_dim), dtype)
-
-
 def preset(name: str) -> Model:
     if (found := PRESETS.get(name.lower())) is not None:
         return found
@@ -492,14 +487,12 @@ def _nemotron_h(c: _Config) -> list[Layer]:
 
 def _qwen3_next(c: _Config) -> list[Layer]:
     depth = _depth(c)
-    net = _delta_net(
-        c.number("linear_num_key_heads"),
-        c.number("linear_key_head_dim"),
-        c.number("linear_num_value_heads"),
-        c.number("linear_value_head_dim"),
-        c.number("linear_conv_kernel_dim", least=2),
-        _state_dtype(c),
+    (k_heads, k_dim), (v_heads, v_dim) = (
+        (c.number(f"linear_num_{x}_heads"), c.number(f"linear_{x}_head_dim")) for x in ("key", "value")
     )
+    conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
+    kernel = c.number("linear_conv_kernel_dim", least=2)
+    net = State(conv, kernel - 1, v_heads, (k_dim, v_dim), _state_dtype(c))
     if c.get("layer_types") is not None:
         kinds = c.kinds("layer_types", known=(FULL, LINEAR), length=depth)
     else:
