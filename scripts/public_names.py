@@ -167,7 +167,7 @@ def names() -> dict[str, Any]:
 
 def reports(account: Account) -> dict[str, list[str]]:
     """The keys of JSON reports, by their schema. `account`: what an engine says of itself, all of it."""
-    answers = [Answer(address="tcp://h:1", engine_id="e", account=account), Answer(address="tcp://h:2", error="x")]
+    answers = [Answer(address="tcp://h:1", account=account), Answer(address="tcp://h:2", error="x")]
     with tempfile.NamedTemporaryFile() as out:
         why = _run("why late LOG --json OUT", {"LOG": str(DATA / "leaks.jsonl"), "OUT": out.name})
     why["engines"] = [why_report.engine(x) for x in answers]

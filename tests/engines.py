@@ -35,8 +35,10 @@ class Side:
         return b"".join(a.reshape(2, BLOCKS, -1)[:, ids].tobytes() for a in self.arrays)
 
 
-def memory(seed: int, tp_rank: int = 0, tp_size: int = 1) -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
-    layout = make_layout(tp_rank, tp_size, num_blocks=BLOCKS, block_size=16, head_dim=32)
+def memory(
+    seed: int, tp_rank: int = 0, tp_size: int = 1, head_dim: int = 32
+) -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
+    layout = make_layout(tp_rank, tp_size, num_blocks=BLOCKS, block_size=16, head_dim=head_dim)
     arrays = [
         np.random.default_rng(seed + i).integers(0, 256, m.length, np.uint8) for i, m in enumerate(layout.memories)
     ]

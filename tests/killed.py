@@ -3,7 +3,7 @@
 A record's bytes are a function of its key. Each process reads all that it finds, says how much of it was served, lost
 or wrong, and then forgets and writes over random places under new keys, as fast as it can, until it is killed at a
 random moment. Meanwhile another reads along, and between two lives somebody meddles: with the index, by exchanging
-files of two directories, by `prune`, which is killed as well.
+files of two directories.
 
 With system calls each is forked from this one, which has imported everything; with NIXL each is a process of its own.
 """
@@ -22,7 +22,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -145,7 +144,7 @@ def unsound(folder: Path) -> list[Entry]:
 
 def meddle(folder: Path, other: Path, chance: random.Random) -> str:
     """Do something to what is left, and say what."""
-    match what := chance.choice(("nothing", "nothing", "cut", "scribble", "exchange", "prune")):
+    match what := chance.choice(("nothing", "nothing", "cut", "scribble", "exchange")):
         case "cut" | "scribble":
             path = chance.choice(sorted(folder.glob("index.sqlite*")))
             at = chance.randrange(path.stat().st_size + 1)
@@ -161,14 +160,6 @@ def meddle(folder: Path, other: Path, chance: random.Random) -> str:
                 (folder / name).rename(folder / "aside")
                 (other / name).rename(folder / name)
                 (folder / "aside").rename(other / name)
-        case "prune":
-            if not (child := os.fork()):
-                with suppress(BackendError):  # of an index that was cut or scribbled on before
-                    prune_folder(folder, older_than_s=chance.choice((0.0, 1.0)))
-                os._exit(0)
-            select.select([], [], [], chance.uniform(0, 0.01))
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
         case "nothing":
             pass
     return what

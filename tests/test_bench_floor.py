@@ -198,10 +198,10 @@ def test_a_floor_that_is_wrong_or_fails_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tp": (1, 2)}, "--floor compares one decode rank with one prefill rank"),
-        ({"engines": (1, 2)}, "--floor compares one decode rank with one prefill rank"),
-        ({"rate": 5.0}, "--floor compares closed loops in host memory"),
-        ({"announced": True}, "--floor and --announced: claims that are granted before the window opens are not in it"),
+        ({"tp": "1:2"}, "leave out --tp, --pp"),
+        ({"engines": "1:2"}, "leave out --engines"),
+        ({"rate": 5.0}, "leave out --rate, --speed"),
+        ({"announced": True}, "leave out --announced"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], says: str) -> None:

@@ -85,7 +85,7 @@ def test_anything_wrong_makes_a_run_bad(changes: dict[str, Any]) -> None:
 
 def test_pieces_that_make_it_slow_are_a_line_with_the_remedy() -> None:
     def made(**changes: Any) -> dict[str, Any]:
-        return report.make(options(tp=(2, 1), **changes), good())
+        return report.make(options(tp="2:1", **changes), good())
 
     (said,) = made()["warnings"]
     assert said.startswith("group 0 is read in pieces of 64 bytes, 32 per block and layer; ")
@@ -98,7 +98,7 @@ def test_pieces_that_make_it_slow_are_a_line_with_the_remedy() -> None:
 
 def test_a_request_is_complete_only_if_every_rank_completed_it() -> None:
     found = measured(outcome(0, 0.1), outcome(0, 0.4), outcome(1))
-    result = report.make(options(tp=(1, 2)), found)
+    result = report.make(options(tp="1:2"), found)
     assert result["requests"] == {"submitted": 2, "completed": 1, "read_nothing": 0, "failed": 1, "cancelled": 0}
     assert result["latency_s"]["max"] == 0.4  # the slowest rank's
     assert not report.is_good(result)
@@ -139,12 +139,12 @@ def test_the_first_line_is_the_verdict_and_everything_fits_a_narrow_terminal() -
     assert shown(result).startswith("good: 2 of 2 requests completed, every byte verified, no block leaked\n")
     bad = report.make(options(), measured(outcome(0), bytes=Counter(wrong=7), problems=["decode/tp0 was killed"]))
     assert shown(bad).startswith("BAD: 1 of 2 requests failed; 7 bytes wrong; decode/tp0 was killed\n")
-    for width in (40, 60, 80):
+    for width in (60, 80):
         stream = io.StringIO()
         report_text.show(result, Console(file=stream, width=width))
         assert all(len(line.rstrip()) <= width for line in stream.getvalue().splitlines())
         assert "…" not in stream.getvalue()
-        assert re.search(r"max 300.00 ms|from the call of pull( +300.00 ms){3}", stream.getvalue())
+        assert re.search(r"from the call of pull( +300.00 ms){3}", stream.getvalue())
 
 
 def test_a_p99_is_printed_of_200_requests_or_more() -> None:
@@ -197,7 +197,7 @@ def test_a_prompt_that_fits_no_pool_names_the_remedies() -> None:
 
 
 def test_too_little_memory_is_said_in_units_that_show_something_with_its_cause() -> None:
-    many = Experiment(Options(tp=4), MODEL, Workload("x", (32,)))
+    many = Experiment(Options(tp="4"), MODEL, Workload("x", (32,)))
     with pytest.raises(ConfigError, match=r"8 worker processes need 5.2 GiB .*\(600.0 MiB each\), but 1.0 GiB .*--tp"):
         many.num_blocks(1 << 30)
     few = Experiment(Options(pool_mb=1), Model("small", (Heads(8, 128),) * 2), Workload("x", (1024,)))
@@ -261,7 +261,7 @@ def test_what_reads_nothing_is_no_request_per_second_and_no_latency() -> None:
 
 
 def test_the_report_says_what_else_makes_runs_unlike() -> None:
-    config = report.make(options(seed=3, pool_mb=64, posting_threads=2), good())["config"]
+    config = report.make(options(seed=3, pool_mb=64, posting_threads="2"), good())["config"]
     assert (config["seed"], config["pool_mb"], config["posting_threads"]) == (3, 64, 2)
     assert (config["floor"], config["rounds"]) == (False, None)
     config = report.make(options(floor=True), good())["config"]
@@ -280,7 +280,7 @@ def test_every_submitted_request_is_in_a_count_when_a_half_dies() -> None:
     # Of four in a window one was pulled by one of two ranks; the others' answers never came.
     work = Workload("fixed 32", (32,) * 6)
     found = Measured(submitted=4, outcomes={0: [outcome(0)], 1: [], 2: [], 3: []}, problems=["decode/tp1 is gone"])
-    result = report.make(Experiment(Options(tp=(1, 2)), MODEL, work), found)
+    result = report.make(Experiment(Options(tp="1:2"), MODEL, work), found)
     counts = result["requests"]
     assert counts["failed"] == 4 == counts["submitted"]
     assert "0 of 6 completed, 4 failed, 2 never started" in shown(result)

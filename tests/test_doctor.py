@@ -17,15 +17,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import KeysConfig, NixlConfig
-from asynckv.config import EngineConfig
 from asynckv.edges.zmq import make_pair
-from asynckv.errors import ConfigError
 from asynckv.keys import write_pair
 from asynckv.tools.cli import main
 from asynckv.tools.doctor import host, probing, software
 from asynckv.tools.doctor.checks import examine
-from asynckv.tools.doctor.facts import Facts, Machine
+from asynckv.tools.doctor.facts import Facts
 from asynckv.tools.doctor.probe import Order, Place, Refused, Result
 from asynckv.tools.doctor.ucx_log import read_log
 from tests.test_bench_remote import namespaces
@@ -192,79 +189,6 @@ def test_secrets_in_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatc
     assert "planted" not in repr(software.software())
 
 
-# -- keys ----------------------------------------------------------------------------------------------------
-
-
-def key_codes(secret: Path, authorized: Path) -> set[str]:
-    facts = Facts(keys=software.keys(str(secret), str(authorized)), machine=Machine(uid=os.geteuid()))
-    return {each.code for each in examine(facts) if each.topic == "keys"}
-
-
-def test_traps_with_keys(tmp_path: Path) -> None:
-    secret, public = write_pair(tmp_path / "keys", "prefill", make_pair())
-    allowed = tmp_path / "authorized"
-    assert key_codes(secret, allowed) == {"authorized-bad"}
-    allowed.mkdir()
-    assert key_codes(secret, allowed) == {"authorized-bad"}
-    _, other = write_pair(tmp_path / "other", "decode", make_pair())
-    (allowed / "decode.key").write_bytes(other.read_bytes())
-    assert key_codes(secret, allowed) == {"keys", "own-key-unlisted"}
-    (allowed / "prefill.key").write_bytes(public.read_bytes())
-    assert key_codes(secret, allowed) == {"keys"}
-    allowed.chmod(0o777)
-    assert key_codes(secret, allowed) == {"authorized-bad"}
-    allowed.chmod(0o755)
-    secret.chmod(0o644)
-    assert key_codes(secret, allowed) == {"key-rights"}
-    secret.chmod(0o600)
-    assert key_codes(public, allowed) == {"key-bad"}
-    assert key_codes(tmp_path / "none", allowed) == {"key-bad"}
-    # Two keys that do not belong together.
-    lines = (tmp_path / "other/decode.key_secret").read_text().splitlines()
-    mixed = [x for x in secret.read_text().splitlines() if "secret-key" not in x] + [
-        x for x in lines if "secret-key" in x
-    ]
-    secret.write_text("\n".join(mixed))
-    assert key_codes(secret, allowed) == {"key-bad"}
-
-
-# -- addresses -------------------------------------------------------------------------------------------------
-
-
-def address_codes(**given: Any) -> set[str]:
-    facts = Facts(listening=software.listening(EngineConfig(engine_id="x", **given)), network=host.network())
-    return {each.code for each in examine(facts) if each.topic == "network"} - {"many-devices", "hostname-loopback"}
-
-
-def test_traps_with_addresses(tmp_path: Path) -> None:
-    keys = KeysConfig(secret=tmp_path / "x", authorized=tmp_path)
-    assert address_codes() >= {"bind-loopback"}
-    assert "listen-refused" in address_codes(bind="tcp://0.0.0.0:0", keys=keys)
-    assert "listen-refused" in address_codes(bind="tcp://127.0.0.1:0", advertise="tcp://0.0.0.0:5555")
-    assert "advertise-loopback" in address_codes(bind="tcp://0.0.0.0:0", advertise="tcp://localhost:0", keys=keys)
-    assert "advertise-foreign" in address_codes(bind="tcp://0.0.0.0:0", advertise="tcp://203.0.113.9:0", keys=keys)
-    assert "bind-fails" in address_codes(bind="tcp://203.0.113.9:0", keys=keys)
-    assert "insecure" in address_codes(bind="tcp://203.0.113.9:0", allow_insecure=True)
-
-
-def test_a_configuration_is_read_as_an_engine_would(tmp_path: Path) -> None:
-    path = tmp_path / "engine.json"
-    path.write_text(
-        '{"engine_id": "p", "bind": "tcp://127.0.0.1:0", "nixl": {"params": {"ucx_error_handling_mode": "none"}},'
-        ' "keys": {"secret": "a", "authorized": "b"}}'
-    )
-    config = software.read_config(path)
-    assert config.keys == KeysConfig(secret="a", authorized="b")
-    assert "error-mode-none" in {each.code for each in examine(Facts(listening=software.listening(config)))}
-    for text in ("", "[]", '{"bind": 7}', '{"keys": {"nonsense": "x"}}', '{"bind": "http://x"}'):
-        path.write_text(text)
-        with pytest.raises(ConfigError):
-            software.read_config(path)
-    path.write_text('{"engine_idd": "p"}')
-    with pytest.raises(ConfigError, match="no field 'engine_idd'; there are engine_id, "):
-        software.read_config(path)
-
-
 # -- processes that do not do what they are to -----------------------------------------------------------------
 
 
@@ -272,13 +196,12 @@ def test_a_configuration_is_read_as_an_engine_would(tmp_path: Path) -> None:
 def test_a_process_that_dies_or_hangs_is_told_and_left_behind_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = NixlConfig(posting_threads=0)
-    with probing.Probe(Order("dies", config), tmp_path) as dying:
+    with probing.Probe(Order("dies"), tmp_path) as dying:
         os.kill(dying._popen.pid, signal.SIGKILL)
         with pytest.raises(probing.Ended, match="SIGKILL") as ended:
             dying.hear(Place)
     assert ended.value.how == "died"
-    with probing.Probe(Order("hangs", config), tmp_path) as hanging:
+    with probing.Probe(Order("hangs"), tmp_path) as hanging:
         os.kill(hanging._popen.pid, signal.SIGSTOP)
         monkeypatch.setattr(probing, "START_S", 0.1)
         with pytest.raises(probing.Ended) as ended:
@@ -306,7 +229,7 @@ def test_a_process_that_a_stranger_has_taken_over_is_believed_in_nothing(
     say = f"socket.socket(fileno=int(sys.argv[2])).send(open({str(path)!r}, 'rb').read())"
     monkeypatch.setattr(probing, "START", f"import socket, sys; {say}")
     with (
-        probing.Probe(Order("lies", NixlConfig()), tmp_path) as lying,
+        probing.Probe(Order("lies"), tmp_path) as lying,
         pytest.raises(probing.Ended, match=why) as ended,
     ):
         lying.hear(Place)
@@ -475,11 +398,10 @@ def test_an_engine_on_another_host_is_reached_with_keys(tmp_path: Path) -> None:
 CONNECT = """
 import asyncio, sys
 from msgspec.structs import replace
-from asynckv import NixlConfig
 from asynckv.tools.doctor import checks, facts, peer, probing
 probing.CONNECT_S = 1.0
 asked = asyncio.run(peer.ask(sys.argv[1], None, lambda text: None))
-ucx = probing.try_nixl(NixlConfig(posting_threads=0), lambda text: None, asked.place)
+ucx = probing.try_nixl(lambda text: None, asked.place)
 found = checks.examine(facts.Facts(peer=replace(asked.facts, ucx=ucx)))
 print(*[each.code for each in found if each.level == "error"])
 """
@@ -515,13 +437,13 @@ def test_a_firewall_before_ucxs_ports_is_told_from_one_before_the_engines() -> N
 def test_bad_input_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad = tmp_path / "bad.json"
-    bad.write_text('{"engine_id": "x", "bind": "http://x"}')
+    secret, _ = write_pair(tmp_path / "keys", "prefill", make_pair())
+    keys = ["--secret", str(secret), "--authorized", str(tmp_path)]
     for argv, text in (
         (["--to", "nonsense"], "is not an address"),
         (["--secret", "x"], "belong together"),
-        (["--config", str(tmp_path / "none.json")], "--config"),
-        (["--config", str(bad)], "is not an address"),
+        (keys, "are for --to"),
+        (["--to", "tcp://127.0.0.1:5", *keys], "authorized"),
         (["--json", str(tmp_path / "none/x.json")], "cannot be written"),
     ):
         monkeypatch.setattr(sys, "argv", ["asynckv", "doctor", *argv])
@@ -529,7 +451,7 @@ def test_bad_input_is_refused(
             main()
         said = capsys.readouterr()
         assert (ended.value.code, said.out) == (2, "")
-        assert text in said.err
+        assert text in said.err, said.err
         assert len(said.err.splitlines()) == 1
 
 

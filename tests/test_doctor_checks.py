@@ -14,8 +14,6 @@ from asynckv.tools.doctor.facts import (
     Facts,
     Gpu,
     Interface,
-    KeyFacts,
-    Listening,
     Machine,
     Network,
     PeerFacts,
@@ -59,14 +57,6 @@ def ucx(**given: object) -> Facts:
     return replace(GOOD, ucx=Ucx(**given))  # type: ignore[arg-type]
 
 
-def listening(**given: object) -> Facts:
-    return replace(GOOD, listening=Listening(**given))  # type: ignore[arg-type]
-
-
-def keys(**given: object) -> Facts:
-    return replace(GOOD, keys=KeyFacts(**given))  # type: ignore[arg-type]
-
-
 def peer(**given: object) -> Facts:
     return replace(GOOD, peer=replace(ENGINE, **given))
 
@@ -74,8 +64,6 @@ def peer(**given: object) -> Facts:
 def silent(**given: object) -> Facts:
     return replace(GOOD, peer=PeerFacts(address=TO, **given))  # type: ignore[arg-type]
 
-
-OPEN = {"bind": "tcp://0.0.0.0:5555", "has_keys": True}
 
 PROVOKED: dict[str, list[Facts]] = {
     "nixl-missing": [software(variant="", variants={})],
@@ -103,7 +91,6 @@ PROVOKED: dict[str, list[Facts]] = {
     "reads-emulated": [ucx(uses=TCP)],
     "reads-emulated-asked": [replace(environment(UCX_TLS="tcp"), ucx=Ucx(uses=TCP))],
     "process-unforeseen": [ucx(uses=TCP)],
-    "error-mode-none": [listening(error_mode="none", **OPEN)],
     "tcp-segments": [environment(UCX_TCP_TX_SEG_SIZE="8k"), environment(UCX_TCP_RX_SEG_SIZE="8192")],
     "rendezvous": [environment(UCX_RNDV_THRESH="64k")],
     "proto-off": [environment(UCX_PROTO_ENABLE="n")],
@@ -130,7 +117,6 @@ PROVOKED: dict[str, list[Facts]] = {
     "busy": [machine(load=40.0)],
     "numa": [machine(numa_nodes=2)],
     "clocksource": [machine(clocksource="hpet")],
-    "clock-unsynchronised": [machine(clock_synchronised=False)],
     "only-loopback": [network()],
     "many-devices": [network(ETH, Interface(name="docker0", addresses=("172.17.0.1",)))],
     "small-mtu": [network(Interface(name="tun0", mtu=576, addresses=("10.0.0.1",)))],
@@ -138,24 +124,8 @@ PROVOKED: dict[str, list[Facts]] = {
     "rdma": [replace(network(rdma=(CARD,)), software=Software(environment={"UCX_NET_DEVICES": "mlx5_0:1"}))],
     "rdma-unusable": [network(ETH, rdma=(Rdma(name="mlx5_0", state="DOWN", usable=False),))],
     "gpu-peermem": [replace(network(rdma=(CARD,)), gpu=Gpu(count=1))],
-    "listen-refused": [listening(error="bind 'tcp://0.0.0.0:0' is a wildcard, which peers cannot connect to")],
-    "bind-fails": [listening(bind="tcp://10.9.9.9:0", bind_error="EADDRNOTAVAIL", has_keys=True)],
-    "bind-loopback": [listening()],
-    "advertise-loopback": [listening(advertise="tcp://host:0", advertise_addresses=("127.0.1.1",), **OPEN)],
-    "advertise-foreign": [listening(advertise="tcp://lb:0", advertise_addresses=("192.0.2.7",), **OPEN)],
-    "ucx-ports": [listening(**OPEN)],
     "ucx-few-ports": [environment(UCX_TCP_PORT_RANGE="20000-20001")],
-    "insecure": [
-        listening(bind="tcp://10.0.0.1:0", allow_insecure=True),
-        listening(bind="tcp://10.0.0.1:0"),
-    ],
-    "keys": [keys()],
-    "key-rights": [keys(mode=0o644, secret_error="the key file 'x' has mode 0644, so that others ...")],
-    "key-bad": [keys(secret_error="the key file 'x' cannot be read")],
-    "key-owner": [keys(owner=1234)],
-    "authorized-bad": [keys(authorized_error="the directory of authorized keys 'x' cannot be read")],
-    "own-key-unlisted": [keys(own_listed=False)],
-    "zmq-no-curve": [software(curve=False), replace(software(curve=False), keys=KeyFacts())],
+    "zmq-no-curve": [software(curve=False)],
     "two-variants": [software(variants={"nixl_cu12": "1.5.1", "nixl_cu13": "1.5.1"})],
     "variant-clash": [software(torch="2.13", torch_cuda="13.0")],
     "nixl-mixed": [software(nixl="1.4.0")],
@@ -208,7 +178,6 @@ BESIDE = {
     "reads-emulated": {"process-unforeseen"},
     "process-unforeseen": {"reads-emulated"},
     "reads-memory": {"process-unforeseen"},
-    "zmq-no-curve": {"keys"},
 }
 """What is worse than a note and found with it, because it is true as well."""
 

@@ -13,6 +13,7 @@ from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.leaks_request import find_requests
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from asynckv.tools.diagnose.timeline_model import ground, stories
 from asynckv.tools.diagnose.why_page import make
@@ -60,9 +61,9 @@ def screen(records: list[Record]) -> tuple[Findings, str]:
     logs = Logs(sorted(records, key=lambda x: x.at))
     joined = join(logs)
     axis = make_axis(joined)
-    grounds = ground(axis)
-    found = find(Seen(logs, axis, grounds, find_leaks(joined)))
-    return found, make(axis, stories(axis), grounds, ["test.log"], found)
+    seen = Seen(logs, axis, ground(axis), find_leaks(joined))
+    found = find(seen)
+    return found, make(seen, found, ["test.log"], stories(axis))
 
 
 class Balanced(HTMLParser):
@@ -131,6 +132,13 @@ def test_what_a_decode_engine_refused_by_itself_did_arrive() -> None:
     (finding,) = screen([*well(), refused, lent, over])[0].wrong
     assert finding.what == f"{DECODE} refused 1 pull by itself, and began nothing: PlanRefused"
     assert (finding.evidence, finding.requests, finding.blocks) == ("block 999 is not in 0 ... 31", ("x",), 7)
+    for records in ([*well(), refused, lent, over], [*well(), refused]):  # its id on either side finds it
+        service = join(records)
+        [request] = find_requests(service, "d-x")
+        assert find_requests(service, "x") == [request]
+        [story] = stories(make_axis(service), [[request]])
+        assert (story.pull, story.others) == ("refused", ("d-x",))
+        assert "refused at once: PlanRefused: block 999 is not in 0 ... 31" in [x.text for x in story.marks]
 
 
 def test_a_refusal_that_a_success_followed_is_over_and_two_requests_of_one_id_are_two() -> None:
@@ -193,12 +201,12 @@ def test_a_process_that_died_is_told_before_all_that_came_of_it() -> None:
 def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:
     joined = join(read_logs([service().write(tmp_path)]))
     axis, leaks = make_axis(joined), find_leaks(joined)
-    requests = page_data(make(axis, stories(axis), ground(axis), ["x"], Findings(late=leaks)))
-    texts = requests["texts"]
-    [late] = [x for x in requests["requests"] if x[0] == "chat-20"]
-    assert late[3] == 1
-    assert leaks[0].remedy in texts[late[10]]
-    assert all(texts[x[10]] == "" for x in requests["requests"] if x[0] not in {leak.request_id for leak in leaks})
+    seen = Seen(Logs(), axis, ground(axis), leaks)
+    requests = page_data(make(seen, Findings(late=leaks), ["x"], stories(axis)))["requests"]
+    [late] = [x for x in requests if x["request_id"] == "chat-20"]
+    assert late["is_bad"]
+    assert leaks[0].remedy in late["cause"]
+    assert {x["request_id"] for x in requests if "cause" in x} == {leak.request_id for leak in leaks}
 
 
 def test_texts_of_logs_never_become_markup() -> None:

@@ -482,12 +482,15 @@ async def test_a_pull_that_is_refused_here_is_logged_with_what_joins_it(
             await decode.engine.pull("d", [(0, [1])], {"nonsense": 1})
         with pytest.raises(AsyncKVError):
             decode.engine.announce("d", {"nonsense": 1})
+        with pytest.raises(AsyncKVError):
+            decode.engine.announce("d", params | {"endpoints": "garbled"})
     refused = [e for e in events if e["event"] == "pull_refused"]
     assert [(e["cause"], e.get("prefill_request_id"), e.get("peer"), e.get("sequence")) for e in refused] == [
         ("PlanRefused", "p", "prefill", 0),
         ("PlanRefused", "p", "prefill", 0),
         ("RemoteProtocolError", None, None, None),
         ("RemoteProtocolError", None, None, None),
+        ("RemoteProtocolError", "p", "prefill", None),
     ]
     assert all(e["request_id"] == "d" and e["detail"] and e["level"] == "warning" for e in refused)
 

@@ -29,16 +29,16 @@ from asynckv import (
     PrefillRanks,
 )
 from asynckv.core import survey
-from asynckv.core.account import MAX_ACCOUNT, Account, encode_account
+from asynckv.core.account import MAX_ACCOUNT, Account, PeerStatus, encode_account
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAJOR, MAX_TOLD, Ping, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, read_packet, socket_name, write_packet
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
-from asynckv.tools.diagnose import why_cli
 from asynckv.tools.diagnose.ask import Answer, Trouble, ask_all, targets
 from asynckv.tools.diagnose.findings import Seen
+from asynckv.tools.diagnose.reading import Looking
 from asynckv.tools.diagnose.timeline_model import Story
 from tests.engines import memory, until
 
@@ -86,15 +86,13 @@ async def test_engines_say_what_they_hold() -> None:
         lends, reads = found
         assert (lends.engine_id, lends.account.facts.life) == ("prefill", "running")
         assert [each.request_id for each in lends.requests] == ["p0", "p1", "p2"]
-        assert [hold.blocks for hold in lends.holds] == [{0: (0,)}, {0: (1,)}, {0: (2,)}]
+        assert [hold.blocks for hold in lends.account.holds] == [{0: (0,)}, {0: (1,)}, {0: (2,)}]
         assert (lends.gauges["leases"], lends.gauges["blocks_lent"]) == (3, 3)
         assert lends.account.facts.pid == os.getpid()
-        assert lends.counters["leases.lent"] == 3
-        assert "control.packets_in" in lends.counters
+        assert lends.account.facts.counters["leases.lent"] == 3
+        assert "control.packets_in" in lends.account.facts.counters
         assert [each.prefill_request_id for each in reads.requests] == ["p0"]
         assert reads.account.peers[0].address == prefill.endpoint.address
-        by_name = await one(decode.endpoint.address, request_id="p0")
-        assert [each.request_id for each in by_name.requests] == ["d0"]
 
 
 async def test_what_does_not_fit_one_page_comes_in_several() -> None:
@@ -102,7 +100,7 @@ async def test_what_does_not_fit_one_page_comes_in_several() -> None:
         lend(prefill, group, 700)
         whole = await one(prefill.endpoint.address, most=10_000)
         assert [each.request_id for each in whole.requests] == [f"p{n}" for n in range(700)]
-        assert (len(whole.holds), whole.is_cut) == (700, False)
+        assert (len(whole.account.holds), whole.is_cut) == (700, False)
         some = await one(prefill.endpoint.address, most=300)
         assert (len(some.requests), some.is_cut) == (300, True)
         assert [(x.phase, x.number) for x in some.account.counts] == [("unclaimed", 700)]
@@ -210,6 +208,23 @@ async def test_pages_that_never_end_do() -> None:
         assert (await one(address, most=10_000)).is_cut
 
 
+async def test_who_is_asked_by_a_socket_is_not_waited_for_again_at_the_address_that_others_name(
+    short_path: Path,
+) -> None:
+    ranks = ("prefill/tp0@01234567", "other/tp0@89abcdef", "strange/tp0@0")
+    addresses = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://nonsense")
+    peers = tuple(PeerStatus(rank=x, address=y, state="suspect") for x, y in zip(ranks, addresses, strict=True))
+    account = encode_account(Account(rank="decode/tp0@11111111", incarnation="1" * 32, peers=peers))
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(path := str(short_path / socket_name("prefill", 0, 0, "01234567")))
+        silent.listen(1)
+        async with listener(lambda x: encode_packet("x", "", [Status(x.nonce, "e", 0, 1, {}, account)])) as address:
+            found = await ask_all([path, address], None, 1.0, with_peers=True)
+    assert [(x.address, bool(x.error)) for x in found] == [(path, True), (address, False), (addresses[1], True)]
+    # All at once: only one of them was waited for.
+    assert max(x.took_s for x in found) < 2.0
+
+
 async def test_an_answer_to_another_question_is_none() -> None:
     async with listener(lambda x: encode_packet("x", "", [Status(x.nonce ^ 1, "e", 0, 1, {})])) as address:
         assert "no answer within" in (await one(address, SHORT_S)).error
@@ -243,9 +258,7 @@ async def test_an_engine_of_another_major_version_says_so() -> None:
     assert answer.error == f"it lives, but protocol version {MAJOR + 1} is not {MAJOR}: ask it with its own asynckv"
 
 
-@pytest.mark.parametrize(
-    "address", ["tcp://x", "tcp://127.0.0.1:*", "tcp://127.0.0.1:0", "udp", "a:b", "1.2.3.4:99999", ""]
-)
+@pytest.mark.parametrize("address", ["tcp://x", "tcp://127.0.0.1:*", "tcp://127.0.0.1:0", "udp://h:1", "1.2.3.4:99999"])
 async def test_an_address_that_is_none_is_bad_input(address: str) -> None:
     with pytest.raises(ConfigError):
         targets([address])
@@ -255,8 +268,7 @@ async def test_a_file_is_no_socket(short_path: Path) -> None:
     (short_path / "file").touch()
     for name, says in (("file", "it is no socket"), ("none", "cannot be used: No such file"), ("x" * 300, "cannot")):
         assert says in (await one(str(short_path / name))).error
-    with pytest.raises(ConfigError, match="without sockets of engines"):
-        targets([str(short_path)])
+    assert targets([str(short_path)]) == ([str(short_path)], [])
 
 
 # -- the socket of the host ----------------------------------------------------------------------------------
@@ -268,7 +280,7 @@ async def test_a_rank_answers_on_its_socket_and_takes_it_away(short_path: Path) 
         params = lend(prefill, group, 300)
         decode.announce("d0", params[0])
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        found = targets([str(directory)])
+        found = targets([str(directory)])[1]
         assert [Path(each).name for each in found] == [
             f"decode.pp0.tp0.{decode.incarnation[:8]}.sock",
             f"prefill.pp0.tp0.{prefill.incarnation[:8]}.sock",
@@ -282,7 +294,7 @@ async def test_a_rank_answers_on_its_socket_and_takes_it_away(short_path: Path) 
 
 async def test_nothing_else_is_taken_over_it(short_path: Path) -> None:
     async with pair(inspect=InspectConfig(directory=short_path)) as (prefill, _, _):
-        path = next(each for each in targets([str(short_path)]) if "prefill" in each)
+        path = next(each for each in targets([str(short_path)])[1] if "prefill" in each)
         for data in (
             encode_packet("x", "", [Ping(1)]),
             encode_packet("x", "", [StatusRequest(1, 1), StatusRequest(2, 1)]),
@@ -303,7 +315,7 @@ async def test_nothing_else_is_taken_over_it(short_path: Path) -> None:
 
 async def test_no_more_guests_than_there_is_room_for(short_path: Path) -> None:
     async with pair(inspect=InspectConfig(directory=short_path)) as (_, _, _):
-        path = targets([str(short_path)])[0]
+        path = targets([str(short_path)])[1][0]
         question = encode_packet("x", "", [StatusRequest(1)])
         guests = []
         for _ in range(MAX_GUESTS):
@@ -349,7 +361,7 @@ async def test_what_a_dead_process_left_is_known_and_taken_away_by_the_next(shor
     assert "its process has ended without taking the socket away" in answer.error
     async with pair(inspect=InspectConfig(directory=short_path)) as (_, _, _):
         assert not left.exists()
-        assert len(targets([str(short_path)])) == 2
+        assert len(targets([str(short_path)])[1]) == 2
 
 
 async def test_what_others_keep_in_the_directory_is_theirs(short_path: Path) -> None:
@@ -409,13 +421,13 @@ async def test_of_who_is_silent_behind_a_socket_the_process_is_told(short_path: 
 
 async def test_an_engine_that_closes_hangs_up(short_path: Path) -> None:
     async with pair(inspect=InspectConfig(directory=short_path)) as (prefill, _, _):
-        path = next(each for each in targets([str(short_path)]) if "prefill" in each)
+        path = next(each for each in targets([str(short_path)])[1] if "prefill" in each)
         reader, writer = await asyncio.open_unix_connection(path)
         await prefill.aclose()
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
-        assert path not in targets([str(short_path)])
+        assert path not in targets([str(short_path)])[1]
 
 
 @pytest.mark.nixl
@@ -427,13 +439,12 @@ async def test_an_engine_on_a_thread_answers_as_well(short_path: Path) -> None:
     thread = EngineThread(config, memory(1)[0])
     await asyncio.to_thread(thread.start)
     try:
-        found = await ask_all([thread.engine.endpoint.address, *targets([str(short_path)])])
+        found = await ask_all([thread.engine.endpoint.address, *targets([str(short_path)])[1]])
         assert [answer.engine_id for answer in found] == ["prefill", "prefill"]
         assert "nixl" in found[0].account.facts.planes
     finally:
         await asyncio.to_thread(thread.close)
-    with pytest.raises(ConfigError, match="without sockets"):
-        targets([str(short_path)])
+    assert targets([str(short_path)])[1] == []
 
 
 async def test_an_asker_that_never_reads_keeps_no_other_from_its_answer() -> None:
@@ -452,7 +463,7 @@ async def test_an_asker_that_never_reads_keeps_no_other_from_its_answer() -> Non
 
 def looking(address: str, wanted: str | None) -> tuple[Seen, list[Story]]:
     """Look as the command does, in a thread of its own: it has an event loop of its own."""
-    look = why_cli.Looking([address], wanted, None, None, 5.0)
+    look = Looking([address], wanted, None, None, 5.0)
     seen = look.look()
     return seen, look.stories(seen) if wanted is not None else []
 

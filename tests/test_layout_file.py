@@ -28,39 +28,6 @@ def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
     assert load_layouts(path) == layouts
 
 
-TOML = """
-schema = "asynckv.layout/1"
-
-[[ranks]]
-memories = [{base = 4096, length = 4096}]
-groups = [{name = "attention", block_size = 4, num_blocks = 8}]
-
-[[ranks.views]]
-memory = 0
-group = 0
-layer = "layers.0"
-offset = 0
-stride = 64
-
-[[ranks.views.parts]]
-name = "kv"
-dtype = "float16"
-itemsize = 2
-offset = 0
-dims = [{name = "token", size = 4, stride = 16}, {name = "dim", size = 8, stride = 2}]
-"""
-
-
-def test_toml_will_do_as_well(tmp_path: Path) -> None:
-    path = tmp_path / "rank.toml"
-    path.write_text(TOML)
-    [layout] = load_layouts(path)
-    assert layout.views[0].parts[0].dims[0].stride == 16
-    again = tmp_path / "rank.json"
-    again.write_text(dump_layouts([layout]))
-    assert load_layouts(again) == [layout]
-
-
 def broken(path: Path, *keys: Any, **change: Any) -> Path:
     """A good file with something changed below `keys`; `...` takes a field away."""
     whole = json.loads(dump_layouts(ranks("llama-3.1-8b")))
@@ -83,24 +50,28 @@ VIEW = ("ranks", 0, "views", 0)
     ("keys", "change", "message"),
     [
         ((), {"schema": "asynckv.layout/2"}, "schema is 'asynckv.layout/2', but this version reads"),
-        ((), {"rank": []}, "rank is unknown; did you mean 'ranks'?"),
-        ((), {"ranks": []}, "ranks is not a list of one or more"),
-        ((), {"ranks": [3]}, r"ranks\[0\] is not a table of fields"),
-        (("ranks", 0), {"tp_rnak": 1}, r"ranks\[0\].tp_rnak is unknown; did you mean 'tp_rank'\?"),
+        ((), {"rank": []}, "unknown field `rank`"),
+        ((), {"ranks": []}, r"Expected `array` of length >= 1 - at `\$.ranks`"),
+        ((), {"ranks": [3]}, r"Expected `object`, got `int` - at `\$.ranks\[0\]`"),
+        (("ranks", 0), {"tp_rnak": 1}, r"unknown field `tp_rnak` - at `\$.ranks\[0\]`"),
         (("ranks", 1), {"tp_rank": 7}, r"ranks\[1\]: tp_rank 7 is outside its group of tp_size 2"),
-        (("ranks", 0), {"model": "\ud800"}, "model is .* no text that can be encoded"),
+        (("ranks", 0), {"model": "\ud800"}, "JSON is malformed"),
         (("ranks", 1), {"tp_rank": 0}, "a file holds different ranks of one engine"),
         (("ranks", 1), {"tp_size": 4}, "a file holds ranks of one engine"),
-        (("ranks", 0), {"tp_rank": "x"}, r"ranks\[0\].tp_rank is 'x': Expected `int`, got `str`"),
-        (("ranks", 0), {"views": ...}, r"ranks\[0\].views is missing"),
-        (("ranks", 0), {"views": {}}, r"ranks\[0\].views is not a list"),
-        (("ranks", 0), {"groups": []}, r"ranks\[0\].groups is empty"),
-        (VIEW, {"stride": -8}, r"views\[0\].stride is -8: Expected `int` >= 1"),
+        (("ranks", 0), {"tp_rank": "x"}, r"Expected `int`, got `str` - at `\$.ranks\[0\].tp_rank`"),
+        (("ranks", 0), {"views": ...}, r"missing required field `views` - at `\$.ranks\[0\]`"),
+        (("ranks", 0), {"views": {}}, r"Expected `array`, got `object` - at `\$.ranks\[0\].views`"),
+        (("ranks", 0), {"groups": []}, r"Expected `array` of length >= 1 - at `\$.ranks\[0\].groups`"),
+        (VIEW, {"stride": -8}, r"Expected `int` >= 1 - at `\$.ranks\[0\].views\[0\].stride`"),
         (VIEW, {"memory": 99}, r"layer 'layers.0': memory 99 is not among the 4 memories"),
-        ((*VIEW, "parts", 0), {"axes": "head"}, r"parts\[0\].axes is unknown; did you mean 'axis'\?"),
+        ((*VIEW, "parts", 0), {"axes": "head"}, r"unknown field `axes` - at `\$.ranks\[0\].views\[0\].parts\[0\]`"),
         ((*VIEW, "parts", 0), {"held": [0, 9]}, r"holds \[0, 9\) of 8 along 'head'"),
-        ((*VIEW, "parts", 0, "dims", 0), {"size": 1 << 40}, r"dims\[0\].size is"),
-        (("ranks", 0, "groups", 0), {"kind": "token"}, r"groups\[0\].kind is 'token': use one of 'tokens', 'state'"),
+        ((*VIEW, "parts", 0, "dims", 0), {"size": 1 << 40}, r"dims\[0\].size`"),
+        (
+            ("ranks", 0, "groups", 0),
+            {"kind": "token"},
+            r"Invalid enum value 'token' - at `\$.ranks\[0\].groups\[0\].kind`",
+        ),
         (("ranks", 0, "groups", 0), {"num_blocks": 9999}, "but memory 0 has"),
     ],
 )
@@ -117,11 +88,10 @@ def test_what_is_wrong_is_named_with_file_and_field(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", "{", "is not JSON"),
-        ("a.json", "[]", "holds no table of fields"),
-        ("a.json", "[" * 100_000, "is not JSON"),
-        ("a.toml", "= 3", "is not TOML"),
-        ("a.toml", "\x00", "is not TOML"),
+        ("a.json", "{", "truncated"),
+        ("a.json", "[]", "Expected `object`, got `array`"),
+        ("a.json", "[" * 100_000, "Expected `object`"),
+        ("a.json", "\x00", "malformed"),
     ],
 )
 def test_what_does_not_parse_is_one_line(name: str, text: str, message: str, tmp_path: Path) -> None:

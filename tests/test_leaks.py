@@ -35,11 +35,10 @@ from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import look_here, records_of, tell
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak
-from asynckv.tools.diagnose.presence import Presence, early_ends
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from asynckv.tools.diagnose.timeline_model import ground
 from asynckv.tools.diagnose.why_report import report
-from tests.test_leaks_real import DECODE_ONLY, EXPECTED, PREFILL, PREFILL_ONLY, named
 
 RECORDED = Path(__file__).parent / "data" / "leaks.jsonl"
 DOCS = Path(__file__).parents[1] / "docs" / "leaks.md"
@@ -99,6 +98,10 @@ def pull_ended(at: float, cause: str, **fields: Any) -> Record:
     return say(at, told.PullEnded, D, **{**said, **fields})
 
 
+def alive(start: str, at: float) -> Record:
+    return say(at, told.EngineAlive, start)
+
+
 def unanswered(at: float = 60.0, cause: str = "timeout") -> Record:
     return say(at, told.ReleaseUnanswered, D, **NAMES, cause=cause, ranks=[RANK[P]], seconds=30.0, outcome="complete")
 
@@ -112,8 +115,8 @@ def lost(at: float) -> Record:
     return say(at, told.PeerChanged, D, **peer, before="ready", state="gone", cause="peer_lost", detail="forgotten")
 
 
-def gone(at: float, detail: str) -> Record:
-    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone"}
+def gone(at: float, detail: str, **who: str) -> Record:
+    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone", **who}
     return say(at, told.PeerChanged, D, **who, cause="peer_lost", detail=detail)
 
 
@@ -136,6 +139,7 @@ RUNNING = [begun(P), begun(D), *met()]
 REFUSED = [3.0, "release", "wrong_cohort", RANK[D], "lent to 'x'"]
 KEPT = {"held_transfers": 3, "failed_in": "read", "detail": "still reading"}
 DIED = [begun(P), begun(D), *met(), stopped(P)]
+RESTARTED = replace(begun(E, 60.0), rank="decode/tp0@cccccccc", engine_id="decode")
 
 SILENT = [begun(P), begun(D), *met(), *(say(10.0 + 5 * i, "of_work", D) for i in range(10))]
 """A reader that wrote a line each 5 s, and then no more."""
@@ -172,11 +176,20 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "closed reader": (C.READER_CLOSED, [*RUNNING, stopped(P), stopped(D, 20.0), expired()]),
     "closed owner": (C.PREFILL_CLOSED, [*BOTH, expired(cause="closed", revoked_by="closed")]),
     "died after claim": (C.READER_DIED, [*DIED, expired()]),
-    "died before claim": (C.READER_DIED, [*DIED, expired(False)]),
+    "died before claim": (C.READER_DIED, [*DIED, expired(False), RESTARTED]),
+    "died before claim, or was cut off": (C.NEVER_CLAIMED, [*DIED, expired(False)]),
     "never heard of": (C.NEVER_HEARD_OF, [*BOTH, expired(False)]),
     "never shook hands": (
         C.NEVER_SHOOK_HANDS,
         [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(16, "peer_unreachable")],
+    ),
+    "never shook hands there": (
+        C.NEVER_SHOOK_HANDS,
+        [
+            *BOTH,
+            expired(False),
+            pull_ended(16, "timeout", failed_in="handshake", detail=f"no handshake with {RANK[P]}"),
+        ],
     ),
     "wrong target": (C.WRONG_TARGET, [*BOTH, expired(False), pull_ended(16, "wrong_target")]),
     "stale": (C.STALE_PARAMS, [*BOTH, expired(False), pull_ended(16, "restarted")]),
@@ -199,8 +212,11 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     ),
     "away, and never spoke of it": (C.DECODE_UNRESPONSIVE, [*BOTH, expired(False), away(D, 55, 50)]),
     "away before": (C.NEVER_HEARD_OF, [*BOTH, expired(False), away(D, 10.2, 50)]),
-    "fell silent, with nothing to say": (C.NEVER_HEARD_OF, [*SILENT, expired(False, at=80.0), say(200, "of_later")]),
-    "fell silent, as it often is": (C.NEVER_HEARD_OF, [*SILENT, expired(False, at=80.0), say(88, "of_later")]),
+    "fell silent": (C.NEVER_CLAIMED, [*SILENT, expired(False, at=80.0), say(200, "of_later")]),
+    "silent, with nothing to say": (
+        C.NEVER_HEARD_OF,
+        [*SILENT, alive(D, 70.0), alive(D, 85.0), expired(False, at=80.0), say(88, "of_later")],
+    ),
     "one rank away": (
         C.DECODE_LOOP_AWAY,
         [
@@ -216,10 +232,6 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "one rank": (
         C.RANK_NEVER_SPOKE,
         [*BOTH, begun(E), stopped(E), expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})],
-    ),
-    "bug": (
-        C.INTERNAL_ERROR,
-        [*RUNNING, expired(), say(20, told.InternalError, D, error="X()"), say(90, "of_later", D)],
     ),
     "stuck, returned": (
         C.STUCK_TRANSFER,
@@ -426,8 +438,10 @@ CLAIM = {RANK[D]: {"pull_id": PULL, "heard_s": 9.0, "claimed_s": 0.1}}
 OLD_CLAIM = {RANK[D]: {"pull_id": PULL, "heard_s": 2.0, "claimed_s": 0.1}}
 FORGOTTEN = pull_ended(39, "timeout", failed_in="announced", seconds=30.0)
 PROMISE = say(12, told.PullEnded, D, **NAMES, cause="read_failed", history=[[1.0, f"{RANK[P]} granted 2 s"]])
-BUG = say(20, told.InternalError, error="X()")
 CLOSED = [*RUNNING, stopped(P), stopped(D, 41.0)]
+SECOND = "dddddddd" + "4" * 24
+RANK[SECOND] = "prefill/tp1@dddddddd"
+SECOND_GONE = gone(45, "it was silent for 4.0 s", peer=RANK[SECOND], peer_incarnation=SECOND)
 CELLS: list[list[Record]] = [
     *([*BOTH, expired(claimed), FORGOTTEN] for claimed in (True, False)),
     retrying([*BOTH, expired(), FORGOTTEN]),
@@ -439,13 +453,15 @@ CELLS: list[list[Record]] = [
     retrying(CASES["renewed for as long as may be"][1]),
     [*BOTH, pull_ended(15, "timeout", **KEPT), away(P, 16, 5)],
     *([*BOTH, expired(refused=[[3.0, "claim", x, RANK[D], ""]])] for x in ("wrong_request", "restarted")),
-    [*RUNNING, BUG, expired(False), say(42, "of_later")],
     [*CLOSED, expired(False), pull_ended(39, "cancelled", seconds=28), unanswered(41, "engine_closed")],
     *(of_decode([*BOTH, refused(x)]) for x in ("parked_too_long", "wrong_request", "restarted", "wrong_cohort")),
     of_decode([*BOTH, refused("expired", "lent for longer than max_lease_s 30.0")]),
     of_decode(CASES["release lost"][1]),
     *(of_decode([*BOTH, pull_ended(15, x), unanswered()]) for x in ("peer_unreachable", "wrong_target")),
     of_decode([*CASES["keys, in the detail alone"][1], unanswered()]),
+    of_decode([*BOTH, pull_ended(15, "peer_lost", **KEPT)]),
+    [*BOTH, expired(), pull_ended(45, "peer_lost")],
+    [*BOTH, begun(SECOND), expired(), pull_ended(45, "peer_lost", peer_ranks=[RANK[P], RANK[SECOND]]), SECOND_GONE],
     [*RUNNING, PROMISE, unanswered(), gone(20, "it was silent for 4.0 s"), say(90, "of_later", D)],
 ]
 """What, with `CASES`, puts a request into each cell of the table."""
@@ -473,7 +489,7 @@ def lent(at: float, start: str = P, **fields: Any) -> Record:
 
 def test_who_lives_is_not_told_to_have_died() -> None:
     """Logs of a service that runs: their ends say nothing, whatever else has ended meanwhile."""
-    quiet = [begun(P), begun(D), *met(), begun(F), stopped(F, 50.5)]
+    quiet = [begun(P), begun(D), *met(), alive(D, 45.0), begun(F), stopped(F, 50.5)]
     assert not found([*quiet, lent(50.0)])
     # Nobody would have told this one of the other's end.
     [leak] = found([*quiet, expired(False, at=49.0), say(56.0, "of_later")])
@@ -482,7 +498,7 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     [leak] = found([*quiet, expired(False, at=49.0)])
     assert leak.cause is C.NEVER_CLAIMED
     # Two services have one name, and run side by side.
-    assert not found([begun(P), begun(P2, 5.0), lent(6.0, P2, sequence=1), lent(100.0)])
+    assert not found([begun(P), begun(P2, 5.0), lent(76.0, P2, sequence=1), alive(P2, 90.0), lent(100.0)])
     # Its level leaves goodbyes out, and those who heard it do not.
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
@@ -508,7 +524,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     assert leak.cause is C.READER_SILENT
     [leak] = found([*RUNNING, expired(), say(75, "of_later")])
     assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.CLAIMED)
-    [leak] = found([*RUNNING, expired(False), say(42, "of_later")])
+    [leak] = found([*RUNNING, alive(D, 40.0), expired(False), say(42, "of_later")])
     assert leak.cause is C.NEVER_CLAIMED
     # Its release may still be answered, or given up.
     [leak] = found([*RUNNING, expired(), pull_ended(15, "complete"), say(42, "of_later", D)])
@@ -518,7 +534,8 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
 def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     ended = [stopped(P, 2000.0)]
     [leak] = found([*RUNNING, *ended, expired(False, at=45.0)])
-    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.UNCLAIMED)
+    assert leak.cause is C.NEVER_CLAIMED
+    assert f"or arrived at {RANK[D]}, which died or was cut off meanwhile" in leak.sentence
     [leak] = found([*RUNNING, *ended, expired(False, at=800.0)])
     assert leak.cause is C.NEVER_HEARD_OF
     assert f"{RANK[D]} had died before it was lent" in leak.sentence
@@ -611,6 +628,8 @@ def test_logs_that_end_at_different_moments_make_nothing_late_that_was_read() ->
     read = [pull_ended(25, "complete", seconds=2.0), say(26, "of_later", D)]
     assert not found([*RUNNING, warned, *read])
     assert not found([*RUNNING, lent(10), say(41, "of_later"), *read])
+    # Had nobody claimed it, its end would be told of: a grant is a line that may be left out.
+    assert not found([*RUNNING, lent(10), say(55, "of_later"), say(55, "of_later", D)])
     # The decode side's file ends first: that its only rank is not done is not known.
     leaks = found([*RUNNING, warned, say(30, "of_later")])
     assert [(x.cause, x.state) for x in leaks] == [(C.NEVER_CLAIMED, "held")]
@@ -695,7 +714,13 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
     "of an earlier start": (C.STALE_PARAMS, [*RUNNING, stopped(P), pull_ended(15, "engine_closed")]),
     "at a wrong address": (C.WRONG_TARGET, [*BOTH, pull_ended(15, "wrong_target")]),
     "refused here": (C.REFUSED_LOCALLY, [*BOTH, pull_ended(15, "queue_full", detail="1,000 wait")]),
-    "not known": (C.NOT_KNOWN, [*BOTH, pull_ended(15, "consumed")]),
+    "sent to two readers": (C.RELEASE_REFUSED, [*BOTH, pull_ended(15, "consumed")]),
+    "said goodbye": (C.PREFILL_CLOSED, [*BOTH, pull_ended(15, "peer_lost"), gone(15, f"{RANK[P]} said goodbye")]),
+    "not known": (C.NOT_KNOWN, of_decode([*BOTH, pull_ended(15, "peer_lost"), gone(15, "it was silent for 4.0 s")])),
+    "queued behind it": (
+        C.NOT_KNOWN,
+        of_decode([*BOTH, pull_ended(15, "timeout", failed_in="queue"), gone(17, "it was silent for 4.0 s")]),
+    ),
 }
 
 
@@ -739,11 +764,7 @@ def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -
         records = [*RUNNING, failed, refused, say(end, "of_later", P), later]
         leaks = found(records)
         assert [(x.cause, x.state, x.missing) for x in leaks] == [(C.OTHER_REQUEST_ID, "unknown", (RANK[P],))] * is_late
-        service = join(records)
-        early = early_ends(service, make_axis(service).when)
-        assert [x.rank for x in early] == [RANK[P]]
-        assert early[0].before_s == pytest.approx(90 - end, abs=0.2)
-        assert f"the log of {RANK[P]} ends early" in [x["what"] for x in plain(records)["limits"]]
+        assert f"{RANK[P]} died or was cut off: its log ends at " in plain(records)["findings"][0]["what"]
     assert not found([*BOTH, failed, refused])
     [leak] = found([*RUNNING, pull_ended(15, "complete"), unanswered(46, "timeout"), later, say(40, "of_later", P)])
     assert (leak.cause, leak.state) == (C.RELEASE_UNANSWERED, "unknown")
@@ -791,19 +812,15 @@ def test_a_death_that_is_only_inferred_is_told_with_its_reserve() -> None:
     assert ", and died (its log ends at " in leak.sentence
 
 
-def test_another_request_id_is_named_or_told_as_unknown() -> None:
-    def alone(detail: str) -> Leak:
-        refused = [[0.001, "claim", "wrong_request", RANK[D], detail]]
-        [leak] = found([begun(P), expired(False, refused=refused), stopped(P)])
-        assert (leak.cause, leak.reader, leak.owed) == (C.OTHER_REQUEST_ID, RANK[D], ("*",))
-        return leak
-
-    known = alone("the key belongs to another prefill request id, not to 'cmpl-\\n'")
-    assert known.sentence == f"{RANK[D]} spoke of it as 'cmpl-\\n', so that its claim was refused"
-    assert known.other_request_id == "cmpl-\n"
-    for detail in ("the key belongs to another prefill request id", "not to 'cut of", "not to 'a' 'b", "not to '\\'"):
-        old = alone(detail)
-        assert (old.other_request_id, "another id than it was lent under, so" in old.sentence) == ("", True)
+def test_another_request_id_that_only_the_prefill_side_tells_of_is_quoted() -> None:
+    detail = "the key belongs to another prefill request id, not to 'cmpl-\\n'"
+    refused = [[0.001, "claim", "wrong_request", RANK[D], detail]]
+    [leak] = found([begun(P), expired(False, refused=refused), stopped(P)])
+    assert (leak.cause, leak.reader, leak.owed, leak.other_request_id) == (C.OTHER_REQUEST_ID, RANK[D], ("*",), "")
+    assert leak.sentence == (
+        f"{RANK[D]} spoke of it as another id than it was lent under (claim wrong_request, {detail}), so that its "
+        f"claim was refused"
+    )
 
 
 def test_what_was_read_after_a_log_had_ended_is_not_held() -> None:
@@ -834,6 +851,57 @@ def test_two_at_once_are_both_named() -> None:
     assert {x.request_id: x.cell[0] for x in leaks} == {"a": Owner.CLAIMED, "b": Owner.UNCLAIMED}
 
 
+PREFILL = ("prefill", "other", "guarded", "short", "closing")
+
+EXPECTED = {
+    "before": C.NEVER_CLAIMED,  # of several decode engines one had died, and no log tells for which it was
+    "reading": C.READER_DIED,
+    "announced": C.ANNOUNCED_AND_FORGOTTEN,
+    "renamed": C.OTHER_REQUEST_ID,
+    "unmet": C.NEVER_SHOOK_HANDS,
+    "keys": C.KEYS_REFUSED,
+    "away": C.DECODE_LOOP_AWAY,
+    "killed": C.PREFILL_DIED,
+    "retry": C.NO_ATTEMPT_FOLLOWED,
+    "lost": C.NEVER_HEARD_OF,
+    "late": C.LEASE_TOO_SHORT,
+    "elsewhere": C.WRONG_TARGET,
+    "stale": C.STALE_PARAMS,
+    "longest": C.MAX_LEASE,
+    "early": C.RELEASE_TOO_EARLY,
+    "closed": C.PREFILL_CLOSED,
+}
+PREFILL_ONLY = {
+    "before": C.NEVER_CLAIMED,
+    "reading": C.READER_SILENT,
+    "renamed": C.OTHER_REQUEST_ID,
+    "unmet": C.NEVER_CLAIMED,
+    "keys": C.NEVER_CLAIMED,
+    "away": C.READER_SILENT,
+    "retry": C.NO_ATTEMPT_FOLLOWED,
+    "lost": C.NEVER_CLAIMED,
+    "late": C.NEVER_CLAIMED,
+    "elsewhere": C.NEVER_CLAIMED,
+    "stale": C.NEVER_CLAIMED,
+    "longest": C.MAX_LEASE,
+    "early": C.RELEASE_TOO_EARLY,
+    "closed": C.PREFILL_CLOSED,
+}
+DECODE_ONLY = {
+    "announced": C.ANNOUNCED_AND_FORGOTTEN,
+    "another": C.OTHER_REQUEST_ID,
+    "unmet": C.NEVER_SHOOK_HANDS,
+    "keys": C.KEYS_REFUSED,
+    "elsewhere": C.WRONG_TARGET,
+}
+
+
+def named(leaks: list[Leak]) -> dict[str, str]:
+    # A pull that is given no time at all may fail while its read is under way, and have its blocks a moment later.
+    assert {x.request_id for x in leaks if x.side == "decode"} <= {"retry"}
+    return {x.request_id: x.cause.value for x in leaks if x.side == "prefill"}
+
+
 def test_recorded_logs_of_real_processes() -> None:
     logs = read_logs([RECORDED])
     assert not logs.skipped
@@ -855,7 +923,7 @@ def test_the_command(tmp_path: Path) -> None:
     told = run.invoke(app, ["why", str(RECORDED)])
     assert told.exit_code == 1
     assert told.stdout.splitlines()[0].endswith(" things are wrong.")
-    assert "whoever had them died" in told.stdout
+    assert "its params never arrived, or arrived at" in told.stdout
     assert "what to do" in told.stdout
     told = run.invoke(app, ["why", "D-late", str(RECORDED), "--json", str(tmp_path / "x.json")])
     assert told.exit_code == 1
@@ -982,7 +1050,7 @@ def test_blocks_that_may_still_be_written_are_counted() -> None:
 
 
 def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> None:
-    text = shown([*RUNNING, pull_ended(15, "complete"), unanswered(46), stopped(D, 300.0)])
+    text = shown([begun(D), *met()[::2], pull_ended(15, "complete"), unanswered(46), stopped(D, 300.0)])
     assert f"held: blocks of {RANK[P]}" in text
     text = shown([*BOTH, expired(False, blocks=1)])
     assert f"held: 1 block of {RANK[P]} for 30.0 s since 01:46:50.000; expired" in text
@@ -1032,8 +1100,9 @@ def test_who_answers_lives_and_who_does_not_is_told(tmp_path: Path) -> None:
 
 def answering(start: str, counters: dict[str, int], *requests: RequestStatus) -> Answer:
     facts = Facts(uptime_s=100.0, counters=counters)
-    account = Account(rank=RANK[start], incarnation=start, requests=requests, facts=facts)
-    return Answer(address=f"/run/{start}.sock", engine_id=RANK[start].partition("/")[0], account=account)
+    engine_id = RANK[start].partition("/")[0]
+    account = Account(engine_id=engine_id, rank=RANK[start], incarnation=start, requests=requests, facts=facts)
+    return Answer(address=f"/run/{start}.sock", account=account)
 
 
 def test_engines_that_answer_are_alive_and_prefill_engines_are_no_readers() -> None:
@@ -1067,7 +1136,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert "it was not claimed: decode/tp0@01234567 may have been given it, but it does not answer" in leak.sentence
     # Another one was away: either.
     asked = [say(7, told.PullEnded, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")]
-    leak = judged([*RUNNING, late, *asked, away(OTHER, 60, 55), now], RANK[D])
+    leak = judged([*RUNNING, late, *asked, away(OTHER, 60, 55), alive(OTHER, 480), now], RANK[D])
     assert f"; or {RANK[OTHER]}, but its event loop was away for 55 s then" in leak.sentence
     # One that went on for longer than it was lent was there.
     assert judged([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE
@@ -1113,7 +1182,7 @@ def test_a_reader_that_was_asked_and_is_gone_has_died_though_no_log_of_it_is_the
     assert leak.cause is C.READER_DIED
     assert "and died (its process has ended (there is no log of it)" in leak.sentence
     leak = judged(Trouble.AWAY)
-    assert leak.last_decode == f"nothing of this request; {RANK[D]}: it does not answer (there is no log of it)"
+    assert "it does not answer (there is no log of it)" in leak.sentence, leak.sentence
 
 
 def test_a_pid_that_is_not_there_any_more_is_a_death_if_the_logs_are_of_this_host(tmp_path: Path) -> None:

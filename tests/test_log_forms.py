@@ -68,7 +68,18 @@ def test_kubernetes_cuts_long_lines(tmp_path: Path) -> None:
     both = [x for pair in zip(first, second, strict=True) for x in pair]
     logs = read_logs([write(tmp_path / "0.log", *both, *cri("GET /health"), *cri(json.dumps(row(request_id="c"))))])
     assert sorted(ids(logs)) == ["a", "b", "c"]
-    assert (len(logs.records[0].fields["history"]), logs.skipped, logs.num_others) == (600, [], 1)
+    assert (len(logs.records[0].fields["history"]), logs.skipped, logs.total.num_others) == (600, [], 1)
+
+
+def test_a_piece_that_a_rotation_left_behind_is_a_damaged_line(tmp_path: Path) -> None:
+    first, *rest = cri(json.dumps(LONG))
+    old = write(tmp_path / "0.log.1", json.dumps(row(request_id="b")), first)
+    new = write(tmp_path / "0.log", *rest, json.dumps(row(request_id="c")))
+    logs = read_logs([old, new])
+    assert sorted(ids(logs)) == ["b", "c"]
+    [skipped] = logs.skipped
+    assert (skipped.lines, skipped.where) == (1, f"{old}:2")
+    assert skipped.reason.startswith("cut short: its last piece is missing")
 
 
 def test_a_piece_of_a_line_need_not_name_a_process(tmp_path: Path) -> None:
@@ -187,28 +198,6 @@ def test_the_request_that_is_asked_about_is_in_every_sample(
     assert {x.event for x in request.records()} == {"lease_lent", "lease_granted", "pull_ended", "lease_ended"}
 
 
-def test_lines_before_the_time_that_is_asked_about_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asynckv.tools.diagnose.records.MARGIN_S", 10.0)
-    written = service()
-    for i, name in ((600, "held"), (601, "over")):
-        written.line("lease_lent", 12.0, P, request_id=name, sequence=i, blocks=1, lease_s=30.0)
-    written.line("lease_ended", 20.0, P, "warning", request_id="over", sequence=601, cause="expired", seconds=8.0)
-    (tmp_path / "a.log").write_text(lines_of(written))
-    logs = read_logs([tmp_path / "a.log"], since=lambda last: last - 5.0)
-    everything = read_logs([tmp_path / "a.log"])
-    old = everything.records[-1].at - 15.0
-    assert [x.where for x in everything.records if x.at >= old] == [x.where for x in logs.records if x.at >= old]
-    # Processes, and what is still held, however long ago it was lent.
-    early = {"engine_started", "peer_changed", "reader_met", "lease_lent"}
-    assert {x.event for x in logs.records if x.at < old} == early
-    requests = {x.name: x for x in join(logs).requests}
-    assert "held" in requests
-    assert "over" not in requests
-    assert 12 <= len(requests) <= 22
-
-
 def test_requests_that_went_well_are_counted_and_a_sample_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +210,7 @@ def test_requests_that_went_well_are_counted_and_a_sample_is_read(
     monkeypatch.setattr(well, "MAX_WELL", 100)
     logs = read_logs([tmp_path / "a.log"])
     assert (len(whole.records), whole.num_well) == (len(written.lines), 0)
-    assert whole.num_repeated == logs.num_repeated == len(written.lines)
+    assert whole.total.num_repeated == logs.total.num_repeated == len(written.lines)
     assert len(logs.records) + sum(lines for _, lines in logs.counted) == len(whole.records)
     requests = {x.name: x for x in join(logs).requests}
     assert len(requests) + logs.num_well == 601

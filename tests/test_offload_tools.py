@@ -30,7 +30,7 @@ async def asked(rank: Rank) -> Answer:
     rank.engine._driver.on_question("me", StatusRequest(1, most=10), said.append)
     await until(lambda: said)
     account = decode_account(said[0].account)
-    return Answer(address="/run/w.sock", engine_id="worker", gauges=said[0].gauges, account=account)
+    return Answer(address="/run/w.sock", gauges=said[0].gauges, account=account)
 
 
 def leaks(log: Path, *argv: str) -> tuple[int, str, dict[str, Any]]:

@@ -137,7 +137,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
     meant = {name for name in tracked() if name.startswith("asynckv/")}
     meta = {f"{home}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")}
     assert set(files) == meant | meta
-    data = {"py.typed", *(f"tools/{x}" for x in ("diagnose/why.html", "diagnose/causes.toml", "doctor/findings.toml"))}
+    data = {
+        "py.typed",
+        *(
+            f"tools/{x}"
+            for x in ("diagnose/why.html", "diagnose/causes.toml", "doctor/findings.toml", "plan/models.toml")
+        ),
+    }
     assert {f"asynckv/{name}" for name in data} <= set(files)
     assert built.wheel.stat().st_size < WHEEL_BYTES
     assert {name: size for name, size in files.items() if size > FILE_BYTES} == {}

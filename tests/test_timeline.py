@@ -15,15 +15,14 @@ import pytest
 from rich.console import Console
 
 from asynckv.tools import cli
-from asynckv.tools.diagnose import why_cli, why_text
-from asynckv.tools.diagnose.axis import Axis, make_axis, shown_offset, shown_seconds
-from asynckv.tools.diagnose.clocks import Offset
+from asynckv.tools.diagnose import why_page, why_text
+from asynckv.tools.diagnose.axis import Axis, Offset, make_axis, shown_offset, shown_seconds
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.records import Logs, read_logs
-from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Story, ground, stories
+from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Story, ground, stories
 from asynckv.tools.diagnose.why_page import make
 from asynckv.tools.diagnose.why_report import report
 from tests.timeline_logs import AHEAD, BEGIN, DECODE, PREFILL, D, P, Written, service
@@ -54,13 +53,12 @@ def bars(story: Story, rank: str, what: str = "") -> list[tuple[str, float, floa
 def test_the_decode_hosts_clock_is_found(axis: Axis) -> None:
     for start in DECODE:
         process = axis.service.processes[start]
-        offset = axis.offset(process, BEGIN + AHEAD + 1)
+        offset = axis.offset(process)
         assert abs(offset.seconds - AHEAD) <= offset.within_s < 0.01
-    assert axis.clocks.clock[DECODE[0]] == axis.clocks.clock[DECODE[1]], "one host, one clock"
     assert [x.rank for x in axis.references] == [P]
     assert axis.notes() == []
-    assert "+5000" in axis.compared(axis.service.processes[DECODE[0]], BEGIN + AHEAD + 1)
-    assert axis.compared(axis.service.processes[PREFILL], BEGIN) == "by its own clock, which is the axis's"
+    assert "+5000" in axis.compared(axis.service.processes[DECODE[0]])
+    assert axis.compared(axis.service.processes[PREFILL]) == "by its own clock, which is the axis's"
 
 
 @pytest.mark.parametrize(
@@ -94,18 +92,15 @@ def test_a_duration_has_three_digits() -> None:
 
 def test_a_request_that_went_well(axis: Axis) -> None:
     story = named(axis, "chat-2")
-    assert (story.outcome, story.level, story.others) == ("complete", "info", ("gen-2",))
+    assert (story.level, story.others) == ("info", ("gen-2",))
     assert story.seconds == pytest.approx(0.009, abs=1e-5)
-    assert story.took == "lease"
     assert story.ended == "lease released, pull complete"
     assert [x.process.rank for x in story.lanes] == [P, D[0]]
     assert bars(story, P) == [("lent", 0.0, 0.003), ("granted", 0.0, 0.006)]
     names = [(phase, seconds) for phase, _, seconds in bars(story, D[0])]
-    assert names[:-1] == [("queue", 0.001), ("plan", 0.001), ("read", 0.004), ("confirm", 0.001)]
-    assert names[-1][0] == "release"
+    assert names == [("queue", 0.001), ("plan", 0.001), ("read", 0.004), ("confirm", 0.001)]
     read = next(b for b in story.lanes[1].bars if b.phase == "read")
-    assert read.parts == {"post": 0.0005, "detect": 0.0001}
-    assert read.derived
+    assert read.inside == {"post": 0.0005, "detect": 0.0001}
     # Truly it began a millisecond after it was lent.
     lane = story.lanes[1]
     assert abs(lane.bars[0].start - story.start - 0.001) <= lane.within_s
@@ -113,7 +108,7 @@ def test_a_request_that_went_well(axis: Axis) -> None:
 
 def test_what_failed_has_its_attempts_its_pause_and_its_blocks(axis: Axis) -> None:
     story = named(axis, "chat-8")
-    assert (story.outcome, story.level) == ("complete", "warning")
+    assert (story.pull, story.level) == ("complete", "warning")
     assert [x.what for x in story.lanes if x.side == "decode"] == ["attempt 1", "attempt 2"]
     assert bars(story, D[1], "attempt 1") == [
         ("announced", 0.05, 0.05),
@@ -128,9 +123,6 @@ def test_what_failed_has_its_attempts_its_pause_and_its_blocks(axis: Axis) -> No
     assert any("read_failed" in x for x in texts)
     assert any(x.startswith("attempt 2 follows") for x in texts)
     assert "its blocks came back" in texts
-    # Two pulls had a promise: each has a lane, from its grant to its release.
-    grants = [x for x in story.lanes if x.what.startswith("grant to")]
-    assert [round(x.bars[0].seconds, 3) for x in grants] == [0.29, 0.1]
     assert [x.at for x in story.marks] == sorted(x.at for x in story.marks)
 
 
@@ -139,13 +131,13 @@ def test_what_has_not_ended_is_open(axis: Axis) -> None:
     (lane,) = story.lanes
     assert [(b.phase, b.is_open) for b in lane.bars] == [("announced", True)]
     assert lane.bars[0].seconds == pytest.approx(30.0, abs=0.1)
-    assert story.outcome == "announced"
+    assert story.pull == "announced"
 
 
 def test_a_lease_that_nobody_claimed(axis: Axis) -> None:
     story = named(axis, "chat-20")
     assert bars(story, P) == [("lent", 0.0, 30.0)]
-    assert (story.outcome, story.level) == ("expired", "warning")
+    assert (story.lease, story.level) == ("expired", "warning")
     assert [x.text for x in story.marks] == [
         "lent, 7 blocks",
         "held for long: not claimed by anybody",
@@ -162,31 +154,19 @@ def test_the_ground_has_starts_ends_and_when_the_loop_was_away(axis: Axis) -> No
     assert any(x.text == "engine stopped" for x in by_rank[D[0]].marks)
 
 
-def test_a_reader_whose_log_ends_has_a_lane_of_what_the_prefill_side_knows(tmp_path: Path) -> None:
-    """Killed, its last lines never written: before the claim, in the middle, or its log is not there."""
-    for last, says in (
-        (4.0, "log ended 1.00 s before this, at "),
-        (5.5, "log ends, without a goodbye"),
-        (9.0, "goes on"),
-    ):
-        written = Written()
-        written.begin()
-        steps = [[0.0, "lent"], [1.0, f"granted to {D[1]}, pull {'c' * 16}-9"], [2.0, "expired"]]
-        why: dict[str, Any] = {"cause": "expired", "owed": [D[1]], "readers": {}, "history": steps}
-        written.line("lease_ended", 6.0, P, "warning", request_id="chat-9", sequence=9, seconds=2.0, blocks=1, **why)
-        written.line("peer_changed", last, D[1], peer=P, before="loading", state="ready")
-        axis = axis_of(written, tmp_path)
-        (story,) = stories(axis)
-        (lane,) = (x for x in story.lanes if x.side == "decode")
-        assert bars(story, D[1]) == [("unlogged", 1.0, 1.0)]
-        assert lane.process.rank == D[1]
-        assert story.pull_ids == (f"{'c' * 16}-9",)
-        assert [x.text for x in story.marks if x.process is lane.process if says in x.text], last
-        assert (story.lease, story.pull, story.took) == ("expired", "", "lease")
-        check_outputs(axis, [story])
-    written.lines = [(at, text) for at, text in written.lines if f'"rank": "{D[1]}' not in text]
-    (story,) = stories(axis_of(written, tmp_path))
-    assert f"no log of {D[1]} is given" in [x.text for x in story.marks]
+def test_a_reader_whose_log_is_not_there_is_named_by_what_the_prefill_side_knows(tmp_path: Path) -> None:
+    written = Written()
+    written.begin()
+    steps = [[0.0, "lent"], [1.0, f"granted to {D[1]}, pull {'c' * 16}-9"], [2.0, "expired"]]
+    why: dict[str, Any] = {"cause": "expired", "owed": [D[1]], "readers": {}, "history": steps}
+    written.line("lease_ended", 6.0, P, "warning", request_id="chat-9", sequence=9, seconds=2.0, blocks=1, **why)
+    axis = axis_of(written, tmp_path)
+    (story,) = stories(axis)
+    assert bars(story, P) == [("lent", 0.0, 1.0), ("granted", 1.0, 1.0)]
+    assert f"granted to {D[1]}, pull {'c' * 16}-9" in [x.text for x in story.marks]
+    assert story.pull_ids == (f"{'c' * 16}-9",)
+    assert (story.lease, story.pull) == ("expired", "")
+    check_outputs(axis, [story])
 
 
 def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(tmp_path: Path) -> None:
@@ -200,40 +180,39 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     written.line("engine_stopped", 34.0, D[0])
     written.line("engine_stopped", 34.0, D[1])
     axis = axis_of(written, tmp_path)
-    prefill, *readers = grounds = ground(axis)
+    prefill, *readers = ground(axis)
     assert [x.gone for x in readers] == [None, None], "an end in order is no death"
     gone = prefill.gone
     assert gone is not None
-    assert (gone.how, gone.is_death, gone.at) == ("died", True, prefill.end)
+    assert (gone.kind, gone.gone, gone.is_proved) == ("died", "died", True)
     # Its last line was written at 2.012, and who lost it first did at 3.0, by a clock that is as sure as this.
-    assert gone.by - gone.at == pytest.approx(0.988, abs=2 * readers[0].within_s)
-    assert gone.by >= BEGIN + 3.0
-    assert [(x.process.rank, round(x.at - BEGIN)) for x in gone.noticed] == [(D[0], 3), (D[1], 17)]
+    assert gone.before - prefill.end == pytest.approx(0.988, abs=2 * readers[0].within_s)
     check_outputs(axis, stories(axis))
     found = seen_of(axis)
     (finding,) = find(found).wrong
     assert finding.what.startswith(f"{P} died: its log ends at ")
-    assert finding.evidence == f"{D[0]} lost it: \x1b[31mthe remote process is gone"
+    assert f"{D[0]} lost it: \x1b[31mthe remote process is gone" in finding.what
     said = io.StringIO()
     why_text.show_findings(report(find(found), found), Console(file=said, width=80))
     assert "\x1b" not in said.getvalue()
     assert "lost it: \\x1b[31mthe remote process is gone" in said.getvalue()
-    page = make(axis, stories(axis), grounds, ["x.log"], find(found))
+    page = make(found, find(found), ["x.log"], stories(axis))
     assert f"{P} died: " in page
-    assert [x[8] and (x[8][2], len(x[8][4])) for x in page_data(page)["processes"]] == [(1, 2), None, None]
+    drawn = [x.get("gone") for x in page_data(page)["processes"]]
+    assert [x and x["how"] for x in drawn] == ["died", None, None]
 
 
 def test_a_log_that_only_ends_early_is_no_death(tmp_path: Path) -> None:
     written = Written()
     written.begin()
     written.complete(1, 2.0, D[1])
-    written.complete(2, 60.0)
+    written.complete(2, 25.0)
     axis = axis_of(written, tmp_path)
     gone = {x.process.rank: x.gone for x in ground(axis)}
     assert gone[P] is gone[D[0]] is None, "all logs end at some time"
     early = gone[D[1]]
     assert early is not None
-    assert (early.how, early.is_death) == ("silent", False)
+    assert early.kind == "silent"
     # By the axis's clock: its own is five seconds ahead.
     assert early.text.startswith(f"its log ends at {moment(BEGIN + 2.011)[:-1]}"), early.text
     assert "it may live and have nothing to say" in early.text
@@ -316,7 +295,7 @@ def seen_of(axis: Axis) -> Seen:
 def check_outputs(axis: Axis, found: list[Story]) -> None:
     seen = seen_of(axis)
     findings = find(seen)
-    page = make(axis, found, seen.grounds, ["x.log"], findings)
+    page = make(seen, findings, ["x.log"], found)
     data = page_data(page)
     assert len(data["requests"]) == len(found)
     checked = Checked()
@@ -369,12 +348,6 @@ def test_no_id_is_cut_on_a_narrow_screen(width: int, tmp_path: Path) -> None:
     assert f"{long}20" in out.getvalue()
 
 
-def test_where_a_rank_did_nothing_its_absence_is_seen() -> None:
-    bars_, away = [Bar("queue", 0.0, 2.0)], [Bar("", 3.0, 5.0)]
-    assert why_text.bar_line(bars_, 0.0, 8.0, 8, away).plain == "qq ~~   "
-    assert why_text.bar_line(bars_, 4.0, 8.0, 4, [Bar("", -1e9, 1e9)]).plain.count("~") == 3
-
-
 def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
     why_text.show_story(axis, named(axis, "chat-8"), ground(axis), console)
@@ -383,9 +356,9 @@ def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
     assert "\x1b[31mremote" not in out
 
 
-def test_every_phase_has_a_colour_and_a_letter() -> None:
-    assert set(PHASES) == set(COLORS) == set(why_text.LETTERS)
-    assert len(set(why_text.LETTERS.values())) == len(PHASES)
+def test_every_phase_has_a_letter_and_a_colour_of_its_own() -> None:
+    for kind in ("letter", "light", "dark"):
+        assert len({getattr(x, kind) for x in PHASES.values()}) == len(PHASES)
 
 
 def test_a_hostile_name_stays_text(tmp_path: Path) -> None:
@@ -395,7 +368,7 @@ def test_a_hostile_name_stays_text(tmp_path: Path) -> None:
     axis = axis_of(written, tmp_path)
     found = stories(axis)
     check_outputs(axis, found)
-    page = make(axis, found, ground(axis), ["<i>.log"], Findings())
+    page = make(seen_of(axis), Findings(), ["<i>.log"], found)
     assert "<script>alert" not in page
     assert "<i>" not in page
     console = Console(file=io.StringIO(), width=100)
@@ -564,9 +537,9 @@ def test_what_else_was_read_and_what_is_missing_is_told(
 def test_of_too_many_those_that_went_wrong_are_kept(
     log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(why_cli, "MOST_SHOWN", 4)
+    monkeypatch.setattr(why_page, "MOST_SHOWN", 4)
     page = tmp_path / "x.html"
     run([log, "--html", str(page)], monkeypatch, capsys)
     text = page.read_text()
     assert "7 more that went well and were shorter are left out" in text
-    assert {x[0] for x in page_data(text)["requests"]} >= {"chat-8", "chat-20", "chat-21"}
+    assert {x["request_id"] for x in page_data(text)["requests"]} >= {"chat-8", "chat-20", "chat-21"}

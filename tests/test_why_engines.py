@@ -15,6 +15,7 @@ from rich.console import Console
 from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.tools import cli
+from asynckv.tools.diagnose import why_cli
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.findings import Seen, find
@@ -68,7 +69,7 @@ def pull(owner: str = PREFILL, said: str = "granted", **changed: Any) -> Request
 def answer(rank: str, *requests: RequestStatus, **changed: Any) -> Answer:
     counts = tuple(PhaseCount(kind=x.kind, phase=x.state, number=1, oldest_s=x.age_s) for x in requests)
     account = Account(engine_id=rank.partition("/")[0], rank=rank, requests=requests, counts=counts)
-    values: dict[str, Any] = {"address": f"tcp://{rank}:1", "engine_id": account.engine_id, "account": account}
+    values: dict[str, Any] = {"address": f"tcp://{rank}:1", "account": account}
     return Answer(**values | changed)
 
 
@@ -110,7 +111,7 @@ def whole() -> list[Answer]:
         budgets={"blocks_held": (2, 32), "bytes_in_flight": (4096, 1 << 28), "pulls_reading": (1, 1)},
         closed_as="draining",
     )
-    reads = Answer(address="tcp://d:1", engine_id="decode", account=more, gauges={"blocks_quarantined": 4})
+    reads = Answer(address="tcp://d:1", account=more, gauges={"blocks_quarantined": 4})
     return [
         answer(PREFILL, lease()),
         reads,
@@ -124,7 +125,8 @@ def test_one_screen_answers_who_holds_what() -> None:
         "prefill/tp0@aaaaaaaa",
         "draining for 3700 s, pid 7 on h",
         "takes nothing new: draining",
-        "blocks held 2 of 32, blocks quarantined 4, pulls reading 1 of 1",
+        "blocks held 2 of 32, ",
+        "pulls reading 1 of 1, blocks quarantined 4, ",
         "pull reading 1 (oldest 3.00 s), pull quarantined 2 (oldest 99.0 s)",
         "p2/tp0@dd gone, never heard, 3 requests: refused the handshake",
         "p1 on prefill/tp0@aaaaaaaa: lent for 4.00 s, 26.0 s left, 2 blocks",
@@ -215,6 +217,22 @@ def test_bad_input_is_one_line(
     assert says in err
 
 
+@pytest.mark.parametrize(
+    ("given", "request_"),
+    [
+        (["tcp://127.0.0.1:5555", "logs"], None),
+        (["127.0.0.1:5555", "logs"], None),
+        (["[::1]:5555", "logs"], None),
+        (["prefill.invalid:42", "logs"], "prefill.invalid:42"),
+        (["prefill.invalid:42"], None),
+        (["prefill#42", "logs"], "prefill#42"),
+        (["chat:7#1", "logs"], "chat:7#1"),
+    ],
+)
+def test_what_names_no_host_is_a_request(given: list[str], request_: str | None) -> None:
+    assert why_cli._request(given) == (request_, given if request_ is None else given[1:])
+
+
 # -- tiers -----------------------------------------------------------------------------------------------
 
 
@@ -234,7 +252,7 @@ def with_tiers(planes: dict[str, str], **gauges: int) -> Answer:
     }
     account = Account(engine_id="w", rank="w/tp0@aaaaaaaa", facts=facts)
     said = {f"offload.{name}": value for name, value in (now | gauges).items()}
-    return Answer(address="tcp://w:1", engine_id="w", account=account, gauges=said)
+    return Answer(address="tcp://w:1", account=account, gauges=said)
 
 
 def test_tiers_are_shown_with_how_full_they_are() -> None:

@@ -490,7 +490,7 @@ class Engine:
             wanted = decode_params(params)
             driver.core.announce(request_id, wanted, cohort_id, wait, now)
         except AsyncKVError as exc:
-            driver.recorder.pull_refused(request_id, wanted, exc, now)
+            driver.recorder.pull_refused(request_id, wanted or params, exc, now)
             raise
 
     async def pull(
@@ -559,7 +559,7 @@ class Engine:
         try:
             decoded = decode_params(params)
         except RemoteProtocolError as exc:
-            driver.recorder.pull_refused(request_id, None, exc, now)
+            driver.recorder.pull_refused(request_id, params, exc, now)
             raise
         wanted = PullRequest(request_id, groups, decoded, cohort_id, hashes, num_tokens, is_last, priority)
         request = Request(wanted, most, config.retry_s, now + timeout, now)

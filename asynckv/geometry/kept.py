@@ -48,6 +48,10 @@ def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
     for pair in tables.group_pairs:
         name = f"group {pair.local_index} ({pair.local.name!r})"
         ids, slots = (np.asarray(each, np.int64) for each in blocks[pair.local_index])
+        if len({(each.block_size, each.ratio) for each in (pair.local, pair.remote)}) > 1:
+            raise PlanRefused(f"{name}: its blocks are not of the size of the slots; load them by their tokens")
+        if ids.shape != slots.shape:
+            raise PlanRefused(f"{name}: {ids.size} blocks and {slots.size} slots; each block needs one slot")
         if not len(ids):
             continue
         _check_ids(f"{name}, blocks", pair.local, ids)

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from asynckv.arguments import is_text
 from asynckv.config import EngineConfig, LogConfig
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
@@ -259,11 +260,17 @@ class Recorder(Observer):
             each = {name: x for name, x in each.items() if name not in alike}
             self.log(many(cause, len(rows), alike, each))
 
-    def pull_refused(self, request_id: str, params: KVTransferParams | None, exc: Exception, now: float) -> None:
+    def pull_refused(
+        self, request_id: str, params: KVTransferParams | Mapping[str, Any], exc: Exception, now: float
+    ) -> None:
         refused = told.PullRefused(request_id, type(exc).__name__, short(str(exc)))
-        if params is not None:
-            refused.prefill_request_id, refused.peer = params.request_id, params.engine_id
-            refused.sequence = params.key.sequence
+        # They may be malformed, and name their request all the same.
+        given = msgspec.structs.asdict(params) if isinstance(params, KVTransferParams) else params
+        given = given if isinstance(given, Mapping) else {}
+        names = given.get("request_id"), given.get("engine_id")
+        refused.prefill_request_id, refused.peer = (short(x) if is_text(x) else "" for x in names)
+        if isinstance(key := given.get("key"), Key):
+            refused.sequence = key.sequence
         self.log(refused, now)
 
     def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str]) -> None:

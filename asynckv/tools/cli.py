@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -36,25 +35,14 @@ START_EPILOG = """
 
 
 class Root(typer.core.TyperGroup):
-    """All commands. Ctrl-C is told in a line, unless somebody who knows more has told it; typer only ends with 130."""
-
-    def make_context(self, *given: Any, **options: Any) -> Any:
-        with _telling():
-            return super().make_context(*given, **options)
+    """All commands. Ctrl-C is told in a line; typer only ends with 130."""
 
     def invoke(self, ctx: Any) -> Any:
-        with _telling():
+        try:
             return super().invoke(ctx)
-
-
-@contextlib.contextmanager
-def _telling() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as exc:
-        if not getattr(exc, "__notes__", ()):
+        except KeyboardInterrupt:
             _say("interrupted", 130)
-        raise
+            raise
 
 
 app = typer.Typer(

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 MOST_WIDE = 4096  # letters of a line in a file or pipe
-WORDS = 16  # columns that a column of words needs at least
 
 
 def help_of(function: Callable[..., Any]) -> str:
@@ -71,66 +71,36 @@ def print_table(
     styles: Sequence[str] = (),
     is_markup: bool = False,
 ) -> None:
-    """Print a table whose heads and numbers are never cut: it becomes narrower, and then a list.
+    """Print a table whose heads and numbers are never cut: it becomes narrower, or else its lines run over.
 
     `texts` are the columns that are aligned left, `wrapped` those of words, which may be broken into lines.
     """
-    from rich.cells import cell_len
     from rich.markup import escape
+    from rich.measure import Measurement
     from rich.table import Table
 
     safe = str if is_markup else escape
     kept = [i for i in range(len(heads)) if not i or heads[i] or any(row[i] for row in rows)]
-
-    def width(heads: Sequence[str], gap: int) -> int:
-        total = gap * (len(kept) - 1)
-        for i in kept:
-            least = max(cell_len(line) for line in heads[i].split("\n"))
-            most = max([least, *(cell_len(line) for row in rows for line in row[i].split("\n"))])
-            total += max(least, min(most, WORDS)) if i in wrapped else most
-        return total
-
-    styled = [*styles, *[""] * (len(rows) - len(styles))]
     broken = [head.replace(" ", "\n").replace("-", "-\n") for head in heads]
     for chosen, gap in ((heads, 2), (broken, 2), (broken, 1)):
-        if width(chosen, gap) <= console.width:
+        table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+        for i in kept:
+            is_left, is_whole = i in (*texts, *wrapped), i not in wrapped
+            table.add_column(
+                safe(chosen[i]),
+                justify="left" if is_left else "right",
+                no_wrap=is_whole,
+                overflow="fold",
+                vertical="top",
+            )
+        for row, style in zip_longest(rows, styles, fillvalue=""):
+            table.add_row(*(safe(row[i]) for i in kept), style=style)
+        needed = Measurement.get(console, console.options.update(width=MOST_WIDE), table).minimum
+        if needed <= console.width:
             break
     else:
-        for row, style in zip(rows, styled, strict=True):
-            _print_as_list(console, [heads[i] for i in kept], [row[i] for i in kept], style, safe)
-        return
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
-    for i in kept:
-        table.add_column(
-            safe(chosen[i]),
-            justify="left" if i in (*texts, *wrapped) else "right",
-            no_wrap=i not in wrapped,
-            overflow="fold",
-            vertical="top",
-        )
-    for row, style in zip(rows, styled, strict=True):
-        table.add_row(*(safe(row[i]) for i in kept), style=style)
-    console.print(table, highlight=False)
-
-
-def _print_as_list(
-    console: Console, heads: Sequence[str], row: Sequence[str], style: str, safe: Callable[[str], str]
-) -> None:
-    """Print one row of a table for which there is no room, broken between figures and never within one."""
-    from rich.cells import cell_len
-
-    lines = [f"{heads[0]} {row[0].strip()}".strip(), ""]
-    for head, cell in zip(heads[1:], row[1:], strict=True):
-        if not cell:
-            continue
-        word = f"{head} {cell}".strip().replace("\n", "; ")
-        more = f"{lines[-1]}, {word}" if lines[-1] else f"  {word}"
-        if cell_len(more) < console.width or not lines[-1]:
-            lines[-1] = more
-        else:
-            lines[-1] += ","
-            lines.append(f"  {word}")
-    console.print(safe("\n".join(filter(None, lines))), highlight=False, style=style)
+        table.width = needed
+    console.print(table, highlight=False, crop=False)
 
 
 def print_unpadded(console: Console, what: RenderableType, *, is_whole: bool = False) -> None:

@@ -39,15 +39,6 @@ class _Stdout(io.FileIO):
             raise Unwritten(exc) from None
 
 
-class _Closed(io.TextIOBase):
-    """What stands for a stdout that was closed before we began: whoever writes to it is told."""
-
-    encoding = "utf-8"
-
-    def write(self, text: str) -> int:
-        raise Unwritten(OSError(errno.EBADF, "stdout is closed"))
-
-
 def prepare() -> None:
     """Make stdout and stderr such that writing to them either works or, on stdout, raises `Unwritten`."""
     for number in (0, 1, 2):
@@ -58,7 +49,7 @@ def prepare() -> None:
             with contextlib.suppress(OSError):
                 os.open(os.devnull, os.O_RDWR)
     if sys.stdout is None:
-        sys.stdout = _Closed()
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif isinstance(out := sys.stdout, io.TextIOWrapper):
         held = out.buffer
         if type(getattr(held, "raw", held)) is io.FileIO:  # not whatever a caller has put there

@@ -94,6 +94,7 @@ OF_A_LEASE: Mapping[CAUSE | tuple[Owner, CAUSE], Callable[[Whys], bool]] = {
     C.PREFILL_LOOP_AWAY: _has("owner_away"),
     C.PREFILL_DIED: _has("owner_died"),
     C.PREFILL_CLOSED: _has("owner_closed"),
+    C.CONNECTION_LOST: _has("release_lost"),
     C.STILL_HELD: lambda whys: False,
     C.STUCK_TRANSFER: _has("transfer_running"),
 }
@@ -104,6 +105,7 @@ OF_A_PULL: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.PREFILL_DIED: _has("peer_died", "peer_lost"),
     C.DATA_PLANE_DIED: _has("agent_died"),
     C.PREFILL_LOOP_AWAY: _has("owner_away"),
+    C.NOT_KNOWN: _has("peer_lost"),
 }
 """Whether a cause is true of a pull whose blocks came back after its outcome."""
 
@@ -295,7 +297,7 @@ class Judge:
                 return "false"
             if not any(OF_A_PULL.get(leak.cause, _never)(x.whys) for x in pulls):
                 return "wrong"
-            return ""
+            return "vague" if mode == "both" and CATALOGUE[leak.cause].is_class else ""
         if leak.cause is C.ANNOUNCED_AND_FORGOTTEN and truth.forgotten:
             return ""
         leases = [x for x in truth.leases if x.owner in leak.holders or mode == "decode"]

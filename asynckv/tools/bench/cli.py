@@ -14,9 +14,8 @@ import typer
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
-from asynckv.tools.bench.options import share_of
+from asynckv.tools.bench.options import Options, share_of, taking_options
 from asynckv.tools.output import check_writable, help_of, write, write_json
-from asynckv.tools.parameters import options_given, taking_options
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
@@ -106,7 +105,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     from asynckv.tools.bench.experiment import Experiment
     from asynckv.tools.progress import Bar
 
-    experiment = Experiment(options_given(given))
+    experiment = Experiment(Options(**given))
     json, target = experiment.options.json, experiment.options.log
     check_writable("--json", json)
     if target == "-":
@@ -117,7 +116,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     with contextlib.nullcontext(sys.stderr) if target is None else open(target, "a", 1, "utf-8") as stream:
         configure_logging(experiment.options.level, stream=stream)
         try:
-            with Bar(errors, says_interrupted=False) as bar:
+            with Bar(errors) as bar:
                 bar.begin("sizing the pools")
                 found = asyncio.run(driver.run(experiment, bar))
         except KeyboardInterrupt:
@@ -167,7 +166,6 @@ def sweep(
     rounds: Annotated[
         int, what(help="How often the whole grid is run; noise shows from 2 on, 8 make good intervals.")
     ] = 1,
-    retry_failed: Annotated[bool, what("--retry-failed", help="Run again what failed or was bad.")] = False,
 ) -> None:
     """Run `asynckv bench` over a grid: every option of it may have a list of values, with commas between.
 
@@ -191,12 +189,10 @@ def sweep(
     say = partial(errors.print, markup=False, soft_wrap=True)
     with contextlib.closing(table.Journal(target)) as book:
         book.begin(made.head(command, rounds))
-        if book.repaired:
-            say(f"{target}: a line that was cut off is measured again")
         rounds = book.sweep.head.rounds
         total = len(made.points) * rounds
-        with Bar(errors, math.inf, says_interrupted=False) as bar:
-            bar.begin("runs", total, has_rate=False)
+        with Bar(errors, math.inf) as bar:
+            bar.begin("runs", total)
 
             def step(done: int, point: sweeps.Point, number: int, row: table.Row | None) -> None:
                 name = printable(table.label(point.axes)) or "the only point"
@@ -207,7 +203,7 @@ def sweep(
                     style, text = "" if row.status == "good" else "red", f"{done}/{total} {name}: {sweeps.result(row)}"
                     errors.print(text, style=style, soft_wrap=True)
 
-            was_interrupted = sweeps.run(book, made.points, retry_failed=retry_failed, progress=step)
+            was_interrupted = sweeps.run(book, made.points, step)
     latest = book.sweep.latest()
     sweeps.show(book.sweep, console)
     if was_interrupted:
@@ -242,7 +238,6 @@ def compare(
     from asynckv.tools.bench import table
 
     limit = None if fail_above is None else share_of("--fail-above", fail_above)
-    table.refuse_repeated([before, after])
     result = comparing.compare(table.load(before), table.load(after), limit)
     write_json(json, result)
     comparing.show(result, Console(stderr=json == "-", highlight=False))

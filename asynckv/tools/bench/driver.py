@@ -124,12 +124,12 @@ class Driver:
         if not self.found.interrupted:
             self.found.stage = stage
         what = {"warm-up": "warm-up, first handshakes", "run": "requests, with filling and comparing"}[stage]
-        self._progress.begin(what, total, has_rate=stage == "run")
+        self._progress.begin(what, total)
 
     async def _ready(self) -> Groups:
         """Wait until all workers are up; returns the schedulers' views of the engines that lend."""
         endpoints: dict[Place, list[Endpoint]] = {}
-        self._progress.begin(f"starting {len(self._roles)} workers", len(self._roles), has_rate=False)
+        self._progress.begin(f"starting {len(self._roles)} workers", len(self._roles))
         self._progress.note("they register memory")
         for place, workers in self._engines.items():
             for worker in workers:
@@ -193,7 +193,7 @@ class Driver:
     ) -> None:
         it, options, found = self._experiment, self._options, self.found
         if is_open is None:
-            is_open = it.arrivals.is_open
+            is_open = it.is_open
         lend: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         pull: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         for r, lent, pulled in wave:

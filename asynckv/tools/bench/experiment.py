@@ -13,17 +13,14 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.bench.options import DEFAULT_MODEL, PREFIX_CACHE, PROMPT_TOKENS, Options, Shape
-from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
+from asynckv.tools.bench.options import DEFAULT_MODEL, PROMPT_TOKENS, Options, Shape
+from asynckv.tools.bench.schedule import Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload, cached_tokens, drawn, traced
 from asynckv.tools.console import size
 from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import Model, State, chosen
 
 MiB = 1 << 20
-MOST_RANKS = 1024
-MOST_ENGINES = 256
-MOST_BLOCK_SIZE = 1 << 20
 PROCESS_BYTES = 600 * MiB  # what a process may use beside its pool
 PREFIXES = 8
 LOOPBACK = "127.0.0.1"
@@ -39,52 +36,41 @@ class Experiment:
         self.model = _model(options) if model is None else model
         self.workload = _workload(options) if workload is None else workload
         self.sides: dict[str, Shape] = {role: options.shape(role) for role in ("prefill", "decode")}
-        prefill, decode = options.engines if isinstance(options.engines, tuple) else (options.engines,) * 2
-        if not 1 <= min(prefill, decode) <= max(prefill, decode) <= MOST_ENGINES:
-            raise ConfigError(f"--engines {prefill}:{decode} is outside 1 ... {MOST_ENGINES}")
-        self.engines = Engines(prefill, decode)
-        self.arrivals = Arrivals(options.rate, options.speed)
-        for role, side in self.sides.items():
-            for name, value, most in (
-                ("tp", side.tp, MOST_RANKS),
-                ("pp", side.pp, MOST_RANKS),
-                ("block-size", side.block_size, MOST_BLOCK_SIZE),
-            ):
-                if not 1 <= value <= most:
-                    raise ConfigError(f"--{name} {value} ({role} side) is outside 1 ... {most}")
+        self.engines = Engines(*(options.number("engines", role) for role in self.sides))
+        if options.rate is not None and options.speed is not None:
+            raise ConfigError(
+                f"--rate {options.rate:g} and --speed {options.speed:g} contradict each other, because --speed is of "
+                f"the trace's own times; leave one of them out"
+            )
+        self.is_open = options.arrivals != "closed"
         if any(self.workload.chunks) and options.prefix_hit not in ("0", "0%"):
             raise ConfigError(
                 f"--prefix-hit {options.prefix_hit} was given for prompts that share prefixes, of which the modelled "
                 f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
             )
-        if options.prefix_cache is not None and not self.workload.chunks and options.trace is None:
-            raise ConfigError(
-                "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well"
-            )
-        self.cache_tokens = PREFIX_CACHE if options.prefix_cache is None else options.prefix_cache
         self.hosts = _hosts(options)
         if options.floor:
             self._check_floor()
-        NixlConfig(posting_threads=options.posting_threads)
-        self.cached(1)
+        NixlConfig(posting_threads=options.posters)
+        cached_tokens(options.prefix_hit, 1)
         for role in self.sides:
             self.block_bytes(role)
 
     def _check_floor(self) -> None:
-        options = self.options
-        ranks = [side.tp * side.pp for side in self.sides.values()]
-        if max(ranks) > 1 or len(self.engines.places) > 2:
+        options, ranks = self.options, [side.tp * side.pp for side in self.sides.values()]
+        strange = {
+            "--tp, --pp": max(ranks) > 1,
+            "--engines": len(self.engines.places) > 2,
+            "--rate, --speed": self.is_open,
+            "--memory": options.memory != "host",
+            "--remote": options.remote is not None,
+            # Claims that are granted before the window opens are not in it: the engine's share would flatter.
+            "--announced": options.announced,
+        }
+        if found := [name for name, is_given in strange.items() if is_given]:
             raise ConfigError(
-                "--floor compares one decode rank with one prefill rank; leave out --tp, --pp and --engines"
-            )
-        if self.arrivals.is_open or options.memory != "host":
-            raise ConfigError("--floor compares closed loops in host memory; leave out --rate, --speed and --memory")
-        if options.remote is not None:
-            raise ConfigError("--floor is measured on one machine; leave it or --remote out")
-        if options.announced:
-            raise ConfigError(
-                "--floor and --announced: claims that are granted before the window opens are not in it, so the "
-                "engine's part of the floor would flatter; leave one of them out"
+                f"--floor compares one decode rank with one prefill rank of this machine, in host memory and a closed "
+                f"loop, claims included; leave out {', '.join(found)}"
             )
 
     def num_ranks(self, number: int) -> int:
@@ -93,18 +79,7 @@ class Experiment:
         return side.tp * side.pp
 
     def schedule(self) -> list[Request]:
-        return make_schedule(
-            self.workload,
-            engines=self.engines,
-            arrivals=self.arrivals,
-            cache_tokens=self.cache_tokens,
-            cached=self.cached,
-            seed=self.options.seed,
-        )
-
-    def cached(self, tokens: int) -> int:
-        """Tokens of a prompt that the decode side has already."""
-        return cached_tokens(self.options.prefix_hit, tokens)
+        return make_schedule(self.workload, self.options, self.engines)
 
     def num_needed(self, role: str, tokens: int, cached: int = 0) -> list[int]:
         """Blocks of each group that one request takes on one side."""
@@ -210,7 +185,7 @@ class Experiment:
     def _wanted(self, needs: Sequence[int], block_bytes: int) -> int:
         """Blocks that one engine's pool of one group had better have, given what its requests need, largest first."""
         size = max(block_bytes, 1)
-        if self.arrivals.is_open:
+        if self.is_open:
             room = OPEN_BYTES if self.options.pool_mb is None else self.options.pool_mb * MiB
             return min(sum(needs), max(needs[0], room // size))
         return min(max(2 * sum(needs[: self.options.concurrency]), 64 * MiB // size), sum(needs))

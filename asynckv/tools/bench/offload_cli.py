@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +10,8 @@ import typer
 
 from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
-from asynckv.tools.bench.options import PROMPT_TOKENS
+from asynckv.tools.bench.options import Options, taking_options
 from asynckv.tools.output import check_writable, write_json
-from asynckv.tools.parameters import options_given, taking_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,10 +61,6 @@ def offload(
     state_tokens: Annotated[
         int, geometry(help="Tokens between states that are kept, in models that have some.", min=1, max=MiB)
     ] = 512,
-    device_tokens: Annotated[
-        int,
-        run(help="Tokens that the modelled prefix cache of the accelerator keeps; 0 for none.", min=0, max=1 << 40),
-    ] = 0,
     json: Annotated[str | None, run(help="Write the report there; - for stdout.", metavar="FILE")] = None,
     **given: Any,
 ) -> None:
@@ -83,7 +77,9 @@ def offload(
     from asynckv.tools.progress import Bar
 
     check_writable("--json", json)
-    experiment = Experiment(_sharing(options_given(given | {"tp": str(tp)})))
+    experiment = Experiment(Options(**given, tp=str(tp)))
+    if not experiment.workload.chunks:
+        raise ConfigError("these prompts have nothing in common; give --shared-prefix, or a --trace with hash_ids")
     if experiment.sides["prefill"] != experiment.sides["decode"]:
         raise ConfigError("--block-size and --order take one value here: there is one engine")
     runs = [
@@ -98,7 +94,7 @@ def offload(
     hash_tokens = math.gcd(*(group.block_size for group in layout.groups))
     groups = offload_replay.groups_of(layout, hash_tokens)
     align = math.lcm(*(group.block_size for group in groups))
-    prompts = offload_replay.Prompts(experiment.workload, hash_tokens, align, device_tokens)
+    prompts = offload_replay.Prompts(experiment.workload, hash_tokens, align)
     errors = Console(stderr=True, highlight=False)
     with Bar(errors) as bar:
         bar.begin("requests", len(prompts) * len(runs))
@@ -144,23 +140,13 @@ def _show(report: dict[str, Any], console: Console) -> None:
             run["policy"],
             size(run["host_bytes"]),
             size(run["file_bytes"]) if run["file_bytes"] else "-",
-            *(f"{rate[name]:.1%}" for name in ("all", "host", "file", "device")),
+            *(f"{rate[name]:.1%}" for name in ("all", "host", "file")),
             f"{evicted['host'] + evicted['file']:,}",
         )
         rows.append(row)
-    print_table(console, ("policy", "host", "files", "hits", "in host", "in files", "on device", "evicted"), rows)
+    print_table(console, ("policy", "host", "files", "hits", "in host", "in files", "evicted"), rows)
     best = report["runs"][0]["hit_rate"]["best"]
     console.print(f"share of all prompts' tokens; a cache that forgets nothing would find {best:.1%}")
-
-
-def _sharing(options: Any) -> Any:
-    """Let prompts come again, where nothing was said of what they have in common."""
-    if options.trace is None and options.shared_prefix is None:
-        requests = options.requests or 100
-        lengths = (options.prompt_tokens or PROMPT_TOKENS).replace(":", ",").split(",")
-        longest = max((int(x) for x in lengths if x.strip().isdecimal()), default=1)
-        return replace(options, shared_prefix=f"{longest}:{max(1, requests // 4)}")
-    return options
 
 
 def _sizes(name: str, text: str, least: int) -> list[int]:

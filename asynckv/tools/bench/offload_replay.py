@@ -17,10 +17,8 @@ from asynckv.errors import AsyncKVError, ConfigError, LayoutError
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.packed import record_form, record_sizes
 from asynckv.offload.catalogue import Catalogue
-from asynckv.offload.found import Found
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, MoveKind
 from asynckv.offload.keys import StoredGroup, stored_groups
-from asynckv.tools.bench.schedule import PrefixCache
 from asynckv.tools.bench.workload import Workload
 
 MODEL = "bench"
@@ -32,40 +30,25 @@ class Tiers(NamedTuple):
     file_bytes: int
 
 
-class Prompt(NamedTuple):
-    """One request: its length, the hashes of its whole blocks, and the leading tokens that the accelerator has of it.
-
-    `most` are the leading tokens that any request before it had in common with it: what no cache exceeds.
-    """
-
-    tokens: int
-    hashes: list[bytes]
-    cached: int
-    most: int
-
-
 class Prompts:
     """A workload's requests, as an engine's scheduler sees them."""
 
-    def __init__(self, workload: Workload, hash_tokens: int, align: int, cache_tokens: int = 0) -> None:
+    def __init__(self, workload: Workload, hash_tokens: int, align: int) -> None:
         self.workload, self.hash_tokens, self.align = workload, hash_tokens, align
-        self._cache_blocks = cache_tokens // hash_tokens
 
     def __len__(self) -> int:
         return len(self.workload.prompt_tokens)
 
-    def __iter__(self) -> Iterator[Prompt]:
-        cache, seen = PrefixCache(self._cache_blocks), set[bytes]()
+    def __iter__(self) -> Iterator[tuple[int, list[bytes], int]]:
+        """Give each request's length, the hashes of its whole blocks, and the leading tokens that were there before."""
+        seen = set[bytes]()
         for number, tokens in enumerate(self.workload.prompt_tokens):
             hashes = self.hashes(number)
             # The last token is computed again in any case.
-            most = (tokens - 1) // self.hash_tokens
-            cached = min(cache.num_cached(hashes), most) * self.hash_tokens // self.align * self.align
-            known = next((i for i, key in enumerate(hashes[:most]) if key not in seen), min(most, len(hashes)))
-            yield Prompt(tokens, hashes, cached, known * self.hash_tokens // self.align * self.align)
+            most = hashes[: (tokens - 1) // self.hash_tokens]
+            known = next((i for i, key in enumerate(most) if key not in seen), len(most))
+            yield tokens, hashes, known * self.hash_tokens // self.align * self.align
             seen.update(hashes)
-            if self._cache_blocks:
-                cache.use(hashes)
 
     def hashes(self, number: int) -> list[bytes]:
         """Hash a prompt: what is of a chunk that others have as well is called by it, the rest by the request."""
@@ -79,46 +62,6 @@ class Prompts:
         said[shared, 0] = np.array(chunks, np.int64)[of[shared]]
         raw = said.tobytes()
         return [raw[at : at + 16] for at in range(0, len(raw), 16)]
-
-
-class Tally:
-    def __init__(self, groups: Sequence[StoredGroup]) -> None:
-        self.groups = groups
-        self.tokens = dict.fromkeys(("prompt", "device", "host", "file", "computed", "best"), 0.0)
-        self._alone = [0] * len(groups)
-        self._blocks = [dict.fromkeys(("host", "file"), 0) for _ in groups]
-
-    def count(self, prompt: Prompt, found: Found, loaded: int) -> None:
-        at_hand = max(loaded, prompt.cached)
-        self.tokens["prompt"] += prompt.tokens
-        self.tokens["device"] += prompt.cached
-        self.tokens["computed"] += prompt.tokens - at_hand
-        self.tokens["best"] += max(prompt.most, prompt.cached)
-        for at, told in enumerate(found.groups):
-            self._alone[at] += told.tokens
-        if loaded <= prompt.cached:
-            return
-        bytes_of = {"host": 0, "file": 0}
-        for group, blocks, told in zip(self.groups, self._blocks, found.groups, strict=True):
-            for tier, number in (("host", told.ready + told.storing), ("file", told.in_file)):
-                blocks[tier] += number
-                bytes_of[tier] += number * group.record_bytes
-        share = bytes_of["file"] / max(1, sum(bytes_of.values()))
-        self.tokens["file"] += (loaded - prompt.cached) * share
-        self.tokens["host"] += (loaded - prompt.cached) * (1 - share)
-
-    def told(self) -> dict[str, Any]:
-        tokens = {name: round(count) for name, count in self.tokens.items()}
-        prompt = max(1, tokens["prompt"])
-        return {
-            "tokens": tokens,
-            "hit_rate": {name: round(tokens[name] / prompt, 6) for name in ("device", "host", "file")}
-            | {"all": round(1 - tokens["computed"] / prompt, 6), "best": round(tokens["best"] / prompt, 6)},
-            "groups": [
-                {"name": group.name, "hit_rate": round(alone / prompt, 6), "blocks": blocks}
-                for group, alone, blocks in zip(self.groups, self._alone, self._blocks, strict=True)
-            ],
-        }
 
 
 def kept_layout(layout: Layout, state_tokens: int) -> Layout:
@@ -141,27 +84,36 @@ def replay(
 ) -> dict[str, Any]:
     """Play all requests; a run of the report."""
     catalogue = Catalogue(groups, prompts.hash_tokens, tiers.host_bytes, tiers.file_bytes, policy=tiers.policy)
-    tally, moved = Tally(groups), dict.fromkeys(MoveKind, 0)
-    for prompt in prompts:
-        found = catalogue.lookup(prompt.hashes[: (prompt.tokens - 1) // prompts.hash_tokens])
-        loaded = 0
-        if found.tokens > prompt.cached:
-            catalogue.load("load", prompt.hashes, found.tokens, first_token=prompt.cached)
+    tokens, moved = dict.fromkeys(("prompt", "host", "file", "computed", "best"), 0.0), dict.fromkeys(MoveKind, 0)
+    for length, hashes, best in prompts:
+        found, loaded = catalogue.lookup(hashes[: (length - 1) // prompts.hash_tokens]), 0
+        if found.tokens:
+            catalogue.load("load", hashes, found.tokens)
             if _carried_out(catalogue, moved, JobKind.LOAD).outcome is JobOutcome.DONE:
                 loaded = found.tokens
-        first = max(loaded, prompt.cached)
-        whole = len(prompt.hashes) * prompts.hash_tokens
-        new = [range(first // group.block_size, whole // group.block_size) for group in groups]
+        whole = len(hashes) * prompts.hash_tokens
+        new = [range(loaded // group.block_size, whole // group.block_size) for group in groups]
         if any(new):
-            catalogue.store("store", prompt.hashes, positions=new)
+            catalogue.store("store", hashes, positions=new)
             _carried_out(catalogue, moved, JobKind.STORE)
-        tally.count(prompt, found, loaded)
+        # A prefix of which both tiers have blocks is shared out by their bytes.
+        pairs = list(zip(groups, found.groups, strict=True))
+        file = sum(told.in_file * group.record_bytes for group, told in pairs)
+        host = sum((told.ready + told.storing) * group.record_bytes for group, told in pairs)
+        share = loaded / max(1, host + file)
+        counts = {"prompt": length, "host": share * host, "file": share * file, "computed": length - loaded}
+        for name, count in (counts | {"best": best}).items():
+            tokens[name] += count
         progress()
     if wrong := catalogue.check_integrity():
         raise AsyncKVError(f"integrity: {'; '.join(wrong)}")
-    said = catalogue.statistics()
-    return tally.told() | {
-        "blocks": {tier: said.get(f"{tier}_blocks", 0) for tier in ("host", "file")},
+    said, prompt = catalogue.statistics(), max(1.0, tokens["prompt"])
+    rates = {name: tokens[name] / prompt for name in ("host", "file", "best")} | {
+        "all": 1 - tokens["computed"] / prompt
+    }
+    return {
+        "tokens": {name: round(count) for name, count in tokens.items()},
+        "hit_rate": {name: round(rate, 6) for name, rate in rates.items()},
         "evicted": {tier: said.get(f"{tier}_evicted", 0) for tier in ("host", "file")},
         "not_written_back": said["lost_before_write_back"] + said["write_backs_without_room"],
         "bytes": {kind.value: count for kind, count in moved.items()},

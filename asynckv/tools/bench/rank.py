@@ -276,7 +276,7 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
                 keys=keys,
                 lease=options.lease,
                 pull=PullConfig(timeout_s=options.timeout_s),
-                nixl=NixlConfig(posting_threads=options.posting_threads, process=options.process),
+                nixl=NixlConfig(posting_threads=options.posters, process=options.process),
             ),
             pool.registration,
         )

@@ -84,7 +84,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "latency_s": quantiles(complete, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "pull_s": quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "schedule": {
-            "clock": "scheduled arrival" if experiment.arrivals.is_open else "call of pull",
+            "clock": "scheduled arrival" if experiment.is_open else "call of pull",
             "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
             "achieved_per_s": completed / window if window else 0.0,
             "late_s": quantiles(
@@ -151,11 +151,11 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
         "prompts_capped": work.num_capped,
         "prompts_wholly_cached": sum(r.cached == r.tokens for r in schedule),
         "engines": msgspec.to_builtins(experiment.engines),
-        "arrivals": experiment.arrivals.kind,
+        "arrivals": options.arrivals,
         "speed": options.speed or 1.0,
         # These mean nothing without what they are about.
         "rounds": floor.ROUNDS if options.floor else None,
-        "prefix_cache": experiment.cache_tokens if work.chunks else None,
+        "prefix_cache": options.prefix_cache if work.chunks else None,
     }
 
 

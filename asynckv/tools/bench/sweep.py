@@ -28,12 +28,11 @@ from asynckv.arguments import without_control
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import figures, machine, report
 from asynckv.tools.bench.figures import SHARE
-from asynckv.tools.bench.options import declared
+from asynckv.tools.bench.options import OF_SINGLE_RUNS
 from asynckv.tools.bench.table import Head, Journal, Place, Row, Sweep, label
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 
-OF_SINGLE_RUNS = {name for name, (_, option) in declared().items() if option.is_single}
 MOST_POINTS = 10_000
 SHOWN = tuple(figures.FIGURES[name] for name in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu"))
 
@@ -55,16 +54,15 @@ class Point(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The options that have several values, all points (the last axis varies fastest), and digests of named files."""
+    """The options that have several values, and all points; the last axis varies fastest."""
 
     axes: dict[str, list[str]]
     points: list[Point]
-    files: dict[str, str]
 
     def head(self, command: str, rounds: int) -> Head:
         places = [Place(point.key, point.axes) for point in self.points]
         here = machine.environment()
-        return Head(command=command, rounds=rounds, axes=self.axes, points=places, files=self.files, environment=here)
+        return Head(command=command, rounds=rounds, axes=self.axes, points=places, environment=here)
 
 
 def values(text: str) -> list[str]:
@@ -90,20 +88,18 @@ def expand(command: Any, args: Sequence[str]) -> Grid:
         raise ConfigError(f"the sweep has {size} points, more than {MOST_POINTS}; shorten a list")
     axes = {name: [str(x) for x in found] for name, found in given.items() if len(found) > 1}
     points: dict[str, Point] = {}
-    files: dict[str, str] = {}
     for chosen in product(*given.values()):
         pairs = dict(zip(given, chosen, strict=True))
         argv = [x for name, value in pairs.items() for x in (f"--{name}", value) if x is not None]
         # Parsed and not run: wrong values are found before anything is measured.
         params = command.make_context("asynckv bench", list(argv)).params
-        plain = {k: str(v) if isinstance(v, Path) else v for k, v in sorted(params.items()) if k not in OF_SINGLE_RUNS}
-        files |= {str(v): _digest(k, v) for k, v in params.items() if isinstance(v, Path) and k not in OF_SINGLE_RUNS}
+        plain = {k: v for k, v in sorted(params.items()) if k not in OF_SINGLE_RUNS}
         key = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
         place = {name: str(pairs[name]) for name in axes}
         if key in points:
             raise ConfigError(f"two points of the sweep are the same: {label(points[key].axes)} and {label(place)}")
         points[key] = Point(key, tuple(argv), place, plain)
-    return Grid(axes, list(points.values()), files)
+    return Grid(axes, list(points.values()))
 
 
 def _options(command: Any, args: Sequence[str]) -> dict[str, Sequence[str | None]]:
@@ -125,14 +121,6 @@ def _options(command: Any, args: Sequence[str]) -> dict[str, Sequence[str | None
         except ConfigError as exc:
             raise ConfigError(f"{flag} {text!r}: {exc}") from None
     return given
-
-
-def _digest(name: str, path: Path) -> str:
-    try:
-        held = path / "config.json" if path.is_dir() else path
-        return hashlib.sha256(held.read_bytes()).hexdigest()[:16]
-    except OSError as exc:
-        raise ConfigError(f"--{name.replace('_', '-')} {path}: {exc.strerror or exc}") from exc
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -181,22 +169,16 @@ def _measure(argv: Sequence[str]) -> tuple[int, bytes, bytes, bool]:
                 return process.returncode, out, errors, is_interrupted
 
 
-def run(
-    journal: Journal,
-    points: Sequence[Point],
-    *,
-    retry_failed: bool = False,
-    progress: Callable[[int, Point, int, Row | None], None] = lambda done, point, number, row: None,
-) -> bool:
+def run(journal: Journal, points: Sequence[Point], progress: Callable[[int, Point, int, Row | None], None]) -> bool:
     """Run what the journal misses, in its order; returns whether Ctrl-C or SIGTERM ended it between lines.
 
     `progress` is called with the number of runs that are done, a point and its round: when it begins, and with its row
-    when that is written. Where every single point was refused as bad input, that is raised, and the file is gone again.
+    when that is written.
     """
     by_key = {point.key: point for point in points}
-    todo = journal.sweep.missing(retry_failed=retry_failed)
+    todo = journal.sweep.missing()
     total = len(journal.sweep.head.points) * journal.sweep.head.rounds
-    done, refusals, is_interrupted = total - len(todo), list[str](), False
+    done, is_interrupted = total - len(todo), False
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for index, key in todo:
@@ -207,8 +189,6 @@ def run(
             status, reason, found = judged(returncode, out, errors)
             if is_interrupted and (found is None or found["interrupted"]):
                 break
-            if returncode == 2:
-                refusals.append(reason)
             row = Row(
                 key=key,
                 round=index,
@@ -230,10 +210,6 @@ def run(
         is_interrupted = True
     finally:
         signal.signal(signal.SIGTERM, before)
-    if refusals and len(refusals) == total:
-        # The options are to blame, and a corrected sweep shall not find this one in its way.
-        journal.path.unlink()
-        raise ConfigError(f"every point was refused: {refusals[0]}")
     return is_interrupted and done < total
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,7 +25,6 @@ from asynckv.tools.bench.noise import Interval, median_of
 
 SCHEMA = "asynckv.sweep/1"
 BEGIN = f'{{"kind":"sweep","schema":"{SCHEMA}"'.encode()
-_OTHER = re.compile(rb'\{.{0,99}"schema": ?"(asynckv\.sweep/[^"]*)"')
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -43,7 +41,6 @@ class Head(Struct, frozen=True, kw_only=True, tag="sweep", tag_field="kind"):
     rounds: int
     axes: dict[str, list[str]]
     points: list[Place]
-    files: dict[str, str]
     environment: dict[str, str]
 
 
@@ -68,7 +65,7 @@ _decoder: msgspec.json.Decoder[Head | Row] = msgspec.json.Decoder(Head | Row)
 
 @dataclass(slots=True)
 class Sweep:
-    """What a file holds; `torn` are bytes of a last line that was never finished."""
+    """The lines of a file; `torn` are bytes of a last one that was never finished."""
 
     heads: list[Head] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -89,9 +86,8 @@ class Sweep:
             for key in keys if number % 2 else reversed(keys):
                 yield number, key
 
-    def missing(self, *, retry_failed: bool = False) -> list[tuple[int, str]]:
-        """What is still to be run; `retry_failed` counts what is not good as missing."""
-        done = {where for where, row in self.latest().items() if row.status == "good" or not retry_failed}
+    def missing(self) -> list[tuple[int, str]]:
+        done = self.latest()
         return [(number, key) for number, key in self.order() if (key, number) not in done]
 
     def points(self) -> list[Point]:
@@ -126,9 +122,7 @@ def label(axes: Mapping[str, Any]) -> str:
 def read(data: bytes, name: str) -> Sweep:
     """Read a sweep's file, or refuse what is none, is of another schema, or damaged before its end."""
     if data[: len(BEGIN)] != BEGIN[: len(data)]:
-        if found := _OTHER.match(data):
-            raise ConfigError(f"{name}: is of schema {found[1].decode()}, and this asynckv reads {SCHEMA}")
-        raise ConfigError(f"{name}: is no sweep (asynckv bench sweep writes them)")
+        raise ConfigError(f"{name}: is no sweep of schema {SCHEMA} (asynckv bench sweep writes them)")
     *lines, torn = data.split(b"\n")
     sweep = Sweep(torn=len(torn))
     for number, line in enumerate(lines, 1):
@@ -157,7 +151,6 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = path.read_bytes()
             self.sweep = read(data, self._name)
-            self.repaired = self.sweep.torn
             self._file.truncate(len(data) - self.sweep.torn)
         except BaseException as exc:
             self.close()
@@ -189,10 +182,8 @@ class Journal:
         remedy = "use another --out, or remove the file to begin anew"
         if [p.key for p in old.points] != [p.key for p in head.points]:
             raise ConfigError(f"{self._name}: holds another sweep ({old.command}); {remedy}")
-        if changed := _differing(old.files, head.files):
-            raise ConfigError(f"{self._name}: {changed[0]} has changed since the sweep began; {remedy}")
         was, now = old.environment, head.environment
-        if names := _differing(was, now):
+        if names := sorted(name for name in was.keys() | now if was.get(name) != now.get(name)):
             changes = ", ".join(f"{n} was {was.get(n, 'unknown')}, is {now.get(n, 'unknown')}" for n in names)
             raise ConfigError(f"{self._name}: was begun elsewhere: {changes}; {remedy}")
 
@@ -201,10 +192,6 @@ class Journal:
         while data:
             data = data[self._file.write(data) :]
         os.fsync(self._file)
-
-
-def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in old.keys() | new if old.get(name) != new.get(name))
 
 
 # -- what is compared ------------------------------------------------------------------------------
@@ -268,17 +255,6 @@ def load(text: str) -> Side:
     return side
 
 
-def refuse_repeated(texts: Sequence[str]) -> None:
-    """Refuse a file that is given twice: its noise would be none, and the change as sure as anything."""
-    seen: dict[Path, Path] = {}
-    for path in (path for text in texts for path in _files(Path(text))):
-        there = path.resolve()
-        if there in seen:
-            also = f" (as {seen[there]})" if seen[there] != path else ""
-            raise ConfigError(f"{path}: was given twice{also}; every file is one measurement, so name it once")
-        seen[there] = path
-
-
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
@@ -323,7 +299,7 @@ def _add_sweep(side: Side, path: Path, found: Sweep) -> None:
             _check_shape(row.report, path)
         name = f"{path} (round {row.round}, {row.key})"
         side.runs.append(Run(flat(row.params), row.report or {}, name, row.reason))
-    side.environments.append(found.head.environment | {f"content of {k}": v for k, v in found.head.files.items()})
+    side.environments.append(found.head.environment)
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -18,12 +18,6 @@ from asynckv.tools.bench.processes import end_with_driver
 from asynckv.version import VERSION
 
 
-class _Version(msgspec.Struct):
-    """The part of the first line that all versions have."""
-
-    version: str
-
-
 def main() -> None:
     """Hear commands on stdin and answer on stdout, until the driver says stop or is gone."""
     # Libraries print to stdout as well: from here on that is stderr.
@@ -35,9 +29,16 @@ def main() -> None:
     if not line:
         return
     end_with_driver()
-    setup = _decoded(line)
-    if isinstance(setup, p.Failed):
-        os.write(stdout, p.encode(setup))
+    try:
+        setup = msgspec.json.decode(line, type=p.Setup)
+    except p.MALFORMED as exc:
+        raise ConfigError(
+            f"this is no driver of asynckv {VERSION} ({exc}); a worker is started by asynckv bench --remote COMMAND of "
+            f"the same version, which talks to it"
+        ) from exc
+    if setup.version != VERSION:
+        text = f"the worker is asynckv {VERSION}, and its driver {setup.version}; both have to be the same"
+        os.write(stdout, p.encode(p.Failed(text, True)))
         return
     for name, value in setup.env.items():
         os.environ.setdefault(name, value)
@@ -45,20 +46,6 @@ def main() -> None:
         if setup.role == "decode":
             os.environ |= ucx.environment(Path(folder))
         _run(setup, stdout, Path(folder))
-
-
-def _decoded(line: bytes) -> p.Setup | p.Failed:
-    try:
-        version = msgspec.json.decode(line, type=_Version).version
-        if version != VERSION:
-            return p.Failed(
-                f"the worker is asynckv {VERSION}, and its driver {version}; both have to be the same", True
-            )
-        return msgspec.json.decode(line, type=p.Setup)
-    except p.MALFORMED as exc:
-        raise ConfigError(
-            f"this is no driver ({exc}); a worker is started by asynckv bench --remote COMMAND, which talks to it"
-        ) from exc
 
 
 def _run(setup: p.Setup, stdout: int, folder: Path) -> None:

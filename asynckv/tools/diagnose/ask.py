@@ -1,7 +1,6 @@
 """Asks running engines what they hold, over the network or a socket of this host.
 
-    async with Asker() as asker:
-        answer = await asker.ask("tcp://10.0.0.1:5555")
+    answers = await ask_all(["tcp://10.0.0.1:5555"])
 
 An answer is a value with what the engine said of itself, or with why it said nothing. What it said is believed to be of
 the right types and bounded, and no more; its texts are a stranger's, to be escaped before a person sees them.
@@ -18,23 +17,23 @@ import enum
 import errno
 import math
 import os
+import re
 import secrets
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
 from asynckv.arguments import number
 from asynckv.config import KeysConfig
-from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
+from asynckv.core.account import MAX_ACCOUNT, Account, PeerStatus, decode_account
 from asynckv.core.inspect import HeldBlocks, RequestStatus
-from asynckv.core.types import MAX_ID, Address, ReplyTo
+from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_TOLD, OtherVersion, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.edges.local import SUFFIX, is_left_behind, pid_of, rank_of, read_packet, write_packet
 from asynckv.edges.zmq import ZmqPlane, host_and_port
@@ -47,6 +46,7 @@ REPEAT_S = 1.0  # an unanswered question is asked again
 PROBE_S = 1.0  # how long whoever listens may take to greet
 MAX_AT_ONCE = 64  # engines that are asked at the same time
 MAX_SOCKETS = 4096  # sockets of one directory
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}(#.{16,})?\Z")
 
 
 class Trouble(enum.Enum):
@@ -62,18 +62,12 @@ class Trouble(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one engine said, or why it did not.
-
-    Attributes:
-        engine_id, tp_rank: As it calls itself.
-    """
+    """What one engine said, or why it did not."""
 
     address: str  # whom we asked
     error: str = ""  # why there is no answer, and what to do about it; empty if there is one
     trouble: Trouble = Trouble.NONE  # what kind of reason that is
     pid: int = 0  # of the process behind a socket that gave no answer; 0 if it is not known
-    engine_id: str = ""
-    tp_rank: int = 0
     gauges: Mapping[str, int] = field(default_factory=dict)  # what is owed and held
     account: Account = field(default_factory=Account)  # everything else that it says
     is_cut: bool = False  # it holds more requests than were asked for
@@ -83,22 +77,17 @@ class Answer:
     @property
     def rank(self) -> str:
         """Its name, as in all logs (`prefill/tp0@0a1b2c3d`); the address of who did not answer."""
-        return self.account.rank or (f"{self.engine_id}/tp{self.tp_rank}" if self.engine_id else self.address)
+        return self.account.rank or self.address
+
+    @property
+    def engine_id(self) -> str:
+        """Its engine, as it calls itself."""
+        return self.account.engine_id
 
     @property
     def requests(self) -> tuple[RequestStatus, ...]:
         """The oldest requests, those between two attempts last."""
         return self.account.requests + self.account.facts.retrying
-
-    @property
-    def holds(self) -> tuple[HeldBlocks, ...]:
-        """The blocks of these requests."""
-        return self.account.holds
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """What happened since the start."""
-        return self.account.facts.counters
 
 
 async def ask_all(
@@ -107,7 +96,7 @@ async def ask_all(
     timeout_s: float = TIMEOUT_S,
     *,
     most: int = MAX_TOLD,
-    request_id: str = "",
+    with_peers: bool = False,
 ) -> list[Answer]:
     """Ask several engines at the same time; one answer for each address, in their order.
 
@@ -117,100 +106,117 @@ async def ask_all(
         timeout_s: How long an engine may take for one answer.
         most: Requests that are told by each, the oldest; everything is counted in any case. More than 256 take several
             questions, of which an engine answers some eight a second.
-        request_id: Tell of this request alone, by either side's id.
+        with_peers: Ask the engines that these read from as well, as soon as they are named; their answers follow.
 
     Raises:
         ConfigError: An address is none, or a key file cannot be used.
     """
-    async with Asker(keys, timeout_s) as asker:
-        return await asker.ask_all(addresses, most=most, request_id=request_id)
+    for address in addresses:
+        if address.startswith("tcp://"):
+            host_and_port(address)
+    asker = _Asker(keys, timeout_s, most)
+    known = {*addresses, *(rank_of(Path(x)) for x in addresses)}
+    named: list[tuple[PeerStatus, asyncio.Task[Answer]]] = []
+    await asker.plane.start(asker.on_packet)
+    try:
+        async with asyncio.TaskGroup() as group:
+
+            async def ask(address: str) -> Answer:
+                answer = await asker.ask(address)
+                for peer in answer.account.peers if with_peers else ():
+                    if peer.state != "gone" and _is_network(peer.address) and not known & {peer.address, peer.rank}:
+                        known.add(peer.address)
+                        named.append((peer, group.create_task(asker.ask(peer.address))))
+                return answer
+
+            asked = [group.create_task(ask(x)) for x in addresses]
+    finally:
+        await asker.plane.aclose()
+    answers = [x.result() for x in asked]
+    there = {x.account.incarnation for x in answers} - {""}
+    for peer, task in named:
+        # Nobody asked for these: that they do not answer here says nothing if their readers hear from them.
+        answer = task.result()
+        if peer.state != "ready" if answer.error else answer.account.incarnation not in there:
+            answers.append(answer)
+    return answers
 
 
-def targets(given: Sequence[str]) -> list[str]:
-    """Return addresses for what a person may write: without `tcp://`, or a directory of sockets.
+def _is_network(address: str) -> bool:
+    with suppress(ConfigError):
+        return address.startswith("tcp://") and bool(host_and_port(address))
+    return False
+
+
+def targets(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tell logs from engines in what a person names; a directory may have sockets of engines, logs, or both.
+
+    Returns:
+        Files and directories of logs; and the addresses of engines, each once.
 
     Raises:
-        ConfigError: It is none of that, or the directory has no socket.
+        ConfigError: An address is none.
     """
+    logs: list[str] = []
     found: list[str] = []
     for text in given:
         path = Path(text)
-        if not text:
-            raise ConfigError("an address is empty; give host:port, a socket, or a directory of sockets")
         if text.startswith(("http://", "https://")):
             raise ConfigError(
                 f"{text!r:.200} is an HTTP server's; give where asynckv itself listens (address in engine_started of "
                 f"its log), or the inspect.directory with its sockets"
             )
-        if text.startswith("tcp://"):
-            found.append(text)
-        elif path.is_dir():
+        if path.is_dir():
             sockets = [str(each) for each in sorted(path.glob(f"*{SUFFIX}")) if each.is_socket()]
-            if not sockets:
-                raise ConfigError(
-                    f"{text!r:.200} is a directory without sockets of engines; is it the inspect.directory of one "
-                    f"that runs?"
-                )
             found += sockets[:MAX_SOCKETS]
-        elif "/" in text or path.exists():
+            logs += [text] if not sockets or any(x.is_file() for x in path.rglob("*")) else []
+        elif "://" in text or path.is_socket():
             found.append(text)
-        else:
+        elif not path.exists() and _HOST_PORT.match(text):
             found.append(f"tcp://{text}")
-    for address in (each for each in found if each.startswith("tcp://")):
+        else:
+            logs.append(text)
+    for address in (x for x in found if "://" in x):
         host_and_port(address)
-    return list(dict.fromkeys(found))
+    return logs, list(dict.fromkeys(found))
 
 
-class Asker:
-    """A client of engines' control planes.
+def is_of_no_host(text: str) -> bool:
+    """Whether what looks like `HOST:PORT` can be none: no such host is known, so it is the `ENGINE:ID` of a request."""
+    if "://" in text or not (found := _HOST_PORT.match(text)):
+        return False
+    try:
+        socket.getaddrinfo(found[1].strip("[]"), None)
+    except (OSError, UnicodeError):
+        return True
+    return False
 
-    Args:
-        keys: Who asks, and whom it trusts.
-        timeout_s: How long an engine may take for one answer.
 
-    Raises:
-        ConfigError: A key file cannot be used.
-    """
+_Ask = Callable[[StatusRequest], Awaitable[Status]]
+"""Asks one question over a connection, until there is an answer."""
 
-    def __init__(self, keys: KeysConfig | None = None, timeout_s: float = TIMEOUT_S) -> None:
+
+class _Asker:
+    """A client of engines' control planes."""
+
+    def __init__(self, keys: KeysConfig | None, timeout_s: float, most: int) -> None:
         self._timeout_s = number("timeout_s", timeout_s, 0.01, 3600.0, ConfigError)
-        self._has_keys = keys is not None
-        self._plane = ZmqPlane(None, keys=keys)
+        self._most, self._has_keys = most, keys is not None
+        self.plane = ZmqPlane(None, keys=keys)
         self._name = secrets.token_hex(16)
         self._asked: dict[int, tuple[str, asyncio.Future[Status]]] = {}
         self._behind: dict[str, Seen] = {}  # the process behind each socket, when it was last connected to
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def __aenter__(self) -> Self:
-        await self._plane.start(self._on_packet)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._plane.aclose()
-
-    async def ask_all(self, addresses: Sequence[str], *, most: int = MAX_TOLD, request_id: str = "") -> list[Answer]:
-        """Ask several engines at the same time; see `ask_all` of this module."""
-        return list(await asyncio.gather(*(self.ask(each, most=most, request_id=request_id) for each in addresses)))
-
-    async def ask(self, address: str, *, most: int = MAX_TOLD, request_id: str = "") -> Answer:
-        """Ask one engine.
-
-        Raises:
-            ConfigError: The address is none, or the request id cannot be one.
-        """
-        if most < 1:
-            raise ConfigError(f"most is {most}; at least one request is told")
-        if len(request_id) > MAX_ID:
-            raise ConfigError(f"the request id has {len(request_id)} characters; at most {MAX_ID} are possible")
+    async def ask(self, address: str) -> Answer:
+        """Ask one engine."""
         is_network = address.startswith("tcp://")
-        if is_network:
-            host_and_port(address)
         loop = asyncio.get_running_loop()
         async with self._at_once:
             began = loop.time()
             try:
-                async with self._over_network(address) if is_network else self._over_socket(address) as line:
-                    answer = await self._converse(line, address, most, request_id)
+                async with self._over_network(address) if is_network else self._over_socket(address) as ask:
+                    answer = await self._converse(ask, address)
             except _Vain as exc:
                 answer = Answer(address=address, error=str(exc), trouble=exc.trouble)
             except TimeoutError:
@@ -224,19 +230,16 @@ class Asker:
                 answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)
             return replace(answer, took_s=loop.time() - began, at=time.time())
 
-    # -- inside ------------------------------------------------------------------------------------
-
-    async def _converse(self, line: _Line, address: str, most: int, request_id: str) -> Answer:
+    async def _converse(self, ask: _Ask, address: str) -> Answer:
         """Ask page after page."""
         loop, told, after = asyncio.get_running_loop(), 0, ""
         first: Account | None = None
-        status: Status | None = None
         requests: dict[tuple[str, str, int | None], RequestStatus] = {}
         holds: list[HeldBlocks] = []
         patience = loop.time() + self._timeout_s
         while True:
             async with asyncio.timeout(self._timeout_s):
-                status = await line.ask(min(most - told, MAX_TOLD), after, request_id)
+                status = await ask(StatusRequest(secrets.randbits(62), min(self._most - told, MAX_TOLD), after))
             if not status.account:
                 raise _Vain("it says gauges only: it is of an older version, ask it with its own asynckv")
             try:
@@ -253,31 +256,49 @@ class Asker:
             requests |= {(each.kind, each.pull_id or each.request_id, each.sequence): each for each in account.requests}
             holds += account.holds
             told, after = told + len(account.requests), account.after
-            if not after or told >= most or len(requests) == before:
+            if not after or told >= self._most or len(requests) == before:
                 break
-        whole = msgspec.structs.replace(first, requests=tuple(requests.values()), holds=tuple(holds), after=after)
-        return _of(status, address, whole, is_cut=bool(after))
+        return Answer(
+            address=address,
+            gauges=status.gauges,
+            account=msgspec.structs.replace(first, requests=tuple(requests.values()), holds=tuple(holds), after=after),
+            is_cut=bool(after),
+        )
 
     @asynccontextmanager
-    async def _over_network(self, address: str) -> AsyncIterator[_Line]:
+    async def _over_network(self, address: str) -> AsyncIterator[_Ask]:
         if "#" in address and not self._has_keys:
             raise _Vain("it has keys, as its address says: give --keys and --authorized", T.KEYS)
-        if self._plane.refusal(Address(address)):
+        if self.plane.refusal(Address(address)):
             raise _Vain(
                 "its key is not in the directory of --authorized: put the engine's .key file there"
                 if "#" in address
                 else "with keys an address ends in the engine's own, as its endpoint says: tcp://host:port#...",
                 T.KEYS,
             )
+
+        async def ask(question: StatusRequest) -> Status:
+            answered: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+            self._asked[question.nonce] = address, answered
+            try:
+                while not answered.done():
+                    self.plane.send(Address(address), encode_packet(self._name, "", [question]))
+                    await asyncio.wait([answered], timeout=REPEAT_S)
+                    if not answered.done() and (await _look(address)).errno == errno.ECONNREFUSED:
+                        raise _Vain(NOBODY, T.GONE)
+                return answered.result()
+            finally:
+                del self._asked[question.nonce]
+
         try:
-            yield _NetworkLine(self._plane, address, self._name, self._asked)
+            yield ask
         except BaseException:
             # ZMQ tries no more where it was once refused; whoever else asks there asks again.
-            self._plane.disconnect(Address(address))
+            self.plane.disconnect(Address(address))
             raise
 
     @asynccontextmanager
-    async def _over_socket(self, address: str) -> AsyncIterator[_Line]:
+    async def _over_socket(self, address: str) -> AsyncIterator[_Ask]:
         try:
             if not stat.S_ISSOCK(os.stat(address).st_mode):
                 raise _Vain("it is no socket, and no address such as tcp://10.0.0.1:5555")
@@ -298,14 +319,29 @@ class Asker:
             if isinstance(exc, TimeoutError):
                 raise
             raise _Vain(f"the socket cannot be used: {getattr(exc, 'strerror', None) or exc}") from exc
+
+        async def ask(question: StatusRequest) -> Status:
+            write_packet(writer, encode_packet(self._name, "", [question]))
+            try:
+                await writer.drain()
+                for message in decode_packet(await read_packet(reader, 2 * MAX_ACCOUNT)).messages:
+                    if isinstance(message, Status) and message.nonce == question.nonce:
+                        return message
+            except (OSError, EOFError):
+                raise _Vain("it closed the connection: the engine has closed, or too many ask it") from None
+            except RemoteProtocolError as exc:
+                raise _Vain(f"its answer cannot be read: {exc}") from exc
+            raise _Vain("its answer is to another question")
+
         try:
-            yield _SocketLine(reader, writer, self._name)
+            yield ask
         finally:
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
 
-    def _on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
+    def on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
+        """Take what comes over the network."""
         try:
             packet = decode_packet(data)
         except OtherVersion as exc:
@@ -332,8 +368,7 @@ class Asker:
             if is_left_behind(Path(address)):
                 return T.GONE, vain + "its process has ended meanwhile"
             return T.AWAY, vain + f"it listens, so {AWAY}"
-        host, port = host_and_port(address)
-        found = await asyncio.to_thread(look_at_port, host.strip("[]"), port, PROBE_S, PROBE_S)
+        found = await _look(address)
         match found:
             case Greeted(mechanism="CURVE") if not self._has_keys:
                 how = T.KEYS, "it wants keys: give --keys and --authorized, and its address with what follows the #"
@@ -362,6 +397,11 @@ NOBODY = "nobody listens there (TCP connection refused): its process is gone, or
 AWAY = "its process lives but its event loop is away (busy, blocked or stopped), or the engine is closing"
 
 
+async def _look(address: str) -> Greeted:
+    host, port = host_and_port(address)
+    return await asyncio.to_thread(look_at_port, host.strip("[]"), port, PROBE_S, PROBE_S)
+
+
 def _has_peer(connected: socket.socket) -> bool:
     """Whether a connection was really made."""
     try:
@@ -371,84 +411,9 @@ def _has_peer(connected: socket.socket) -> bool:
     return True
 
 
-async def _refuses(address: str) -> bool:
-    """Whether nobody listens at an address."""
-    host, port = host_and_port(address)
-    try:
-        async with asyncio.timeout(PROBE_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), port)
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    writer.close()
-    return False
-
-
 class _Vain(Exception):
     """There will be no answer, and it is known why."""
 
     def __init__(self, why: str, trouble: Trouble = Trouble.OTHER) -> None:
         super().__init__(why)
         self.trouble = trouble
-
-
-class _NetworkLine:
-    """The way to an engine's control plane."""
-
-    def __init__(
-        self, plane: ZmqPlane, address: str, name: str, asked: dict[int, tuple[str, asyncio.Future[Status]]]
-    ) -> None:
-        self._plane, self._address, self._name, self._asked = plane, Address(address), name, asked
-
-    async def ask(self, most: int, after: str, request_id: str) -> Status:
-        """Ask until there is an answer."""
-        nonce = secrets.randbits(62)
-        packet = encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id)])
-        answered: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
-        self._asked[nonce] = self._address, answered
-        try:
-            while not answered.done():
-                self._plane.send(self._address, packet)
-                await asyncio.wait([answered], timeout=REPEAT_S)
-                if not answered.done() and await _refuses(self._address):
-                    raise _Vain(NOBODY, T.GONE)
-            return answered.result()
-        finally:
-            del self._asked[nonce]
-
-
-class _SocketLine:
-    """The way to an engine's socket."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
-        self._reader, self._writer, self._name = reader, writer, name
-
-    async def ask(self, most: int, after: str, request_id: str) -> Status:
-        """Ask once; what is asked over a socket is not lost."""
-        nonce = secrets.randbits(62)
-        write_packet(self._writer, encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id)]))
-        try:
-            await self._writer.drain()
-            for message in decode_packet(await read_packet(self._reader, 2 * MAX_ACCOUNT)).messages:
-                if isinstance(message, Status) and message.nonce == nonce:
-                    return message
-        except (OSError, EOFError):
-            raise _Vain("it closed the connection: the engine has closed, or too many ask it") from None
-        except RemoteProtocolError as exc:
-            raise _Vain(f"its answer cannot be read: {exc}") from exc
-        raise _Vain("its answer is to another question")
-
-
-_Line = _NetworkLine | _SocketLine
-
-
-def _of(status: Status, address: str, account: Account, *, is_cut: bool) -> Answer:
-    return Answer(
-        address=address,
-        engine_id=status.engine_id,
-        tp_rank=status.tp_rank,
-        gauges=status.gauges,
-        account=account,
-        is_cut=is_cut,
-    )

@@ -1,44 +1,62 @@
-"""One time axis for all processes: which exchanges the logs tell of, and what time it was by the reference's clock.
+"""One time axis for all processes: how far their clocks are apart, and what time it was by the reference's clock.
 
-An exchange is a cause and its effect, of which the protocol says that one came first: a hello and its answer, a grant
-and the end of the pull that needed it, an outcome and the end of the lease. When something began is worked out from
-when it ended and how long it took, because what counts seconds within a process is no wall clock.
+Processes of one host have one clock. How far the clocks of two hosts are apart follows from exchanges: a cause in one
+process and its effect in another, of which the protocol says that one came first. Such are a hello and its answer, a
+grant and the end of the pull that needed it, an outcome and the end of the lease.
+
+    the effect's clock - the cause's clock  <=  effect (by its clock) - cause (by its clock)
+
+Exchanges in both directions give an interval. Where they contradict each other, the interval is between both, and the
+contradiction is told. Clocks that no exchange connects have an axis of their own.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from asynckv.core import told
 from asynckv.core.notes import Granted, Note
-from asynckv.tools.diagnose.clocks import DRIFT, Clocks, Offset, Pair, align
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
-from asynckv.tools.diagnose.records import Record, number
+from asynckv.tools.diagnose.records import Record
 
 CLOCKS_S = 10.0
 """How far the clocks of two hosts may be apart where nothing else is known of them."""
+LATE_S = 0.001
+"""How long after its cause a line is usually written, at most."""
+TOLD_S = 0.5
+"""A lesser contradiction is not told, because lines of a busy process look the same."""
 MAX_TIME = 1e11
 """Seconds since 1970: some thousand years."""
 MAX_STEPS = 2048
 """Of one history; the engine keeps fewer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One entry of a pull's or lease's life, by its process's clock.
-
-    Attributes:
-        within_s: How much earlier or later it may have been: it was worked out over so many seconds, and what counts
-            them need not run as the wall clock does.
-    """
+class Step(NamedTuple):
+    """One entry of a pull's or lease's life, by its process's clock."""
 
     at: float
     what: str | Note
-    within_s: float = 0.0
+
+
+class Pair(NamedTuple):
+    """A cause in one process and its effect in another, each by its own clock."""
+
+    cause: Process
+    cause_at: float
+    effect: Process
+    effect_at: float
+
+
+class Offset(NamedTuple):
+    """How far a clock is ahead of its group's reference."""
+
+    seconds: float  # subtract it to come to the reference's time
+    within_s: float  # how much more or less it may be
 
 
 When = Callable[[str, float], tuple[float, float]]
@@ -50,71 +68,35 @@ def is_time(at: float) -> bool:
     return abs(at) < MAX_TIME
 
 
-Entry = tuple[float, str | Note]
-Told = tuple[float, float]
-"""A line's time, and how many seconds after something it says that it was written."""
+def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[float]) -> list[Step]:
+    """Put what is told in seconds since the beginning on the wall clock; the earliest beginning counts.
 
-
-def _worked_out(lines: Iterable[Told], what: str | Note = "") -> Step:
-    """Return when something was; every line that knows was written a little late, so the earliest is right."""
-    found = [(at - after, DRIFT * abs(after)) for at, after in lines if is_time(at - after)]
-    at, within = min(found, key=lambda x: x[0] + x[1], default=(math.nan, 0.0))
-    return Step(at, what, within)
-
-
-def _history(record: Record | None) -> list[Entry]:
-    told = itertools.islice(history(record), MAX_STEPS) if record is not None else ()
-    return [(at, what) for at, what in told if math.isfinite(at)]
-
-
-def _transitions(records: Sequence[Record]) -> list[Entry]:
-    told = [(x.number("at_s"), note_of(x.text("to"))) for x in records[:MAX_STEPS]]
-    return sorted(((at, what) for at, what in told if math.isfinite(at)), key=lambda x: x[0])
-
-
-def _steps(told: Sequence[Entry], lines: Sequence[Told]) -> list[Step]:
-    """Put what is told, in seconds since the first, on the wall clock; lines say how long after the first they were."""
-    if not lines:
-        return []
-    # Of many lines those about the same moment, and the one that says earliest when it began, are enough.
-    best = min(lines, key=lambda x: x[0] - x[1] + DRIFT * abs(x[1]))
-    near: dict[float, float] = {}
-    for at, after in lines:
-        near[after] = min(at, near.get(after, math.inf))
-    return [_worked_out([(best[0], best[1] - at), (near.get(at, math.nan), 0.0)], what) for at, what in told]
+    Every line that says when it began was written a little late.
+    """
+    lived = list(itertools.islice(history(ended), MAX_STEPS)) if ended is not None else []
+    told = [(x.number("at_s"), note_of(x.text("to"))) for x in transitions[:MAX_STEPS]]
+    begun = [*begun, *(record.at - at for record, (at, _) in zip(transitions, told, strict=False))]
+    if ended is not None and not transitions and lived:
+        begun.append(ended.at - lived[-1][0])
+    began = min(filter(is_time, begun), default=math.nan)
+    # At level debug a life is told on after its end, which the history there is not.
+    entries = sorted(told, key=lambda x: x[0]) if len(told) >= len(lived) else lived
+    return [Step(began + at, what) for at, what in entries if is_time(began + at)]
 
 
 def pull_steps(pull: Pull) -> list[Step]:
     """Return a pull's life, as far as it is told step by step."""
-    told, lived = _transitions(pull.transitions), _history(pull.ended)
-    lines = [(x.at, x.number("at_s")) for x in pull.transitions[:MAX_STEPS] if math.isfinite(x.number("at_s"))]
-    if pull.ended is not None and lived:
-        # Its end is logged at once, so the last entry is of then.
-        lines.append((pull.ended.at, lived[-1][0]))
-    # At level debug it is told on after its end, which the history there is not.
-    return _steps(told if len(told) >= len(lived) else lived, lines)
+    return _steps(pull.ended, pull.transitions, ())
 
 
 def lease_steps(lease: Lease) -> list[Step]:
     """Return a lease's life, as far as it is told step by step."""
-    told, lived = _transitions(lease.transitions), _history(lease.ended)
-    lines = [(x.at, x.number("at_s")) for x in lease.transitions[:MAX_STEPS] if math.isfinite(x.number("at_s"))]
-    return _steps(told if len(told) >= len(lived) else lived, [*lines, *_lines(lease)])
-
-
-def _lines(lease: Lease) -> list[Told]:
-    """Return all lines that say how long it had been lent."""
-    found = [(x.at, x.number("seconds")) for x in (lease.ended,) if x is not None]
-    found += [(lease.lent.at, 0.0)] if lease.lent is not None else []
-    found += [(x.at, x.number("after_s")) for x in lease.granted]
-    found += [(record.at, number(entry.get("lent_s"))) for record, entry in lease.held]
-    return [(at, after) for at, after in found if math.isfinite(after)]
+    return _steps(lease.ended, lease.transitions, (lease.lent_at,))
 
 
 def lent_at(lease: Lease) -> float:
-    """Return when it was lent, by its process's clock."""
-    at = _worked_out(_lines(lease)).at
-    return at if is_time(at) else lease.lent_at if is_time(lease.lent_at) else math.nan
+    """Return when a request was lent, by its process's clock."""
+    return lease.lent_at if is_time(lease.lent_at) else math.nan
 
 
 def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
@@ -127,18 +109,17 @@ def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
 
 
 def exchanges(service: Service) -> Iterator[Pair]:
-    """Go through causes in one process that had an effect in another; processes by their incarnation."""
+    """Go through causes in one process that had an effect in another."""
     for process in service.processes.values():
         yield from _handshakes(service, process)
     for request in service.requests:
         pulls: dict[str, list[Pull]] = {}
         for pull in request.all_pulls:
-            for start in {start_of(x) for x in pull.peer_ranks}:
+            for start in {start_of(x) for x in pull.peer_ranks} if pull.cause == "complete" else ():
                 pulls.setdefault(start, []).append(pull)
         for lease in request.leases.values():
-            own = [x for x in pulls.get(lease.process.start, ()) if x.process is not lease.process]
-            if complete := [x for x in own if x.cause == "complete"]:
-                yield from _of_lease(lease, complete)
+            if own := [x for x in pulls.get(lease.process.start, ()) if x.process is not lease.process]:
+                yield from _of_lease(lease, own)
 
 
 def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
@@ -157,26 +138,25 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
             continue
         met = next((x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start), None)
         if met is not None and peer in left:
-            yield Pair(decode.incarnation, left[peer], prefill.incarnation, met)
+            yield Pair(decode, left[peer], prefill, met)
         # Of a log that begins later the first welcome may be missing.
         if met is not None and peer in came and prefill.started is not None:
-            yield Pair(prefill.incarnation, met, decode.incarnation, came[peer])
+            yield Pair(prefill, met, decode, came[peer])
 
 
 def _of_lease(lease: Lease, pulls: Iterable[Pull]) -> Iterator[Pair]:
     """A request was granted to a pull before that was complete, and the outcome was told before the lease was over."""
-    prefill, granted = lease.process.incarnation, {x.text("pull_id"): x.at for x in reversed(lease.granted)}
+    granted = {x.text("pull_id"): x.at for x in reversed(lease.granted)}
     claimed = {x.pull_id: lease.lent_at + x.claimed_s for x in lease.claims.values() if not math.isnan(x.claimed_s)}
     released_by = set(map(start_of, lease.released))
     for pull in pulls:
-        decode, ended = pull.process.incarnation, pull.ended
-        if ended is None:
+        if pull.ended is None:
             continue
         at = granted.get(pull.pull_id, claimed.get(pull.pull_id, lease.lent_at))
-        if lease.process.rank in ended.texts("read_ranks") and is_time(at):
-            yield Pair(prefill, at, decode, ended.at)
+        if lease.process.rank in pull.ended.texts("read_ranks") and is_time(at):
+            yield Pair(lease.process, at, pull.process, pull.ended.at)
         if lease.ended is not None and pull.process.start in released_by:
-            yield Pair(decode, ended.at, prefill, lease.ended.at)
+            yield Pair(pull.process, pull.ended.at, lease.process, lease.ended.at)
 
 
 class Axis:
@@ -184,23 +164,54 @@ class Axis:
 
     Attributes:
         references: The process whose clock each group goes by.
+        conflicts: Pairs of clocks whose exchanges contradict each other, and by how many seconds at most.
     """
 
-    def __init__(self, service: Service, clocks: Clocks) -> None:
-        self.service, self.clocks = service, clocks
-        self.references = [service.processes[group[0]] for group in clocks.groups]
+    def __init__(self, service: Service, pairs: Iterable[Pair]) -> None:
+        self.service = service
+        self.references: list[Process] = []
+        self.conflicts: list[tuple[str, str, float]] = []
+        self._offsets: dict[str, Offset] = {}
+        self._groups: dict[str, int] = {}
+        ahead: dict[str, dict[str, float]] = defaultdict(dict)  # how far the second clock is ahead of the first at most
+        for pair in pairs:
+            found, effect = ahead[_clock(pair.cause)], _clock(pair.effect)
+            found[effect] = min(pair.effect_at - pair.cause_at, found.get(effect, math.inf))
+        for one, other in ((x, y) for x in list(ahead) for y in ahead[x] if x <= y):
+            gap = -ahead[one][other] - (ahead[other].get(one, math.inf) if one != other else 0.0)
+            if gap >= TOLD_S:
+                self.conflicts.append((one, other, gap))
+        for process in sorted(service.processes.values(), key=lambda x: (not x.lends, -x.num_records, x.rank)):
+            if _clock(process) not in self._groups:
+                self._reach(process, ahead)
+
+    def _reach(self, reference: Process, ahead: dict[str, dict[str, float]]) -> None:
+        """Find the clocks that can be compared with a reference's, the nearest first."""
+        reached = [_clock(reference)]
+        self._offsets[reached[0]] = Offset(0.0, 0.0)
+        for near in reached:
+            before = self._offsets[near]
+            self._groups[near] = len(self.references)
+            for far, most in sorted(ahead[near].items()):
+                # Of two clocks of which only one direction is known nothing can be said.
+                if far not in self._offsets and near in ahead[far]:
+                    least = -ahead[far][near]
+                    within_s = abs(most - least) / 2 + LATE_S
+                    self._offsets[far] = Offset(before.seconds + (least + most) / 2, before.within_s + within_s)
+                    reached.append(far)
+        self.references.append(reference)
+
+    def offset(self, process: Process) -> Offset:
+        """Return how far a process's clock is ahead, and how sure that is."""
+        return self._offsets[_clock(process)]
 
     def at(self, process: Process, at: float) -> float:
         """Return the axis's time for a moment of a process's clock."""
-        return self.clocks.align(process.incarnation, at)
-
-    def offset(self, process: Process, at: float) -> Offset:
-        """Return how far its clock is ahead, and how sure that is."""
-        return self.clocks.offset(process.incarnation, at)
+        return at - self.offset(process).seconds
 
     def group(self, process: Process) -> int:
-        """Return which axis it is on."""
-        return self.clocks.group(process.incarnation)
+        """Return which axis a process is on."""
+        return self._groups[_clock(process)]
 
     def when(self, incarnation: str, at: float) -> tuple[float, float]:
         """Return between which moments of the first group's axis something happened.
@@ -208,44 +219,43 @@ class Axis:
         Of a process that exchanged nothing with that group it is only known that clocks are seldom more than
         `CLOCKS_S` apart.
         """
-        if self.clocks.group(incarnation):
-            return at - CLOCKS_S, at + CLOCKS_S
-        offset = self.clocks.offset(incarnation, at)
-        within_s = min(offset.within_s, CLOCKS_S)
-        return at - offset.seconds - within_s, at - offset.seconds + within_s
+        process = self.service.processes[incarnation]
+        seconds, within_s = self.offset(process) if self.group(process) == 0 else (0.0, CLOCKS_S)
+        within_s = min(within_s, CLOCKS_S)
+        return at - seconds - within_s, at - seconds + within_s
 
-    def compared(self, process: Process, at: float) -> str:
+    def compared(self, process: Process) -> str:
         """Say how a process's clock was aligned."""
         reference = self.references[self.group(process)]
-        if self.clocks.clock[process.incarnation] == reference.incarnation:
+        if _clock(process) == _clock(reference):
             return "by its own clock, which is the axis's" if process is reference else "by the same clock (one host)"
-        return f"clock {shown_offset(self.offset(process, at))} against {reference.rank}"
+        return f"clock {shown_offset(self.offset(process))} against {reference.rank}"
 
     def notes(self) -> list[str]:
         """Say what must be known about the clocks."""
-        name = {x.incarnation: x.rank for x in self.service.processes.values()}
+        named = {_clock(x): x.host or x.rank for x in self.service.processes.values()}
         out = [
-            f"exchanges between {name[x.names[0]]} and {name[x.names[1]]} contradict each other by up to "
-            f"{shown_seconds(x.seconds)}, from {clock_time(x.since)} to {clock_time(x.until)}: a clock was set, or "
-            f"lines were written late; the uncertainty includes it"
-            for x in self.clocks.conflicts
+            f"what {named[one]} and {named[other]} exchanged contradicts itself by up to {shown_seconds(seconds)}: a "
+            f"clock was set or drifts, lines were written late, or two machines have one name"
+            for one, other, seconds in self.conflicts
         ]
         out += [
-            f"processes of {host!r} say that they share a host, and what they exchanged says that they do not"
-            for host in self.clocks.not_shared
-        ]
-        out += [
-            f"the clock of {name[process]} was set: it went back by {shown_seconds(x.seconds)} at {clock_time(x.at)}; "
-            f"its times go on from there as if it had not been"
-            for process, found in self.service.put_back.items()
+            f"the clock of {self.service.processes[incarnation].rank} was set: it went back by "
+            f"{shown_seconds(x.seconds)} at {clock_time(x.at)}; its times go on from there as if it had not been"
+            for incarnation, found in self.service.put_back.items()
             for x in found
         ]
-        if (groups := len(self.clocks.groups)) > 1:
+        if (groups := len(self.references)) > 1:
             out.append(
                 f"{groups} groups of processes never answered each other in these logs: each goes by a clock of its "
                 f"own, and times of two groups cannot be compared"
             )
         return out
+
+
+def _clock(process: Process) -> str:
+    """Name the clock of a process."""
+    return process.host or process.incarnation
 
 
 def shown_offset(offset: Offset) -> str:
@@ -283,7 +293,4 @@ def shown_seconds(seconds: float) -> str:
 
 def make_axis(service: Service) -> Axis:
     """Align the clocks of a service's processes."""
-    processes = service.processes
-    prefer = sorted(processes.values(), key=lambda x: (not x.lends, -x.num_records, x.rank))
-    hosts = {x.incarnation: x.host for x in processes.values()}
-    return Axis(service, align(exchanges(service), hosts, [x.incarnation for x in prefer]))
+    return Axis(service, exchanges(service))

@@ -74,12 +74,13 @@ class Reader(enum.Enum):
     OVERSTAYED = "it was lent for `max_lease_s` (`engine_started` names it), or a renewal was refused because of it"
     ANNOUNCED = "the announcement's time was up, or it is overdue when the log ends"
     DIED = (
-        "its process ended without a goodbye and without an outcome of this pull; one that never spoke of any "
-        "request had met this rank, and this is the only request that was not claimed there meanwhile"
+        "its process ended without a goodbye and without an outcome of this pull; if it never claimed, its death is "
+        "sure, and no other reader was there"
     )
     CLOSED = "`engine_stopped` or `engine_suspended` with this pull unanswered or without an outcome"
     AWAY = "`loop_was_away` during its pull, or for most of the lease's time just before it asked"
     OWNER_AWAY = "the rank that lends was away meanwhile (`loop_was_away`, or `late_s` of `lease_ended`)"
+    OWNER_CLOSED = "the rank that lends said goodbye meanwhile"
     OWNER_DIED = "the rank that lends died meanwhile, or its readers lost it (`peer_changed`)"
     PLANE_DIED = "`data_plane_restarted` or `data_plane_broken` before the pull failed, here or there"
     UNANSWERED = "`release_unanswered`, or the prefill rank was given up as the pull ended"
@@ -87,7 +88,6 @@ class Reader(enum.Enum):
     READING = "`held_transfers` in `pull_ended`, and no other reason for it in any log"
     LATE = "its first word came, or its pull ended, when the lease was over; nothing kept it from being heard"
     WAITING = "its pull has no outcome yet, or the lease was renewed just before the log ends: nothing is over"
-    BUG = "nothing else explains it, and `internal_error` is logged meanwhile, on either side"
 
 
 class CAUSE(enum.StrEnum):
@@ -129,7 +129,6 @@ class CAUSE(enum.StrEnum):
     REFUSED_LOCALLY = "refused_locally"
     NOT_KNOWN = "not_known"
     STILL_HELD = "still_held"
-    INTERNAL_ERROR = "internal_error"
 
 
 @dataclass(frozen=True, slots=True)

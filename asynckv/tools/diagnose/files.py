@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,11 @@ class Pieces:
 
     def __bool__(self) -> bool:
         return bool(self._begun)
+
+    @property
+    def begun(self) -> Iterable[bytes]:
+        """The lines that are not whole."""
+        return self._begun.values()
 
     def whole(self, stream: object, piece: bytes, is_last: bool) -> bytes | None:
         """Return a line once its last piece is there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from asynckv.core import told
@@ -100,15 +100,19 @@ def find(seen: Seen) -> Findings:
     told = {name for x in there for name in x.requests}
     refused = {x.text("prefill_request_id") for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and x.request_id in refused)]
-    late = _late([x for x in asked if not (x.request_id in told and CATALOGUE[x.cause].heading in OF_PROCESSES)])
+    late = _late([x for x in asked if not (x.request_id in told and _hangs_on_processes(x))])
     failed = [*_refused(seen), *_failed(seen, {(x.engine_id, x.request_id, x.sequence) for x in seen.late})]
-    wrong = [*there, *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
-    return Findings(wrong, [*_limits(seen), *_warnings(seen)], asked, seen.copies)
+    wrong = [*there, *late, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
+    return Findings(wrong, [*_limits(seen), *_logged(seen, "warning")], asked, seen.copies)
+
+
+def _hangs_on_processes(leak: Leak) -> bool:
+    return leak.side == "decode" or CATALOGUE[leak.cause].heading in OF_PROCESSES
 
 
 def _is_about(leak: Leak, rank: str) -> bool:
     """What is late hangs on how this process is: it is the reader that is gone or does not answer, or it lent it."""
-    if leak.cause is CAUSE.DECODE_UNRESPONSIVE:
+    if leak.side == "decode" or leak.cause in (CAUSE.DECODE_UNRESPONSIVE, *LOOPS_AWAY):
         return rank in leak.sentence
     if leak.cause is CAUSE.PREFILL_DIED:
         return rank in leak.holders
@@ -117,15 +121,13 @@ def _is_about(leak: Leak, rank: str) -> bool:
 
 def _gone(seen: Seen) -> Iterator[Finding]:
     """Processes whose logs end without a goodbye, the earliest first, with what is late since."""
-    found = sorted((x.gone for x in seen.grounds if x.gone is not None and x.gone.is_death), key=lambda end: end.at)
-    found = [x for x in found if x.process.successor is None or not x.at < seen.since]
-    for end in found[:MOST]:
-        rank = end.process.rank
+    found = sorted((x for x in seen.grounds if x.gone is not None and x.gone.kind == "died"), key=lambda x: x.end)
+    found = [x for x in found if x.process.successor is None or not x.end < seen.since]
+    for fate, rank in ((x.gone, x.process.rank) for x in found[:MOST] if x.gone is not None):
         mine = [x for x in seen.late if _is_about(x, rank)]
-        noticed = [f"{x.process.rank} {x.text}" for x in end.noticed[:1]]
-        evidence = "; ".join([*noticed, *(x.sentence for x in mine[:1])])
-        heading, remedy = (HEADING.GONE, DIED) if end.is_proved else (HEADING.UNKNOWN, UNSURE)
-        yield Finding(heading, end.how, f"{rank} {end.text}", evidence, remedy, *_of(mine))
+        evidence = mine[0].sentence if mine else ""
+        heading, remedy = (HEADING.GONE, DIED) if fate.is_proved else (HEADING.UNKNOWN, UNSURE)
+        yield Finding(heading, fate.gone, f"{rank} {fate.text[:MAX_TEXT]}", evidence, remedy, *_of(mine))
     if (more := len(found) - MOST) > 0:
         yield Finding(HEADING.GONE, "died", f"{counted(more, 'more process')} died or fell silent")
 
@@ -134,7 +136,7 @@ def _silent(seen: Seen) -> Iterator[Finding]:
     """Engines that were asked in vain; not a socket that is left of an earlier start, nor who is told dead."""
     there = {base_name(x.rank) for x in seen.answers if not x.error}
     named = seen.axis.service.ranks_by_address()
-    told = {x.gone.process.rank for x in seen.grounds if x.gone is not None and x.gone.is_death}
+    told = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind == "died"}
     for answer in seen.answers:
         rank = answer.account.rank or named.get(answer.address, "")
         is_left = answer.trouble is Trouble.GONE and base_name(answer.rank) in there
@@ -143,6 +145,9 @@ def _silent(seen: Seen) -> Iterator[Finding]:
             mine = [x for x in seen.late if rank and _is_about(x, rank)]
             heading, remedy = HEADINGS.get(answer.trouble, HEADING.UNKNOWN), REMEDIES.get(answer.trouble, "")
             what = f"{rank or answer.rank} does not answer"
+            if rank and base_name(rank) in there:  # over another way
+                heading, remedy = HEADING.NETWORK, REMEDIES[Trouble.NETWORK]
+                what += f" at {answer.address}, where its readers look for it"
             yield Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
 
 
@@ -188,11 +193,10 @@ def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
 
 
 def _refusals(seen: Seen) -> list[Record]:
-    """What decode engines refused by themselves: a pull that was never begun."""
-    service = seen.axis.service
-    refused = (x for process in service.processes.values() for x in process.of(told.PullRefused))
-    done = {(r.engine_id, r.name) for r in service.requests if any(p.cause == "complete" for p in r.all_pulls)}
-    return [x for x in refused if not x.at < seen.since and (x.text("peer"), x.text("prefill_request_id")) not in done]
+    """What decode engines refused by themselves, of requests that no pull was complete of."""
+    requests = (r for r in seen.axis.service.requests if not any(p.cause == "complete" for p in r.all_pulls))
+    refused = (x for r in requests for x in r.before if x.event == told.PullRefused.event)
+    return [x for x in refused if not x.at < seen.since]
 
 
 def _refused(seen: Seen) -> Iterator[Finding]:
@@ -250,38 +254,20 @@ def _away(seen: Seen) -> Iterator[Finding]:
         )
 
 
-def _logged(seen: Seen, level: str) -> Iterator[Record]:
-    """What was logged at a level, and no other finding tells of."""
+def _logged(seen: Seen, level: str) -> Iterator[Finding]:
+    """What was logged at a level, and no other finding tells of, by event and process."""
+    found: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for process in seen.axis.service.processes.values():
         for record in process.records:
             is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
             is_told = is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
             if record.level == level and not is_told:
-                yield record
-
-
-def _errors(seen: Seen) -> Iterator[Finding]:
-    """Other errors, by event."""
-    found: dict[str, list[Record]] = defaultdict(list)
-    for record in _logged(seen, "error"):
-        found[record.event].append(record)
-    return _grouped(found.values(), "error", "on")
-
-
-def _warnings(seen: Seen) -> Iterator[Finding]:
-    """Other warnings, by event and process: the service goes on with less than it should have, or may have."""
-    found: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for record in _logged(seen, "warning"):
-        found[record.event, record.rank].append(record)
-    return _grouped(found.values(), "warning", "of")
-
-
-def _grouped(groups: Iterable[Sequence[Record]], level: str, where: str) -> Iterator[Finding]:
-    for same in sorted(groups, key=lambda x: -len(x))[:MOST]:
+                found[record.event, record.rank].append(record)
+    for (event, rank), same in sorted(found.items(), key=lambda x: -len(x[1]))[:MOST]:
         first = same[0]
         texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
-        what = f"{counted(len(same), level)} {first.event} {where} {first.rank}"
-        yield Finding(HEADING.UNKNOWN, first.event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
+        what = f"{counted(len(same), level)} {event} on {rank}"
+        yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
 
 
 def _limits(seen: Seen) -> Iterator[Finding]:
@@ -294,7 +280,7 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     if missing := service.missing():
         yield limit("no_log", f"there is no log of {some(missing)}, which others name", "", UNSEEN)
     for ground in seen.grounds:
-        if ground.gone is not None and not ground.gone.is_death:
+        if ground.gone is not None and ground.gone.kind != "died":
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
     if quiet := [x.rank for x in service.processes.values() if x.num_records and not x.says_info]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"

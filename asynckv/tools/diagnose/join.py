@@ -409,7 +409,7 @@ class Request:
     """One lent request on all ranks of both sides.
 
     Attributes:
-        withdrawn: What the prefill side said as it gave the request up, before it was lent.
+        before: What a side said that gave it up before it lent or pulled it: it was withdrawn, or refused at once.
     """
 
     engine_id: str  # the prefill engine
@@ -418,22 +418,28 @@ class Request:
     leases: dict[str, Lease] = field(default_factory=dict)  # by the prefill rank's name
     pulls: dict[str, Pull] = field(default_factory=dict)  # by pull id
     others: dict[str, Pull] = field(default_factory=dict)  # pulls of this key that speak of another request id
-    withdrawn: list[Record] = field(default_factory=list)
+    before: list[Record] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """Its id where it was lent; the decode side's if nobody says that."""
-        return self.request_id or next((x.request_id for x in self.all_pulls), "")
+        return self.request_id or next(iter(self.decode_ids), "")
 
     @property
     def all_pulls(self) -> tuple[Pull, ...]:
         """All attempts, whatever request id they speak of."""
         return (*self.pulls.values(), *self.others.values())
 
+    @property
+    def decode_ids(self) -> list[str]:
+        """What the decode side calls it."""
+        refused = (x.text("request_id") for x in self.before if x.event == told.PullRefused.event)
+        return list(dict.fromkeys(x for x in (*(p.request_id for p in self.all_pulls), *refused) if x))
+
     def records(self) -> list[Record]:
         """Return all that was said of it, by time."""
         spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
-        out = {id(x): x for x in (*self.withdrawn, *(y for x in spoken_of for y in x.records))}
+        out = {id(x): x for x in (*self.before, *(y for x in spoken_of for y in x.records))}
         return sorted(out.values(), key=lambda x: x.at)
 
 
@@ -462,8 +468,10 @@ class Service:
         self._by_start.clear()
 
     def ranks_by_address(self) -> dict[str, str]:
-        """Say which rank listens where, as far as logs tell."""
-        return {x.started.text("address"): x.rank for x in self.processes.values() if x.started is not None}
+        """Say which rank listens where, or is reached there by its readers, as far as logs tell."""
+        every = self.processes.values()
+        known = {x.text("address"): x.text("peer") for process in every for x in process.of(told.PeerChanged)}
+        return known | {x.started.text("address"): x.rank for x in every if x.started is not None}
 
     def process_named(self, rank: str) -> Process | None:
         """Find the process that a rank's name means, by the start that is in it."""
@@ -537,7 +545,7 @@ class _Builder:
         self._leases: dict[tuple[str, int, str], Lease] = {}
         self._unnamed: dict[tuple[str, str], Lease] = {}
         self._pulls: dict[str, Pull] = {}
-        self._withdrawn: list[Record] = []
+        self._before: list[Record] = []
 
     def take(self, record: Record) -> None:
         process, event = self.speaks(record), record.event
@@ -547,8 +555,8 @@ class _Builder:
             _place(self._pull(process, record.fields), record)
         else:
             process.records.append(record)
-        if event == told.RequestWithdrawn.event:
-            self._withdrawn.append(record)
+        if event in (told.RequestWithdrawn.event, told.PullRefused.event):
+            self._before.append(record)
         elif event in (told.LeaseHeld.event, told.PullHeld.event):
             subject = self._lease if event == told.LeaseHeld.event else self._pull
             for entry in record.entries("oldest"):
@@ -566,7 +574,7 @@ class _Builder:
         for pull in self._pulls.values():
             if pull.ended is not None and (like := self._pulls.get(pull.ended.text("same_as"))) is not None:
                 pull.like, pull.peer = like, pull.peer or like.peer
-        return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._withdrawn)))
+        return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._before)))
 
     def speaks(self, record: Record, lines: int = 1) -> Process:
         """A process is there, and has said something."""
@@ -641,13 +649,12 @@ class _Joiner:
         # Who lends it, and whoever its readers say they met; of requests that were lent, also without their names.
         self._by_start: dict[tuple[tuple[str, int, str], str], Request] = {}
         self._by_sequence: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
-        self._by_nobody: dict[tuple[str, int, str], dict[int, Request]] = defaultdict(dict)
         self._ranks: Counter[tuple[tuple[str, int, str], str]] = Counter()
         self._by_name: dict[str, list[Request]] = defaultdict(list)
         for lease in leases:
             self._add(lease)
 
-    def joined(self, pulls: Mapping[str, Pull], withdrawn: Iterable[Record]) -> list[Request]:
+    def joined(self, pulls: Mapping[str, Pull], before: Iterable[Record]) -> list[Request]:
         for request in self._requests:
             for lease in request.leases.values():
                 self._by_pull |= dict.fromkeys(lease.pull_ids, request)
@@ -660,10 +667,13 @@ class _Joiner:
             else:
                 request.others[pull.pull_id] = pull
             self._by_pull[pull.pull_id] = request
-        for record in withdrawn:
-            name, sequence = record.text("request_id"), record.integer("sequence")
-            found = self._exact.get((record.engine_id, sequence, name))
-            (found[-1] if found else self._new(record.engine_id, sequence, name)).withdrawn.append(record)
+        for record in before:
+            is_ours = record.event == told.RequestWithdrawn.event
+            engine_id = record.engine_id if is_ours else record.text("peer")
+            name = record.text("request_id" if is_ours else "prefill_request_id")
+            key = engine_id, record.integer("sequence"), name
+            found = self._exact.get(key) if name else None
+            (found[-1] if found else self._new(*key)).before.append(record)
         return self._requests
 
     def _add(self, lease: Lease) -> None:
@@ -681,13 +691,11 @@ class _Joiner:
         key = request.engine_id, request.sequence, request.request_id
         for start in filter(None, map(start_of, ranks)):
             self._by_start.setdefault((key, start), request)
-            self._by_nobody[key].pop(id(request), None)
 
     def _new(self, engine_id: str, sequence: int, request_id: str) -> Request:
         request = Request(engine_id, sequence, request_id)
         self._requests.append(request)
         self._exact[engine_id, sequence, request_id].append(request)
-        self._by_nobody[engine_id, sequence, request_id][id(request)] = request
         self._by_name[request_id].append(request)
         return request
 
@@ -697,12 +705,11 @@ class _Joiner:
         peer = pull.peer or next((base_name(x).rpartition("/tp")[0].split("/pp")[0] for x in pull.peer_ranks), "")
         starts = list(filter(None, dict.fromkeys(map(start_of, pull.peer_ranks))))
         key = peer, pull.sequence, pull.prefill_request_id
-        if not starts and (exact := self._exact.get(key)):
-            return exact[0]
-        known = next((x for start in starts if (x := self._by_start.get((key, start))) is not None), None)
-        if (known := known or next(iter(self._by_nobody[key].values()), None)) is not None:
-            return known
         exact = self._exact.get(key, [])
+        if exact and not starts:
+            return exact[0]
+        if (known := next((x for y in starts if (x := self._by_start.get((key, y))) is not None), None)) is not None:
+            return known
         if len(exact) == 1 and {base_name(x) for x in pull.peer_ranks} & {base_name(x) for x in exact[0].leases}:
             return exact[0]  # its params name earlier starts of the ranks that lent it
         if pull.sequence >= 0:

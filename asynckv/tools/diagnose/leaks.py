@@ -16,10 +16,10 @@ from asynckv.tools.diagnose.causes import Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
-from asynckv.tools.diagnose.leaks_values import Leak, Word, in_seconds, listed, moment
+from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed, moment
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
-from asynckv.tools.diagnose.presence import DEFAULT_LEASE_S, Presence
-from asynckv.tools.diagnose.records import Record, number
+from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.records import number
 
 
 def find_leaks(service: Service, when: When | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
@@ -59,10 +59,9 @@ def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
     fate = presence.fate(lease.process)
     if fate.kind == "stopped" or not _is_open(lease):
         return ""  # closing ends all leases, and says so of those that do not end well
-    if fate.kind == "died" or presence.last_end > _due(presence, lease):
+    if fate.kind == "died":
         return "died"
-    is_overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
-    return "held" if (lease.held or is_overdue) and not _is_well(presence, request, lease) else ""
+    return "held" if lease.held and not _is_well(presence, request, lease) else ""
 
 
 def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
@@ -79,16 +78,6 @@ def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
         return [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
 
     return all(any(map(is_well, pulls(name))) for name in lease.owed or ("*",))
-
-
-def _due(presence: Presence, lease: Lease) -> float:
-    """Until when, in everybody's time, an owner that lives has spoken of an open lease again."""
-    if lease.held:
-        record, entry = lease.held[-1]
-        due = record.at + number(entry.get("lent_s"), 0.0)
-    else:
-        due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
-    return presence.when(lease.process.incarnation, max(due, lease.process.last_at) + GATHERED_S)[1]
 
 
 def _is_open(lease: Lease) -> bool:
@@ -132,8 +121,6 @@ def _of_leases(presence: Presence, request: Request, late: Mapping[Lease, str]) 
         seconds=max(x.seconds for x in late),
         since=oldest.lent_at,
         owed=tuple(dict.fromkeys(name for x in late for name in x.owed)),
-        released={k: v for x in late for k, v in x.released.items()},
-        words=tuple(_words(presence, request, late)),
     )
 
 
@@ -153,8 +140,6 @@ def _of_announcement(presence: Presence, request: Request, pulls: Sequence[Pull]
         seconds=max([x.seconds for x in leases], default=seconds),
         since=min([x.lent_at for x in leases], default=pulls[0].begun_at),
         owed=tuple(x.process.rank for x in pulls if x.ended is None),
-        released={x.process.rank: "failed" for x in pulls if x.ended is not None},
-        words=tuple(_words(presence, request, leases)),
         missing=() if request.leases else tuple(pulls[0].peer_ranks),
     )
 
@@ -178,10 +163,6 @@ def _of_releases(presence: Presence, request: Request, found: Sequence[tuple[Ver
         since=min([x.lent_at for x in leases], default=pull.begun_at),
         also=() if is_dead else tuple(ends),
         owed=tuple(dict.fromkeys(x.process.rank for _, _, x in found)),
-        words=tuple(
-            Word(rank, x.process.rank, "is not in this side's log", _what_became_of_release(x, rank))
-            for _, rank, x in found
-        ),
         missing=() if is_dead else holders,
     )
 
@@ -210,19 +191,10 @@ def _sum(blocks: Iterable[int]) -> int:
 
 
 def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], **fields: Any) -> Leak:
-    """Make a finding of a request's verdicts, the first of which counts, with what both sides have said last."""
+    """Make a finding of a request's verdicts, the first of which counts."""
     verdict = found[0]
     also = tuple(dict.fromkeys(x.sentence for x in found[1:] if x.cause is not verdict.cause))
-    owners = {x.process.incarnation for x in request.leases.values()}
     records = request.records()
-    here = next((x for x in reversed(records) if x.incarnation in owners), None)
-    there = next((x for x in reversed(records) if x.incarnation not in owners), None)
-    last_decode = _told(there)
-    if there is None:  # what its reader said last, of whatever
-        named = map(presence.service.process_named, fields.get("owed", ()))
-        if (process := next((x for x in named if x is not None), None)) is not None:
-            ends = presence.fate(process).why.partition(";")[0]
-            last_decode = f"nothing of this request; {process.rank}: {ends}"
     reader = str(verdict.names.get("reader", ""))
     return Leak(
         cause=verdict.cause,
@@ -231,9 +203,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
         engine_id=request.engine_id,
         request_id=request.request_id,
         sequence=request.sequence,
-        decode_request_ids=tuple(dict.fromkeys(x.request_id for x in request.all_pulls if x.request_id)),
-        last_prefill=_told(here),
-        last_decode=last_decode,
+        decode_request_ids=tuple(request.decode_ids),
         missing=tuple(dict.fromkeys((*fields.pop("missing", ()), *verdict.missing))),
         # Of a reader that may have been meant, nothing is known.
         reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
@@ -258,50 +228,3 @@ def _clocks_that_were_set(presence: Presence, request: Request, verdict: Verdict
         for rank, found in said.items()
         for x in found
     )
-
-
-def _told(record: Record | None) -> str:
-    if record is None:
-        return ""
-    said = record.text("cause") or record.text("state") or record.text("to")
-    return f"{moment(record.at)} {record.rank}: {record.event}{f' ({said})' if said else ''}"
-
-
-def _words(presence: Presence, request: Request, leases: Iterable[Lease]) -> Iterator[Word]:
-    """Say what became of each claim and release."""
-    for lease in leases:
-        claims, retrying = lease.claims, lease.retrying
-        for name in dict.fromkeys((*lease.owed, *lease.released, *claims)):
-            refused = {x.message: x for x in lease.refused if name == "*" or base_name(x.who) == base_name(name)}
-            said = "is not told" if name in lease.released else "never came"
-            if (claim := claims.get(name)) is not None:
-                said = f"came after {in_seconds(claim.claimed_s)} s, heard of last after {in_seconds(claim.heard_s)} s"
-            elif (down := refused.get("claim") or refused.get("renew")) is not None:
-                said = f"was refused after {in_seconds(down.after_s)} s: {down.reason}"
-            if name in lease.released:
-                release = f"came: {lease.released[name]}"
-            elif "release" in refused:
-                release = f"was refused: {refused['release'].reason}"
-            elif name in retrying:
-                release = "came: retry, and no other followed"
-            elif pulls := pulls_of(request, lease, name):
-                release = _what_became_of_release(pulls[-1], lease.process.rank)
-            else:
-                known = name != "*" and presence.service.process_named(name) is not None
-                release = "was never sent, as far as its log goes" if known else "never came"
-            yield Word(lease.process.rank, name, said, release)
-
-
-def _what_became_of_release(pull: Pull, rank: str) -> str:
-    """Say what became of a pull's release to a rank, by the decode side's log."""
-    for record in pull.refused:
-        if rank in record.texts("ranks"):
-            return f"was refused: {record.text('cause')}"
-    for record in pull.unanswered:
-        if rank in record.texts("ranks"):
-            return f"was never answered, given up after {in_seconds(record.number('seconds'))} s"
-    if pull.ended is None:
-        return "was never sent: the pull has no outcome"
-    if rank in pull.ended.texts("unanswered"):
-        return "was sent once, to a rank that was gone"
-    return f"was sent as the pull ended ({pull.cause})"

@@ -1,13 +1,12 @@
-"""What running engines hold, as their logs would warn of it: the same rules say why.
+"""What running engines hold, as their logs would tell it: the same rules say why.
 
-An engine's answer becomes a start, warnings of its leases and of its pulls, and what it knows of its peers; all of one
-moment, by one clock. What has not been held for as long as a log would warn of is left out.
+An engine's answer becomes a start, what it knows of its peers, warnings of its pulls and of the leases that a log would
+warn of, and what a log says of younger leases; all of one moment, by one clock.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
-from asynckv.edges.local import SUFFIX
 from asynckv.tools.diagnose.ask import Trouble
 from asynckv.tools.diagnose.join import Process, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
@@ -32,24 +30,10 @@ FRACTION = 1 / 3  # as `log.held_fraction` has it
 LEAST_S, MOST_S = 0.5, 10.0
 """Warned of no sooner, and at this age at the latest, as with leases of 30 s."""
 RELEASED = frozenset({"complete", "failed", "cancelled"})
-_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}(#.*)?\Z")
 
 
-def is_address(text: str) -> bool:
-    """Whether a person means an engine by it, and no log."""
-    path = Path(text)
-    if path.is_dir():
-        return any(x.is_socket() for x in path.glob(f"*{SUFFIX}"))
-    return "://" in text or path.is_socket() or (not path.exists() and bool(_HOST_PORT.match(text)))
-
-
-def has_logs(text: str) -> bool:
-    """Whether logs are to be read there: a directory may have sockets of engines, logs, or both."""
-    return not is_address(text) or any(x.is_file() for x in Path(text).rglob("*"))
-
-
-def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) -> Iterator[Record]:
-    """Say what engines hold as if they had just warned of it; `every` lease, not only those held for long."""
+def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
+    """Say what engines hold as if they had just logged it; an answer without a time is of `now`."""
     for answer in answers:
         account = answer.account
         if answer.error or not account.incarnation:
@@ -58,15 +42,14 @@ def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) ->
 
         def say(event: type[told.Told], at: float = came, *, answer: Answer = answer, **fields: Any) -> Record:
             name = answer.account
-            process = answer.engine_id, name.rank, name.incarnation
+            process = name.engine_id, name.rank, name.incarnation
             return Record(at, event.event, "info", *process, fields, answer.address)
 
-        counted = answer.counters
+        counted, began = account.facts.counters, came - account.facts.uptime_s
         said: dict[str, Any] = {
             "lends": counted.get("leases.lent", 0) > 0,
             "pulls": counted.get("pulls.started", 0) > 0,
         }
-        began = came - account.facts.uptime_s
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
             yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
@@ -77,15 +60,21 @@ def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) ->
             if is_retired:
                 yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
-            if status.kind == "lease":
-                if not (every or _is_long(status)):
-                    continue
-                entry = _lease(status)
-                yield say(told.LeaseHeld, state=status.state, waits=status.waits, requests=1, oldest=[entry])
-            else:
+            held: dict[str, Any] = {"waits": status.waits, "requests": 1}
+            if status.kind != "lease":
                 state = "announced" if status.kind == "announced" else status.state
-                entry = _pull(status)
-                yield say(told.PullHeld, state=state, waits=status.waits, requests=1, oldest=[entry])
+                yield say(told.PullHeld, state=state, oldest=[_pull(status)], **held)
+            elif _is_long(status):
+                yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
+            else:
+                lent_at = came - status.age_s
+                key: dict[str, Any] = {"request_id": status.request_id, "sequence": status.sequence}
+                lease_s = None if status.left_s is None else status.age_s + status.left_s
+                yield say(told.LeaseLent, lent_at, blocks=status.blocks, lease_s=lease_s, **key)
+                for rank in (x for x in status.ranks if x.pull_id and x.state not in RELEASED):
+                    after_s = max(status.age_s - (rank.heard_s or 0.0), 0.0)
+                    granted: dict[str, Any] = {"reader": rank.rank, "pull_id": rank.pull_id, "after_s": after_s}
+                    yield say(told.LeaseGranted, lent_at + after_s, **key, **granted)
 
 
 def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
@@ -94,7 +83,7 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
     A process of which there is no log is known from then on, but for what it said.
     """
     answers = list(answers)
-    named = service.ranks_by_address() | {peer.address: peer.rank for x in answers for peer in x.account.peers}
+    named = service.ranks_by_address()
     for answer in answers:
         rank = answer.account.rank or named.get(answer.address, "")
         if not answer.error or not start_of(rank):
@@ -133,7 +122,7 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
 
 def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:
     """Stores and loads that have failed, and whose blocks something may still touch."""
-    for hold in answer.holds:
+    for hold in answer.account.holds:
         what = hold.pull_id.partition("-")[0]
         if what in ("store", "load") and hold.reason in ("quarantined", "retired") and hold.held_s >= LEAST_S:
             blocks = sum(map(len, hold.blocks.values()))

@@ -33,6 +33,7 @@ FAILED_AS = {
     **dict.fromkeys(("lease_lost", "expired"), R.LATE),
     **dict.fromkeys(("restarted", "stale_memory"), R.STALE),
     **dict.fromkeys(("peer_lost", "read_failed"), R.BROKEN),
+    "consumed": R.REFUSED,
     "wrong_target": R.WRONG_TARGET,
     "wrong_request": R.RENAMED,
     "peer_unreachable": R.UNMET,
@@ -116,7 +117,24 @@ def _why_failed(presence: Presence, pull: Pull) -> Verdict:
             state = R.KEYS
         if state in (R.REFUSED_HERE, R.CLOSED):
             more = {"by": pull.process.rank}
+        if state in (R.BROKEN, R.LATE) and (lost := _lost(pull)):
+            state, more = _what_became(presence, pull, lost), {"why": lost.text("detail")}
     return Verdict(W.FAILED, state, names | more)
+
+
+def _lost(pull: Pull) -> Record | None:
+    """How a reader lost a rank that it read from, while its pull ran or since: a rank is silent before it is lost."""
+    starts = {start_of(x) for x in _read_ranks(pull)}
+    said = (x for x in pull.process.since(told.PeerChanged, pull.begun_at) if start_of(x.text("peer")) in starts)
+    return next((x for x in said if x.text("cause") == "peer_lost"), None)
+
+
+def _what_became(presence: Presence, pull: Pull, lost: Record) -> Reader:
+    """What became of a rank that was lost; that it was silent does not say that it died, nor that it lives."""
+    if lost.text("detail").endswith("said goodbye"):
+        return R.OWNER_CLOSED
+    has_logs = all(presence.service.process_named(x) for x in _read_ranks(pull))
+    return R.BROKEN if has_logs else R.NO_LOG
 
 
 def _read_ranks(pull: Pull) -> tuple[str, ...]:
@@ -152,7 +170,7 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
 
 def _away_s(presence: Presence, process: Process, since: float, until: float) -> float:
     """For how long a process's loop was away, at most at once, between two moments of everybody's time."""
-    spans = [(x.number("seconds", 0.0), presence.when(process.incarnation, x.at)) for x in process.of(told.LoopWasAway)]
+    spans = [(seconds, presence.when(process.incarnation, at)) for seconds, at in presence.absences(process)]
     return max((s for s, at in spans if at[1] >= since and at[0] - s <= until), default=0.0)
 
 
@@ -176,7 +194,8 @@ def why_kept(presence: Presence, pull: Pull) -> Verdict:
         fates = [presence.fate(x) for x in map(presence.service.process_named, ranks) if x is not None]
         may_be_dead = not fates or any(x.kind != "stopped" and x.after < high for x in fates)
         is_lost = pull.cause in ("peer_lost", "restarted") and may_be_dead
-        state, more = R.OWNER_DIED if is_lost else R.READING, {}
+        state = R.READING if not is_lost else R.OWNER_DIED if pull.cause == "restarted" else R.NO_LOG
+        more = {}
     return Verdict(W.READ, state, names | more)
 
 

@@ -53,13 +53,10 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
 
 
 def _nearest(wanted: str, known: Iterable[str]) -> list[str]:
-    """Find ids that are like one; of very many those are compared that begin or end as it does."""
-
-    def begins(one: str, other: str) -> int:
-        return sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(one, other, strict=False)))
+    """Find ids that are like one; of very many those are compared that begin as it does."""
 
     def shared(name: str) -> int:
-        return max(begins(wanted, name), begins(wanted[::-1], name[::-1]))
+        return sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(name, wanted, strict=False)))
 
-    near = heapq.nlargest(1000, sorted({x[:MAX_LETTERS] for x in known}), key=shared)
+    near = heapq.nlargest(1000, (x[:MAX_LETTERS] for x in known), key=shared)
     return difflib.get_close_matches(wanted[:MAX_LETTERS], near, n=3)

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner, Reader
 from asynckv.tools.diagnose.join import base_name
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """What became of what one reader had to say to one prefill rank."""
-
-    holder: str
-    reader: str
-    claim: str  # `came after 0.1 s`, `never came`, `was refused: ...`
-    release: str  # `came: complete`, `was refused: ...`, `was lost`, `was never sent`, `never came`
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +38,6 @@ class Leak:
     owed: tuple[str, ...] = ()  # readers that were waited for; `*` is a decode engine that never spoke up
     reader: str = ""  # the one that the sentence speaks of, as far as one is known
     other_request_id: str = ""  # under which id it was spoken of, if not under its own
-    released: Mapping[str, str] = field(default_factory=dict)  # readers that did release, and how
-    words: tuple[Word, ...] = ()  # what was said and heard, per reader and rank
-    last_prefill: str = ""  # the last that the prefill side's logs say of it
-    last_decode: str = ""  # the last that the decode side's logs say of it
     also: tuple[str, ...] = ()  # other stories that are true of other readers
     missing: tuple[str, ...] = ()  # whose logs would say more
 
@@ -70,15 +56,6 @@ class Leak:
     def remedy(self) -> str:
         """What to do."""
         return CATALOGUE[self.cause].remedy
-
-
-@dataclass(frozen=True, slots=True)
-class Early:
-    """A process whose log ends, without a goodbye, long before the logs of others do."""
-
-    rank: str
-    last_at: float
-    before_s: float  # by how much, at least
 
 
 def moment(at: float) -> str:

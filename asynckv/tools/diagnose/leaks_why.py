@@ -6,14 +6,11 @@ of the reader, then what kept it from being heard; and if it was heard too late,
 
 from __future__ import annotations
 
-import ast
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asynckv.core import told
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Refusal, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import (
@@ -32,8 +29,6 @@ from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, m
 from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
 W, R = Owner, Reader
-
-_OTHER = re.compile(r"not to ('.*'|\".*\")\Z", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -63,18 +58,14 @@ class Verdict:
 
 class _Names(dict[str, Any]):
     def __missing__(self, key: str) -> str:
-        unknown = {"gone": "died", "other": "another id than it was lent under", "also": "", "waited": ""}
-        return unknown.get(key, "?")
+        return {"gone": "died", "also": "", "waited": ""}.get(key, "?")
 
 
 def verdicts(presence: Presence, request: Request, lease: Lease, state: str) -> list[Verdict]:
     """Say why a lease is late: a verdict for each reader that it waits for."""
     holder, fate = lease.process.rank, presence.fate(lease.process)
     if state == "died":
-        why = fate.why
-        if fate.kind != "died":
-            why = f"{why.partition(';')[0]}, nor a word of what it held, and others went on to their end"
-        return [Verdict(W.DIED, R.ANY, {"holder": holder, "why": why, "gone": fate.gone}, lease.seconds)]
+        return [Verdict(W.DIED, R.ANY, {"holder": holder, "why": fate.why, "gone": fate.gone}, lease.seconds)]
     if state == "closed":
         how = lease.ended.text("revoked_by") if lease.ended is not None else ""
         why = f"after {in_seconds(lease.seconds)} s; {how or fate.why}"
@@ -103,8 +94,7 @@ class _Debt:
             self.owner = W.RETRYING
 
     def verdict(self) -> Verdict:
-        found = self._refused() or self._weighed(self.pull)
-        return (CATALOGUE[found.cause].is_class and self._bug()) or found
+        return self._refused() or self._weighed(self.pull)
 
     def _weighed(self, pull: Pull | None) -> Verdict:
         if pull is not None and is_forgotten(self.presence, pull):
@@ -174,7 +164,7 @@ class _Debt:
             if state is R.RENAMED:
                 others = [x.prefill_request_id for x in (*self.request.others.values(), *self.pulls)]
                 other = next((x for x in others if x not in ("", lease.request_id)), "")
-                names |= other_id(other or _named_in(refusal.detail))
+                names |= other_id(other) or {"other": f"another id than it was lent under ({why})"}
             return Verdict(W.REFUSED, state, names, refusal.after_s)
         return None
 
@@ -184,15 +174,6 @@ class _Debt:
         if start in ("", start_of(self.name)) or start in met or not (start_of(self.name) or met):
             return True
         return self.presence.service.process_named(who) is not None
-
-    def _bug(self) -> Verdict | None:
-        readers = (self.process, *(x.process for x in self.pulls))
-        for process in (self.lease.process, *(x for x in readers if x is not None)):
-            for record in process.of(told.InternalError):
-                low, high = self.presence.when(process.incarnation, record.at)
-                if high >= self.since and low <= self.until:
-                    return self._is(R.BUG, record.text("error"), reader=process.rank)
-        return None
 
     # -- a reader that had claimed, and of which no outcome is known ---------------------------------------------------
 
@@ -212,7 +193,7 @@ class _Debt:
             return self._is(R.NO_LOG, "its last word; it may have died", missing=(self.name,))
         fate = presence.fate(process)
         if not process.says_info and not fate.is_proved:  # a goodbye is no warning
-            return self._is(R.NO_LOG, "its log has warnings only", missing=(self.name,))
+            return self._is(R.NO_LOG, fate.why, missing=(self.name,))
         if fate.kind == "stopped":
             return self._is(R.CLOSED, fate.why)
         if lease.state == "lent" and fate.kind != "died":
@@ -220,13 +201,12 @@ class _Debt:
         if fate.after <= self.until:
             # A process that lives renews, and says how a pull ended; but one whose loop is away writes nothing.
             quiet_s = process.durations.get("lease_s", DEFAULT_LEASE_S) + LATE_S
-            is_dead = fate.kind == "died" and (fate.is_proved or presence.last_end > self.until)
-            if is_dead or (self.owner is not W.RETRYING and presence.last > self.until + quiet_s):
-                why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
-                if fate.after < presence.when(lease.process.incarnation, lease.lent_at + self.heard_s)[0]:
-                    why += f"; what it did after {moment(process.last_at)} is not in its log"
-                return self._is(R.DIED, why, gone=fate.gone)
-            return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
+            if not (fate.kind == "died" and fate.is_proved) and presence.last <= self.until + quiet_s:
+                return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
+            why = fate.why
+            if fate.after < presence.when(lease.process.incarnation, lease.lent_at + self.heard_s)[0]:
+                why += f"; what it did after {moment(process.last_at)} is not in its log"
+            return self._is(R.DIED, why, gone=fate.gone)
         begun_at = self.pull.begun_at if self.pull is not None else math.nan
         since = begun_at if not math.isnan(begun_at) else process.first_at
         if (away_s := presence.away_s(process, since, process.last_at)) > 0.0:
@@ -257,9 +237,9 @@ class _Debt:
             return self._is(R.STALE)
         if keys := refused_keys(presence, pull, lease):
             return self._is(R.KEYS, keys)
-        if cause == "peer_unreachable" or not (
-            self._is_only_released(pull) or shook_hands(presence, pull.process, lease)
-        ):
+        in_vain = pull.failed_in == "handshake" and lease.process.rank in pull.detail  # at this address
+        is_met = self._is_only_released(pull) or (shook_hands(presence, pull.process, lease) and not in_vain)
+        if cause == "peer_unreachable" or not is_met:
             # A reader that is away hears no answer.
             others = turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
             return self._away(pull) or self._is(R.UNMET, f"{self._said()}; {others}" if others else None)
@@ -287,6 +267,11 @@ class _Debt:
             return away
         if pull.ended is None:
             return self._is(R.LATE)
+        lost = pull.cause == "peer_lost" and self.is_claimed  # this rank, or another one of its engine
+        owners = [x for x in map(presence.service.process_named, pull.peer_ranks) if x is not None]
+        for owner in owners if lost else ():
+            if presence.fate(owner).hangs and (away_s := presence.away_s(owner, owner.last_at, math.inf)):
+                return self._is(R.OWNER_AWAY, holder=owner.rank, away_s=in_seconds(away_s))
         low, high = presence.when(pull.process.incarnation, pull.ended.at)
         closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
         if (last := self.pulls[-1]) is not pull and is_unanswered(last, lease):
@@ -301,6 +286,11 @@ class _Debt:
         ):  # it is not released before they end
             if pull.returned is None or presence.when(pull.process.incarnation, pull.returned.at)[0] > self.until:
                 return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
+        if lost and low > self.until:
+            died = next((x for x in owners if presence.fate(x).kind == "died"), None)
+            if died is None:
+                return self._is(R.BROKEN)
+            return self._is(R.OWNER_DIED, presence.fate(died).why, gone=presence.fate(died).gone, holder=died.rank)
         if pull.cause in ("lease_lost", "expired", "timeout", "not_lent_yet") or low > self.until:
             return self._is(R.LATE)
         if is_unanswered(pull, lease) and not closed:
@@ -352,12 +342,13 @@ class _Debt:
         bound = {engine_of(x) for x in (*lease.owed, *self.claims, *lease.released)}
         spoke = [x for x in dict.fromkeys(x.process for x in self.request.all_pulls) if engine_of(x.rank) not in bound]
         readers = presence.decoders(lease.process.engine_id)
+        readers = [x for x in readers if not presence.when(x.incarnation, x.first_at)[0] > self.until]
         if name != "*":
             readers = [x for x in readers if x.base == base_name(name)]
         elif spoke:  # others of its engine, to this rank or another
             engines = {x.engine_id for x in spoke}
             readers = [x for x in readers if x.engine_id in engines and x not in spoke]
-        gone = [x for x in readers if presence.gone_by(x) < self.since]
+        gone = [x for x in readers if presence.fate(x).before < self.since]
         alive = [x for x in readers if x not in gone] or gone
         is_nobody = name == "*" and not spoke
         fates = [(x, presence.fate(x)) for x in alive if x not in gone]
@@ -368,15 +359,12 @@ class _Debt:
             claimed = presence.near(lease.process, lease.lent_at) + presence.claims_take_s
             by = self.until if is_nobody else claimed
             died = [x for x, fate in fates if fate.kind == "died" and fate.after <= by]
-            if came := [x for x in died if presence.has_come_for(lease, x)]:
-                fate = presence.fate(came[0])
-                return self._is(R.DIED, fate.why, reader=listed(x.rank for x in came), gone=fate.gone)
-            lost = died or [x for x in readers if engine_of(x.rank) not in bound and presence.died_about(lease, x)]
-            if lost and not (is_nobody and strangers):
-                # Its params never arrived, or arrived at a reader that died: nothing tells which.
-                whose, why = listed(x.rank for x in lost), presence.fate(lost[0]).why
-                also = f"whoever had them died, as {whose} did about then ({why})"
-                return self._is(R.NO_LOG, f"; its params never arrived there, or {also}")
+            if died:
+                whose, fate = listed(x.rank for x in died), presence.fate(died[0])
+                if fate.is_proved and len(died) == len(alive) and not strangers:  # nobody else was there to be given it
+                    return self._is(R.DIED, fate.why, reader=whose, gone=fate.gone)
+                why = f"; its params never arrived, or arrived at {whose}, which {fate.gone} meanwhile ({fate.why})"
+                return self._is(R.NO_LOG, why)
         if not is_nobody:
             return self._of_left_out(spoke, alive, silent)
         absent = presence.absent(lease, alive)
@@ -431,13 +419,3 @@ class _Debt:
         if refused := turned_away(lease.process, lease.lent_at, lease.lent_at + lease.seconds):
             out.append(f"meanwhile {refused}")
         return "".join(f"; {x}" for x in out)
-
-
-def _named_in(detail: str) -> str:
-    """The request id that a refusal's words quote; empty in old logs."""
-    found = _OTHER.search(detail)
-    try:
-        value = ast.literal_eval(found[1]) if found is not None else ""
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return ""
-    return value if isinstance(value, str) else ""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from asynckv.core import told
-from asynckv.tools.diagnose.axis import CLOCKS_S, When
+from asynckv.tools.diagnose.axis import When
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
-from asynckv.tools.diagnose.leaks_values import Early, engine_of, in_seconds, moment
+from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, where a log does not say
@@ -43,31 +43,6 @@ MOST = 0.9
 have: a decode engine claims as soon as it hears of a request. When an absence began is known to some seconds."""
 
 
-def early_ends(service: Service, when: When) -> list[Early]:
-    """Find logs that end early, and what is known of their processes does not say why; the earliest first.
-
-    What such a process did later is not judged: it died, its log was cut off or collected early, or it had nothing to
-    say. Early is half a lease: what was lent meanwhile could have expired in the logs of others.
-    """
-    ends = {x.incarnation: when(x.incarnation, x.last_at) for x in service.processes.values()}
-    last = max((low for low, _ in ends.values()), default=0.0)
-    out, gives_signs = [], _gives_signs(service)
-    for process in service.processes.values():
-        before_s = last - ends[process.incarnation][1]
-        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
-        if gives_signs:
-            bound += SIGN_S
-        is_known = process.stopped is not None or process.successor is not None or process.answers
-        if process.num_records and not is_known and before_s > bound:
-            out.append(Early(process.rank, process.last_at, before_s))
-    return sorted(out, key=lambda x: -x.before_s)
-
-
-def _gives_signs(service: Service) -> bool:
-    """The engines are of a version that gives signs of life."""
-    return any(next(x.of(told.EngineAlive), None) is not None for x in service.processes.values())
-
-
 @dataclass(frozen=True, slots=True)
 class Fate:
     """What became of a process: `stopped`, `died`, `silent` or `alive` (it was asked, and answered), between which
@@ -86,6 +61,11 @@ class Fate:
         """A death in words; without a next start of the rank, or a process that lost it, only its log has ended."""
         return "hangs" if self.hangs else "died" if self.is_proved else "died or was cut off"
 
+    @property
+    def text(self) -> str:
+        """All of it in words."""
+        return f"{self.gone}: {self.why}" if self.kind == "died" else self.why
+
 
 class Presence:
     """What became of all processes of a service, on one time for all.
@@ -102,14 +82,11 @@ class Presence:
         self.service, self.when, self._shown = service, when, shown
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
-        ends = [when(x.incarnation, x.stopped.at)[0] for x in processes if x.stopped]
-        self.last_end = max(ends, default=-math.inf)
         self.last = max((when(x.incarnation, x.last_at)[0] for x in processes), default=0.0)
         """Until when logs go on, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
-        self._gives_signs = _gives_signs(service)
         self._hanging = {start_of(x) for x in service.unanswered}
-        self._lenders = {x.engine_id for x in service.requests}
+        self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
         self._ranks: dict[str, list[Process]] = defaultdict(list)
         for process in processes:
@@ -117,26 +94,10 @@ class Presence:
             for record in process.of(told.PeerChanged):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
-        leases = [x for request in service.requests for x in request.leases.values()]
-        self._unclaimed = [x for x in leases if any(name not in x.claims for name in x.owed or ("*",))]
-        self._asked = {(start_of(name), x.process.engine_id) for x in leases for name in (*x.claims, *x.released)}
-        self._asked |= {(x.process.start, r.engine_id) for r in service.requests for x in r.all_pulls}
-        self._lapsed = self._find_lapsed()
+        leases = (x for request in service.requests for x in request.leases.values())
         claims = (claim.claimed_s for x in leases for claim in x.claims.values())
         self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
         """For how long after it was lent a request was claimed, at most."""
-
-    def _find_lapsed(self) -> dict[str, float]:
-        """By when readers were gone that let their promises run out and said no more."""
-        out: dict[str, float] = {}
-        for request in self.service.requests:
-            for lease in request.leases.values():
-                for name in lease.owed if lease.state == "expired" else ():
-                    process = self.service.process_named(name)
-                    pulls = [x for x in request.all_pulls if x.process is process]
-                    if process is not None and name not in lease.retrying and all(x.ended is None for x in pulls):
-                        out[process.incarnation] = min(self.span(lease)[1], out.get(process.incarnation, math.inf))
-        return out
 
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
@@ -177,33 +138,20 @@ class Presence:
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
-        gone_by = self._lapsed.get(process.incarnation, -math.inf)
-        if gone_by >= low and self.last >= gone_by + SILENCE_S / 2:
-            return Fate("died", f"{ends}, and it let its grants run out", low, gone_by, False)
         lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
-        if self._gives_signs and self.last >= high + lease_s + LATE_S:
+        if self.last >= high + lease_s + LATE_S:
             why = f"{ends}, though it wrote a line every {in_seconds(lease_s / 2)} s at least"
             return Fate("died", why, low, high + lease_s, False)
-        others = list(self._would_be_told_of(process))
-        ended = [(self.when(x.incarnation, x.stopped.at)[0], x.rank) for x in others if x.stopped is not None]
-        ended = [x for x in ended if x[0] > high]
-        # Where others of them are without a goodbye as well, the logs may be of a service that is being closed.
-        open_ = [x for x in others if x.stopped is None and self.when(x.incarnation, x.last_at)[0] > high]
-        waits_for = min(ended)[0] if ended and open_ else high  # it may be closing, too
-        if ended and self.last >= waits_for + SILENCE_S:
-            return Fate("died", f"{ends}, and {min(ended)[1]} went on to its end", low, math.inf, False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
-    def _would_be_told_of(self, process: Process) -> Iterator[Process]:
-        """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
+    def ends_early(self, process: Process) -> bool:
+        """A log ends half a lease before others do, and nothing tells why: what was lent meanwhile may have expired.
 
-        Of others it hears nothing, and it may have nothing to say when they end.
+        The process died, its log was cut off or collected early, or it had nothing to say.
         """
-        states = {x.text("peer_incarnation"): x.text("state") for x in process.of(told.PeerChanged)}
-        for incarnation, state in states.items():
-            if state != "gone" and (peer := self.service.processes.get(incarnation)) is not None:
-                yield peer
-        yield from (x for x in self._ranks[process.engine_id] if x.base != process.base)
+        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S) + SIGN_S
+        is_silent = bool(process.num_records) and self.fate(process).kind == "silent"
+        return is_silent and self.last - self.when(process.incarnation, process.last_at)[1] > bound
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
         """A prefill rank's log goes on for as long as what a pull had of it may have been lent, or its death is known.
@@ -233,17 +181,6 @@ class Presence:
         """When a lease was over, in everybody's time, at the earliest."""
         return self.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
 
-    def gone_by(self, process: Process) -> float:
-        """By when, in everybody's time, a process no longer lived, as far as can be told.
-
-        Of a death that only its silence tells, its last line does: it was not long before, by what it used to write.
-        """
-        fate = self.fate(process)
-        if fate.kind != "died" or fate.is_proved:
-            return fate.before
-        quiet_s = max(DEFAULT_LEASE_S, _quiet_s(process), process.durations.get("timeout_s", 0.0))
-        return min(fate.before, self.when(process.incarnation, process.last_at)[1] + quiet_s)
-
     def decoders(self, engine_id: str) -> list[Process]:
         """List the processes that may have read from a prefill engine."""
         others = [x for x in self.service.processes.values() if x.engine_id != engine_id]
@@ -264,40 +201,18 @@ class Presence:
         named = (x for x in self.service.unanswered if self.service.process_named(x) is None)
         return [x for x in named if engine_of(x) not in self._lenders]
 
-    def has_come_for(self, lease: Lease, reader: Process) -> bool:
-        """A log shows that a reader which died had heard of the request.
-
-        That it died meanwhile does not: others die while params are lost. But a reader that has met the rank that lends
-        (or has begun to), and never came to speak of anything, did so for the only request there that was not claimed.
-        """
-        if (reader.start, lease.process.engine_id) in self._asked:
-            return False
-        low, high = self.when(reader.incarnation, reader.first_at)[0], self.gone_by(reader)
-        spans = (self.span(x) for x in self._unclaimed if x.process is lease.process)
-        if sum(since <= high and until >= low for since, until in spans) != 1:
-            return False
-        met = any(start_of(x.text("reader")) == reader.start for x in lease.process.of(told.ReaderMet))
-        return met or any(start_of(x.text("peer")) == lease.process.start for x in reader.of(told.PeerChanged))
-
-    def died_about(self, lease: Lease, reader: Process) -> bool:
-        """A reader died when a request was lent, or soon after, and may have known of it: params arrive late."""
-        (since, until), fate = self.span(lease), self.fate(reader)
-        waits_s = reader.durations.get("timeout_s", CLOCKS_S)
-        began = self.when(reader.incarnation, reader.first_at)[0]
-        is_near = self.gone_by(reader) >= since and max(fate.after, began) <= until + waits_s
-        return fate.kind == "died" and is_near
-
     # -- who was there -------------------------------------------------------------------------------------------------
+
+    def absences(self, process: Process, since: float = -math.inf) -> Iterator[tuple[float, float]]:
+        """For how long a process's loop was away each time, and until when by its own clock; until now if it hangs."""
+        yield from ((x.number("seconds", 0.0), x.at) for x in process.since(told.LoopWasAway, since))
+        if self.fate(process).hangs and process.num_records:
+            seconds = max(self.last - self.near(process, process.last_at), 0.0)
+            yield seconds, process.last_at + seconds
 
     def away_s(self, process: Process, since: float, until: float) -> float:
         """For how long a process's loop was away between two moments of its own clock, at most at once."""
-        out = 0.0
-        for record in process.since(told.LoopWasAway, since):
-            seconds = record.number("seconds", 0.0)
-            if record.at - seconds > until:  # and so are those after it: a loop is away once at a time
-                break
-            out = max(out, seconds)
-        return out
+        return max((s for s, back in self.absences(process, since) if back - s <= until), default=0.0)
 
     def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
         """For how long a reader's loop was away over most of a lease's time, and when it came back by its own clock."""
@@ -318,9 +233,3 @@ class Presence:
             elif away_s and fate.kind != "died":
                 out[reader.rank] = f"its event loop was away for {in_seconds(away_s)} s then"
         return out
-
-
-def _quiet_s(process: Process) -> float:
-    """Return for how long a process that lives may be silent: a lease, or many of its usual pauses."""
-    pause_s = (process.last_at - process.first_at) / max(process.num_records - 1, 1)
-    return max(process.durations.get("lease_s", DEFAULT_LEASE_S), QUIET * pause_s)

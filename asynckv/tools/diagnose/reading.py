@@ -1,46 +1,132 @@
-"""What every command has in common that reads logs: a bar on a terminal, and how a person writes a time."""
+"""Reads logs and asks engines, once or again and again, and joins what both say."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, time
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from datetime import UTC, datetime
+from datetime import time as time_of_day
 
+from rich.console import Console
+from rich.markup import escape
+
+from asynckv.arguments import without_control
+from asynckv.config import KeysConfig
+from asynckv.core import told
 from asynckv.errors import ConfigError
+from asynckv.tools.diagnose import leaks_copies, leaks_live
+from asynckv.tools.diagnose.ask import Answer, ask_all, targets
+from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.findings import Seen
+from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.leaks_request import find_requests
+from asynckv.tools.diagnose.leaks_values import moment as clock
 from asynckv.tools.diagnose.records import Logs, read_logs
+from asynckv.tools.diagnose.timeline_model import Story, families, ground, named, names, stories
 
-if TYPE_CHECKING:
-    from rich.console import Console
+MOST_ASKED, MOST_SEARCHED = 256, 4096  # requests that an engine tells, the second where one is looked for
+AGAIN_S = 0.5  # what two engines say is of two moments; what is wrong between them is wrong again after so long
 
 
-def read_with_progress(paths: Sequence[str], errors: Console, *, request: str = "", since: str | None = None) -> Logs:
-    """Read logs, and show on a terminal how far that is.
-
-    What is logged of every transition at level debug is read only for a request: the ends of others say it again.
+class Looking:
+    """Looks at logs, which are read once, and at engines, which are asked each time.
 
     Args:
-        paths: As for `read_logs`.
-        errors: Where the bar goes, if that is a terminal.
-        request: As for `read_logs`.
+        sources: Logs and addresses.
+        request: What the request that is asked about is called, if one is.
         since: The time from which on something is asked about, as `moment` reads it.
+        keys: Who asks engines.
+        timeout_s: How long an engine may take to answer.
 
     Raises:
         ConfigError: A file cannot be read.
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        return read_logs(
-            paths,
-            lambda done, total: bar.update(task, completed=done, total=total or None),
-            keep=lambda event: bool(request) or not event.endswith("_transition"),
-            request=request,
-            since=(lambda last: moment("--since", since, last)) if since is not None else None,
-        )
+    def __init__(
+        self, sources: Sequence[str], request: str | None, since: str | None, keys: KeysConfig | None, timeout_s: float
+    ) -> None:
+        self._request, self._since, self._keys, self._timeout_s = request, since, keys, timeout_s
+        self.called: set[str] = set()  # what the request that is asked about is called, on either side
+        self._sources = sources
+        paths, _ = targets(sources)
+        self._logs = self._read(paths) if paths else Logs()
+
+    def look(self) -> Seen:
+        """Ask, and join what was said with what was read."""
+        _, addresses = targets(self._sources)  # a process that starts makes a socket
+        answers = self._asked(addresses, with_peers=True) if addresses else []
+        seen = self._joined(answers)
+        if not seen.late or not answers:
+            return seen
+        time.sleep(AGAIN_S)
+        # Whoever did not answer is not waited for a second time.
+        silent = [x for x in answers if x.error]
+        there = [x.address for x in answers if not x.error]
+        again = self._joined([*self._asked(there, with_peers=False), *silent])
+        late = {(x.cause, x.engine_id, x.request_id) for x in seen.late}
+        return replace(again, late=[x for x in again.late if (x.cause, x.engine_id, x.request_id) in late])
+
+    def stories(self, seen: Seen) -> list[Story]:
+        """Tell the request that is asked about, or all that may be meant."""
+        return stories(seen.axis, named(list(families(seen.axis.service.requests)), self._request or ""))
+
+    def _read(self, paths: Sequence[str]) -> Logs:
+        """Read logs, and show on a terminal how far that is.
+
+        What is logged of every transition at level debug is read only for a request: the ends of others say it again.
+        """
+        request = self._request or ""
+        with Console(stderr=True).status("reading logs") as status:
+            return read_logs(
+                paths,
+                lambda said: status.update(f"reading {escape(without_control(said))}"),
+                keep=lambda event: bool(request) or not event.endswith("_transition"),
+                request=request,
+            )
+
+    def _asked(self, addresses: Sequence[str], *, with_peers: bool) -> list[Answer]:
+        most = MOST_ASKED if self._request is None else MOST_SEARCHED
+        return asyncio.run(ask_all(addresses, self._keys, self._timeout_s, most=most, with_peers=with_peers))
+
+    def _joined(self, answers: Sequence[Answer]) -> Seen:
+        now = time.time()
+        # An engine that has told all that it holds is the last word on that.
+        whole = {x.account.incarnation for x in answers if not x.error and not x.is_cut}
+        held = (told.LeaseHeld.event, told.PullHeld.event)
+        kept = [x for x in self._logs.records if x.event not in held or x.incarnation not in whole]
+        said = sorted(leaks_live.records_of(answers, now), key=lambda x: x.at)
+        logs = replace(self._logs, records=[*kept, *said])
+        if logs.nothing and (self._logs.sources or not answers):
+            raise ConfigError(logs.nothing)
+        service = join(logs)
+        leaks_live.tell(service, answers, now)
+        leaks_live.look_here(service)
+        axis = make_axis(service)
+        wanted = None
+        if self._request is not None:
+            wanted = find_requests(service, self._request, leaks_copies.called(service))
+            self.called = {self._request, *names(wanted)}
+        last = max((x.at for x in logs.records), default=now)
+        begin = moment("--since", self._since, last) if self._since is not None else -math.inf
+        if begin > last:
+            raise ConfigError(f"no event is later than --since {self._since}; the last is of {clock(last)} UTC")
+
+        def counts(rank: str, until: float) -> bool:
+            """Whether something was late within the time that is asked about; what has no time was."""
+            process = service.process_named(rank)
+            return not (axis.at(process, until) if process is not None else until) < begin
+
+        late = [x for x in find_leaks(service, axis.when, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
+        copies = leaks_copies.late_copies(service, None if wanted is None else self.called)
+        copies = [x for x in copies if counts(x.rank, x.since + x.seconds)]
+        failed = leaks_copies.failures(service, self.called)
+        return Seen(logs, axis, ground(axis), late, copies, answers, begin, failed)
 
 
 def moment(option: str, text: str, last: float) -> float:
@@ -59,7 +145,7 @@ def moment(option: str, text: str, last: float) -> float:
         return last - float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
     with suppress(ValueError, OverflowError, OSError):  # a time of day
         day = datetime.fromtimestamp(last, UTC)
-        at = datetime.combine(day, time.fromisoformat(text.strip() if ":" in text else ""), UTC).timestamp()
+        at = datetime.combine(day, time_of_day.fromisoformat(text.strip() if ":" in text else ""), UTC).timestamp()
         return at if at <= last else at - 86400
     try:
         when = datetime.fromisoformat(text.strip())

@@ -18,7 +18,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,12 +37,8 @@ from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, PIECE, Pieces, found, lines_of
 from asynckv.tools.diagnose.well import Head, Packed, Well
 
-MAX_RECORDS = 20_000_000
 MAX_WRAPPED = 3  # A container's log may itself be wrapped by whoever collects it
 SHOWN = 160  # letters of a line that is shown for its kind
-MARGIN_S = 7200.0
-"""What was said so long before the time that is asked about may belong to what is late then: twice a longest lease."""
-
 MAX_NAMED = 10_000  # lines that are kept because they name the request that is asked about: what begins so may be many
 TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
 EVENTS = ("event", "message", "msg")
@@ -53,7 +48,6 @@ ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlik
 """Lines that tell of many requests, which are read as one line for each."""
 
 MANY = {told.LeaseHeld.event, told.PullHeld.event, *ALIKE}
-OF_REQUESTS = MANY | {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease | told.OfPull)}
 
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
 MOST = 1e24
@@ -61,8 +55,8 @@ MOST = 1e24
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{2,63}\Z")
 _EPOCH = re.compile(r"([0-9]{1,20})(?:[.,]([0-9]{1,20}))?\Z")
-_LEAP = re.compile(r"([T ][0-9]{2}(:?)[0-9]{2}\2)60(?![0-9])")
 _LEVEL = {"warn": "warning", "critical": "error", "fatal": "error", "err": "error"}
+_LEVELS = frozenset({"debug", "info", "warning", "error"})
 
 
 _decode = msgspec.json.Decoder().decode
@@ -154,7 +148,7 @@ def integer(value: object, default: int = -1) -> int:
     return default
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Skipped:
     """Lines that were left out for one reason; `where` and `first` are of the first of them."""
 
@@ -171,7 +165,7 @@ class Source:
     path: str  # as it was given or found
     num_bytes: int = 0  # read of it, uncompressed
     num_lines: int = 0  # lines of any program
-    num_others: int = 0  # lines of other programs
+    num_others: int = 0  # lines of other programs: nothing is wrong with them
     num_repeated: int = 0  # lines that were there before, in this file or another
 
 
@@ -192,14 +186,10 @@ class Logs:
     num_well: int = 0  # requests that went well and were only counted
 
     @property
-    def num_bytes(self) -> int:
-        """Read in all, uncompressed."""
-        return sum(x.num_bytes for x in self.sources)
-
-    @property
-    def num_lines(self) -> int:
-        """Read in all."""
-        return sum(x.num_lines for x in self.sources)
+    def total(self) -> Source:
+        """What was read in all."""
+        names = ("num_bytes", "num_lines", "num_others", "num_repeated")
+        return Source("", *(sum(getattr(x, name) for x in self.sources) for name in names))
 
     @property
     def num_events(self) -> int:
@@ -207,23 +197,12 @@ class Logs:
         return len(self.records) + sum(lines for _, lines in self.counted)
 
     @property
-    def num_others(self) -> int:
-        """Lines of other programs: nothing is wrong with them."""
-        return sum(x.num_others for x in self.sources)
-
-    @property
-    def num_repeated(self) -> int:
-        """Lines that were there twice."""
-        return sum(x.num_repeated for x in self.sources)
-
-    @property
     def nothing(self) -> str:
         """Say why there is no record; empty if there is one."""
         if self.records:
             return ""
-        lines = f"{self.num_lines:,} line{'' if self.num_lines == 1 else 's'}"
-        files = "one file" if len(self.sources) == 1 else f"{len(self.sources):,} files"
-        read = f"no event of asynckv's in {lines} of {files}"
+        lines = self.total.num_lines
+        read = f"no event of asynckv's among the lines ({lines:,}) of the files ({len(self.sources):,})"
         if self.num_text:
             return (
                 f"{read}, but {self.num_text:,} of these look like its events as text; this command reads JSON: "
@@ -232,7 +211,7 @@ class Logs:
         if self.skipped:
             kinds = "; ".join(f"{x.lines:,} lines: {x.reason} (first {x.where})" for x in self.skipped[:4])
             return f"{read}, and what looks like one cannot be read: {kinds}"
-        if not self.num_lines:
+        if not lines:
             return f"{read}: nothing is in there"
         return (
             f"{read}: all are of other programs. Are these the workers' logs, and does the application's "
@@ -242,23 +221,19 @@ class Logs:
 
 def read_logs(
     paths: Iterable[str | Path],
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[str], None] = lambda said: None,
     *,
     keep: Callable[[str], bool] | None = None,
     request: str = "",
-    since: Callable[[float], float] | None = None,
 ) -> Logs:
     """Read logs.
 
     Args:
         paths: Files, directories (everything in them), or `-` for stdin; compressed by gzip, xz or zstd, or not.
-        on_progress: Called with the bytes that were read so far and those that there are (as they lie on disk; 0 if
-            that is not known).
+        on_progress: Called with which file is read, and how far.
         keep: Which events are wanted, by name; all if left out.
         request: An id of either side, the beginning of one, a pull id, or a sequence: what is said of this request is
             kept, also if it went well and only a sample of such requests is.
-        since: Given the time of the last event, returns the time from which on lines about requests are wanted. Those
-            of `MARGIN_S` before are kept too.
 
     Raises:
         ConfigError: There is no such file, it cannot be read, or nothing was given.
@@ -266,86 +241,70 @@ def read_logs(
     names = [str(x) for x in paths]
     if not names:
         raise ConfigError("no logs were given; name files or directories, or - for stdin")
-    files = list(found(names))
-    sizes = [os.stat(x).st_size if x != "-" else 0 for x in files]
-    total = 0 if "-" in files else sum(sizes)
-    reader, done = _Reader(keep, request, since), 0
-
-    def progress(read: int) -> None:
-        if on_progress is not None:
-            on_progress(done + read, total)
-
+    reader = _Reader(keep, request)
     with no_collection():
-        for path, size in zip(files, sizes, strict=True):
-            reader.read(path, progress)
-            done += size
+        for path in list(found(names)):
+            reader.read(path, on_progress)
         return reader.finished()
 
 
 class _Reader:
     """Reads files, one after the other."""
 
-    def __init__(
-        self, keep: Callable[[str], bool] | None, request: str, since: Callable[[float], float] | None
-    ) -> None:
-        self._keep, self._since = keep, since
+    def __init__(self, keep: Callable[[str], bool] | None, request: str) -> None:
+        self._keep = keep
         self._needles = {json.dumps(request, ensure_ascii=x)[:-1].encode(errors="replace") for x in (True, False)}
         self._sequence = int(x) if (x := request.removeprefix("#")[:18]).isdecimal() else -1
         self._num_named = 0 if request else MAX_NAMED
         self._records: list[tuple[Record, bytes, Source]] = []
-        self._well, self._wrong, self._over = Well(), set[tuple[str, int]](), set[tuple[str, int]]()
+        self._well, self._wrong = Well(), set[tuple[str, int]]()
         self._sources: list[Source] = []
-        self._skipped: dict[str, list[Any]] = {}
-        self._events: dict[str, bool] = {}
+        self._skipped: dict[str, Skipped] = {}
         self._pieces = Pieces()
-        self._num_text, self._last, self._floor = 0, -math.inf, -math.inf
-        self._path, self._number, self._is_end = "", 0, False
+        self._num_text, self._is_end = 0, False
+        self._source = Source("")
 
-    def read(self, path: str, progress: Callable[[int], None]) -> None:
+    def read(self, path: str, on_progress: Callable[[str], None]) -> None:
         """Read a file."""
         if path == "-" and sys.stdin is None:
             raise ConfigError("-: the standard input is closed; name a log")
-        self._path, self._number, self._pieces = "stdin" if path == "-" else path, 0, Pieces()
-        source = Source(self._path)
-        self._sources.append(source)
+        self._source, self._pieces = Source("stdin" if path == "-" else path), Pieces()
+        self._sources.append(source := self._source)
         damage: list[str] = []
         try:
             # The standard input stays open.
             file = io.FileIO(path if path != "-" else sys.stdin.fileno(), closefd=path != "-")
             with io.BufferedReader(file, CHUNK) as raw:
                 for line, length in lines_of(raw, damage.append):
-                    self._number += 1
+                    source.num_lines += 1
                     source.num_bytes += length
                     if source.num_bytes // CHUNK > (source.num_bytes - length) // CHUNK:
-                        progress(source.num_bytes if path == "-" else file.tell())
-                        self._raise_floor()
+                        on_progress(f"{source.path}, {source.num_bytes >> 20:,} MiB")
                     if length > MAX_LINE + 1:
                         self._skip(f"longer than {MAX_LINE:,} bytes", line)
                     else:
                         self._line(line)
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror or exc}; name a log that can be read, or - for stdin") from exc
+        for text in self._pieces.begun:
+            if b"incarnation" in text:
+                self._skip("cut short: its last piece is missing, as a rotation may leave it", text)
         for why in damage:
             self._skip(why, b"")
-        source.num_lines = self._number
 
     def finished(self) -> Logs:
         """Leave out what is there twice, or was only to be counted, and sort the rest."""
-        self._raise_floor()
         for record, _, _ in self._records:
-            if record.event in MANY or record.at < self._floor:
-                keys = {_key(x, record.engine_id) for x in _rows(record.fields)}
-                self._wrong |= keys
-                self._over |= keys if record.at < self._floor else set()
-        self._records = [x for x in self._records if x[0].at >= self._floor or x[0].event not in OF_REQUESTS]
-        chosen = self._well.chosen(self._wrong, self._over, self._floor)
+            if record.event in MANY:
+                self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
+        chosen = self._well.chosen(self._wrong)
         self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
         return Logs(
             records=sorted(self._unlike(), key=attrgetter("at")),
             sources=self._sources,
-            skipped=[Skipped(reason, *found) for reason, found in self._skipped.items()],
+            skipped=list(self._skipped.values()),
             num_text=self._num_text,
             counted=[(y, lines) for x, lines in chosen.edges for y in self._again(x)],
             num_well=chosen.num_requests,
@@ -366,15 +325,10 @@ class _Reader:
                 yield from _each(record) if record.event in ALIKE else (record,)
 
     def _again(self, line: Packed) -> Iterator[Record]:
-        """Make a record of a line that was put aside, if it says in the usual way when it was written."""
+        """Make a record of a line that was put aside."""
         text, source, number = line
-        if (head := _head_of(text)) is not None and (at := _time(head.timestamp)) is not None:
-            yield _record(head, at, text, f"{self._sources[source].path}:{number}")
-
-    def _raise_floor(self) -> None:
-        """The later the last event, the later what is asked about begins."""
-        if self._since is not None and self._last > -math.inf:
-            self._floor = self._since(self._last) - MARGIN_S
+        if (head := _head_of(text)) is not None:
+            yield _record(head, text, f"{self._sources[source].path}:{number}")
 
     def _line(self, line: bytes) -> None:
         """Take one line, out of all that is wrapped around it."""
@@ -415,55 +369,38 @@ class _Reader:
         self._other(line)
 
     def _is_taken(self, text: bytes) -> bool:
-        """Take an object, if it is an event that says in the usual way what it is and when."""
+        """Take an object, if it is an event that says what it is and when."""
         head = _head_of(text)
-        if head is None or not self._is_event(head) or (at := _time(head.timestamp)) is None:
+        if head is None or head.at is None or not _is_event(head):
             return False
-        self._take(head, at, text)
+        self._take(head, text)
         return True
 
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
-        """Take a line that calls its time, its level or its event otherwise, as the usual line that says the same."""
-        # In the standard logger's message the fields follow the name.
-        event = (_first_text(fields, EVENTS) or _first_text(outer, EVENTS)).split(" ", 1)[0]
-        level = (_first_text(fields, LEVELS) or _first_text(outer, LEVELS)).lower()
-        engine_id, incarnation = (
-            x if isinstance(x := fields.get(y), str) else "" for y in ("engine_id", "incarnation")
-        )
-        head = Head(incarnation, engine_id, event, _LEVEL.get(level, level))
-        if not self._is_event(head):
+        """Take a line of which the time, the level or the event stands around it, or that has values of other types."""
+        head = Head()
+        head.incarnation, head.engine_id = (_first_text(fields, [x]) for x in ("incarnation", "engine_id"))
+        head.event, head.level, head.at = (x or y for x, y in zip(_said(fields), _said(outer), strict=True))
+        if not _is_event(head):
             self._other(line)
-        elif (at := _time_of(fields) or _time_of(outer)) is None:
+        elif head.at is None:
             self._skip("without a time that can be read (timestamp, time, ts, @timestamp, asctime)", line)
         else:
-            stamp = datetime.fromtimestamp(at, UTC).isoformat()
-            text = msgspec.json.encode(fields | {"event": event, "level": head.level, "timestamp": stamp})
-            self._take(_head_of(text) or head, at, text)
+            usual = {"event": head.event, "level": head.level, "timestamp": head.at}
+            text = msgspec.json.encode(fields | usual)
+            self._take(_head_of(text) or head, text)
 
-    def _is_event(self, head: Head) -> bool:
-        """Whether a line names an event of asynckv's."""
-        if head.event not in self._events and len(self._events) < MAX_NAMED:
-            self._events[head.event] = bool(_NAME.match(head.event))
-        return bool(head.incarnation and head.engine_id) and self._events.get(head.event, False)
-
-    def _take(self, head: Head, at: float, text: bytes) -> None:
+    def _take(self, head: Head, text: bytes) -> None:
         """Keep what a line says, if it is wanted."""
         if self._keep is not None and not self._keep(head.event):
             return
-        self._last = max(self._last, at)
-        text = text.rstrip()
+        text, number = text.rstrip(), self._source.num_lines
         if (kind := head.kind) and b"\n" not in text and not self._names(head, text):
-            self._well.add(head, kind, at, len(self._sources) - 1, self._number, text)
-            return
-        if at < self._floor and head.event in OF_REQUESTS:
-            self._over.add(head.key)
-            return
-        if len(self._records) >= MAX_RECORDS:
-            self._skip(f"beyond the first {MAX_RECORDS:,} events; give fewer logs at once", text)
+            self._well.add(head, kind, head.at, len(self._sources) - 1, number, text)
             return
         if head.sequence >= 0:
             self._wrong.add(head.key)
-        self._records.append((_record(head, at, text, f"{self._path}:{self._number}"), text, self._sources[-1]))
+        self._records.append((_record(head, text, f"{self._source.path}:{number}"), text, self._source))
 
     def _names(self, head: Head, text: bytes) -> bool:
         """Whether a line names the request that is asked about."""
@@ -475,19 +412,19 @@ class _Reader:
         return True
 
     def _other(self, line: bytes) -> None:
-        self._sources[-1].num_others += bool(line.strip())
+        self._source.num_others += bool(line.strip())
         self._num_text += b"engine_id=" in line and b"incarnation=" in line
 
     def _skip(self, reason: str, line: bytes) -> None:
-        where, first = f"{self._path}:{self._number}", line[:SHOWN].decode(errors="replace")
-        self._skipped.setdefault(reason, [0, where, first])[0] += 1
+        where, first = f"{self._source.path}:{self._source.num_lines}", line[:SHOWN].decode(errors="replace")
+        self._skipped.setdefault(reason, Skipped(reason, 0, where, first)).lines += 1
 
 
-def _record(head: Head, at: float, text: bytes, where: str) -> Record:
+def _record(head: Head, text: bytes, where: str) -> Record:
     return Record(
-        at=at,
+        at=head.at,
         event=sys.intern(head.event),
-        level=sys.intern(_LEVEL.get(head.level, head.level)),
+        level=sys.intern(head.level),
         engine_id=sys.intern(head.engine_id),
         rank=sys.intern(head.rank or _rank_of(text, head)),
         incarnation=sys.intern(head.incarnation),
@@ -528,10 +465,36 @@ def _object(line: bytes) -> bytes:
 
 
 def _head_of(text: bytes) -> Head | None:
+    """Decode what every line says, whatever it calls its event, its level and its time."""
     try:
-        return _head(text)
+        head = _head(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
+    is_usual = isinstance(head.event, str) and isinstance(head.level, str) and isinstance(head.timestamp, str)
+    if is_usual and head.level in _LEVELS and (at := _time(head.timestamp)) is not None:
+        head.at = at
+    else:
+        head.event, head.level, head.at = _said(msgspec.to_builtins(head))
+    return head
+
+
+def _said(fields: Mapping[str, Any]) -> tuple[str, str, float | None]:
+    """Return the event, the level and the time that a line says by any of their names."""
+    # In the standard logger's message the fields follow the name.
+    event = _first_text(fields, EVENTS).partition(" ")[0]
+    level = _first_text(fields, LEVELS).lower()
+    times = (at for x in TIMES if (at := _time(fields.get(x))) is not None)
+    return event, _LEVEL.get(level, level), next(times, None)
+
+
+def _is_event(head: Head) -> bool:
+    return bool(head.incarnation and head.engine_id) and _is_name(head.event)
+
+
+@lru_cache(maxsize=4096)
+def _is_name(event: str) -> bool:
+    """Whether it is the name of an event of asynckv's."""
+    return bool(_NAME.match(event))
 
 
 def _decoded(text: bytes) -> dict[str, Any]:
@@ -542,24 +505,14 @@ def _decoded(text: bytes) -> dict[str, Any]:
         raise ValueError("nested too deeply") from None
     except (msgspec.DecodeError, ValueError):
         try:  # what Python's own encoder writes besides JSON: NaN and Infinity (no numbers), lone surrogates
-            value = _without_surrogates(json.loads(text, parse_constant=lambda name: None))
+            plain = json.dumps(json.loads(text, parse_constant=lambda name: None), ensure_ascii=False)
+            value = json.loads(plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         except RecursionError:
             raise ValueError("nested too deeply") from None
         except ValueError:
             raise ValueError("no JSON" if text.rstrip().endswith(b"}") else "cut short") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
-    return value
-
-
-def _without_surrogates(value: Any) -> Any:
-    """Replace halves of letters, which no file can be written with."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_without_surrogates(x) for x in value]
-    if isinstance(value, dict):
-        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
     return value
 
 
@@ -582,28 +535,15 @@ def _first_text(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     return ""
 
 
-def _time_of(fields: Mapping[str, Any]) -> float | None:
-    for name in TIMES:
-        if name in fields and (at := _time(fields[name])) is not None:
-            return at
-    return None
-
-
 def _time(value: object) -> float | None:
-    """Read a time: ISO, taken for UTC where it names no zone, or a number of s, ms, us or ns since 1970.
-
-    A leap second is the one that follows, as clocks count that know none.
-    """
+    """Read a time: ISO, taken for UTC where it names no zone, or a number of s, ms, us or ns since 1970."""
     if isinstance(value, str):
         try:
             when = datetime.fromisoformat(value)
         except ValueError:
-            if (epoch := _EPOCH.match(value)) is not None:  # journald's numbers are text
-                value = float(f"{epoch[1]}.{epoch[2]}") if epoch[2] else int(epoch[1])
-            elif (text := _LEAP.sub(r"\g<1>59", value, count=1)) != value and (before := _time(text)) is not None:
-                return before + 1.0
-            else:
+            if (epoch := _EPOCH.match(value)) is None:  # journald's numbers are text
                 return None
+            value = float(f"{epoch[1]}.{epoch[2]}") if epoch[2] else int(epoch[1])
         else:
             try:
                 return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()

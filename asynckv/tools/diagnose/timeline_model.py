@@ -3,9 +3,7 @@
 A prefill rank's lane is its lease: lent and not claimed, then granted, then (if it was revoked) ending. A decode rank
 has a lane for every attempt: announced, handshake, queue, plan, read, confirm, drain, and after the outcome release or
 quarantine. How long each took is exact, for its process counted it; when it was is as sure as the process's clock, and
-where the log has sums only, the order is the protocol's: `derived` says so.
-
-Beside the bars there are marks: what was said at one moment.
+where the log has sums only, the order is the protocol's. Beside the bars there are marks: what was said at one moment.
 """
 
 from __future__ import annotations
@@ -19,12 +17,9 @@ from typing import NamedTuple
 
 from asynckv.arguments import without_control
 from asynckv.core import told
-from asynckv.core.notes import Lapsed, Released, Revoked
-from asynckv.tools.diagnose import colours
+from asynckv.core.notes import Revoked
 from asynckv.tools.diagnose.axis import (
     Axis,
-    Step,
-    clock_time,
     counted,
     granted_in,
     is_time,
@@ -33,42 +28,47 @@ from asynckv.tools.diagnose.axis import (
     pull_steps,
     shown_seconds,
 )
-from asynckv.tools.diagnose.colours import Colour
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, start_of
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request
+from asynckv.tools.diagnose.leaks_values import moment
+from asynckv.tools.diagnose.presence import Fate, Presence
 from asynckv.tools.diagnose.records import Record, number
-from asynckv.tools.diagnose.timeline_ends import End, ends
 
-PHASES: Mapping[str, str] = {
-    "lent": "lent, and not claimed yet",
-    "granted": "promised to a reader",
-    "ending": "revoked; what was promised is kept",
-    "announced": "announced, and not pulled yet",
-    "handshake": "until the peers were ready",
-    "queue": "until it might read, and until its first post",
-    "plan": "planning what to read",
-    "read": "from the first post to the last completion",
-    "confirm": "until its bytes were proven",
-    "drain": "failed, and waiting for transfers that run",
-    "release": "its outcome told, until the prefill side had heard",
-    "quarantine": "failed, and its blocks may still be written",
-    "pause": "between two attempts",
-    "pull": "a pull of which the log says no more",
-    "unlogged": "claimed, as the prefill side has it; this rank logged nothing: successes are sampled",
+
+class Phase(NamedTuple):
+    """What a bar is called, how a terminal and a page draw it.
+
+    The colours were found by search: all differ from each other, also for eyes that do not tell red from green or blue
+    from yellow, and stand out from the page behind them (a contrast of 3 or more). Nothing is said by colour alone.
+    """
+
+    letter: str
+    light: str  # its colour on a light page
+    dark: str  # on a dark one, and on a terminal
+    about: str
+
+
+PHASES: Mapping[str, Phase] = {
+    "lent": Phase("-", "#9aa3ae", "#6d7783", "lent, and not claimed yet"),
+    "granted": Phase("=", "#7fb2d0", "#3f6f8c", "promised to a reader"),
+    "ending": Phase("e", "#c79bbd", "#7d5274", "revoked; what was promised is kept"),
+    "announced": Phase("a", "#424a57", "#9da1b1", "announced, and not pulled yet"),
+    "handshake": Phase("h", "#691a9f", "#a63aa8", "until the peers were ready"),
+    "queue": Phase("q", "#6e5306", "#fdc97a", "until it might read, and until its first post"),
+    "plan": Phase("p", "#f2099c", "#b83c55", "planning what to read"),
+    "read": Phase("R", "#0380f5", "#0c56fd", "from the first post to the last completion"),
+    "confirm": Phase("c", "#0ea560", "#a0fdd1", "until its bytes were proven"),
+    "drain": Phase("d", "#4c0701", "#ea2a06", "failed, and waiting for transfers that run"),
+    "release": Phase("r", "#7e9a11", "#d1e419", "its outcome told, until the prefill side had heard"),
+    "quarantine": Phase("X", "#a3262a", "#ff5a5f", "failed, and its blocks may still be written"),
+    "pause": Phase(".", "#d8c9a8", "#6f6448", "between two attempts"),
+    "pull": Phase("#", "#6b6ecf", "#8a8df0", "a pull of which the log says no more"),
 }
-"""What bars are called, in the order of the protocol."""
-
-COLORS: Mapping[str, Colour] = {name: (colours.PHASES | colours.OTHERS)[name] for name in PHASES}
-
-NO_LOG, LOG_ENDS = "no log of", "log end"
-"""How marks begin that say why a rank's log has nothing of what the other side speaks of."""
+"""In the order of the protocol."""
 
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
-SUMS = "sums: how long is exact, and the order is the protocol's"
 MAX_MARKS = 400  # of one request
 GOOD = frozenset({"complete", "cancelled", "discharged"})  # ends of a pull that need no look
-MAX_GRANTS = 64  # lanes of one lease
 MAX_AWAY_S = 86_400.0
-WHOLE_S = 120.0  # what is no longer is not stretched by a drift
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"} | {
     "draining": "drain",
     "notifying": "release",
@@ -84,16 +84,15 @@ class Bar:
     """One phase, on the axis.
 
     Attributes:
-        parts: What went on inside, without a place of its own: seconds by name.
+        inside: What went on, without a place of its own: seconds by name.
     """
 
     phase: str  # one of `PHASES`
     start: float
     end: float
-    derived: str = ""  # how its place was worked out, where it was not told
     note: str = ""  # more about it
     is_open: bool = False  # it had not ended when the log did
-    parts: Mapping[str, float] = field(default_factory=dict)
+    inside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -127,7 +126,7 @@ class Lane:
         """What it is called beside other lanes of its request."""
         if self.what in ("lease", "pull"):
             return self.process.rank
-        return self.what if self.what.startswith("grant") else f"{self.what}, {self.process.rank}"
+        return f"{self.what}, {self.process.rank}"
 
 
 @dataclass(slots=True)
@@ -140,16 +139,6 @@ class Mark:
     level: str = "info"
 
 
-class Arrow(NamedTuple):
-    """Something that was sent: from a moment on one lane to a moment on another."""
-
-    name: str
-    sender: int
-    left: float
-    receiver: int
-    came: float
-
-
 @dataclass(slots=True)
 class Story:
     """One request over all ranks and attempts."""
@@ -160,13 +149,11 @@ class Story:
     engine_id: str
     sequence: int
     pull_ids: tuple[str, ...]
-    outcome: str  # how it ended: of its last attempt, or of its lease if no attempt is known
     lease: str  # how it ended on the prefill side; empty if no log says so
     pull: str  # on the decode side
     level: str  # `info`, or `warning` if something went wrong
     group: int  # which axis it is on
     seconds: float  # how long it took on the side where that was longest; it is ranked by this
-    took: str  # what took so long: the `lease`, the `pull` (all attempts), its `announcement`, its `quarantine`
     lanes: list[Lane]
     marks: list[Mark]
 
@@ -184,41 +171,13 @@ class Story:
     def ended(self) -> str:
         """How it ended on each side that says so."""
         sides = (("lease", self.lease), ("pull", self.pull))
-        return ", ".join(f"{side} {how}" for side, how in sides if how) or self.outcome
+        return ", ".join(f"{side} {how}" for side, how in sides if how) or "?"
 
     def lane_of(self, mark: Mark) -> int:
         """Return the lane that a mark lies on; -1 if its process has none."""
         mine = [i for i, x in enumerate(self.lanes) if x.process is mark.process]
         inside = [i for i in mine if self.lanes[i].start <= mark.at <= self.lanes[i].end]
         return (inside or mine or [-1])[0]
-
-    def arrows(self) -> Iterator[Arrow]:
-        """Go through what went from side to side: a claim to its grant, a release to the end of its promise."""
-        promised = [(i, x) for i, x in enumerate(self.lanes) if x.side == "prefill" and "pull_id" in x.fields]
-        for i, pull in enumerate(self.lanes):
-            if pull.side != "decode":
-                continue
-            for j, lane in promised:
-                if lane.fields["pull_id"] != pull.fields["pull_id"]:
-                    continue
-                granted = next((b for b in lane.bars if b.phase == "granted"), None)
-                asked = next((b for b in pull.bars if b.phase != "announced"), pull.bars[0])
-                if granted is not None:
-                    yield Arrow("claim", i, min(asked.start, granted.start), j, granted.start)
-                told, last = next((b for b in pull.bars if b.phase == "release"), None), lane.bars[-1]
-                if told is not None and not last.is_open and told.start <= last.end:
-                    yield Arrow("release", i, told.start, j, last.end)
-
-    def phases(self) -> dict[str, float]:
-        """How long each phase was where it was longest."""
-        out: dict[str, float] = {}
-        for lane in self.lanes:
-            sums: dict[str, float] = defaultdict(float)
-            for bar in lane.bars:
-                sums[bar.phase] += bar.seconds
-            for phase, seconds in sums.items():
-                out[phase] = max(out.get(phase, 0.0), seconds)
-        return {phase: out[phase] for phase in PHASES if phase in out}
 
 
 @dataclass(slots=True)
@@ -227,13 +186,13 @@ class Ground:
 
     process: Process
     start: float
-    end: float
+    end: float  # its last line
     away: list[Bar]
     marks: list[Mark]
     compared: str
     within_s: float
     group: int
-    gone: End | None
+    gone: Fate | None  # its log ends without a goodbye: it died, or `silent`, it may live
 
 
 def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
@@ -251,7 +210,7 @@ def names(family: Sequence[Request]) -> set[str]:
     pulls = [p for r in family for p in r.all_pulls]
     leases = [lease for r in family for lease in r.leases.values()]
     out = {x for r in family for x in (r.request_id, r.name)}
-    out |= {x for p in pulls for x in (p.request_id, p.prefill_request_id, p.pull_id)}
+    out |= {x for p in pulls for x in (p.prefill_request_id, p.pull_id)} | {x for r in family for x in r.decode_ids}
     # Of a reader whose log is missing the prefill side knows the pulls.
     out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
     out |= {pull_id for x in leases for pull_id, _, _ in granted_in(lease_steps(x))}
@@ -259,8 +218,10 @@ def names(family: Sequence[Request]) -> set[str]:
 
 
 def handles(family: Sequence[Request]) -> set[str]:
-    """Return what nothing else is called: ids and sequences behind the prefill engine's, `ENGINE:ID`."""
-    return {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
+    """Return what nothing else is called: ids and sequences behind the prefill engine's, `ENGINE:ID` or `ENGINE#N`."""
+    numbers = {f"{r.engine_id}#{r.sequence}" for r in family if r.sequence >= 0}
+    ids = {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
+    return ids | numbers
 
 
 def named(every: Iterable[Sequence[Request]], wanted: str, *, exactly: bool = False) -> list[Sequence[Request]]:
@@ -308,25 +269,21 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     pulls = sorted((p for r in requests for p in r.all_pulls), key=lambda p: (p.attempt, p.begun_at))
     leases = [lease for r in requests for lease in r.leases.values()]
     for lease in sorted(leases, key=lambda x: x.process.rank):
-        lanes += _lease_lanes(axis, lease)
+        lanes.append(_lease_lane(axis, lease))
         marks += _lease_marks(axis, lease)
-    heard = [_heard(axis, lease) for lease in leases]
     for pull in sorted(pulls, key=lambda p: (p.attempt, p.process.rank)):
-        start = pull.process.start
-        ends = [told.get(pull.pull_id, over.get(start, math.nan)) for told, over in heard]
-        lanes.append(_pull_lane(axis, pull, max((x for x in ends if math.isfinite(x)), default=math.nan)))
+        lanes.append(_pull_lane(axis, pull))
         marks += _pull_marks(axis, pull)
     for request in requests:
         for pull in request.others.values():
             at, said = axis.at(pull.process, pull.begun_at), pull.prefill_request_id
             marks.append(Mark(at, pull.process, f"speaks of it under another prefill request id: {said}", "warning"))
-    found = list(_unlogged(axis, leases, {p.pull_id for p in pulls}))
-    lanes += [lane for lane, _ in found if lane is not None]
-    marks += [mark for _, mark in found]
     for request in requests:
-        for record in request.withdrawn:
+        for record in request.before:
             if (process := axis.service.processes.get(record.incarnation)) is not None:
-                marks.append(Mark(axis.at(process, record.at), process, "withdrawn: it will never be lent"))
+                why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
+                text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
+                marks.append(Mark(axis.at(process, record.at), process, text, record.level))
     marks = sorted((x for x in marks if math.isfinite(x.at)), key=lambda x: x.at)
     lanes = [x for x in lanes if x.bars]
     processes = [x.process for x in lanes] + [x.process for x in marks]
@@ -337,23 +294,21 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     late = [x for x in states if x in ("expired", "revoked")]
     pull_ = (bad or causes or [x for x in (p.state for p in pulls) if x] or [""])[0]
     lease_ = (late or [x for x in states if x != "released"] or states or [""])[0]
-    withdrawn = "withdrawn" if any(r.withdrawn for r in requests) else ""
-    seconds, took = _took(lanes)
-    claimed = [x.fields["pull_id"] for x, _ in found if x is not None]
+    before = {"refused" if x.event == told.PullRefused.event else "withdrawn" for r in requests for x in r.before}
+    sides = ([x for x in lanes if x.side == side] for side in ("prefill", "decode"))
+    claimed = (pull_id for x in leases for pull_id in sorted(x.pull_ids))
     return Story(
         number=0,
         name=first.name,
-        others=tuple(dict.fromkeys(p.request_id for p in pulls if p.request_id)),
+        others=tuple(dict.fromkeys(x for r in requests for x in r.decode_ids)),
         engine_id=first.engine_id,
         sequence=first.sequence if first.sequence < 1 << 53 else -1,
         pull_ids=tuple(dict.fromkeys((*(p.pull_id for p in pulls), *claimed))),
-        outcome=pull_ or lease_ or withdrawn or "?",
-        lease=lease_ or withdrawn,
-        pull=pull_,
-        level="warning" if bad or late or any(_is_bad(p) for p in pulls) else "info",
+        lease=lease_ or ("withdrawn" if "withdrawn" in before else ""),
+        pull=pull_ or ("refused" if "refused" in before else ""),
+        level="warning" if bad or late or "refused" in before or any(_is_bad(p) for p in pulls) else "info",
         group=axis.group(processes[0]) if processes else 0,
-        seconds=seconds,
-        took=took,
+        seconds=max((max(x.end for x in side) - min(x.start for x in side) for side in sides if side), default=0.0),
         lanes=lanes,
         marks=marks[:MAX_MARKS],
     )
@@ -372,77 +327,19 @@ def _is_bad(pull: Pull) -> bool:
     return is_stuck or bool(pull.returned or pull.retired or pull.unanswered)
 
 
-def _took(lanes: Sequence[Lane]) -> tuple[float, str]:
-    """Return for how long it was under way on the side where that was longest, and what was."""
-    bars = [b for x in lanes if x.side == "decode" for b in x.bars]
-    pull = [b for b in bars if b.phase not in ("release", "quarantine", "announced", "unlogged")]
-    took = {
-        "pull": max((b.end for b in pull), default=0.0) - min((b.start for b in pull), default=0.0),
-        "lease": max((x.end - x.start for x in lanes if x.side == "prefill"), default=0.0),
-        "announcement": max((b.seconds for b in bars if b.phase == "announced"), default=0.0),
-        "quarantine": max((b.seconds for b in bars if b.phase == "quarantine"), default=0.0),
-    }
-    what = max(took, key=lambda x: took[x])
-    return took[what], what if took[what] else ""
-
-
-def _unlogged(axis: Axis, leases: Sequence[Lease], known: set[str]) -> Iterator[tuple[Lane | None, Mark]]:
-    """Go through claims of readers whose logs do not have the pull: it was killed, or the log is not given."""
-    seen = set(known)
-    for lease in leases:
-        start = lent_at(lease)
-        end = start + lease.seconds
-        place = _placing(axis, lease.process, start, end)
-        steps = lease_steps(lease)
-        for pull_id, (name, at) in _grants(lease, start, steps).items():
-            if pull_id in seen or not is_time(end):
-                continue
-            seen.add(pull_id)
-            process = axis.service.process_named(name)
-            if process is None:
-                yield None, Mark(place(at), lease.process, f"{NO_LOG} {name} is given", "warning")
-                continue
-            over = next((s.at for s in steps if s.at > at and _ends(s, pull_id)), max(end, at))
-            bar = Bar("unlogged", place(at), place(over), "by the prefill side's clock", is_open=lease.ended is None)
-            fields = {"pull_id": pull_id, "log": f"its last line is of {clock_time(axis.at(process, process.last_at))}"}
-            within = axis.offset(lease.process, at).within_s
-            mark = _log_ends(axis, process, bar)
-            if axis.group(process) != axis.group(lease.process):
-                mark = Mark(bar.start, process, "its log, whose clock is not comparable, does not have this pull")
-            yield Lane(process, "decode", "pull", [bar], fields, within), mark
-
-
-def _log_ends(axis: Axis, process: Process, bar: Bar) -> Mark:
-    """Say why a process's log does not have what another process says of it."""
-    at = axis.at(process, process.last_at)
-    if process.stopped is not None or at > bar.end:
-        return Mark(bar.start, process, "logged nothing of this pull, and its log goes on: successes are sampled")
-    if at >= bar.start:
-        return Mark(at, process, f"{LOG_ENDS}s, without a goodbye", "warning")
-    before = shown_seconds(bar.start - at)
-    return Mark(
-        bar.start, process, f"{LOG_ENDS}ed {before} before this, at {clock_time(at)}, without a goodbye", "warning"
-    )
-
-
 # -- the prefill side --------------------------------------------------------------------------------
 
 
-def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
-    process, start = lease.process, lent_at(lease)
-    if not math.isfinite(start):
-        return []
+def _lease_lane(axis: Axis, lease: Lease) -> Lane:
+    process, start, steps = lease.process, lent_at(lease), lease_steps(lease)
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
-    steps = lease_steps(lease)
-    grants = _grants(lease, start, steps)
-    ending = next((s.at for s in steps if isinstance(s.what, Revoked)), math.nan)
-    first = min((x for _, x in grants.values() if x >= start), default=math.nan)
-    cuts: list[tuple[str, float]] = [("lent", start)]
-    if math.isfinite(first):
-        cuts.append(("granted", min(first, end)))
-    if math.isfinite(ending):
-        cuts.append(("ending", min(ending, end)))
+    grants = [*(start + x.claimed_s for x in lease.claims.values()), *(at for _, _, at in granted_in(steps))]
+    cuts = [("lent", start)]
+    if (first := min((x for x in grants if start <= x <= end), default=math.nan)) <= end:
+        cuts.append(("granted", first))
+    if (ending := next((s.at for s in steps if isinstance(s.what, Revoked)), math.nan)) <= end:
+        cuts.append(("ending", ending))
     fields = {"state": lease.state}
     if lease.blocks >= 0:
         fields["blocks"] = str(lease.blocks)
@@ -452,47 +349,20 @@ def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
         fields["released by"] = ", ".join(f"{name}: {how}" for name, how in lease.released.items())
     if lease.owed:
         fields["owed"] = ", ".join(lease.owed)
-    unknown = "" if math.isfinite(first) or not is_open else "whether it was claimed is not told"
-    bars = []
-    for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)]):
-        if until > at or len(cuts) == 1:
-            bars.append(Bar(phase, at, until, note=unknown, is_open=is_open and until == end))
-    lane = _lane(axis, process, "prefill", "lease", bars, fields)
-    if len(grants) < 2:
-        lane.fields |= {"pull_id": next(iter(grants))} if grants else {}
-        return [lane]
-    found = sorted(grants.items(), key=lambda x: x[1][1])
-    return [lane, *(_grant_lane(axis, lease, pull_id, name, at, end) for pull_id, (name, at) in found[:MAX_GRANTS])]
-
-
-def _grants(lease: Lease, start: float, steps: Sequence[Step]) -> dict[str, tuple[str, float]]:
-    """Return when each pull was promised the blocks, and whose pull it is."""
-    out = {x.pull_id: (x.name, start + x.claimed_s) for x in lease.claims.values() if is_time(start + x.claimed_s)}
-    for record in lease.granted:
-        at = start + record.number("after_s", record.at - start)
-        out[record.text("pull_id")] = record.text("reader"), at
-    out |= {pull_id: (name, at) for pull_id, name, at in granted_in(steps)}
-    return {pull_id: found for pull_id, found in out.items() if is_time(found[1])}
-
-
-def _ends(step: Step, pull_id: str) -> bool:
-    """A pull has no promise any more."""
-    return isinstance(step.what, Released | Lapsed) and step.what.pull_id == pull_id
-
-
-def _grant_lane(axis: Axis, lease: Lease, pull_id: str, name: str, at: float, end: float) -> Lane:
-    """One reader's promise, where a lease has several."""
-    over = [s.at for s in lease_steps(lease) if _ends(s, pull_id)]
-    until, derived = (over[0], "") if over else (end, "until its lease ended; its own end is not told")
-    bar = Bar("granted", at, max(until, at), derived, f"to {name}", lease.ended is None and not over)
-    return _lane(axis, lease.process, "prefill", f"grant to {name}", [bar], {"pull_id": pull_id})
+    unknown = "whether it was claimed is not told" if is_open and len(cuts) == 1 else ""
+    bars = [
+        Bar(phase, at, until, note=unknown, is_open=is_open and until == end)
+        for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)])
+        if until > at or len(cuts) == 1
+    ]
+    return _lane(axis, process, "prefill", "lease", bars, fields)
 
 
 def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
     process, start = lease.process, lent_at(lease)
     steps = lease_steps(lease)
 
-    place = _placing(axis, process, start, lease.last_at)
+    place = _placing(axis, process)
 
     def mark(at: float, text: str, level: str = "info") -> Mark:
         return Mark(place(at), process, text, level)
@@ -502,9 +372,8 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
     for step in steps:
         if step.what not in ("lent", lease.state):
             yield mark(step.at, str(step.what))
-    if not steps:
-        for pull_id, (name, at) in _grants(lease, start, steps).items():
-            yield mark(at, f"granted to {name}, pull {pull_id}")
+    for claim in () if steps else lease.claims.values():
+        yield mark(start + claim.claimed_s, f"granted to {claim.name}, pull {claim.pull_id}")
     for refusal in lease.refused:
         why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
         yield mark(start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning")
@@ -518,23 +387,10 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
         yield mark(process.last_at, "log ends; what became of the lease is not told", "warning")
 
 
-def _heard(axis: Axis, lease: Lease) -> tuple[dict[str, float], dict[str, float]]:
-    """Return when a lease heard that pulls were over, on the axis: by pull id, and by their process's start."""
-    told: dict[str, float] = {}
-    for step in lease_steps(lease):
-        if isinstance(step.what, Released):
-            pull_id = step.what.pull_id
-            told.setdefault(pull_id, axis.at(lease.process, step.at))
-    if lease.ended is None or lease.ended.text("cause") != "released":
-        return told, {}
-    over = axis.at(lease.process, lent_at(lease) + lease.ended.number("seconds"))
-    return told, dict.fromkeys(map(start_of, lease.released), over)
-
-
 # -- the decode side ---------------------------------------------------------------------------------
 
 
-def _pull_lane(axis: Axis, pull: Pull, heard_at: float) -> Lane:
+def _pull_lane(axis: Axis, pull: Pull) -> Lane:
     bars = list(_pull_bars(pull))
     fields = {"request_id": pull.request_id, "prefill_request_id": pull.prefill_request_id, "pull_id": pull.pull_id}
     if pull.ended is not None:
@@ -547,12 +403,7 @@ def _pull_lane(axis: Axis, pull: Pull, heard_at: float) -> Lane:
     if pull.like is not None:
         fields["same_as"] = pull.like.pull_id
     what = f"attempt {pull.attempt}" if pull.attempt > 1 or pull.retried else "pull"
-    lane = _lane(axis, pull.process, "decode", what, bars, fields)
-    if pull.ended is not None and not any(b.phase in ("release", "quarantine") for b in lane.bars):
-        told = max((b.end for b in lane.bars if b.phase != "pause"), default=axis.at(pull.process, pull.ended.at))
-        if heard_at > told:
-            lane.bars.append(Bar("release", told, heard_at, "until the prefill side had heard, by its clock"))
-    return lane
+    return _lane(axis, pull.process, "decode", what, bars, fields)
 
 
 def _pull_bars(pull: Pull) -> Iterator[Bar]:
@@ -575,7 +426,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
         # What is left is rounding.
         until = outcome if i == len(known) - 1 else min(at + seconds, outcome)
         note = "some of it may have been after planning" if name == "queue" and sums.get("plan") else ""
-        yield Bar(name, at, until, SUMS, note, parts=inside if name == "read" else {})
+        yield Bar(name, at, until, note, inside=inside if name == "read" else {})
         at = until
     if not known and outcome > begun:
         yield Bar("pull", begun, outcome)
@@ -620,7 +471,7 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
 
 def _pull_marks(axis: Axis, pull: Pull) -> Iterator[Mark]:
     process, steps = pull.process, pull_steps(pull)
-    place = _placing(axis, process, steps[0].at if steps else pull.begun_at, pull.last_at)
+    place = _placing(axis, process)
 
     def mark(at: float, text: str, level: str = "info") -> Mark:
         return Mark(place(at), process, text, level)
@@ -664,24 +515,16 @@ def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], f
     bars = [x for x in bars if is_time(x.start) and is_time(x.end)]
     if not bars:
         return Lane(process, side, what, [], fields)
-    start, end = bars[0].start, max(x.end for x in bars)
-    place = _placing(axis, process, start, end)
-    within = axis.offset(process, (start + end) / 2).within_s
+    place = _placing(axis, process)
+    within = axis.offset(process).within_s
     for bar in bars:
         bar.start, bar.end = place(bar.start), place(bar.end)
     return Lane(process, side, what, bars, fields, within)
 
 
-def _placing(axis: Axis, process: Process, start: float, end: float) -> Callable[[float], float]:
-    """Return what puts moments of a process's clock on the axis.
-
-    What belongs together is moved as a whole, so that its lengths stay exact, unless it lasts so long that clocks drift
-    apart meanwhile.
-    """
-    if not abs(end - start) <= WHOLE_S:
-        return lambda at: axis.at(process, at) if is_time(at) else math.nan
-    ahead = axis.offset(process, (start + end) / 2).seconds
-    return lambda at: at - ahead if is_time(at) else math.nan
+def _placing(axis: Axis, process: Process) -> Callable[[float], float]:
+    """Return what puts moments of a process's clock on the axis."""
+    return lambda at: axis.at(process, at) if is_time(at) else math.nan
 
 
 # -- what was there besides --------------------------------------------------------------------------
@@ -690,7 +533,7 @@ def _placing(axis: Axis, process: Process, start: float, end: float) -> Callable
 def ground(axis: Axis) -> list[Ground]:
     """Say of every process when it ran, and what befell it."""
     out = []
-    gone = ends(axis)
+    presence = Presence(axis.service, axis.when, lambda process, at: moment(axis.at(process, at)))
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []
@@ -703,10 +546,11 @@ def ground(axis: Axis) -> list[Ground]:
             elif (text := _about(record)) and len(marks) < MAX_MARKS:
                 marks.append(Mark(at, process, text, record.level))
         start, end = axis.at(process, process.first_at), axis.at(process, process.last_at)
-        within = axis.offset(process, (process.first_at + process.last_at) / 2).within_s
-        compared = axis.compared(process, (process.first_at + process.last_at) / 2)
-        group, ended = axis.group(process), gone.get(process.incarnation)
-        out.append(Ground(process, start, end, away, marks, compared, within, group, ended))
+        within = axis.offset(process).within_s
+        compared = axis.compared(process)
+        fate = presence.fate(process)
+        gone = fate if fate.kind == "died" or presence.ends_early(process) else None
+        out.append(Ground(process, start, end, away, marks, compared, within, axis.group(process), gone))
     return out
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,9 +45,19 @@ class Head(msgspec.Struct, gc=False):
 
     incarnation: str = ""
     engine_id: str = ""
-    event: str = ""
-    level: str = ""
-    timestamp: str = ""
+    event: Any = None  # text once it is decoded, and so is the level
+    message: Any = None
+    msg: Any = None
+    level: Any = None
+    levelname: Any = None
+    severity: Any = None
+    log_level: Any = None
+    timestamp: Any = None
+    time: Any = None
+    ts: Any = None
+    iso: Any = msgspec.field(default=None, name="@timestamp")
+    asctime: Any = None
+    at: Any = None  # when, in seconds since 1970; None if it does not say
     rank: str = ""
     sequence: int = -1
     peer: str = ""
@@ -97,14 +108,8 @@ class Well:
         self._blocks.append(zlib.compress(b"\n".join(self._open), 1))
         self._open = []
 
-    def chosen(self, wrong: Iterable[tuple[str, int]], over: Iterable[tuple[str, int]], floor: float) -> Chosen:
-        """Choose the lines that are to be read.
-
-        Args:
-            wrong: Keys of requests of which something else is said, too.
-            over: Keys of requests that failed before `floor`.
-            floor: The time from which on lines are wanted, and those of leases that are still open.
-        """
+    def chosen(self, wrong: Iterable[tuple[str, int]]) -> Chosen:
+        """Choose the lines that are to be read; `wrong` are the requests of which something else is said, too."""
         self._pack()
         columns = np.frombuffer(self._columns, _NUMBERS)
         at, sequence, kind, process = columns["at"], columns["sequence"], columns["kind"], columns["process"]
@@ -116,25 +121,21 @@ class Well:
         group = columns["engine"] * _SEQUENCES + sequence
         lease = process * _SEQUENCES + sequence
         is_open = (kind == _OPENS) & ~np.isin(lease, lease[kind == _ENDS])
-        is_open = np.isin(group, group[is_open])
-        is_wrong = self._are(wrong, group) | is_open
-        wanted = is_first & ((at >= floor) | (is_open & ~self._are(over, group)))
-        keep = is_wrong | _sampled(sequence, wanted & ~is_wrong)
-        counted = np.flatnonzero(wanted & ~keep)
+        numbers = self._numbers
+        named = [numbers[x] * _SEQUENCES + y for x, y in wrong if x in numbers and 0 <= y < _SEQUENCES]
+        is_wrong = np.isin(group, group[is_open]) | np.isin(group, named)
+        keep = is_wrong | _sampled(sequence, is_first & ~is_wrong)
+        counted = np.flatnonzero(is_first & ~keep)
         counted = counted[np.lexsort((at[counted], process[counted]))]
         _, first, number = np.unique(process[counted], return_index=True, return_counts=True)
         ends = counted[np.concatenate((first, first + number - 1))]
         stands_for, order = np.concatenate((number - 1, np.ones_like(number))), np.argsort(ends)
         return Chosen(
-            self._lines(np.flatnonzero(wanted & keep), columns),
+            self._lines(np.flatnonzero(is_first & keep), columns),
             zip(self._lines(ends[order], columns), stands_for[order].tolist(), strict=True),
             len(np.unique(group[counted])),
             repeated.tolist(),
         )
-
-    def _are(self, keys: Iterable[tuple[str, int]], group: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        numbers = self._numbers
-        return np.isin(group, [numbers[x] * _SEQUENCES + y for x, y in keys if x in numbers and 0 <= y < _SEQUENCES])
 
     def _lines(self, chosen: npt.NDArray[np.intp], columns: npt.NDArray[np.void]) -> Iterator[Packed]:
         block, texts = -1, list[bytes]()

@@ -1,12 +1,13 @@
 """What is wrong, and all requests as bars to zoom into, as one page that opens without a network, from a file.
 
 The page draws on a canvas what is in view, so that ten thousand requests are no more work than ten. What it draws is
-data, embedded as JSON with whole microseconds; texts of logs are only ever shown as text.
+embedded as the data that `--json` writes; texts of logs are only ever shown as text.
 """
 
 from __future__ import annotations
 
-import math
+import json
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -16,47 +17,33 @@ import msgspec
 
 from asynckv.arguments import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.findings import Finding, Findings
+from asynckv.tools.diagnose.findings import Finding, Findings, Seen
 from asynckv.tools.diagnose.leaks_values import Leak, some
-from asynckv.tools.diagnose.timeline_ends import End
-from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
+from asynckv.tools.diagnose.timeline_model import PHASES, Story
+from asynckv.tools.diagnose.why_report import plain, process_of, story_of
 
 MAX_MARKS = 100_000  # in one page; of more, those of requests that went well are left out
-IN_TABLE = 20
-NAMES = list(PHASES)
+MOST_SHOWN = 10_000  # requests in one page
 
 
-def make(
-    axis: Axis,
-    stories: Sequence[Story],
-    grounds: Sequence[Ground],
-    sources: Sequence[str],
-    found: Findings,
-    left_out: int = 0,
-) -> str:
-    """Make the page.
+def make(seen: Seen, found: Findings, sources: Sequence[str], every: Sequence[Story]) -> str:
+    """Make the page; of too many requests those that went wrong, and those that took longest.
 
     Args:
-        axis: What its times are by.
-        stories: What is on it.
-        grounds: Of the processes.
-        sources: What was read or asked, for its title.
+        seen: What was read and asked.
         found: What is wrong, for its first screen, and the causes of late requests.
-        left_out: Requests that would be too many.
+        sources: What was read or asked, for its title.
+        every: The requests.
     """
-    data = msgspec.json.encode(_Writer(axis, stories, grounds, found.late).data()).decode()
+    kept = sorted(every, key=lambda x: (x.level == "info", -x.seconds))[:MOST_SHOWN]
+    left_out, stories = len(every) - len(kept), sorted(kept, key=lambda x: x.number)
+    data = msgspec.json.encode(_data(seen, stories, found.late)).decode()
     parts = {
         "title": escape(without_control(f"Why: {some(sources, 3)}")),
-        "about": escape(_about(axis, stories, left_out)),
+        "about": escape(_about(seen.axis, stories, left_out)),
         "overview": _overview(found),
-        "table": _table(stories),
-        "clocks": "".join(
-            f"<tr><th>{escape(without_control(x.process.rank))}</th>"
-            f"{_cells(x.compared, x.gone.text if x.gone is not None else '')}</tr>"
-            for x in grounds[:256]
-        ),
-        # A "</script" inside a string must not end the script.
-        "data": data.replace("<", "\\u003c"),
+        # A "</script" inside a string must not end the script; letters that turn a line around are escaped.
+        "data": re.sub("[^ -;=-~]", lambda x: json.dumps(x[0])[1:-1] if x[0] != "<" else "\\u003c", data),
     }
     text = resources.files("asynckv.tools.diagnose").joinpath("why.html").read_text(encoding="utf-8")
     head, *rest = text.split("@@")
@@ -92,104 +79,36 @@ def _row(finding: Finding, kind: str) -> str:
     return f"<tr{kind}>{_cells(f'{finding.heading}: {finding.what}{requests}', finding.evidence, finding.remedy)}</tr>"
 
 
-def _table(stories: Sequence[Story]) -> str:
-    """List the slowest, for print and for those who do not see the picture."""
-    rows = []
-    for x in sorted(stories, key=lambda x: -x.seconds)[:IN_TABLE]:
-        phases = ", ".join(f"{name} {shown_seconds(s)}" for name, s in x.phases().items())
-        cells = _cells(x.name or "?", x.ended, shown_seconds(x.seconds), clock_time(x.start), phases)
-        rows.append(f"<tr>{cells}</tr>")
-    return "".join(rows)
-
-
 def _cells(*texts: str) -> str:
     return "".join(f"<td>{escape(without_control(text))}</td>" for text in texts)
 
 
-class _Writer:
-    """Writes everything as short lists: in a page of ten thousand requests names of fields are most of it."""
+def _data(seen: Seen, stories: Sequence[Story], late: Sequence[Leak]) -> dict[str, Any]:
+    """Return what the page draws: requests and processes as `--json` has them, without what is empty."""
+    causes = {(x.engine_id, x.request_id): f"{x.sentence} {x.remedy}" for x in late}
+    is_full = sum(len(x.marks) for x in stories) > MAX_MARKS
+    return {
+        "zero": min([x.start for x in stories] or [x.start for x in seen.grounds], default=0.0),
+        "phases": [[name, x.about, x.light, x.dark] for name, x in PHASES.items()],
+        "processes": [
+            _lean(process_of(seen, x) | {"compared": x.compared, "marks": plain(x.marks)}) for x in seen.grounds
+        ],
+        "requests": [_request(x, causes.get((x.engine_id, x.name), ""), is_full) for x in stories],
+        "few": is_full,
+    }
 
-    def __init__(self, axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground], leaks: Sequence[Leak]) -> None:
-        self._axis, self._stories, self._grounds = axis, stories, grounds
-        self._zero = min([x.start for x in stories], default=min([x.start for x in grounds], default=0.0))
-        self._processes = {x.process.incarnation: i for i, x in enumerate(grounds)}
-        self._texts: dict[str, int] = {}
-        self._causes = {(x.engine_id, x.request_id): f"{x.sentence} {x.remedy}" for x in leaks}
-        self._can_mark = sum(len(x.marks) for x in stories) <= MAX_MARKS
 
-    def data(self) -> dict[str, Any]:
-        """Return all of it."""
-        requests = [self._request(x) for x in self._stories]
-        processes = [self._process(x) for x in self._grounds]
-        return {
-            "zero": self._zero,
-            "phases": [[name, PHASES[name], *COLORS[name]] for name in NAMES],
-            "processes": processes,
-            "requests": requests,
-            "texts": list(self._texts),
-            "groups": len(self._axis.references),
-            "few": not self._can_mark,
-        }
+def _request(story: Story, cause: str, is_full: bool) -> Any:
+    marks = [] if is_full and story.level == "info" else story.marks
+    events = [plain(x) | {"lane": story.lane_of(x)} for x in marks]
+    more = {"ended": story.ended, "cause": cause, "is_bad": bool(cause) or story.level != "info"}
+    return _lean(story_of(story) | more | {"events": events})
 
-    def _us(self, at: float) -> int:
-        return round((at - self._zero) * 1e6)
 
-    def _text(self, text: str) -> int:
-        return self._texts.setdefault(without_control(text), len(self._texts))
-
-    def _mark(self, mark: Mark, lane: int = -1) -> list[Any]:
-        level = {"debug": 0, "info": 1, "warning": 2}.get(mark.level, 3)
-        return [self._us(mark.at), self._processes[mark.process.incarnation], level, self._text(mark.text), lane]
-
-    def _process(self, each: Ground) -> list[Any]:
-        process = each.process
-        return [
-            without_control(process.rank),
-            "prefill" if process.lends else "decode" if process.pulls else "",
-            without_control(each.compared),
-            self._us(each.start),
-            self._us(each.end),
-            [[self._us(x.start), self._us(x.end)] for x in each.away],
-            [self._mark(x) for x in each.marks],
-            each.group,
-            self._end(each.gone) if each.gone is not None else None,
-        ]
-
-    def _end(self, end: End) -> list[Any]:
-        by = self._us(end.by) if math.isfinite(end.by) else None
-        noticed = [[self._us(x.at), self._processes[x.process.incarnation], self._text(x.text)] for x in end.noticed]
-        return [self._us(end.at), by, int(end.is_death), self._text(end.text), noticed]
-
-    def _request(self, story: Story) -> list[Any]:
-        marks = story.marks if self._can_mark or story.level != "info" else []
-        cause = self._causes.get((story.engine_id, story.name), "")
-        return [
-            without_control(story.name or "?"),
-            without_control(", ".join(x for x in story.others if x != story.name)),
-            self._text(story.ended),
-            1 if cause or story.level != "info" else 0,
-            round(story.seconds * 1e6),
-            [self._lane(x) for x in story.lanes],
-            [self._mark(x, story.lane_of(x)) for x in marks],
-            story.group,
-            story.sequence,
-            [[x.sender, self._us(x.left), x.receiver, self._us(x.came)] for x in story.arrows()],
-            self._text(cause),
-        ]
-
-    def _lane(self, lane: Lane) -> list[Any]:
-        within = round(lane.within_s * 1e6) if math.isfinite(lane.within_s) else -1
-        fields = [[self._text(k), self._text(v)] for k, v in lane.fields.items() if v]
-        if any(bar.derived == SUMS for bar in lane.bars):
-            fields.append([self._text("order of phases"), self._text(SUMS)])
-        bars = []
-        for bar in lane.bars:
-            notes = [x for x in (bar.note, bar.derived if bar.derived != SUMS else "") if x]
-            notes += [f"{name} {shown_seconds(x)}" for name, x in bar.parts.items()]
-            start = self._us(bar.start)
-            shown = [NAMES.index(bar.phase), start, self._us(bar.end) - start]
-            if notes or bar.is_open:
-                shown += [self._text("; ".join(notes)), int(bar.is_open)]
-            bars.append(shown)
-        side = 0 if lane.side == "prefill" else 1
-        return [self._processes[lane.process.incarnation], side, self._text(lane.title), within, fields, bars]
+def _lean(value: Any) -> Any:
+    """Leave out what is empty: in a page of ten thousand requests that is most of it."""
+    if isinstance(value, dict):
+        return {k: _lean(x) for k, x in value.items() if x or (x == 0 and x is not False)}
+    if isinstance(value, list):
+        return [_lean(x) for x in value]
+    return value

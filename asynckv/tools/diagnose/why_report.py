@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -12,9 +13,10 @@ import msgspec
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.causes import CATALOGUE
 from asynckv.tools.diagnose.findings import Finding, Findings, Seen
-from asynckv.tools.diagnose.leaks_copies import LateCopy, has_offload
+from asynckv.tools.diagnose.join import Process
+from asynckv.tools.diagnose.leaks_copies import has_offload
 from asynckv.tools.diagnose.leaks_values import Leak, moment
-from asynckv.tools.diagnose.timeline_model import Bar, Ground, Lane, Mark, Story
+from asynckv.tools.diagnose.timeline_model import Ground, Story
 
 SCHEMA = "asynckv.why/1"
 MAX_FILES = 100  # files that are told one by one
@@ -25,12 +27,12 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
     return {
         "schema": SCHEMA,
         "is_well": not found.wrong,
-        "findings": [finding(x) for x in found.wrong],
-        "limits": [finding(x) for x in found.limits],
+        "findings": plain(found.wrong),
+        "limits": plain(found.limits),
         "late": [_leak(x) for x in found.late],
-        "copies": [_plain(x) for x in found.copies],
-        "request": None if story is None else _story(story),
-        "processes": [_process(seen, x) for x in seen.grounds],
+        "copies": plain(found.copies),
+        "request": None if story is None else story_of(story),
+        "processes": [process_of(seen, x) for x in seen.grounds],
         "engines": [engine(x) for x in seen.answers],
         "read": _read(seen),
     }
@@ -38,20 +40,34 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
 
 def finding(each: Finding) -> dict[str, Any]:
     """Make plain data of one thing that is wrong."""
-    return asdict(each) | {"requests": list(each.requests), "blocks": each.blocks if each.blocks >= 0 else None}
+    return plain(each)  # type: ignore[no-any-return]
 
 
-def _plain(found: Leak | LateCopy) -> dict[str, Any]:
-    """Make plain data of what was late; what is not known is None."""
-    out: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(found).items()}
-    out["blocks"] = found.blocks if found.blocks >= 0 else None
-    return out | {name: _finite(out[name]) for name in ("seconds", "since")}
+def plain(value: Any) -> Any:
+    """Make plain data of what was found: a process is its rank's name, and what is not known is None."""
+    match value:
+        case Process():
+            return value.rank
+        case Enum():
+            return value.value
+        case float():
+            return round(value, 6) if math.isfinite(value) else None
+        case list() | tuple():
+            return [plain(x) for x in value]
+        case Mapping():
+            return {name: plain(x) for name, x in value.items()}
+        case _ if not is_dataclass(value):
+            return value
+        case _:
+            pass
+    every = ((x.name, getattr(value, x.name)) for x in fields(value))
+    said = {"rank" if isinstance(x, Process) else name: plain(x) for name, x in every}
+    return said | ({"blocks": None} if said.get("blocks", 0) == -1 else {})
 
 
 def _leak(leak: Leak) -> dict[str, Any]:
-    plain = {name: value for name, value in _plain(leak).items() if name not in ("cell", "told_at")}
-    return plain | {
-        "cause": leak.cause.value,
+    said = {name: value for name, value in plain(leak).items() if name not in ("cell", "told_at")}
+    return said | {
         "heading": CATALOGUE[leak.cause].heading.value,
         "is_class": CATALOGUE[leak.cause].is_class,
         "evidence": leak.evidence,
@@ -61,12 +77,8 @@ def _leak(leak: Leak) -> dict[str, Any]:
     }
 
 
-def _finite(value: float) -> float | None:
-    return round(value, 6) if math.isfinite(value) else None
-
-
 def _read(seen: Seen) -> dict[str, Any]:
-    logs, service = seen.logs, seen.axis.service
+    logs, total, service = seen.logs, seen.logs.total, seen.axis.service
     prefill, decode = service.sides
     others = [x for x in service.processes.values() if not x.lends and not x.pulls]
     counts = [x for answer in seen.answers for x in answer.account.counts]
@@ -74,8 +86,8 @@ def _read(seen: Seen) -> dict[str, Any]:
     times = [t for x in service.processes.values() for t in (x.first_at, x.last_at)]
     return {
         "files": len(logs.sources),
-        "lines": logs.num_lines,
-        "bytes": logs.num_bytes,
+        "lines": total.num_lines,
+        "bytes": total.num_bytes,
         "events": logs.num_events,
         "requests": len(service.requests) + logs.num_well,
         "lent_now": sum(x.number for x in counts if x.kind == "lease"),
@@ -83,9 +95,9 @@ def _read(seen: Seen) -> dict[str, Any]:
         "since": moment(seen.since) if math.isfinite(seen.since) else None,
         "first": moment(min(times)) if times else None,
         "last": moment(max(times)) if times else None,
-        "others": logs.num_others,
+        "others": total.num_others,
         "others_in": [{"path": x.path, "lines": x.num_others} for x in logs.sources if x.num_others][:MAX_FILES],
-        "repeated": logs.num_repeated,
+        "repeated": total.num_repeated,
         "prefill": [x.rank for x in prefill],
         "decode": [x.rank for x in decode],
         "offload": sorted(keeps),
@@ -105,61 +117,25 @@ def engine(answer: Answer) -> dict[str, Any]:
     return head | said | {"gauges": dict(answer.gauges), "is_cut": answer.is_cut, "requests": requests}
 
 
-def _process(seen: Seen, each: Ground) -> dict[str, Any]:
-    process, axis = each.process, seen.axis
-    offset = axis.offset(process, (process.first_at + process.last_at) / 2)
+def story_of(story: Story) -> dict[str, Any]:
+    """Make plain data of one request."""
+    said: dict[str, Any] = plain(story)
+    names = {"request_id": said.pop("name"), "decode_request_ids": said.pop("others"), "events": said.pop("marks")}
+    return names | said | {"start": plain(story.start), "end": plain(story.end)}
+
+
+def process_of(seen: Seen, each: Ground) -> dict[str, Any]:
+    """Make plain data of a process."""
+    process, offset = each.process, seen.axis.offset(each.process)
     return {
         "rank": process.rank,
         "incarnation": process.incarnation,
         "host": process.host,
         "group": each.group,
-        "ahead_s": _finite(offset.seconds),
-        "within_s": _finite(offset.within_s),
-        "start": _finite(each.start),
-        "end": _finite(each.end),
-        "away": [_bar(x) for x in each.away],
-        "gone": None if each.gone is None else {"how": each.gone.how, "text": each.gone.text},
+        "ahead_s": plain(offset.seconds),
+        "within_s": plain(offset.within_s),
+        "start": plain(each.start),
+        "end": plain(each.end),
+        "away": plain(each.away),
+        "gone": None if each.gone is None else {"how": each.gone.kind, "text": each.gone.text},
     }
-
-
-def _story(story: Story) -> dict[str, Any]:
-    return {
-        "request_id": story.name,
-        "decode_request_ids": list(story.others),
-        "engine_id": story.engine_id,
-        "sequence": story.sequence,
-        "pull_ids": list(story.pull_ids),
-        "lease": story.lease,
-        "pull": story.pull,
-        "start": _finite(story.start),
-        "end": _finite(story.end),
-        "lanes": [_lane(x) for x in story.lanes],
-        "events": [_mark(x) for x in story.marks],
-    }
-
-
-def _lane(lane: Lane) -> dict[str, Any]:
-    return {
-        "rank": lane.process.rank,
-        "side": lane.side,
-        "what": lane.what,
-        "within_s": _finite(lane.within_s),
-        "fields": dict(lane.fields),
-        "bars": [_bar(x) for x in lane.bars],
-    }
-
-
-def _bar(bar: Bar) -> dict[str, Any]:
-    return {
-        "phase": bar.phase,
-        "start": _finite(bar.start),
-        "end": _finite(bar.end),
-        "derived": bar.derived,
-        "note": bar.note,
-        "is_open": bar.is_open,
-        "inside": {k: round(v, 6) for k, v in bar.parts.items()},
-    }
-
-
-def _mark(mark: Mark) -> dict[str, Any]:
-    return {"at": _finite(mark.at), "rank": mark.process.rank, "level": mark.level, "text": mark.text}

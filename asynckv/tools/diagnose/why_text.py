@@ -7,9 +7,10 @@ their control characters escaped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.style import Style
@@ -17,36 +18,18 @@ from rich.table import Table
 from rich.text import Text
 
 from asynckv.arguments import without_control
-from asynckv.core.account import Account
 from asynckv.core.inspect import RequestStatus
 from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.findings import Findings, Seen
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_values import Leak, moment, some
-from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Mark, Story
+from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Ground, Mark, Story
 from asynckv.tools.output import print_unpadded
 
-LETTERS: Mapping[str, str] = {
-    "lent": "-",
-    "granted": "=",
-    "ending": "e",
-    "announced": "a",
-    "handshake": "h",
-    "queue": "q",
-    "plan": "p",
-    "read": "R",
-    "confirm": "c",
-    "drain": "d",
-    "release": "r",
-    "quarantine": "X",
-    "pause": ".",
-    "pull": "#",
-    "unlogged": "?",
-}
-MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_WORDS = 64, 60, 8, 32, 8, 8
+MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES = 64, 60, 8, 32, 8
 MAX_LIMITS = 12
-AWAY = "event loop away"
 
 
 def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_whole: bool = False) -> None:
@@ -60,6 +43,13 @@ def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_w
 
 
 # -- what is wrong -------------------------------------------------------------------------------------
+
+
+def show(report: Mapping[str, Any], seen: Seen, top: int | None, console: Console) -> None:
+    """Show what is wrong, and what engines hold if something is, or if so many of their requests are asked for."""
+    show_findings(report, console)
+    if seen.answers and (report["findings"] or top is not None):
+        show_engines(seen.answers, 5 if top is None else top, console)
 
 
 def show_findings(report: Mapping[str, Any], console: Console) -> None:
@@ -118,6 +108,14 @@ def _ranks(read: Mapping[str, Any]) -> str:
 # -- one request ---------------------------------------------------------------------------------------
 
 
+def show_request(seen: Seen, found: Findings, story: Story | None, console: Console) -> None:
+    """Show one request's story, why it was late, and its stores and loads."""
+    if story is not None:
+        show_story(seen.axis, story, seen.grounds, console)
+    show_late(found.late, console)
+    show_copies(found.copies, seen.failed, console)
+
+
 def show_late(late: Sequence[Leak], console: Console) -> None:
     """Show why one request was late, with the evidence of each side."""
     for leak in late:
@@ -126,17 +124,9 @@ def show_late(late: Sequence[Leak], console: Console) -> None:
         blocks = "blocks" if leak.blocks < 0 else counted(leak.blocks, "block")
         took = "" if math.isnan(leak.seconds) else f" for {shown_seconds(leak.seconds)}"
         since = "" if math.isnan(leak.since) else f" since {moment(leak.since)}"
-        words = (
-            f"{x.reader if x.reader != '*' else leak.reader or 'nobody'} to {x.holder}: claim {x.claim}; release "
-            f"{x.release}"
-            for x in leak.words[:MAX_WORDS]
-        )
         rows = [
             ("held", f"{blocks} of {some(leak.holders)}{took}{since}; {leak.state}"),
             ("owed by", some("a decode engine that never spoke up" if x == "*" else x for x in leak.owed)),
-            *(("said", x) for x in words),
-            ("prefill side", leak.last_prefill),
-            ("decode side", leak.last_decode),
             *(("also", x) for x in leak.also),
             ("missing", f"logs of {some(leak.missing)} would say more" if leak.missing else ""),
             ("what to do", leak.remedy),
@@ -167,13 +157,8 @@ def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Con
     for text in _clock_lines(axis, story):
         _line(console, text, "dim")
     console.print()
-    away = {
-        each.process.incarnation: [x for x in each.away if x.end > story.start and x.start < story.end]
-        for each in grounds
-    }
-    print_unpadded(console, _gantt(story, away, console.width))
-    is_away = any(away.get(x.process.incarnation) for x in story.lanes)
-    print_unpadded(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_away))
+    print_unpadded(console, _gantt(story, console.width))
+    print_unpadded(console, _legend(story))
     console.print()
     print_unpadded(console, _events(story, grounds), is_whole=True)
 
@@ -192,84 +177,45 @@ def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
         _line(console, f"... and {len(found) - MAX_MATCHES:,} more; more of the name finds fewer", "dim")
 
 
-def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, away: Sequence[Bar] = ()) -> Text:
-    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases.
-
-    Where there is none, it is shown when the rank's event loop was `away`.
-    """
+def bar_line(bars: Sequence[Bar], start: float, end: float, width: int) -> Text:
+    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases."""
     scale = width / (end - start) if end > start else 0.0
-
-    def cells(bar: Bar, least: int) -> range:
-        first = max(min(math.floor((bar.start - start) * scale), width - least), 0)
-        return range(first, min(max(round((bar.end - start) * scale), first + least), width))
-
     phases = [""] * width
     for bar in sorted(bars, key=lambda x: -x.seconds):
-        for i in cells(bar, 1):
+        first = max(min(math.floor((bar.start - start) * scale), width - 1), 0)
+        for i in range(first, min(max(round((bar.end - start) * scale), first + 1), width)):
             phases[i] = bar.phase
     if sum(map(bool, phases)) < len({x.phase for x in bars if x.seconds > 0}):
         # Which of them is drawn would be chance.
-        phases = [x and _longest(bars) for x in phases]
-    dark = {i for bar in away for i in cells(bar, 0)}
+        phases = [x and max(bars, key=lambda x: x.seconds).phase for x in phases]
     out = Text(no_wrap=True, overflow="crop")
-    for i, phase in enumerate(phases):
-        out.append(LETTERS[phase] if phase else "~" if i in dark else " ", _style(phase) if phase else "red")
+    for phase in phases:
+        out.append(PHASES[phase].letter if phase else " ", _style(phase) if phase else "")
     return out
-
-
-def _longest(bars: Iterable[Bar]) -> str:
-    sums: dict[str, float] = {}
-    for bar in bars:
-        sums[bar.phase] = sums.get(bar.phase, 0.0) + bar.seconds
-    return max(sums, key=lambda x: sums[x])
 
 
 def _style(phase: str) -> Style:
     """Terminals are dark, mostly."""
-    return Style(color=COLORS[phase].dark, reverse=True)
+    return Style(color=PHASES[phase].dark, reverse=True)
 
 
-def _legend(bars: Iterable[Bar], width: int, is_away: bool = False) -> Text:
-    out, used = Text(), {bar.phase for bar in bars}
-    left = width
-    for phase in (x for x in PHASES if x in used):
-        if len(phase) + 2 > left:
-            out.append("\n")
-            left = width
-        out.append(LETTERS[phase], _style(phase))
-        out.append(f" {phase}   "[: left - 1])
-        left -= len(phase) + 5
-    if is_away:
-        out.append("\n" if left < len(AWAY) + 2 else "")
-        out.append("~", "red")
-        out.append(f" {AWAY}")
-    return out
+def _legend(story: Story) -> Columns:
+    used = {bar.phase for lane in story.lanes for bar in lane.bars}
+    return Columns([Text.assemble((PHASES[x].letter, _style(x)), f" {x}") for x in PHASES if x in used], padding=(0, 2))
 
 
 def _ruler(width: int, seconds: float) -> Text:
-    """Write the start, the middle and the end of the axis."""
-    middle, last = shown_seconds(seconds / 2), shown_seconds(seconds)
-    line = "0".ljust(width)
-    at = width // 2 - len(middle) // 2
-    if width > len(middle) + len(last) + 6:
-        line = line[:at] + middle + line[at + len(middle) :]
-    return Text(line[: width - len(last)] + last, style="dim", no_wrap=True, overflow="crop")
+    last = shown_seconds(seconds)
+    return Text("0".ljust(width - len(last)) + last, style="dim", no_wrap=True, overflow="crop")
 
 
 def _clock_lines(axis: Axis, story: Story) -> list[str]:
-    seen: dict[str, float] = {}
-    for process, at in [(x.process, x.start) for x in story.lanes] + [(x.process, x.at) for x in story.marks]:
-        seen.setdefault(process.incarnation, at)
-    out = []
-    for incarnation, at in seen.items():
-        process = axis.service.processes[incarnation]
-        if process is not axis.references[axis.group(process)]:
-            shown = at + axis.offset(process, at).seconds
-            out.append(f"{process.rank}: {axis.compared(process, shown)}")
+    processes = dict.fromkeys([x.process for x in story.lanes] + [x.process for x in story.marks])
+    out = [f"{x.rank}: {axis.compared(x)}" for x in processes if x not in axis.references]
     return out[:16] + ([f"... and {len(out) - 16} more"] if len(out) > 16 else [])
 
 
-def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int) -> RenderableType:
+def _gantt(story: Story, width: int) -> RenderableType:
     lanes = story.lanes[:MAX_LANES]
     start, end = story.start, story.end
     room = min(max((len(without_control(x.title)) for x in lanes), default=0), max(width // 2, 30))
@@ -281,7 +227,7 @@ def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int) -> Rende
     table.add_row("", _ruler(across, end - start), "")
     for lane in lanes:
         mark = "> " if any(b.is_open for b in lane.bars) else ""
-        line = bar_line(lane.bars, start, end, across, away.get(lane.process.incarnation, ()))
+        line = bar_line(lane.bars, start, end, across)
         table.add_row(Text(without_control(lane.title)), line, Text(mark + shown_seconds(lane.end - lane.start)))
         if len(lanes) <= TOLD_LANES:
             told = ", ".join(f"{b.phase} {shown_seconds(b.seconds)}{_parts(b)}" for b in lane.bars)
@@ -292,7 +238,7 @@ def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int) -> Rende
 
 
 def _parts(bar: Bar) -> str:
-    found = ", ".join(f"{name} {shown_seconds(x)}" for name, x in bar.parts.items())
+    found = ", ".join(f"{name} {shown_seconds(x)}" for name, x in bar.inside.items())
     return f" (in it {found})" if found else ""
 
 
@@ -306,8 +252,8 @@ def _meanwhile(story: Story, grounds: Sequence[Ground]) -> list[Mark]:
             if bar.start <= story.end and bar.end >= story.start:
                 text = f"its event loop was away for {shown_seconds(bar.seconds)} from then on"
                 out.append(Mark(bar.start, each.process, text, "warning"))
-        if each.gone is not None and story.start <= each.gone.at <= story.end:
-            out.append(Mark(each.gone.at, each.process, each.gone.text, "warning"))
+        if each.gone is not None and story.start <= each.end <= story.end:
+            out.append(Mark(each.end, each.process, each.gone.text, "warning"))
     return out
 
 
@@ -319,11 +265,11 @@ def _events(story: Story, grounds: Sequence[Ground]) -> RenderableType:
     told: dict[tuple[str, str], list[Mark]] = {}
     for mark in sorted([*story.marks, *_meanwhile(story, grounds)], key=lambda x: x.at):
         told.setdefault((mark.process.rank, mark.text), []).append(mark)
-    found = list(told.values())
-    for i, marks in enumerate(found):
-        if len(found) > MAX_EVENTS and MAX_EVENTS // 2 <= i < len(found) - MAX_EVENTS // 2:
-            if i == MAX_EVENTS // 2:
-                table.add_row("", "", Text(f"... {len(found) - MAX_EVENTS} more; --json has all", style="dim"))
+    for i, marks in enumerate(told.values()):
+        half = MAX_EVENTS // 2
+        if len(told) > MAX_EVENTS and half <= i < len(told) - half:
+            if i == half:
+                table.add_row("", "", Text(f"... {len(told) - MAX_EVENTS} more; --json has all", style="dim"))
             continue
         mark = marks[0]
         style = "bold red" if mark.level == "error" else "yellow" if mark.level == "warning" else ""
@@ -377,34 +323,15 @@ def _status(status: RequestStatus, rank: str) -> Iterator[str]:
 
 
 def _holds(answer: Answer) -> Iterator[str]:
-    account, gauges = answer.account, answer.gauges
+    account, gauges, lag = answer.account, answer.gauges, answer.account.facts.lag
     if account.closed_as:
         yield f"takes nothing new: {account.closed_as}"
-    held, most = account.budgets.get("blocks_held", (0, 0))
-    words = [f"blocks held {held:,} of {most:,}"]
-    for name in ("blocks_quarantined", "transfers_in_doubt"):
-        words += [f"{name.replace('_', ' ')} {gauges[name]:,}"] if gauges.get(name) else []
-    for name in ("pulls_reading", "pulls_queued", "parked"):
-        used, most = account.budgets.get(name, (0, 0))
-        words += [f"{name.replace('_', ' ')} {used:,} of {most:,}"] if used else []
-    lag = account.facts.lag
-    words.append(f"loop late {shown_seconds(lag.last_s)}, at most {shown_seconds(lag.most_s)}")
-    words += [f"away {counted(lag.was_away, 'time')}"] if lag.was_away else []
-    yield ", ".join(words)
-    phases = (f"{x.kind} {x.phase} {x.number:,} (oldest {shown_seconds(x.oldest_s)})" for x in account.counts)
-    if text := ", ".join(phases):
-        yield text
-    yield from _tiers(account, gauges)
-    if account.num_peers:
-        yield "peers " + ", ".join(f"{state} {number:,}" for state, number in account.num_peers.items())
-    for peer in account.peers[: 4 * MAX_NAMES]:
-        if peer.state not in ("ready", "new") or peer.cause or peer.is_draining:
-            heard = "never heard" if peer.heard_s is None else f"heard {shown_seconds(peer.heard_s)} ago"
-            yield f"   {peer.rank} {peer.state}, {heard}, {counted(peer.pulls, 'request')}: {peer.cause}"
-
-
-def _tiers(account: Account, gauges: Mapping[str, int]) -> Iterator[str]:
-    """Show what is kept outside of the accelerator, and what is amiss with it."""
+    held = {name: f"{used:,} of {most:,}" for name, (used, most) in account.budgets.items() if used}
+    held |= {name: f"{gauges[name]:,}" for name in ("blocks_quarantined", "transfers_in_doubt") if gauges.get(name)}
+    lags = f"loop late {shown_seconds(lag.last_s)}, at most {shown_seconds(lag.most_s)}, away {lag.was_away:,} times"
+    yield ", ".join([*(f"{name.replace('_', ' ')} {x}" for name, x in held.items()), lags])
+    if account.counts:
+        yield ", ".join(f"{x.kind} {x.phase} {x.number:,} (oldest {shown_seconds(x.oldest_s)})" for x in account.counts)
     for tier in ("host", "file", "others"):
         if (blocks := gauges.get(f"offload.kept.{tier}")) is not None:
             used, most = gauges.get(f"offload.kept_bytes.{tier}", 0), gauges.get(f"offload.limit_bytes.{tier}")
@@ -412,3 +339,9 @@ def _tiers(account: Account, gauges: Mapping[str, int]) -> Iterator[str]:
     for name in ("offload.off", "offload.files_off"):
         if why := account.facts.planes.get(name):
             yield f"{name}: {why}"
+    if account.num_peers:
+        yield "peers " + ", ".join(f"{state} {number:,}" for state, number in account.num_peers.items())
+    for peer in account.peers[: 4 * MAX_NAMES]:
+        if peer.state not in ("ready", "new") or peer.cause or peer.is_draining:
+            heard = "never heard" if peer.heard_s is None else f"heard {shown_seconds(peer.heard_s)} ago"
+            yield f"   {peer.rank} {peer.state}, {heard}, {counted(peer.pulls, 'request')}: {peer.cause}"

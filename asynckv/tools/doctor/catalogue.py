@@ -17,7 +17,6 @@ TOPICS = {
     "memory": "Processes and shared memory",
     "limits": "Limits and CPU",
     "network": "Network and addresses",
-    "keys": "Keys",
     "software": "Versions",
 }
 

@@ -1,4 +1,4 @@
-"""What facts of this host mean: the machine, the network, keys, versions. Pure: facts in, findings out."""
+"""What facts of this host mean: the machine, the network, versions. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from asynckv.arguments import is_loopback_host
 from asynckv.config import CORES_FOR_TWO
-from asynckv.edges.transports import is_loopback
 from asynckv.tools.console import size
 from asynckv.tools.doctor.catalogue import LEVELS, TOPICS, Finding, Level, finding
 from asynckv.tools.doctor.checks_peer import about_peer
 from asynckv.tools.doctor.checks_ucx import UCX_CHECKS
-from asynckv.tools.doctor.facts import Facts, Network
+from asynckv.tools.doctor.facts import Facts
 
 Check = Callable[[Facts], Iterator[Finding]]
 
@@ -25,7 +24,6 @@ THROTTLED = 0.01
 SCOPE_RESTRICTED = 2
 MTU_LOW = 1280
 PORTS_FEW = 8
-OPEN_TO_GROUP = 0o077
 GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "timebase", "stp", "")
 
 
@@ -109,8 +107,6 @@ def clocks(facts: Facts) -> Iterator[Finding]:
     here = facts.machine
     if here.clocksource not in GOOD_CLOCKS:
         yield finding("clocksource", f"the kernel uses {here.clocksource}")
-    if here.clock_synchronised is False:
-        yield finding("clock-unsynchronised", "the kernel says that nobody keeps it right (adjtimex)")
 
 
 # -- network and addresses -------------------------------------------------------------------------------------
@@ -142,71 +138,12 @@ def devices(facts: Facts) -> Iterator[Finding]:
         yield finding("hostname-loopback", f"{here.hostname} resolves to {', '.join(here.hostname_addresses)}")
 
 
-def addresses(facts: Facts) -> Iterator[Finding]:
-    told = facts.listening
-    if told is None:
-        return
-    if told.error:
-        yield finding("listen-refused", told.error)
-        return
-    if told.bind_error:
-        yield finding("bind-fails", told.bind_error)
-    is_open = not is_loopback(told.bind)
-    if not is_open and not told.advertise:
-        yield finding("bind-loopback", told.bind)
-    if is_open and not told.has_keys:
-        why = "allow_insecure, and no keys" if told.allow_insecure else "no keys; an engine refuses this at start"
-        yield finding("insecure", f"{told.bind}: {why}", level="warning" if told.allow_insecure else "error")
-    if told.advertise and told.advertise_addresses:
-        leads = f"{told.advertise} leads to {', '.join(told.advertise_addresses)}"
-        if all(map(is_loopback_host, told.advertise_addresses)):
-            if is_open:
-                yield finding("advertise-loopback", leads)
-        elif not set(told.advertise_addresses) & set(_own(facts.network)):
-            yield finding("advertise-foreign", leads)
-
-
 def ports(facts: Facts) -> Iterator[Finding]:
     given = facts.software.environment.get("UCX_TCP_PORT_RANGE", "0")
-    told = facts.listening
     if match := re.fullmatch(r"(\d+)-(\d+)", given):
         count = int(match[2]) - int(match[1]) + 1
         if count < PORTS_FEW:
             yield finding("ucx-few-ports", f"UCX_TCP_PORT_RANGE={given}: {max(0, count)} ports")
-    elif told is not None and not is_loopback(told.bind) and not any(each.usable for each in facts.network.rdma):
-        yield finding("ucx-ports", "UCX_TCP_PORT_RANGE is not set")
-
-
-def _own(network: Network) -> list[str]:
-    return [address for each in network.interfaces for address in each.addresses]
-
-
-# -- keys --------------------------------------------------------------------------------------------------------
-
-
-def keys(facts: Facts) -> Iterator[Finding]:
-    if not facts.software.curve:
-        level: Level = "error" if facts.keys is not None else "warning"
-        yield finding("zmq-no-curve", f"libzmq {facts.software.libzmq}", level=level)
-    held = facts.keys
-    if held is None:
-        return
-    if held.mode & OPEN_TO_GROUP and "mode" in held.secret_error:
-        yield finding(
-            "key-rights",
-            f"{held.secret} has mode {held.mode:04o}",
-            remedy=f"chmod 600 {held.secret}; make new keys if somebody may have read it",
-        )
-    elif held.secret_error:
-        yield finding("key-bad", held.secret_error)
-    if held.owner not in (facts.machine.uid, 0):
-        yield finding("key-owner", f"{held.secret} is of user {held.owner}, and this is user {facts.machine.uid}")
-    if held.authorized_error:
-        yield finding("authorized-bad", held.authorized_error)
-    elif not held.own_listed:
-        yield finding("own-key-unlisted", f"{held.authorized} lists {held.num_authorized} others")
-    if not held.secret_error and not held.authorized_error:
-        yield finding("keys", f"{held.secret}, and {held.num_authorized} authorized in {held.authorized}")
 
 
 # -- versions ------------------------------------------------------------------------------------------------------
@@ -214,6 +151,8 @@ def keys(facts: Facts) -> Iterator[Finding]:
 
 def versions(facts: Facts) -> Iterator[Finding]:
     has = facts.software
+    if not has.curve:
+        yield finding("zmq-no-curve", f"libzmq {has.libzmq}")
     if len(has.variants) > 1:
         yield finding("two-variants", f"{', '.join(has.variants)}; asynckv loads {has.variant}")
     wanted = f"nixl_cu{has.torch_cuda.partition('.')[0]}"
@@ -239,8 +178,6 @@ CHECKS: tuple[Check, ...] = (
     cpu,
     clocks,
     devices,
-    addresses,
     ports,
-    keys,
     versions,
 )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from asynckv.edges.transports import QUEUES, RDMA, SAME_HOST, is_emulated, is_loopback
+from asynckv.edges.transports import QUEUES, RDMA, SAME_HOST, is_emulated
 from asynckv.tools.doctor.catalogue import Finding, finding
 from asynckv.tools.doctor.facts import Facts, Ucx
 
@@ -61,8 +61,6 @@ def environment(facts: Facts) -> Iterator[Finding]:
     listed = {entry.partition(":")[0] for entry in tls.split(",")}
     if facts.gpu.count and tls and not tls.startswith("^") and not listed & {"all", "cuda", "cuda_copy", "gpu"}:
         yield finding("gpu-transports", f"{facts.gpu.count} GPUs, and UCX_TLS={tls}")
-    if facts.listening is not None and facts.listening.error_mode == "none":
-        yield finding("error-mode-none", "ucx_error_handling_mode is none")
 
 
 def _bytes(text: str) -> int:
@@ -145,9 +143,7 @@ def _chosen(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
             yield finding("reads-emulated-asked" if asked else "reads-emulated", text)
         case _:
             yield finding("ucx-complains", f"which way reads took could not be told ({by})")
-    told = facts.listening
-    is_local = told is None or is_loopback(told.bind)
-    if way in ("tcp", "memory") and not expected and is_local and (told is None or told.process == "auto"):
+    if way in ("tcp", "memory") and not expected:
         yield finding("process-unforeseen", f"reads went by {by}")
     if ucx.library and "nixl_cu" not in ucx.library:
         yield finding("ucx-elsewhere", f"UCX {ucx.version} of {ucx.library}")

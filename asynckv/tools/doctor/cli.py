@@ -16,7 +16,7 @@ from asynckv.tools.output import check_writable, write_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asynckv.config import EngineConfig
+    from asynckv.config import KeysConfig
     from asynckv.tools.doctor.facts import Facts, PeerFacts
 
 EPILOG = """
@@ -28,7 +28,7 @@ EPILOG = """
 
   asynckv doctor --to tcp://10.0.0.1:5555
 
-  asynckv doctor --config engine.json --secret a.key_secret --authorized keys
+  asynckv doctor --to "tcp://10.0.0.1:5555#..." --secret a.key_secret --authorized keys
 
 [bold]Exit status[/bold]  0 nothing worse than a note, 1 a warning or an error was found, 2 bad input, 130 Ctrl-C
 """
@@ -38,9 +38,6 @@ of_keys = partial(typer.Option, rich_help_panel="Keys")
 
 def doctor(
     to: Annotated[str, typer.Option(help="Look at the way to this engine as well.", metavar="ADDRESS")] = "",
-    config: Annotated[
-        Path | None, typer.Option(help="Its whole EngineConfig, as JSON.", rich_help_panel="Settings", metavar="FILE")
-    ] = None,
     secret: Annotated[Path | None, of_keys(help="Our NAME.key_secret.", metavar="FILE")] = None,
     authorized: Annotated[Path | None, of_keys(help="Directory of the .key files of others.", metavar="DIR")] = None,
     json: Annotated[
@@ -51,7 +48,7 @@ def doctor(
     """Say what is wrong with this host, or with the way to another one, and what to do about it.
 
     Two processes of doctor's own move bytes by NIXL, as two ranks would, and what UCX chose is read from its log.
-    Limits, shared memory, permissions, devices, addresses, keys and versions are looked at as well. Every finding
+    Limits, shared memory, permissions, devices, addresses and versions are looked at as well. Every finding
     comes with a remedy. How fast it is, `asynckv bench` measures.
     """
     from rich.console import Console
@@ -60,14 +57,12 @@ def doctor(
     from asynckv.tools.doctor.show import as_json, show
 
     began = time.monotonic()
-    if (secret is None) != (authorized is None):
-        raise ConfigError("--secret and --authorized belong together; give both, or none")
-    settings = _config(config, secret, authorized)
+    keys = _keys(secret, authorized, to)
     check_writable("--json", json)
     errors = Console(stderr=True, highlight=False)
     with errors.status("looking", spinner="line") as status:
         # A spinner is for people; what is piped gets no progress lines.
-        facts = _gather(settings, config is not None, _address(to), lambda text: status.update(printable(text)))
+        facts = _gather(keys, _address(to), lambda text: status.update(printable(text)))
     found = examine(facts)
     write_json(json, as_json(facts, found, time.monotonic() - began))
     show(facts, found, Console(stderr=json == "-", highlight=False))
@@ -85,56 +80,49 @@ def _address(text: str) -> str:
     return text
 
 
-def _config(path: Path | None, secret: Path | None, authorized: Path | None) -> EngineConfig:
-    from dataclasses import replace
+def _keys(secret: Path | None, authorized: Path | None, to: str) -> KeysConfig | None:
+    """Read keys as an engine would, or refuse them."""
+    from asynckv.config import KeysConfig
+    from asynckv.edges import zmq
 
-    from asynckv.config import EngineConfig, KeysConfig
-    from asynckv.tools.doctor.software import read_config
+    if secret is None and authorized is None:
+        return None
+    if secret is None or authorized is None:
+        raise ConfigError("--secret and --authorized belong together; give both, or none")
+    if not to:
+        raise ConfigError("--secret and --authorized are for --to; give the address of an engine as well")
+    keys = KeysConfig(secret=secret, authorized=authorized)
+    zmq._load(keys)
+    return keys
 
-    config = read_config(path) if path is not None else EngineConfig(engine_id="doctor")
-    if secret is not None and authorized is not None:
-        config = replace(config, keys=KeysConfig(secret=secret, authorized=authorized))
-    return config
 
-
-def _gather(config: EngineConfig, is_told: bool, to: str, note: Callable[[str], None]) -> Facts:
-    import os
-    from dataclasses import replace
-
+def _gather(keys: KeysConfig | None, to: str, note: Callable[[str], None]) -> Facts:
+    from asynckv.config import NixlConfig
     from asynckv.tools.doctor import host, probing, software
     from asynckv.tools.doctor.facts import Facts
 
     has = software.software()
-    keys, nixl = config.keys, replace(config.nixl, posting_threads=0)
-    key_facts = None if keys is None else software.keys(os.fspath(keys.secret), os.fspath(keys.authorized))
     machine = host.machine()  # before anything of ours makes it busy
-    ucx = probing.try_nixl(nixl, note) if has.variant and nixl.backend == "UCX" else None
-    peer = None
-    if to and (key_facts is None or not (key_facts.secret_error or key_facts.authorized_error)):
-        peer = _ask(to, config, note)
+    ucx = probing.try_nixl(note) if has.variant else None
     return Facts(
         machine=machine,
         network=host.network(),
         gpu=host.gpu(),
         software=has,
-        posting_threads=config.nixl.num_posters,
-        listening=software.listening(config) if is_told else None,
-        keys=key_facts,
+        posting_threads=NixlConfig().num_posters,
         ucx=ucx,
-        peer=peer,
+        peer=_ask(to, keys, note) if to else None,
     )
 
 
-def _ask(to: str, config: EngineConfig, note: Callable[[str], None]) -> PeerFacts:
+def _ask(to: str, keys: KeysConfig | None, note: Callable[[str], None]) -> PeerFacts:
     import asyncio
-    from dataclasses import replace
 
     import msgspec
 
     from asynckv.tools.doctor import peer, probing
 
-    asked = asyncio.run(peer.ask(to, config.keys, note))
+    asked = asyncio.run(peer.ask(to, keys, note))
     if asked.place is None:
         return asked.facts
-    ucx = probing.try_nixl(replace(config.nixl, posting_threads=0), note, asked.place)
-    return msgspec.structs.replace(asked.facts, ucx=ucx)
+    return msgspec.structs.replace(asked.facts, ucx=probing.try_nixl(note, asked.place))

@@ -39,7 +39,6 @@ class Machine(Struct, frozen=True, kw_only=True):
     cma_error: str = ""
     child_error: str = ""
     clocksource: str = "tsc"
-    clock_synchronised: bool | None = True
 
 
 class Interface(Struct, frozen=True, kw_only=True):
@@ -91,33 +90,6 @@ class Software(Struct, frozen=True, kw_only=True):
     curve: bool = True
     environment: dict[str, str] = field(default_factory=dict)
     plugin_dir_error: str = ""
-
-
-class Listening(Struct, frozen=True, kw_only=True):
-    """What a configuration file would tell an engine, and what the engine says to that, and to binding there."""
-
-    bind: str = "tcp://127.0.0.1:0"
-    advertise: str = ""
-    allow_insecure: bool = False
-    has_keys: bool = False
-    advertise_addresses: tuple[str, ...] = ()
-    bind_error: str = ""
-    error: str = ""
-    error_mode: str = "peer"
-    process: str = "auto"
-
-
-class KeyFacts(Struct, frozen=True, kw_only=True):
-    """The files of `--secret` and `--authorized`, and what an engine says to them."""
-
-    secret: str = ""
-    mode: int = 0o600
-    owner: int = 1000
-    secret_error: str = ""
-    authorized: str = ""
-    authorized_error: str = ""
-    num_authorized: int = 2
-    own_listed: bool = True
 
 
 class Use(Struct, frozen=True, kw_only=True):
@@ -203,7 +175,5 @@ class Facts(Struct, frozen=True, kw_only=True):
     gpu: Gpu = field(default_factory=Gpu)
     software: Software = field(default_factory=Software)
     posting_threads: int = 2
-    listening: Listening | None = None
-    keys: KeyFacts | None = None
     ucx: Ucx | None = None
     peer: PeerFacts | None = None

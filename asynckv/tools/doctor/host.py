@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import ipaddress
@@ -28,7 +27,6 @@ NO_LIMIT = 1 << 60
 NONE_FOUND = 2
 SIOCGIFADDR = 0x8915
 UP, LOOPBACK = 0x1, 0x8
-STA_UNSYNC = 0x40
 TRY_S = 5.0
 RESOLVE_S = 3.0
 
@@ -75,7 +73,6 @@ def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
         cma_error=try_process_vm_readv(),
         child_error=_child_error(),
         clocksource=_text(system / "devices/system/clocksource/clocksource0/current_clocksource").strip(),
-        clock_synchronised=_is_synchronised(),
     )
 
 
@@ -176,18 +173,6 @@ def _child_error() -> str:
     except BackendError as exc:
         return str(exc)
     return ""
-
-
-def _is_synchronised() -> bool | None:
-    """Ask the kernel whether anybody keeps its clock right."""
-    timex = (ctypes.c_char * 256)()  # a question: its first field, what is to be changed, is 0
-    with suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None)
-        if libc.adjtimex(ctypes.byref(timex)) < 0:
-            return None
-        (status,) = struct.unpack_from("i", timex, 40)
-        return not status & STA_UNSYNC
-    return None
 
 
 def try_process_vm_readv() -> str:

@@ -48,7 +48,6 @@ class Order(Struct, frozen=True):
     """The task of a process: memory to read, or None to offer some. Without `read` it only opens a connection."""
 
     name: str
-    config: NixlConfig
     place: Place | None = None
     read: bool = True
 
@@ -91,7 +90,7 @@ async def _obey(order: Order, link: socket.socket) -> None:
     _say(link, "agent")
     raw = np.frombuffer(mmap.mmap(-1, SIZE if order.read else PIECE), np.uint8)
     memory = Memory(int(raw.ctypes.data), len(raw))
-    plane = RawLoop(order.config, order.name)
+    plane = RawLoop(NixlConfig(posting_threads=0), order.name)
     agent = plane.begin([memory], lambda: _progress(plane))
     try:
         if order.place is None:

@@ -18,7 +18,6 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from asynckv.config import NixlConfig
 from asynckv.tools.doctor.facts import Ucx
 from asynckv.tools.doctor.probe import Order, Place, Refused, Result, Said
 from asynckv.tools.doctor.ucx_log import ENVIRONMENT, read_log
@@ -131,7 +130,7 @@ def _text(path: Path) -> str:
         return file.read(MOST_READ).decode(errors="replace")
 
 
-def try_nixl(config: NixlConfig, note: Callable[[str], None], place: Place | None = None) -> Ucx:
+def try_nixl(note: Callable[[str], None], place: Place | None = None) -> Ucx:
     """Move bytes between two processes of this host, as two ranks would, and say what UCX made of it.
 
     With the place of an engine's memory a connection to it is opened instead, and none of it is read.
@@ -140,12 +139,12 @@ def try_nixl(config: NixlConfig, note: Callable[[str], None], place: Place | Non
     result, failure = Result(), None
     with tempfile.TemporaryDirectory(prefix="asynckv-doctor-") as name:
         folder = Path(name)
-        order = Order(f"doctor-reader-{os.getpid()}", config, place, place is None)
+        order = Order(f"doctor-reader-{os.getpid()}", place, place is None)
         try:
             with contextlib.ExitStack() as running:
                 if place is None:
                     note("starting a process that lends")
-                    owner = running.enter_context(Probe(Order("doctor-owner", config), folder))
+                    owner = running.enter_context(Probe(Order("doctor-owner"), folder))
                     order = msgspec.structs.replace(order, place=owner.hear(Place))
                     note("reading from it")
                 else:

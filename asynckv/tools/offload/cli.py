@@ -33,9 +33,9 @@ INSPECT_EPILOG = """
 PRUNE_EPILOG = """
 [bold]Examples[/bold]
 
-  asynckv offload prune /nvme/kv --older-than 7d
-
   asynckv offload prune /nvme/kv/tp0of1-3f2a --all
+
+  asynckv offload prune /nvme/kv --all   # of all ranks and geometries
 
 [bold]Exit status[/bold]  0 done, 2 bad input, no directory of stored blocks, or a process has one
 """
@@ -74,29 +74,23 @@ def inspect(dir: Dir, json: Json = None) -> None:
 @offload_app.command(epilog=PRUNE_EPILOG)
 def prune(
     dir: Dir,
-    older_than: Annotated[
-        str | None,
-        typer.Option(help="Blocks that were stored longer ago: 90s, 30m, 12h, 7d.", metavar="AGE", show_default=False),
-    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks, the files, and the directory itself.")] = False,
     json: Json = None,
 ) -> None:
-    """Forget blocks, and give the files that hold none any more back to the disk. No process may have the directory.
+    """Remove what a file tier has stored, and give its files back to the disk. No process may have the directory.
 
-    Engines of another geometry that only read it do not mind; the space is free when they have ended. The next start of
-    the owner takes again what it is configured for.
+    Engines of another geometry that only read it do not mind; the space is free when they have ended.
     """
     from asynckv.tools.offload.folder import prune_folder
 
-    if (older_than is not None) == everything:
-        raise ConfigError("give one of --older-than and --all")
-    age = _seconds(older_than) if older_than is not None else None
-    _each(dir, json, lambda folder: prune_folder(folder, age), _show_pruned)
+    if not everything:
+        raise ConfigError("all blocks and the directory would be removed; give --all if that is meant")
+    _each(dir, json, prune_folder, _show_pruned)
 
 
 def _each(
     dir: Path, json: str | None, use: Callable[[Path], T], show: Callable[[Sequence[T], bool, Console], None]
-) -> list[T]:
+) -> None:
     """Use a directory, or each in it, show what came of it, and write it for `--json`, with errors of those in it."""
     from rich.console import Console
 
@@ -126,18 +120,6 @@ def _each(
         print(f"asynckv: {without_control(error)}", file=sys.stderr)
     if errors:
         raise typer.Exit(2)
-    return found
-
-
-def _seconds(text: str) -> float:
-    unit = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(text[-1:], 0)
-    try:
-        number = float(text[:-1])
-    except ValueError:
-        number = -1.0
-    if not unit or not 0 <= number < 1e9:
-        raise ConfigError(f"--older-than {text!r} is no age; such as 90s, 30m, 12h or 7d")
-    return number * unit
 
 
 def _show(found: Sequence[Folder], is_one: bool, console: Console) -> None:
@@ -199,7 +181,7 @@ def _show_pruned(found: Sequence[Pruned], is_one: bool, console: Console) -> Non
     from asynckv.tools.console import printable, size
 
     for each in found:
-        what = f"{each.blocks:,} of {each.blocks_before:,} blocks forgotten, {size(each.bytes_freed)} of files removed"
+        what = f"{each.blocks:,} blocks forgotten, {size(each.bytes_freed)} of files removed"
         if each.removed:
             what += ", and the directory"
         if each.left:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec import Struct
 
-from asynckv.edges.file_index import INDEX, DamagedIndex, FileIndex, Said, read_index, typed
+from asynckv.edges.file_index import INDEX, DamagedIndex, Said, read_index
 from asynckv.edges.file_io import ALIGN
-from asynckv.edges.file_store import OWNER, Owner, OwnerLock, explained, owner_of, segment_path
+from asynckv.edges.file_store import OWNER, Owner, OwnerLock, explained, owner_of
 from asynckv.errors import BackendError, ConfigError
 
 SEGMENTS = "segment-?????.kv"
@@ -54,7 +52,6 @@ class Pruned(Struct, frozen=True, kw_only=True):
     schema: str = "asynckv.offload.prune/1"
     folder: str
     blocks: int
-    blocks_before: int
     bytes_freed: int
     removed: bool = False
     left: tuple[str, ...] = ()
@@ -109,57 +106,26 @@ def look(folder: Path) -> Folder:
     )
 
 
-def prune_folder(folder: Path, older_than_s: float | None = None) -> Pruned:
-    """Forget blocks that were stored longer ago, and remove files without any; or remove all, and the directory."""
-    if older_than_s is None:
-        return _remove(folder)
-    with _owned(folder) as (index, said):
-        latest = time.time() - older_than_s
-        gone = [entry for entry in said.entries if entry.stored_at < latest]
-        places = {entry.far for entry in gone}
-        index.change({}, [*said.malformed, *places])
-        size = _segment_bytes(said)
-        used = {
-            number
-            for entry in said.entries
-            if entry.far not in places
-            for number in range(entry.far // size, (entry.far + entry.size - 1) // size + 1)
-        }
-        kept = {segment_path(folder, number) for number in used}
-        freed = _unlink(path for path in folder.glob(SEGMENTS) if path not in kept)
-    return Pruned(
-        folder=str(folder),
-        blocks=len(gone) + len(said.malformed),
-        blocks_before=len(said.entries) + len(said.malformed),
-        bytes_freed=freed,
-    )
-
-
-def _remove(folder: Path) -> Pruned:
+def prune_folder(folder: Path) -> Pruned:
     """Remove all that a file tier has made, whatever its state."""
-    with _locked(folder):
-        blocks = 0
+    lock, blocks = OwnerLock(folder, visit=True), 0
+    try:
         with suppress(BackendError):
             said = read_index(folder)
             blocks = len(said.entries) + len(said.malformed)
-        freed = _unlink((*folder.glob(SEGMENTS), *folder.glob(f"{INDEX}*"), *folder.glob("direct-*.tmp")))
+        files = [*folder.glob(SEGMENTS), *folder.glob(f"{INDEX}*"), *folder.glob("direct-*.tmp")]
+        freed = sum(map(_on_disk, files))
+        for path in files:
+            path.unlink()
         (folder / OWNER).unlink(missing_ok=True)
         left = tuple(sorted(path.name for path in folder.iterdir()))
         if not left:
             folder.rmdir()
-    return Pruned(
-        folder=str(folder), blocks=blocks, blocks_before=blocks, bytes_freed=freed, removed=not left, left=left
-    )
-
-
-def _unlink(paths: Iterator[Path] | Sequence[Path]) -> int:
-    """Remove files; returns what the disk has again."""
-    freed = 0
-    for path in paths:
-        size = _on_disk(path)
-        path.unlink()
-        freed += size
-    return freed
+    except OSError as exc:
+        raise BackendError(f"{folder} cannot be written: {explained(folder, exc)}") from None
+    finally:
+        lock.release()
+    return Pruned(folder=str(folder), blocks=blocks, bytes_freed=freed, removed=not left, left=left)
 
 
 def _said(folder: Path) -> Said:
@@ -177,35 +143,9 @@ def _said(folder: Path) -> Said:
     except OSError as exc:
         raise BackendError(f"{path} cannot be read: {explained(path, exc)}") from None
     said = read_index(folder)
-    if said.entries and _segment_bytes(said) < ALIGN:
+    if said.entries and said.facts.get("segment_bytes", 0) < ALIGN:
         raise DamagedIndex(folder, "it does not say how long its files are")
     return said
-
-
-def _segment_bytes(said: Said) -> int:
-    return said.facts.get("segment_bytes", 0)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Have a directory for a moment."""
-    lock = OwnerLock(folder, visit=True)
-    try:
-        yield
-    except OSError as exc:
-        raise BackendError(f"{folder} cannot be written: {explained(folder, exc)}") from None
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _owned(folder: Path) -> Iterator[tuple[FileIndex, Said]]:
-    """Have a directory for a moment, with its index, and what it says. Nothing is changed if that is damaged."""
-    _said(folder)
-    with _locked(folder):
-        said = _said(folder)
-        with closing(FileIndex(folder)) as index, typed(folder):
-            yield index, said
 
 
 def _on_disk(path: Path) -> int:

@@ -11,10 +11,11 @@ import typer
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.tools.bench import options as o
 from asynckv.tools.output import write, write_json
-from asynckv.tools.parameters import taking_options
 
 MOST_WRITTEN = 1 << 17  # layers of all ranks in one file
 geometry, work, out = (partial(typer.Option, rich_help_panel=panel) for panel in ("Geometry", "Workload", "Output"))
+
+counted = partial(geometry, min=1, max=o.MOST)
 
 LAYOUT_EPILOG = """
 [bold]Examples[/bold]
@@ -39,24 +40,23 @@ PLAN_EPILOG = """
 """
 
 
-@taking_options
 def layout(
     model: Annotated[
         str | None,
         geometry(show_default=o.DEFAULT_MODEL, help="Preset; an unknown name lists all."),
     ] = None,
     hf_config: o.HfConfig = None,
-    layers: o.Layers = None,
+    layers: Annotated[int | None, geometry(help="Layers, instead of the model's; one of every kind is kept.")] = None,
     kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = None,
+    head_dim: Annotated[int | None, geometry(help="Head dimension, instead of the model's.")] = None,
     dtype: o.Dtype = None,
-    block_size: o.BlockSize = 16,
-    ratio: o.Ratio = 1,
-    num_blocks: Annotated[int, geometry(help="Blocks in every group, as the engine declares them.")] = 4096,
-    order: Annotated[o.Order, geometry(help="Memory order, as for bench.")] = "nhd",
-    conv_order: Annotated[o.ConvOrder, geometry(help="Order of a convolution's state.")] = "channel",
-    tp: Annotated[int, geometry(help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, geometry(help="Pipeline stages.")] = 1,
+    block_size: Annotated[int, counted(help="Tokens per block.")] = 16,
+    ratio: Annotated[int, counted(help="Kernel blocks per block.")] = 1,
+    num_blocks: Annotated[int, counted(help="Blocks in every group, as the engine declares them.")] = 4096,
+    order: Annotated[str, geometry(help="Memory order, as for bench.")] = "nhd",
+    conv_order: Annotated[str, geometry(help="Order of a convolution's state: channel or row.")] = "channel",
+    tp: Annotated[int, counted(help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, counted(help="Pipeline stages.")] = 1,
     output: Annotated[str, out("--output", "-o", help="Where to write; - for stdout.", metavar="FILE")] = "-",
 ) -> None:
     """Write the layout of an engine's ranks: what each holds, and where it would lie.
@@ -70,20 +70,11 @@ def layout(
     chosen = models.chosen(model, hf_config, o.DEFAULT_MODEL).resized(
         layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
     )
-    for name, number in (("--tp", tp), ("--pp", pp), ("--num-blocks", num_blocks)):
-        if not 1 <= number <= o.MOST:
-            raise ConfigError(f"{name} {number} is outside 1 ... {o.MOST}")
-    if not 1 <= block_size <= o.MOST:
-        raise ConfigError(f"--block-size {block_size} is outside 1 ... {o.MOST}")
     # Every stage writes its own layers.
     if tp * len(chosen.layers) > MOST_WRITTEN:
         raise ConfigError(
             f"{tp * pp} ranks x {len(chosen.layers)} layers are more than can be written into one file "
             f"({MOST_WRITTEN}); use fewer --layers"
-        )
-    if not 1 <= ratio <= o.MOST or block_size % ratio:
-        raise ConfigError(
-            f"--ratio {ratio} does not divide --block-size {block_size}; a block is so many kernel blocks of equal size"
         )
     shape = o.Shape(tp=tp, pp=pp, block_size=block_size, ratio=ratio, order=order, conv_order=conv_order)
     try:

@@ -39,7 +39,6 @@ LEGEND = (
     "sides and neighbours merge.",
     "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
 )
-MANY_PIECES = 8
 
 
 def explain(
@@ -175,7 +174,6 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         "releases": [_place(x) for x in answered],
         "refused": [],
         "warnings": [],
-        "hints": [],
         "reads": [],
         "bytes": 0,
     }
@@ -206,7 +204,6 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         if peer is None or plan is None or not plan.num_descriptors:
             continue
         row["warnings"] += peer.warnings
-        row["hints"] += [h for h in _hints(peer, share) if h not in row["hints"]] if not peer.warnings else []
         row["reads"].append(_read(_place(other), peer, plan, share))
     row["bytes"] = sum(read["bytes"] for read in row["reads"])
     return row
@@ -285,18 +282,6 @@ def _read_group(group: int, remote_group: int, plan: Plan, shares: Sequence[Shar
     }
 
 
-def _hints(peer: PeerTables, shares: Sequence[Share]) -> Iterator[str]:
-    """Say where another memory order would save most pieces."""
-    for group, remote_group in ((pair.local_index, pair.remote_index) for pair in peer.group_pairs):
-        layers = len({s.local_view.layer for s in shares if s.local_view.group == group})
-        rows = max((t.num_rows for t in peer.regular if t.span[:2] == (group, remote_group)), default=0)
-        if peer.local.groups[group].kind == "tokens" and rows > MANY_PIECES * layers:
-            yield (
-                f"group {peer.local.groups[group].name} takes {rows / layers:.0f} pieces per block and layer; where "
-                f"each head's tokens lie together on both sides (asynckv layout --order hnd) it takes few"
-            )
-
-
 # -- for people -------------------------------------------------------------------------------------------------
 
 
@@ -357,8 +342,6 @@ def show(report: dict[str, Any], console: Console) -> None:
         names = [f"{d}{_how(read_by.get(d), name)}" for d in readers]
         console.print(f"  prefill {name}: decode {', '.join(names)}")
     _show_problems(report, console)
-    for hint in dict.fromkeys(h for r in report["ranks"] for h in r["hints"]):
-        console.print(f"[cyan]hint[/cyan]: {hint}")
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
         console.print(f"[yellow]warning[/yellow]: {warning}")
 

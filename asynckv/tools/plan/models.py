@@ -8,7 +8,9 @@ import json
 import math
 import re
 import reprlib
+import tomllib
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -149,49 +151,6 @@ def _mamba2(heads: int, head_dim: int, groups: int, state: int, kernel: int, dty
     return State(tuple(conv), kernel - 1, heads, (head_dim, state), dtype)
 
 
-def _delta_net(k_heads: int, k_dim: int, v_heads: int, v_dim: int, kernel: int, dtype: str = "") -> State:
-    conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
-    return State(conv, kernel - 1, v_heads, (k_dim, v_dim), dtype)
-
-
-def _pattern(pattern: str, **kinds: Layer) -> tuple[Layer, ...]:
-    return tuple(kinds[c] for c in pattern)
-
-
-_GEMMA2: dict[str, Layer] = {"s": Heads(8, 256, window=4096), "f": Heads(8, 256)}
-_GEMMA3: dict[str, Layer] = {"s": Heads(4, 256, window=1024), "f": Heads(4, 256)}
-_GPT_OSS: dict[str, Layer] = {"s": Heads(8, 64, window=128), "f": Heads(8, 64)}
-_BAMBA: dict[str, Layer] = {"m": _mamba2(128, 64, 1, 256, 4), "a": Heads(8, 128)}
-_NEMOTRON: dict[str, Layer] = {"M": _mamba2(128, 64, 8, 128, 4, "float32"), "*": Heads(8, 128)}
-_JAMBA: dict[str, Layer] = {"m": _mamba1(8192, 16, 4), "a": Heads(8, 128)}
-_QWEN3_NEXT: dict[str, Layer] = {"l": _delta_net(16, 128, 32, 128, 4), "f": Heads(2, 256)}
-
-PRESETS = {
-    m.name: m
-    for m in (
-        Model("llama-3.1-8b", (Heads(8, 128),) * 32),
-        Model("llama-3.1-70b", (Heads(8, 128),) * 80),
-        Model("llama-2-7b", (Heads(32, 128),) * 32, "float16"),
-        Model("falcon-7b", (Heads(1, 64),) * 32),
-        Model("qwen3-0.6b", (Heads(8, 128),) * 28),
-        Model("qwen3-8b", (Heads(8, 128),) * 36),
-        Model("qwen3-32b", (Heads(8, 128),) * 64),
-        Model("mistral-7b-v0.1", (Heads(8, 128, window=4096),) * 32),
-        Model("gemma-2-9b", _pattern("sf" * 21, **_GEMMA2)),
-        Model("gemma-3-4b", _pattern("sssssf" * 5 + "ssss", **_GEMMA3)),
-        Model("gpt-oss-20b", _pattern("sf" * 12, **_GPT_OSS)),
-        Model("deepseek-v3", (Latent(512, 64),) * 61),
-        Model("mamba2-2.7b", (_mamba2(80, 64, 1, 128, 4),) * 64, "float16"),
-        Model("falcon-mamba-7b", (_mamba1(8192, 16, 4),) * 64),
-        Model("bamba-9b", tuple(_BAMBA["a" if i in (9, 18, 27) else "m"] for i in range(32))),
-        # 52 layers; the 24 MLP layers among them keep nothing.
-        Model("nemotron-h-8b", _pattern("MMMM*MMMMM*MMMMM*MMMMM*MMMMM", **_NEMOTRON)),
-        Model("jamba-v0.1", tuple(_JAMBA["a" if i % 8 == 4 else "m"] for i in range(32))),
-        Model("qwen3-next-80b-a3b", _pattern("lllf" * 12, **_QWEN3_NEXT)),
-    )
-}
-
-
 def preset(name: str) -> Model:
     if (found := PRESETS.get(name.lower())) is not None:
         return found
@@ -202,7 +161,7 @@ def preset(name: str) -> Model:
     )
 
 
-def chosen(name: str | None, hf_config: str | Path | None, default: str) -> Model:
+def chosen(name: str | None, hf_config: str | None, default: str) -> Model:
     """Find a preset, or read a Hugging Face configuration."""
     if name is not None and hf_config is not None:
         raise ConfigError(f"--model {name} and --hf-config {hf_config} were both given; choose one")
@@ -273,31 +232,6 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
         raise ConfigError("describes no layer that keeps a cache")
     return Model(name, tuple(layers), inner.dtype("dtype", "torch_dtype") or "bfloat16")
 
-
-# Transformers leaves out of a `text_config` what is its class's default, and derives no `head_dim` for these.
-_DEFAULTS: Mapping[str, Mapping[str, int]] = {
-    kind: {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        **more,
-    }
-    for kind, layers, hidden, heads, kv_heads, more in (
-        ("mistral", 32, 4096, 32, 8, {"sliding_window": 4096}),
-        ("qwen2", 32, 4096, 32, 32, {}),
-        ("qwen3", 32, 4096, 32, 32, {"head_dim": 128}),
-        ("gemma", 28, 3072, 16, 16, {"head_dim": 256}),
-        ("gemma2", 26, 2304, 8, 4, {"head_dim": 256, "sliding_window": 4096}),
-        ("gemma3", 26, 2304, 8, 4, {"head_dim": 256, "sliding_window": 4096}),
-        ("gemma3n", 35, 2048, 8, 2, {"head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 15}),
-        ("gemma4", 30, 2304, 8, 4, {"head_dim": 256, "sliding_window": 512}),
-        ("gpt_oss", 36, 2880, 64, 8, {"head_dim": 64, "sliding_window": 128}),
-        ("qwen3_next", 48, 2048, 16, 2, {"head_dim": 256}),
-        ("qwen3_5", 32, 4096, 16, 4, {"head_dim": 256}),
-        ("qwen3_5_moe", 40, 2048, 16, 2, {"head_dim": 256}),
-    )
-} | {"llama": {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}}
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _OLD_NAMES = {"attention": FULL, "mamba": LINEAR}  # before Transformers 5
@@ -553,14 +487,12 @@ def _nemotron_h(c: _Config) -> list[Layer]:
 
 def _qwen3_next(c: _Config) -> list[Layer]:
     depth = _depth(c)
-    net = _delta_net(
-        c.number("linear_num_key_heads"),
-        c.number("linear_key_head_dim"),
-        c.number("linear_num_value_heads"),
-        c.number("linear_value_head_dim"),
-        c.number("linear_conv_kernel_dim", least=2),
-        _state_dtype(c),
+    (k_heads, k_dim), (v_heads, v_dim) = (
+        (c.number(f"linear_num_{x}_heads"), c.number(f"linear_{x}_head_dim")) for x in ("key", "value")
     )
+    conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
+    kernel = c.number("linear_conv_kernel_dim", least=2)
+    net = State(conv, kernel - 1, v_heads, (k_dim, v_dim), _state_dtype(c))
     if c.get("layer_types") is not None:
         kinds = c.kinds("layer_types", known=(FULL, LINEAR), length=depth)
     else:
@@ -604,3 +536,8 @@ def _depth(c: _Config) -> int:
     if depth > MOST_LAYERS:
         raise ConfigError(f"num_hidden_layers {depth} is more than {MOST_LAYERS}")
     return depth
+
+
+_KNOWN = tomllib.loads(resources.files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
+_DEFAULTS: Mapping[str, Mapping[str, int]] = _KNOWN["defaults"]
+PRESETS = {name: model_of_config(config, name) for name, config in _KNOWN["presets"].items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -63,6 +64,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 stopped in order, 2 bad input, or an extra is missing
 """
+positive = partial(typer.Option, min=1e-6, max=1e6)
 Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="An engine; repeat it.")]
 
 
@@ -77,23 +79,21 @@ def proxy(
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: a free one; the log names it.", min=0, max=65535)] = 8000,
     attempts: Annotated[int, typer.Option(help="How often a request is tried in all.", min=1)] = 3,
-    connect_s: Annotated[float, typer.Option(help="For connecting to an engine, and for its health.")] = 2.0,
-    prefill_s: Annotated[float, typer.Option(help="For one prefill.")] = 120.0,
-    silence_s: Annotated[float, typer.Option(help="Longest silence of a stream.")] = 300.0,
-    health_s: Annotated[float, typer.Option(help="How often engines are asked for their health.")] = 2.0,
-    refresh_s: Annotated[float, typer.Option(help="How often FILE is read, and names are resolved.")] = 5.0,
+    connect_s: Annotated[float, positive(help="For connecting to an engine, and for its health.")] = 2.0,
+    prefill_s: Annotated[float, positive(help="For one prefill.")] = 120.0,
+    silence_s: Annotated[float, positive(help="Longest silence of a stream.")] = 300.0,
+    health_s: Annotated[float, positive(help="How often engines are asked for their health.")] = 2.0,
+    refresh_s: Annotated[float, positive(help="How often FILE is read, and names are resolved.")] = 5.0,
     max_requests: Annotated[int, typer.Option(help="More at a time are refused with 503.", min=1)] = 1024,
-    max_body_mib: Annotated[float, typer.Option(help="A larger body is refused with 413.")] = 16.0,
-    max_bodies_mib: Annotated[float, typer.Option(help="Of all bodies under way; more are refused with 503.")] = 1024.0,
-    body_s: Annotated[float, typer.Option(help="How long a body may take to arrive; then 408.")] = 60.0,
-    idle_s: Annotated[
-        float, typer.Option(help="How long a connection may lack a whole header, or read nothing.")
-    ] = 75.0,
+    max_body_mib: Annotated[float, positive(help="A larger body is refused with 413.")] = 16.0,
+    max_bodies_mib: Annotated[float, positive(help="Of all bodies under way; more are refused with 503.")] = 1024.0,
+    body_s: Annotated[float, positive(help="How long a body may take to arrive; then 408.")] = 60.0,
+    idle_s: Annotated[float, positive(help="How long a connection may lack a whole header, or read nothing.")] = 75.0,
     max_connections: Annotated[
         int, typer.Option(help="Clients' connections; more get 503. A third of `ulimit -Hn` at most.", min=1)
     ] = 2048,
     max_connections_per_host: Annotated[int, typer.Option(help="Of one address, such as a balancer's.", min=1)] = 1536,
-    drain_s: Annotated[float, typer.Option(help="How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
+    drain_s: Annotated[float, positive(help="How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
 ) -> int:
     """Route OpenAI's requests: prefill engines compute the prompt, decode engines fetch the KV cache and go on."""
     try:
@@ -108,14 +108,19 @@ def proxy(
         if not urls and engines is None:
             raise ConfigError(f"there is no {role} engine; give --{role} URL, or --engines FILE")
     limits = Limits(connect_s, prefill_s, silence_s, health_s, refresh_s)
-    times = {"drain_s": drain_s, "body_s": body_s, "idle_s": idle_s}
-    sizes = {"max_body_mib": max_body_mib, "max_bodies_mib": max_bodies_mib}
-    for name, value in {**vars(limits), **times, **sizes}.items():
-        if not 0 < value < 1e6:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} is outside 0 ... 1000000")
     log_as_json()
-    options: dict[str, Any] = {"file": engines, "is_computed": no_prefill == "compute", "attempts": attempts, **sizes}
-    options |= {"max_requests": max_requests, "body_s": body_s, "drain_s": drain_s}
-    router = Router(prefill or (), decode or (), limits, **options)
+    router = Router(
+        prefill or (),
+        decode or (),
+        limits,
+        file=engines,
+        is_computed=no_prefill == "compute",
+        attempts=attempts,
+        max_requests=max_requests,
+        max_body_mib=max_body_mib,
+        max_bodies_mib=max_bodies_mib,
+        body_s=body_s,
+        drain_s=drain_s,
+    )
     asyncio.run(serve(router, host, port, drain_s, Bounds(idle_s, max_connections, max_connections_per_host)))
     return 0

@@ -38,7 +38,6 @@ from aiohttp import web
 from asynckv.tools.proxy.engines import BLANK, Engine, EngineFault, Engines, Limits
 from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, errors_as_json, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
-from asynckv.tools.proxy.traces import Trace
 
 RESPONSES = "/v1/responses"
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options", "n", "best_of"}
@@ -49,6 +48,7 @@ LOOKED_AT |= {"prompt_logprobs"}
 """Fields of a request that the router decodes, each a `SCALAR`."""
 SCALAR = msgspec.json.Decoder(str | float | bool | None)
 MAX_FIELDS = 1000
+PASSED_ON = ("Authorization", "traceparent", "tracestate")
 RANK = "X-data-parallel-rank"
 """vLLM's header: which data-parallel rank of the engine that gets it serves the request."""
 CAUSES = ["no_prefill_engine", "prefill_failed", "transfer_failed", "no_params", "n", "prompts", "beam_search"]
@@ -70,7 +70,7 @@ class Job:
     """One request of a client, on its way.
 
     Attributes:
-        headers: What engines are told: the client's credentials, and the id that all logs have in common.
+        headers: What engines are told: the client's credentials and trace, and the id that all logs have in common.
         body: Its fields as they came, and `asked`: those that are `LOOKED_AT`.
         params: Where the KV cache lies, and `lender`, the prefill engine that has said so.
         heard: When the engine was asked, or something came of it last.
@@ -80,8 +80,7 @@ class Job:
         notes: For the log.
     """
 
-    def __init__(self, request: web.Request, ends: float | None = None, provider: Any = None) -> None:
-        self.trace = Trace(request.headers, provider)
+    def __init__(self, request: web.Request, ends: float | None = None) -> None:
         self.request, self.path, self.began = request, request.path, time.monotonic()
         self.task, self.limit = asyncio.current_task(), asyncio.timeout_at(ends)
         self.stream: web.StreamResponse | None = None
@@ -100,8 +99,7 @@ class Job:
         given = request.headers.get("X-Request-Id", "")
         self.id = given if given.isascii() and given.isprintable() and 0 < len(given) <= 200 else uuid.uuid4().hex
         self.headers = {"X-Request-Id": self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if authorization := request.headers.get("Authorization"):
-            self.headers["Authorization"] = authorization
+        self.headers |= {name: request.headers[name] for name in PASSED_ON if name in request.headers}
 
     def asks(self, engine: Engine) -> None:
         self.engine, self.notes[engine.role] = engine, engine.url
@@ -177,9 +175,8 @@ class Router:
         body_s: float = 60.0,
         drain_s: float = 30.0,
         warn_s: float = 10.0,
-        provider: Any = None,
     ) -> None:
-        self._provider, self._is_computed = provider, is_computed
+        self._is_computed = is_computed
         self._limits, self._drain_s, self._warn_s = limits or Limits(), drain_s, warn_s
         self._attempts, self._max_requests, self._max_body_mib = attempts, max_requests, max_body_mib
         self._max_bodies_mib, self._body_s, self._body_bytes = max_bodies_mib, body_s, 0
@@ -264,13 +261,9 @@ class Router:
         return web.Response(body=text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        job, status = Job(request, self._ends, self._provider), 500
+        job, status = Job(request, self._ends), 500
         self._jobs.add(job)
-        with (
-            self._in_flight.track_inprogress(),
-            structlog.contextvars.bound_contextvars(id=job.id),
-            job.trace.request(job.path, job.id),
-        ):
+        with self._in_flight.track_inprogress(), structlog.contextvars.bound_contextvars(id=job.id):
             try:
                 async with job.limit:
                     job.body = await self._read(job)
@@ -298,7 +291,6 @@ class Router:
                 self._jobs.remove(job)
                 self._body_bytes -= job.body_bytes
                 self._answered.labels(job.path, status).inc()
-                job.trace.answered(status)
                 self._passed("end", job)
                 log.info("request", path=job.path, status=status, **job.notes)
 
@@ -392,10 +384,8 @@ class Router:
         body |= {"max_completion_tokens": 1} if "max_completion_tokens" in body else {}
         body |= {"max_output_tokens": 1, "store": False} if job.path == RESPONSES else {"max_tokens": 1}
         body |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True}}
-        with job.trace.ask("prefill", engine.url) as trace:
-            asked = self.engines.ask(engine, job.path, job.headers | trace, body, total=self._limits.prefill_s)
-            async with asked as answer:
-                params = engine.decoded(await answer.read()).get("kv_transfer_params")
+        async with self.engines.ask(engine, job.path, job.headers, body, total=self._limits.prefill_s) as answer:
+            params = engine.decoded(await answer.read()).get("kv_transfer_params")
         self._passed("prefill", job)
         if not params or not isinstance(params, dict):
             return self._leave_alone(job, "no_params")
@@ -411,10 +401,7 @@ class Router:
         is_stream = job.asked.get("stream")
         silence_s = self._limits.silence_s if is_stream else None  # an answer in one piece takes as long as it takes
         rank = {RANK: job.request.headers[RANK]} if RANK in job.request.headers else {}
-        async with contextlib.AsyncExitStack() as asking:
-            headers = job.headers | rank | asking.enter_context(job.trace.ask("decode", engine.url))
-            asked = self.engines.ask(engine, job.path, headers, body, sock_read=silence_s)
-            answer = await asking.enter_async_context(asked)
+        async with self.engines.ask(engine, job.path, job.headers | rank, body, sock_read=silence_s) as answer:
             headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
             if not is_stream:
                 data = await answer.read()

@@ -33,14 +33,7 @@ from asynckv.geometry.kept import kept_tables, plan_copies
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.geometry.plan import Plan
-from asynckv.integrations.vllm.compat import (
-    CanonicalKVCaches,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
+from asynckv.integrations.vllm import compat
 from asynckv.integrations.vllm.offload.files import LoopThread
 from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.ports import CopyOp, CopyPlane
@@ -65,7 +58,7 @@ class _Job(NamedTuple):
     begun_at: float
 
 
-class Worker(OffloadingWorker):
+class Worker(compat.OffloadingWorker):
     """One rank's part.
 
     Args:
@@ -79,7 +72,7 @@ class Worker(OffloadingWorker):
         shape: Shape,
         rank: int,
         name: str,
-        caches: CanonicalKVCaches,
+        caches: compat.CanonicalKVCaches,
         region: Region,
         max_post_bytes: int,
         copies: CopyPlane | None = None,
@@ -107,7 +100,7 @@ class Worker(OffloadingWorker):
         self._doubtful: dict[int, float] = {}  # since when it is not known whether they go on
         self._ended_at = -math.inf  # when one did
         self._late_at = math.inf  # when one was first seen not to
-        self._ended: list[TransferResult] = []
+        self._ended: list[compat.TransferResult] = []
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
         self._copies: CopyPlane = copies if copies is not None else NixlCopies(name)
@@ -121,16 +114,16 @@ class Worker(OffloadingWorker):
     async def _start(self) -> None:
         self._copies.start(self._layout.memories, {HOST: [self._region.memory]}, self._on_copies)
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+    def submit_store(self, job_id: int, src_spec: compat.GPULoadStoreSpec, dst_spec: compat.LoadStoreSpec) -> bool:
         return self._submit(job_id, CopyOp.WRITE, src_spec, dst_spec)
 
     def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+        self, job_id: int, src_spec: compat.LoadStoreSpec, dst_spec: compat.GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         return self._submit(job_id, CopyOp.READ, dst_spec, src_spec)
 
-    def _submit(self, job_id: int, op: CopyOp, device: GPULoadStoreSpec, slots: LoadStoreSpec) -> bool:
-        assert isinstance(slots, CPULoadStoreSpec)
+    def _submit(self, job_id: int, op: CopyOp, device: compat.GPULoadStoreSpec, slots: compat.LoadStoreSpec) -> bool:
+        assert isinstance(slots, compat.CPULoadStoreSpec)
         assert self._tables is not None
         blocks = self._pairs(device, slots)
         plan = plan_copies(self._tables, blocks)
@@ -145,7 +138,7 @@ class Worker(OffloadingWorker):
         self._thread.soon(self._post, job_id, op, plan, event)
         return True
 
-    def _pairs(self, device: GPULoadStoreSpec, slots: CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
+    def _pairs(self, device: compat.GPULoadStoreSpec, slots: compat.CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
         """Per group, which blocks belong to which blocks of this rank's parts; the first may be amid its slot."""
         size = self._shape.blocks
         groups = list(zip(device.group_sizes, (first % size for first in device.block_indices), strict=True))
@@ -209,7 +202,7 @@ class Worker(OffloadingWorker):
                 del self._jobs[news.transfer_id]
                 self._doubtful.pop(news.transfer_id, None)
                 passed = self._ended_at - job.begun_at
-                self._ended.append(TransferResult(news.transfer_id, True, job.num_bytes, passed))
+                self._ended.append(compat.TransferResult(news.transfer_id, True, job.num_bytes, passed))
                 self._changed.notify_all()
 
     def _break(self, exc: BaseException) -> None:
@@ -234,7 +227,7 @@ class Worker(OffloadingWorker):
         if self._is_cuda:
             torch.cuda.synchronize()
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[compat.TransferResult]:
         """Jobs that have ended since the last call; `BackendError` if one could not be copied, or does not end."""
         with self._changed:
             self._check()
@@ -292,7 +285,7 @@ class Worker(OffloadingWorker):
         self._copies.close()
 
 
-def device_layout(caches: CanonicalKVCaches) -> tuple[Layout, dict[str, torch.Tensor]]:
+def device_layout(caches: compat.CanonicalKVCaches) -> tuple[Layout, dict[str, torch.Tensor]]:
     """Declare what vLLM registers: bytes of blocks, whatever they mean; with the tensor of every layer."""
     memories: dict[int, tuple[int, Memory]] = {}
     tensors: dict[str, torch.Tensor] = {}
