@@ -81,10 +81,10 @@ class Ending:
         if timeout_s is not None and (until := clock.now() + timeout_s) < self._close_by:
             self._close_by = until
             clock.call_at(until, turned.set)
-        task = self._closing
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            self._closing = asyncio.get_running_loop().create_task(self._close())
-        return await kept(self._closing)
+        closing = self._closing
+        if closing is None or (closing.done() and (closing.cancelled() or closing.exception() is not None)):
+            closing = self._closing = asyncio.get_running_loop().create_task(self._close())
+        return await kept(closing)
 
     async def close_planes(self) -> None:
         """Let go of both planes, whatever has become of the work."""
