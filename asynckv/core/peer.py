@@ -215,9 +215,6 @@ class Peer:
         """It is loaded from now on, as far as is known: whatever the data plane had to do before is not its fault."""
         self.deadline = min(now + config.handshake_s, self.load_by)
 
-    def load_ended(self) -> None:
-        self.is_loading = False
-
     def loaded(self, now: float) -> None:
         self.receive(E.LOADED)
         self.is_loaded, self.failures, self.heard_at = True, 0, now
@@ -250,9 +247,6 @@ class Peer:
         self.moved_at = now
         return self.receive(E.HEARD)
 
-    def fell_silent(self) -> None:
-        self.receive(E.SILENT)
-
     def posted(self, transfer_id: TransferId, now: float) -> None:
         self.transfers.add(transfer_id)
         if not self.line.in_flight:
@@ -264,9 +258,6 @@ class Peer:
             self.moved_at = now
         if ending is not ENDING.IN_DOUBT:
             self.transfers.discard(transfer_id)
-
-    def removed(self) -> None:
-        self.is_loaded = False
 
     # -- time --------------------------------------------------------------------------------------
 

@@ -423,7 +423,9 @@ class RankCore:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             # Counting everything takes long where there is much.
             case wire.StatusRequest() if self._may_ask(principal, route, now):
-                self.outbox.send(route, source, self._status(message.nonce))
+                layout = self.identity.layout
+                here = self.identity.engine_id, layout.tp_rank, layout.tp_size
+                self.outbox.send(route, source, wire.Status(message.nonce, *here, self.inspect.gauges()))
             case wire.Hello() | wire.StatusRequest():
                 self.outbox.counters["dropped.too_many_hellos"] += 1
             case _:
@@ -432,10 +434,6 @@ class RankCore:
     def _may_ask(self, principal: str, route: ReplyTo, now: float) -> bool:
         is_shared = principal.startswith("host:")
         return (not is_shared or self._hellos_of_one.take(route, now)) and self._hellos.take(principal or route, now)
-
-    def _status(self, nonce: int) -> wire.Status:
-        layout = self.identity.layout
-        return wire.Status(nonce, self.identity.engine_id, layout.tp_rank, layout.tp_size, self.inspect.gauges())
 
     def _foreign_version(self, origin: Address | ReplyTo, detail: str, now: float) -> None:
         if isinstance(origin, str):

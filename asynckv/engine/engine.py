@@ -108,12 +108,20 @@ class Engine:
         )
         self._home, self._life = Home(), Lifecycle()
         self._is_data_given = data is not None
-        self._clock = clock if clock is not None else _loop_clock()
+        if clock is None:
+            from asynckv.edges.clock import LoopClock
+
+            clock = LoopClock()
+        if control is None:
+            from asynckv.edges.zmq import ZmqPlane
+
+            control = ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
+        self._clock = clock
         self._driver = Driver(
             self._home,
             self._life,
             data if data is not None else self._choose_data(),
-            control if control is not None else _zmq(config),
+            control,
             self._clock,
             self._recorder,
             config.log.away_s,
@@ -713,15 +721,3 @@ def _check(registration: Registration, error: type[AsyncKVError]) -> None:
     except msgspec.ValidationError as exc:
         why = f" ({exc})"
     raise error(f"registration is {shown(registration)}{why}; give what register_memory or its like return")
-
-
-def _zmq(config: EngineConfig) -> ControlPlane:
-    from asynckv.edges.zmq import ZmqPlane
-
-    return ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
-
-
-def _loop_clock() -> Clock:
-    from asynckv.edges.clock import LoopClock
-
-    return LoopClock()
