@@ -183,17 +183,6 @@ class Peer:
         self.line.is_open = after is S.READY
         return before is not after
 
-    def attach(self, pull_id: PullId, now: float) -> None:
-        if not self.pulls:
-            self.watched_at = now
-        self.pulls.add(pull_id)
-
-    def detach(self, pull_id: PullId, now: float) -> None:
-        if pull_id in self.pulls:
-            self.pulls.discard(pull_id)
-            if not self.pulls:
-                self.unused_at = now
-
     def greet(self, nonce: int, config: PullConfig, now: float) -> None:
         self.receive(E.WANTED)
         self.nonce, self.hellos, self.deadline = nonce, 0, now + config.handshake_s

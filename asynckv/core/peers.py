@@ -116,7 +116,9 @@ class Peers:
     # -- who needs whom ----------------------------------------------------------------------------
 
     def attach(self, peer: Peer, pull_id: PullId, now: float) -> None:
-        peer.attach(pull_id, now)
+        if not peer.pulls:
+            peer.watched_at = now
+        peer.pulls.add(pull_id)
         if now + self._config.heartbeat_s < peer.scheduled_at:
             self.wake(peer)
 
@@ -124,7 +126,9 @@ class Peers:
         peer = self.by_place.get(place)
         if peer is None:
             return
-        peer.detach(pull_id, now)
+        if pull_id in peer.pulls:
+            peer.pulls.discard(pull_id)
+            peer.unused_at = now
         if peer.state is S.GONE:
             self.reap(peer)
         elif not peer.pulls and peer.scheduled_at == math.inf:
