@@ -268,7 +268,7 @@ class Recorder(Observer):
         given = msgspec.structs.asdict(params) if isinstance(params, KVTransferParams) else params
         given = given if isinstance(given, Mapping) else {}
         names = given.get("request_id"), given.get("engine_id")
-        refused.prefill_request_id, refused.peer = (short(x) if is_text(x) else "" for x in names)
+        refused.prefill_request_id, refused.peer = (short(str(x)) if is_text(x) else "" for x in names)
         if isinstance(key := given.get("key"), Key):
             refused.sequence = key.sequence
         self.log(refused, now)
