@@ -197,17 +197,17 @@ class NixlConfig:
             longest of its table.)
         bulk_descriptors: So do reads of at least so many descriptors, before NIXL merges them.
         process: What of NIXL runs in a process of its own. That process may die inside UCX without taking the engine
-            with it; another one follows it. "never": nothing. "serving": the agent that remote readers reach. "always":
-            that agent, and those of our own reads. "auto": "serving" if the memory is shared and UCX has only TCP
-            between hosts, or no CMA within this one, so that the agent can die; else "never". With "serving" or
-            "always" the start fails if the memory is not shared (`asynckv.shared_tensor`, `asynckv.shared_memory`).
+            with it; another one follows it. "never": nothing. "serving": the agent that remote readers reach. "auto":
+            "serving" if the memory is shared and UCX has only TCP between hosts, or no CMA within this one, so that the
+            agent can die; else "never". With "serving" the start fails if the memory is not shared
+            (`asynckv.shared_tensor`, `asynckv.shared_memory`).
         process_start_s: How long that process may make no progress before it serves; it takes about a second. A busy
             host may delay it: it is waited for while it uses CPU, ten times as long in all. Then the start fails with
-            "serving" and "always"; with "auto" NIXL stays in the engine's process, with a warning.
+            "serving"; with "auto" NIXL stays in the engine's process, with a warning.
         try_metadata: Whether the NIXL metadata of a peer is loaded in a process of its own before it is loaded here,
             because it can end a process inside UCX. "auto": that of peers on other hosts whose address has no key.
             "always": that of all peers. "never": of none. The process is started for the first such peer, and delays it
-            by about a second. With `process="always"` the process that reads is the one at risk, and nothing is tried.
+            by about a second.
     """
 
     backend: str = "UCX"
@@ -215,7 +215,7 @@ class NixlConfig:
     posting_threads: int | str = "auto"
     bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
-    process: Literal["auto", "serving", "always", "never"] = "auto"
+    process: Literal["auto", "serving", "never"] = "auto"
     process_start_s: float = 30.0
     try_metadata: Literal["auto", "always", "never"] = "auto"
 
@@ -233,7 +233,7 @@ class NixlConfig:
         pairs = self.params.items() if isinstance(self.params, dict) else [(None, None)]
         if not all(is_text(each) for pair in pairs for each in pair):
             raise ConfigError(f"nixl.params is {shown(self.params)}; it must be a dict of str to str")
-        check_choice("process", self.process, "auto", "serving", "always", "never")
+        check_choice("process", self.process, "auto", "serving", "never")
         check_choice("try_metadata", self.try_metadata, "auto", "always", "never")
         _check(self, seconds, ["process_start_s"])
 
