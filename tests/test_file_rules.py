@@ -23,6 +23,7 @@ from asynckv.errors import BackendError
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import RecordsEnded
+from tests.lab.offload_audit import audit
 from tests.test_file_tier import COUNT, DONE, PAGE, READ, SIZE, WRITE, Make, make, records
 
 __all__ = ["make"]
@@ -343,6 +344,6 @@ def test_a_pinning_load_that_was_cancelled_keeps_nothing_of_what_lands_later() -
     for move in moves:
         catalogue.ended(move.move_id, Ending.DONE)
     assert catalogue.held() == {}
-    assert catalogue.check_integrity() == []
+    assert audit(catalogue) == []
     assert catalogue.evict() == (4, 0)
     assert not list(catalogue.host.entries())

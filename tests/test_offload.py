@@ -45,6 +45,7 @@ from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.tools.cli import app
 from tests.engines import until
+from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of
 
@@ -450,7 +451,7 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
             assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
             assert [each.is_cancelled for each in rank.copies.moves.values()] == [True]
             rank.engine.check_integrity()
-            offload.check_integrity()
+            check_offload(offload)
             if name == "back":
                 rank.copies.finish()
                 await told.value.returned()
@@ -482,7 +483,7 @@ async def test_a_store_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follo
             assert (await storing[1]).num_missed == 2
             assert [(h.request_id, h.reason) for h in rank.engine.holds()] == [(name, "quarantined")]
             rank.engine.check_integrity()
-            offload.check_integrity()
+            check_offload(offload)
             if name == "back":
                 rank.copies.finish()
                 await told.value.returned()

@@ -118,15 +118,6 @@ class Traffic:
     def wrote_back(self, num_bytes: int) -> None:
         self._allowance -= num_bytes
 
-    def audit(self) -> list[str]:
-        under_way = dict.fromkeys(MoveKind, 0)
-        for running in self.running.values():
-            if not running.is_doubtful:
-                under_way[running.move.kind] += running.move.num_bytes
-        if under_way == self.under_way:
-            return []
-        return [f"{self.under_way} bytes are counted under way, and {under_way} are"]
-
 
 def _piece(kind: MoveKind, here: list[Item], there: list[Entry]) -> Piece:
     own, others = tuple(item.entry.slot for item in here), tuple(entry.slot for entry in there)

@@ -63,6 +63,7 @@ from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec, stored
 from asynckv.integrations.vllm.offload.worker import Worker, device_layout
 from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
 from asynckv.tools.offload.folder import look
+from tests.lab.offload_audit import audit
 from tests.lab.tiers import SimDisk, SimRecords
 
 PAGE = 4096
@@ -617,7 +618,7 @@ class Kept:
 
     def close(self) -> None:
         with self.manager.lock:
-            assert self.manager.catalogue.check_integrity() == []
+            assert audit(self.manager.catalogue) == []
             assert not self.manager.catalogue.pins
         self.manager.shutdown()
         self.manager.shutdown()
@@ -777,7 +778,7 @@ def test_slots_that_workers_may_still_write_are_not_given_away_after_a_reset() -
     assert [manager.lookup(each, context) for each in first] == [LookupResult.MISS] * 8
     assert manager.prepare_store([key(9)], context) is not None
     manager.complete_store([key(9)], context)
-    assert manager.catalogue.check_integrity() == []
+    assert audit(manager.catalogue) == []
 
 
 @pytest.mark.parametrize(("is_over", "is_known", "lost"), [(False, True, 7), (True, True, 8), (True, False, 8)])
@@ -827,7 +828,7 @@ def test_blocks_whose_copy_failed_are_not_stored() -> None:
     manager.complete_store([key(1)], context, success=False)
     assert manager.lookup(key(1), context) is LookupResult.MISS
     assert manager.counts["stored_blocks"] == 0
-    assert manager.catalogue.check_integrity() == []
+    assert audit(manager.catalogue) == []
 
 
 def test_who_keeps_all_slots_is_said_once_and_not_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -917,7 +918,7 @@ class Filed:
 
     def close(self) -> None:
         with self.manager.lock:
-            assert self.manager.catalogue.check_integrity() == []
+            assert audit(self.manager.catalogue) == []
         self.manager.shutdown()
         self.region.close()
 
@@ -1066,5 +1067,5 @@ def test_a_key_that_is_there_twice_does_no_harm() -> None:
     assert slots[0] == slots[2] != slots[1]
     manager.complete_load(twice, context)
     assert manager.counts["loaded_blocks"] == 2
-    assert manager.catalogue.check_integrity() == []
+    assert audit(manager.catalogue) == []
     assert not manager.catalogue.traffic.running
