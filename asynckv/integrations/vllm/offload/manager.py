@@ -146,8 +146,7 @@ class Manager(OffloadingManager):
     def _open(self, config: OffloadingConfig, offload: OffloadConfig, records: RecordPlane | None) -> None:
         folder = folder_of(offload.directory, config, self._groups)
         if records is None and offload.directory:
-            name, smallest = f"{config.engine_id}-files", self._shape.slot_bytes
-            records = FileTier(folder, offload.file_bytes, name=name, record_bytes=smallest)
+            records = FileTier(folder, offload.file_bytes, name=f"{config.engine_id}-files")
             tell_of_start(folder, offload.file_bytes)
         if records is None:
             return
