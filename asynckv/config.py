@@ -407,8 +407,6 @@ class OffloadConfig:
             `directory`.
         policy: What a full tier gives up. "s3-fifo" is not emptied by a scan of prompts that nobody asks for again;
             "lru" gives up what was not used for longest.
-        write_back_bytes_per_s: Most bytes per second from host memory to files, on average over a second; 0: as many as
-            there is time for. Loads and stores go first in any case. Limit it to spare a disk that others use.
         max_bytes: Most bytes in motion at a time, for each of: stores, loads, from files, to files.
         max_post_bytes: Most bytes in one copy. A copy that has begun cannot be stopped, so this bounds for how long a
             cancelled request's blocks are still in use. Fewer than about 16 MiB cost speed, above all where other
@@ -430,7 +428,6 @@ class OffloadConfig:
     directory: str | os.PathLike[str] = ""
     file_bytes: int = 0
     policy: Literal["s3-fifo", "lru"] = "s3-fifo"
-    write_back_bytes_per_s: int = 0
     max_bytes: int = 256 * 1024 * 1024
     max_post_bytes: int = 32 * 1024 * 1024
     copy_threads: int = COPY_THREADS
@@ -443,7 +440,7 @@ class OffloadConfig:
         at_least_1 = "hash_tokens", "host_bytes", "max_bytes", "max_post_bytes", "max_jobs"
         _check(self, text, ["model"], MAX_NAME, 1, under="offload.")
         _check(self, integer, at_least_1, 1, MAX_INTEGER, under="offload.")
-        _check(self, integer, ("file_bytes", "write_back_bytes_per_s"), 0, MAX_INTEGER, under="offload.")
+        _check(self, integer, ["file_bytes"], 0, MAX_INTEGER, under="offload.")
         _check(self, integer, ["copy_threads"], 1, MAX_COPY_THREADS, under="offload.")
         _check(self, seconds, ("timeout_s", "held_s"), under="offload.")
         object.__setattr__(self, "directory", _path("offload.directory", self.directory, "or '' for no files"))

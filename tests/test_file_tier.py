@@ -167,7 +167,9 @@ both = pytest.mark.parametrize("back_end", ["plain", pytest.param("nixl", marks=
 
 @both
 @pytest.mark.parametrize("direct", [True, False])
-async def test_what_is_stored_is_found_by_the_next_start(make: Make, back_end: str, direct: bool) -> None:
+async def test_what_is_stored_is_found_by_the_next_start(
+    make: Make, tmp_path: Path, back_end: str, direct: bool
+) -> None:
     tier, all_of_it = make(back_end=back_end, direct=direct), records(*range(COUNT))
     assert tier.start() == []
     tier.plane.keep_layout("layout", b"how it lies")
@@ -177,7 +179,7 @@ async def test_what_is_stored_is_found_by_the_next_start(make: Make, back_end: s
     tier.plane.close()
     found = tier.start()
     assert sorted(found) == sorted(Stored(r.key, r.far, r.size, "layout", "group") for r in all_of_it)
-    assert tier.plane.layouts() == {"layout": b"how it lies"}
+    assert read_index(tmp_path / "tier").layouts == {"layout": b"how it lies"}
     elsewhere = [r._replace(near=(COUNT - 1) * SIZE - r.near) for r in all_of_it]
     assert (await tier.load(elsewhere)).ending is DONE
 
@@ -449,7 +451,7 @@ async def test_rows_of_no_sense_are_dropped_and_of_two_in_one_place_the_older(ma
         db.execute("INSERT INTO layouts VALUES ('strange', 1000000000000)")
     found = {stored.key for stored in tier.start()}
     assert found == {r.key for r in records(*range(COUNT - 1))} | {b"newer"}
-    assert tier.plane.layouts() == {}
+    assert read_index(tmp_path / "tier").layouts == {}
     tier.plane.close()
     with database(tmp_path / "tier") as db:
         assert db.execute("SELECT count(*) FROM records").fetchone() == (COUNT,)

@@ -536,20 +536,6 @@ def test_a_job_that_is_not_carried_out_in_time_ends() -> None:
     assert (told.outcome, told.blocks, told.missing) == (JobOutcome.TIMEOUT, 1, ((1,),))
 
 
-def test_write_backs_keep_their_rate_and_say_when_they_go_on() -> None:
-    rate = Budgets(write_back_bytes_per_s=4 * KIB, move_bytes=2 * KIB)
-    catalogue = Catalogue([FULL], 16, 100 * KIB, 100 * KIB, budgets=rate)
-    catalogue.store("a", prompt(100))
-    written, now = 0, 0.0
-    while len(catalogue.host.onward) or catalogue.jobs:
-        for move in catalogue.moves(now):
-            written += move.num_bytes if move.kind is MoveKind.WRITE_BACK else 0
-            catalogue.ended(move.move_id, Ending.DONE)
-        assert written <= 4 * KIB * (now + 1) + 2 * KIB
-        now = min(catalogue.wake_at, now + 0.25)
-    assert math.isclose(now, 24, abs_tol=1)
-
-
 def test_a_disk_that_stalls_keeps_a_quarter_of_host_memory_and_no_more() -> None:
     catalogue = Catalogue([FULL], 16, 16 * KIB, 64 * KIB)
     for name in ("p", "q", "r"):

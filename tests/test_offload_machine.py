@@ -93,9 +93,8 @@ class Machine(RuleBasedStateMachine):
         is_warm=st.booleans(),
         policy=st.sampled_from(policies),
         small=st.booleans(),
-        rate=st.sampled_from([float("inf"), 3.0 * PAGE]),
     )
-    def start(self, model: Any, has_file: bool, is_warm: bool, policy: str, small: bool, rate: float) -> None:
+    def start(self, model: Any, has_file: bool, is_warm: bool, policy: str, small: bool) -> None:
         self.groups, self.policy = model, policy
         self.num_bytes = [PAGE * pages for pages in SIZES[len(model)]]
         n = 4 * PAGE if small else 1 << 20
@@ -105,7 +104,6 @@ class Machine(RuleBasedStateMachine):
             store_bytes=2 * n,
             promotion_bytes=n,
             write_back_bytes=n,
-            write_back_bytes_per_s=rate,
         )
         self.has_file = has_file
         self.memories = [Memory(model, n) for n in self.num_bytes]

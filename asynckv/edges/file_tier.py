@@ -18,7 +18,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +39,7 @@ from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost,
 
 SLOW_S = 10.0
 CLOSE_S = 10.0
-Opened = tuple[FileIndex | None, Segments, dict[int, Entry], dict[str, bytes]]  # records by place, and layouts
+Opened = tuple[FileIndex | None, Segments, dict[int, Entry]]  # records by place
 
 
 class FileTier:
@@ -101,7 +101,7 @@ class FileTier:
         self._news.clear()
         with ExitStack() as undo:
             undo.callback(self._let_go)
-            (index, segments, entries, layouts), only_read = self._open_as_can_be()
+            (index, segments, entries), only_read = self._open_as_can_be()
             undo.callback(segments.close)
             undo.callback(index.close if index is not None else lambda: None)
             io: FileIO
@@ -113,9 +113,7 @@ class FileTier:
             else:
                 io = PlainFiles(memory)
             undo.pop_all()
-        self._worker = Worker(
-            self._name, memory, segments, index, only_read, io, entries, layouts, self._slow_s, self._wake
-        )
+        self._worker = Worker(self._name, memory, segments, index, only_read, io, entries, self._slow_s, self._wake)
         if only_read and not self._read_only:
             self._news.append(RecordsLost(only_read, reads=False))
             self._wake()
@@ -160,7 +158,7 @@ class FileTier:
             if index is not None:
                 index.prepare(bad, segment_bytes=size, num_bytes=self._num_bytes)
             undo.pop_all()
-        return index, segments, entries, said.layouts
+        return index, segments, entries
 
     def _recover(self, said: Said, segments: Segments) -> tuple[dict[int, Entry], list[int]]:
         """Return what can still be there, the newest of what overlaps; and the places of all else, which is counted."""
@@ -218,9 +216,6 @@ class FileTier:
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
         if self._worker is not None:
             self._worker.keep_layout(fingerprint, body)
-
-    def layouts(self) -> Mapping[str, bytes]:
-        return self._worker.layouts if self._worker is not None else {}
 
     def cancel(self, move_id: TransferId) -> None:
         if self._worker is not None:

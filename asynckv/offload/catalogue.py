@@ -348,9 +348,7 @@ class Catalogue:
         moves = [*self._cutting.of(MoveKind.LOAD, JobKind.LOAD), *self._cutting.of(MoveKind.STORE, JobKind.STORE)]
         moves += promotions
         if self._write_back is not None:
-            back, when = self._write_back.moves(now)
-            moves += back
-            self.wake_at = min(self.wake_at, when)
+            moves += self._write_back.moves()
         while not moves and self.traffic.is_idle() and self._jobs.absent:
             moves = [*self._cutting.promotions(math.inf), *self._cutting.of(MoveKind.LOAD, JobKind.LOAD)]
             if not moves and self._jobs.absent:

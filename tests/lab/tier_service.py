@@ -150,7 +150,6 @@ class _Rank(StagedRank):
             directory="simulated" if disk else "",
             file_bytes=disk.num_bytes if disk else 0,
             policy=script.policy,  # type: ignore[arg-type]
-            write_back_bytes_per_s=round(script.write_back_records_per_s * max(strides)),
             max_bytes=round(script.max_records * max(strides)),
             max_post_bytes=script.post_bytes,
             timeout_s=TIMEOUT_S,

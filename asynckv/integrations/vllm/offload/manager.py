@@ -120,7 +120,6 @@ class Manager(OffloadingManager):
                 store_bytes=ALL,
                 promotion_bytes=offload.max_bytes,
                 write_back_bytes=offload.max_bytes,
-                write_back_bytes_per_s=offload.write_back_bytes_per_s or math.inf,
             ),
         )
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
