@@ -421,15 +421,6 @@ def log(tmp_path: Path) -> str:
     return service().write(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["chat-3", "gen-3", f"{'c' * 16}-3", "3", "#3"])
-def test_a_request_has_many_names(
-    name: str, log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run([name, log], monkeypatch, capsys)
-    assert code == 0
-    assert out.startswith("chat-3 (decode: gen-3)  lease released, pull complete")
-
-
 def test_an_id_that_only_one_side_knows_finds_its_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -517,21 +508,6 @@ def test_files_and_stdout(
     assert abs(ahead[D[0]][0] - AHEAD) <= ahead[D[0]][1]
     assert err.splitlines()[0].endswith(" wrong.")
     assert len(page_data(page.read_text())["requests"]) == 11
-
-
-def test_what_else_was_read_and_what_is_missing_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written = service()
-    written.lines = [(at, text) for at, text in written.lines if f'"rank": "{D[1]}' not in text]
-    (tmp_path / "other.log").write_text("hello\n")
-    written.write(tmp_path, "a.log")
-    written.write(tmp_path, "b.log")
-    _, out, _ = run([str(tmp_path)], monkeypatch, capsys)
-    number = len(written.lines)
-    assert f"{2 * number + 1} lines of 3 files; 1 line of other programs; {number} lines there twice: " in out
-    assert f"there is no log of {D[1]}, which others name\n" in out
-    assert not any(x != x.rstrip() for x in out.splitlines())
 
 
 def test_of_too_many_those_that_went_wrong_are_kept(

@@ -73,7 +73,6 @@ class Shelf:
                 store_bytes=config.max_bytes,
                 promotion_bytes=config.max_bytes,
                 write_back_bytes=config.max_bytes,
-                write_back_bytes_per_s=config.write_back_bytes_per_s or math.inf,
             ),
         )
         self.unfit = 0

@@ -176,10 +176,10 @@ class Options:
         "Threads per rank that post bulk reads; 0 posts everything on the event loop.",
         metavar="N|auto",
     )
-    process: Literal["auto", "serving", "always", "never"] = run(
+    process: Literal["auto", "serving", "never"] = run(
         "auto",
-        "What of NIXL runs in a process of its own: what serves remote readers (serving), reads as well (always), "
-        "nothing (never), or as engines choose by themselves (auto).",
+        "What of NIXL runs in a process of its own: what serves remote readers (serving), nothing (never), or as "
+        "engines choose by themselves (auto).",
         metavar="WHAT",
     )
     announced: bool = run(

@@ -197,7 +197,7 @@ class Journal:
 # -- what is compared ------------------------------------------------------------------------------
 
 
-OBJECTS = ("config", "environment", "blocks", "interrupted")
+OBJECTS = ("config", "environment", "blocks")
 NUMBERS = (
     "requests.completed",
     "requests.failed",
@@ -238,7 +238,7 @@ class Side:
 
 
 def load(text: str) -> Side:
-    """Read one side: a report, a sweep, or a directory of them. What is unfinished or interrupted is refused."""
+    """Read one side: a report, a sweep, or a directory of them. What is unfinished is refused."""
     side = Side(text)
     for path in _files(Path(text)):
         try:
@@ -273,8 +273,6 @@ def _report(data: bytes, path: Path) -> dict[str, Any]:
     if schema != report.SCHEMA:
         raise ConfigError(f"{path}: is of schema {schema}, and this asynckv compares {report.SCHEMA} and {SCHEMA}")
     _check_shape(found, path)
-    if found["interrupted"]:
-        raise ConfigError(f"{path}: was interrupted, so its figures are of another run; measure it again")
     return found
 
 

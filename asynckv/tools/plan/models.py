@@ -347,6 +347,7 @@ _STRANGE = (
     "linear_",
     "lru_width",
     "mamba",
+    "per_layer_config",
     "rwkv",
     "ssm",
     "state_size",
@@ -368,7 +369,7 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
     for key in sorted(k for k in c if k.startswith(_STRANGE)):
         value = c[key]
         plain = key == "attn_type_list" and isinstance(value, list) and all(x == 1 for x in value)
-        if value not in (None, False, 0, []) and not plain:
+        if value not in (None, False, 0, [], {}) and not plain:
             raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so what its layers keep is not known")
     names = c.get("architectures")
     if kind == "mimo_v2_flash":
@@ -388,8 +389,8 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
     if used and SLIDING in kinds and not window:
         raise ConfigError(f"layer_types has {SLIDING!r}, but sliding_window is missing")
     made: list[Layer] = []
-    for i, name in enumerate(kinds):
-        layer = _Config(c, **_override(c, kind, i, name))
+    for name in kinds:
+        layer = _Config(c, **_override(c, kind, name))
         made.append(_heads(layer, window if name == SLIDING else 0))
     # The last layers of some models read what earlier ones keep.
     shared = c.number("num_kv_shared_layers", default=0, least=0)
@@ -418,20 +419,8 @@ def _kinds(c: _Config, kind: str, depth: int, window: int) -> list[str]:
     return [*kinds[:-1], FULL] if kind == "gemma4" else kinds
 
 
-def _override(c: _Config, kind: str, index: int, name: str) -> dict[str, Any]:
+def _override(c: _Config, kind: str, name: str) -> dict[str, Any]:
     """Say what one layer has other than the rest."""
-    layers = c.get("per_layer_config")
-    if layers is not None:
-        own: Any = None
-        if isinstance(layers, dict):
-            own = next((v for k, v in layers.items() if k.isdecimal() and int(k) == index), {})
-        if not isinstance(own, dict):
-            raise ConfigError(f"per_layer_config is {_shown.repr(layers)}, not an object per layer")
-        if strange := sorted(own.keys() & {"sliding_window", "layer_types", "kv_lora_rank"}):
-            raise ConfigError(f"per_layer_config has {strange[0]}, and what such a layer keeps is not known")
-        return {
-            k: own[k] for k in own.keys() & {"head_dim", "v_head_dim", "num_key_value_heads", "num_attention_heads"}
-        }
     if kind != "gemma4" or name == SLIDING:
         return {}
     wide = {"head_dim": c.number("global_head_dim", default=512)}
