@@ -19,7 +19,7 @@ from asynckv.geometry.packed import record_form, record_sizes
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.found import Found
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, MoveKind
-from asynckv.offload.keys import StoredGroup, stored_groups
+from asynckv.offload.keys import StoredGroup, needed, stored_groups
 from asynckv.tools.bench.schedule import PrefixCache
 from asynckv.tools.bench.workload import Workload
 
@@ -146,7 +146,8 @@ def replay(
         found = catalogue.lookup(prompt.hashes[: (prompt.tokens - 1) // prompts.hash_tokens])
         loaded = 0
         if found.tokens > prompt.cached:
-            catalogue.load("load", prompt.hashes, found.tokens, first_token=prompt.cached)
+            wanted = [needed(group, prompt.cached, found.tokens) for group in groups]
+            catalogue.load("load", prompt.hashes, found.tokens, positions=wanted)
             if _carried_out(catalogue, moved, JobKind.LOAD).outcome is JobOutcome.DONE:
                 loaded = found.tokens
         first = max(loaded, prompt.cached)
