@@ -80,15 +80,6 @@ def test_an_owner_leaves_nothing_of_what_its_file_said_before(tmp_path: Path) ->
     lock.release()
 
 
-def test_a_visitor_leaves_the_words_of_the_owner_before(tmp_path: Path) -> None:
-    OwnerLock(tmp_path).release()
-    before = (tmp_path / OWNER).read_bytes()
-    (tmp_path / OWNER).write_bytes(before.replace(b'"pid":', b'"pid":1'))
-    said = (tmp_path / OWNER).read_bytes()
-    OwnerLock(tmp_path, visit=True).release()
-    assert (tmp_path / OWNER).read_bytes() == said
-
-
 def test_what_is_closed_twice_closes_no_file_of_others(tmp_path: Path, opened: Callable[..., Segments]) -> None:
     for close in (OwnerLock(tmp_path).release, opened().close):
         close()

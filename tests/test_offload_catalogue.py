@@ -779,7 +779,6 @@ def test_an_audit_says_what_does_not_add_up() -> None:
         ({"positions": []}, "positions of 0 groups are given; there are 1"),
         ({"positions": [[5]]}, "position 5 of group 'full': 80 tokens have 5 blocks"),
         ({"positions": [["x"]]}, "position 'x'"),
-        ({"first_token": -1}, "first_token is -1"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_changes_nothing(more: dict[str, Any], words: str) -> None:

@@ -177,7 +177,8 @@ class Machine(RuleBasedStateMachine):
         found = self.catalogue.lookup(hashes)
         name = self.begin(JobKind.LOAD, hashes, found.tokens, first)
         until = self.now + patience
-        self.catalogue.load(name, hashes, found.tokens, first_token=first, until=until, is_pinning=is_pinning)
+        wanted = [needed(group, first, found.tokens) for group in self.groups]
+        self.catalogue.load(name, hashes, found.tokens, positions=wanted, until=until, is_pinning=is_pinning)
         if is_pinning:
             self.pinning.add(name)
         ended = next((x for x in self.catalogue._jobs._news if isinstance(x, JobEnded) and x.job_id == name), None)

@@ -127,12 +127,11 @@ class OwnerLock:
 
     Args:
         folder: Made if it is not there.
-        visit: Have it for a moment, to tidy up: it has to be there, and says again who had it afterwards.
+        visit: Have it for a moment, to tidy up: it has to be there.
     """
 
     def __init__(self, folder: Path, *, visit: bool = False) -> None:
-        self._fd, self._before = -1, b""
-        self._is_visit = visit
+        self._fd, self._is_visit = -1, visit
         try:
             if not visit:
                 check_parents(folder)
@@ -162,7 +161,6 @@ class OwnerLock:
                 there = path.lstat()
             if there is None or not os.path.samestat(there, os.fstat(fd)):
                 return False
-            self._before = os.pread(fd, MAX_OWNER, 0)
             mine = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
             try:  # over what is there, for which a full disk has room
                 os.ftruncate(fd, os.pwrite(fd, msgspec.json.encode(mine) + b"\n", 0))
@@ -176,13 +174,6 @@ class OwnerLock:
         return True
 
     def release(self) -> None:
-        if self._is_visit and self._fd >= 0:
-            with suppress(OSError):
-                os.ftruncate(self._fd, 0)
-                os.pwrite(self._fd, self._before, 0)
-        self.let_go()
-
-    def let_go(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -192,7 +183,7 @@ def _after_fork() -> None:
     """A child must not keep its parent's directory once the parent has ended."""
     for lock in tuple(_locks):
         with suppress(OSError):
-            lock.let_go()
+            lock.release()
 
 
 os.register_at_fork(after_in_child=_after_fork)

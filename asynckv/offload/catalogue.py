@@ -122,7 +122,6 @@ class Catalogue:
         hashes: Sequence[str | bytes],
         tokens: int | None = None,
         *,
-        first_token: int = 0,
         positions: Positions | None = None,
         until: float = math.inf,
         is_prefix: bool = False,
@@ -135,7 +134,6 @@ class Catalogue:
         Args:
             hashes: Of the whole prompt, from its start.
             tokens: Where the prefix ends; all that is hashed if left out.
-            first_token: Where it begins to be of interest.
             positions: Per group, the blocks to store; what `needed` says if left out.
             until: When what has not been posted is given up.
             is_prefix: If there is no room for all, store what is of use to a lookup of this prompt (see `room`).
@@ -143,7 +141,7 @@ class Catalogue:
         Raises:
             LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
         """
-        mine, where = self._request(job_id, hashes, tokens, first_token, positions)
+        mine, where = self._request(job_id, hashes, tokens, positions)
         self._tick_on()
         used = [self._used(self.host, mine, where)]
         used += [self._used(self.file, mine, where)] if self.file else []
@@ -182,7 +180,6 @@ class Catalogue:
         hashes: Sequence[str | bytes],
         tokens: int | None = None,
         *,
-        first_token: int = 0,
         positions: Positions | None = None,
         until: float = math.inf,
         is_pinning: bool = False,
@@ -195,7 +192,7 @@ class Catalogue:
         Args:
             is_pinning: What has been loaded stays in host memory; once all has, until `unpin` of the job's id.
         """
-        mine, where = self._request(job_id, hashes, tokens, first_token, positions)
+        mine, where = self._request(job_id, hashes, tokens, positions)
         job = self._jobs.begin(job_id, JobKind.LOAD, until, is_pinning=is_pinning)
         found: list[tuple[int, Entry | None, bool]] = []
         for g, wanted in enumerate(where):
@@ -234,7 +231,7 @@ class Catalogue:
         return True
 
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
-        mine, where = self._prefix(hashes, tokens, 0, None)
+        mine, where = self._prefix(hashes, tokens, None)
         self._use(mine, where)
 
     def pin(
@@ -243,12 +240,11 @@ class Catalogue:
         hashes: Sequence[str | bytes],
         tokens: int | None = None,
         *,
-        first_token: int = 0,
         positions: Positions | None = None,
         place: Place | None = None,
     ) -> tuple[Piece, ...]:
         """Keep what is stored of a prefix (in one `place`) until `unpin`; returns what is in host memory, by group."""
-        mine, where = self._request(name, hashes, tokens, first_token, positions)
+        mine, where = self._request(name, hashes, tokens, positions)
         self._use(mine, where)
         held = self.pins[name] = []
         tiers, pieces = [tier for tier in self._tiers() if place in (None, tier.place)], []
@@ -502,30 +498,28 @@ class Catalogue:
         name: str,
         hashes: Sequence[str | bytes],
         tokens: int | None,
-        first_token: int,
         positions: Positions | None,
     ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
         """Check a call's arguments; returns the keys of every group's blocks, and which are meant."""
         text("name", name, MAX_NAME, 1)
         if name in self.jobs or name in self.pins:
             raise LocalProtocolError(f"{shown(name)} names a job or a pin already")
-        return self._prefix(hashes, tokens, first_token, positions)
+        return self._prefix(hashes, tokens, positions)
 
     def _prefix(
-        self, hashes: Sequence[str | bytes], tokens: int | None, first_token: int, positions: Positions | None
+        self, hashes: Sequence[str | bytes], tokens: int | None, positions: Positions | None
     ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
         keys = as_hashes(hashes)
         if len(set(keys)) < len(keys):
             raise LocalProtocolError("a hash is there twice: each must cover all tokens before as well")
         most = len(keys) * self.hash_tokens
         tokens = most if tokens is None else integer("tokens", tokens, 0, most)
-        integer("first_token", first_token)
         mine = [
             block_hashes(keys, group.block_size, self.hash_tokens)[: tokens // group.block_size]
             for group in self.groups
         ]
         if positions is None:
-            return mine, [needed(group, first_token, tokens) for group in self.groups]
+            return mine, [needed(group, 0, tokens) for group in self.groups]
         if len(positions) != len(self.groups):
             raise LocalProtocolError(f"positions of {len(positions)} groups are given; there are {len(self.groups)}")
         where = [list(dict.fromkeys(wanted)) for wanted in positions]

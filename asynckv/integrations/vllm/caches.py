@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asynckv.edges.torch import TensorPart, as_bytes
 from asynckv.geometry.layout import ITEMSIZE, TOKEN
@@ -116,7 +116,10 @@ def _attention(layer: str, kind: Attention, tensor: Tensor, group: int) -> Tenso
         tensor = tensor.unflatten(2, (-1, per_token))  # type: ignore[no-untyped-call]
         order.insert(3, "entry")
         each = Fraction(1)
-    return _part(layer, content, tensor, order, group, "head", kind.heads, int(each))
+    cut = _cut("head", kind.heads)
+    return TensorPart(
+        layer=layer, name=content, tensor=tensor, order=order, group=group, tokens_per_entry=int(each), **cut
+    )
 
 
 def _array(layer: str, array: Array, pages: Tensor, group: int) -> TensorPart:
@@ -126,39 +129,24 @@ def _array(layer: str, array: Array, pages: Tensor, group: int) -> TensorPart:
     if array.size:
         tensor = tensor.narrow(1 + array.dims.index(array.axis), array.first, array.size)
     tensor, name = _known_dtype(tensor, array.name)
-    return _part(layer, name, tensor, ("block", *array.dims), group, array.axis, array.held)
+    order, cut = ("block", *array.dims), _cut(array.axis, array.held)
+    return TensorPart(layer=layer, name=name, tensor=tensor, order=order, group=group, **cut)
 
 
 def _opaque(layer: str, kind: Opaque, tensor: Tensor, group: int, place: Place) -> TensorPart:
-    held = None if kind.is_replicated else place.share(1)
+    order: tuple[str, ...] = "block", "rank", "byte"
     if tensor.shape[1:3] == (1, 1):
-        content = as_bytes(tensor[:, 0])[..., : kind.num_bytes]
-        return _part(layer, kind.content, content, ("block", "rank", "byte"), group, "rank", held)
-    tensor, content_name = _known_dtype(tensor, kind.content)
-    return _part(layer, content_name, tensor.unsqueeze(1), ("block", "rank", "row", "slot", "dim"), group, "rank", held)
+        tensor, name = as_bytes(tensor[:, 0])[..., : kind.num_bytes], kind.content
+    else:
+        tensor, name = _known_dtype(tensor, kind.content)
+        tensor, order = tensor.unsqueeze(1), ("block", "rank", "row", "slot", "dim")
+    cut = _cut("rank", None if kind.is_replicated else place.share(1))
+    return TensorPart(layer=layer, name=name, tensor=tensor, order=order, group=group, **cut)
 
 
-def _part(
-    layer: str,
-    name: str,
-    tensor: Tensor,
-    order: Sequence[str],
-    group: int,
-    axis: str,
-    held: Range | None,
-    tokens_per_entry: int = 1,
-) -> TensorPart:
-    return TensorPart(
-        layer=layer,
-        name=name,
-        tensor=tensor,
-        order=order,
-        group=group,
-        axis=axis if held is not None else "",
-        held=(held.lo, held.hi) if held is not None else (0, 0),
-        extent=held.extent if held is not None else 0,
-        tokens_per_entry=tokens_per_entry,
-    )
+def _cut(axis: str, held: Range | None) -> dict[str, Any]:
+    """Say which range of an axis this rank holds; nothing if every rank holds the same."""
+    return {} if held is None else {"axis": axis, "held": (held.lo, held.hi), "extent": held.extent}
 
 
 def _known_dtype(tensor: Tensor, name: str) -> tuple[Tensor, str]:
