@@ -21,7 +21,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import attrgetter
@@ -171,18 +171,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """All that some logs say.
-
-    Attributes:
-        counted: The first and the last of the lines of each process that were only counted, and for how many lines
-            each of them stands.
-    """
+    """All that some logs say."""
 
     records: Sequence[Record] = ()  # by the time that they give, by whichever clock
     sources: Sequence[Source] = ()  # the files
     skipped: Sequence[Skipped] = ()  # what was left out, and why
     num_text: int = 0  # lines of other programs that look like asynckv's in another form than JSON
-    counted: Sequence[tuple[Record, int]] = ()
+    counted: Mapping[str, int] = field(default_factory=dict)  # lines that were only counted, by incarnation
     num_well: int = 0  # requests that went well and were only counted
 
     @property
@@ -194,7 +189,7 @@ class Logs:
     @property
     def num_events(self) -> int:
         """asynckv's lines, also those that were only counted."""
-        return len(self.records) + sum(lines for _, lines in self.counted)
+        return len(self.records) + sum(self.counted.values())
 
     @property
     def nothing(self) -> str:
@@ -306,7 +301,7 @@ class _Reader:
             sources=self._sources,
             skipped=list(self._skipped.values()),
             num_text=self._num_text,
-            counted=[(y, lines) for x, lines in chosen.edges for y in self._again(x)],
+            counted=chosen.counted,
             num_well=chosen.num_requests,
         )
 
