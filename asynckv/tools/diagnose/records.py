@@ -63,27 +63,6 @@ _decode = msgspec.json.Decoder().decode
 _head = msgspec.json.Decoder(Head).decode
 
 
-class Line(Mapping[str, Any]):
-    """The fields of a line, which is decoded when one of them is asked for."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: bytes) -> None:
-        self.text = text
-
-    def __getitem__(self, name: str) -> Any:
-        return _fields(self.text)[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return _fields(self.text).get(name, default)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_fields(self.text))
-
-    def __len__(self) -> int:
-        return len(_fields(self.text))
-
-
 @lru_cache(maxsize=4096)
 def _fields(text: bytes) -> dict[str, Any]:
     fields = _decoded(text)
@@ -102,8 +81,13 @@ class Record:
     engine_id: str  # which engine said it
     rank: str  # which rank and which start of its process, as in all logs: `prefill/pp1/tp3@0a1b2c3d`
     incarnation: str  # which start of the process, in full
-    fields: Mapping[str, Any]  # everything else that the line says
+    said: Mapping[str, Any] | bytes  # everything else that the line says, or the line itself
     where: str = ""  # file and line, for people
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Everything else that the line says; it is decoded when one asks."""
+        return _fields(self.said) if isinstance(self.said, bytes) else self.said
 
     def text(self, name: str) -> str:
         """Return a field that is text; empty if it is missing or something else."""
@@ -423,7 +407,7 @@ def _record(head: Head, text: bytes, where: str) -> Record:
         engine_id=sys.intern(head.engine_id),
         rank=sys.intern(head.rank or _rank_of(text, head)),
         incarnation=sys.intern(head.incarnation),
-        fields=Line(text),
+        said=text,
         where=where,
     )
 
@@ -432,7 +416,7 @@ def _each(record: Record) -> Iterator[Record]:
     """Split a line about many requests."""
     for fields in _rows(record.fields)[1:]:
         ago_s = min(max(number(fields.get("ago_s"), 0.0), 0.0), 60.0)
-        yield replace(record, at=record.at - ago_s, event=ALIKE[record.event], fields=fields)
+        yield replace(record, at=record.at - ago_s, event=ALIKE[record.event], said=fields)
 
 
 def _rows(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
