@@ -84,7 +84,7 @@ async def test_engines_say_what_they_hold() -> None:
         found = await ask_all([prefill.endpoint.address, decode.endpoint.address])
         assert [answer.error for answer in found] == ["", ""]
         lends, reads = found
-        assert (lends.engine_id, lends.account.facts.life) == ("prefill", "running")
+        assert (lends.account.engine_id, lends.account.facts.life) == ("prefill", "running")
         assert [each.request_id for each in lends.requests] == ["p0", "p1", "p2"]
         assert [hold.blocks for hold in lends.account.holds] == [{0: (0,)}, {0: (1,)}, {0: (2,)}]
         assert (lends.gauges["leases"], lends.gauges["blocks_lent"]) == (3, 3)
@@ -150,7 +150,7 @@ async def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
     async with pair(keys=keys("engine")) as (prefill, _, _):
         address = prefill.endpoint.address
         (answer,) = await ask_all([address], keys("operator"))
-        assert answer.engine_id == "prefill"
+        assert answer.account.engine_id == "prefill"
         (unknown,) = await ask_all([address], keys("stranger"), 2 * SHORT_S)
         assert "may not know ours" in unknown.error
         (bare,) = await ask_all([address.partition("#")[0]], None, SHORT_S)
@@ -310,7 +310,7 @@ async def test_nothing_else_is_taken_over_it(short_path: Path) -> None:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
         assert "received.ping" not in prefill.statistics().counters
-        assert (await one(path)).engine_id == "prefill"
+        assert (await one(path)).account.engine_id == "prefill"
 
 
 async def test_no_more_guests_than_there_is_room_for(short_path: Path) -> None:
@@ -440,7 +440,7 @@ async def test_an_engine_on_a_thread_answers_as_well(short_path: Path) -> None:
     await asyncio.to_thread(thread.start)
     try:
         found = await ask_all([thread.engine.endpoint.address, *targets([str(short_path)])[1]])
-        assert [answer.engine_id for answer in found] == ["prefill", "prefill"]
+        assert [answer.account.engine_id for answer in found] == ["prefill", "prefill"]
         assert "nixl" in found[0].account.facts.planes
     finally:
         await asyncio.to_thread(thread.close)
@@ -489,4 +489,4 @@ async def test_engines_that_are_read_from_are_asked_as_well() -> None:
         decode.announce("d0", params)
         await until(lambda: decode.requests()[0].ranks[0].state == "granted")
         seen, _ = await anyio.to_thread.run_sync(looking, decode.endpoint.address, None)
-        assert {x.engine_id for x in seen.answers} == {prefill.config.engine_id, decode.config.engine_id}
+        assert {x.account.engine_id for x in seen.answers} == {prefill.config.engine_id, decode.config.engine_id}

@@ -129,9 +129,7 @@ def asked_before() -> list[Record]:
 def retrying(records: list[Record]) -> list[Record]:
     """The same where the reader's last release said that it would try again."""
     notes = [[0.1, f"granted to {RANK[D]}, pull {PULL}"], [2.0, f"released by {RANK[D]}, pull {PULL}: retry"]]
-    return [
-        replace(x, fields={**x.fields, "history": notes}) if x.event == told.LeaseEnded.event else x for x in records
-    ]
+    return [replace(x, said={**x.fields, "history": notes}) if x.event == told.LeaseEnded.event else x for x in records]
 
 
 BOTH = [begun(P), begun(D), *met(), stopped(P), stopped(D)]
@@ -352,7 +350,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         [
             *retrying([*BOTH, expired(), pull_ended(12, "read_failed")]),
             pull_ended(14, "peer_lost", pull_id=f"{D[:16]}-2", seconds=1.0),
-            replace(unanswered(44), fields={**unanswered(44).fields, **LAST, "outcome": "failed"}),
+            replace(unanswered(44), said={**unanswered(44).fields, **LAST, "outcome": "failed"}),
         ],
     ),
     "looked at late": (
@@ -744,7 +742,7 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
     assert {x.cause for x in found(retried)} == {C.NO_ATTEMPT_FOLLOWED}
     # Another attempt was turned down.
     refused = {"refused": [[4.0, "claim", "released_already", RANK[D], ""]]}
-    again = [replace(x, fields={**x.fields, **refused}) if x.event == told.LeaseEnded.event else x for x in retried]
+    again = [replace(x, said={**x.fields, **refused}) if x.event == told.LeaseEnded.event else x for x in retried]
     assert {x.cause for x in found(again)} == {C.READER_SILENT}
     assert {x.cause for x in found(only(D, CASES["release lost"][1]))} == {C.RELEASE_UNANSWERED}
     assert {x.cause for x in found(only(D, CASES["announced"][1]))} == {C.ANNOUNCED_AND_FORGOTTEN}
@@ -981,7 +979,7 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     code, text = ask("cmpl-ff6b")
     assert (code, "no such request among 2" in text, "cmpl-ff6a" in text) == (2, True, True)
     # Tried again on another prefill engine, under the same id and sequence.
-    again = replace(lent(42.0, OTHER, request_id="chat\nx", sequence=7), fields={**LEASE, "request_id": "again-5"})
+    again = replace(lent(42.0, OTHER, request_id="chat\nx", sequence=7), said={**LEASE, "request_id": "again-5"})
     first = expired(False, request_id="again-5", sequence=0, at=50.0)
     ended = replace(expired(cause="released", owed=[], at=60.0, request_id="again-5"), incarnation=OTHER)
     ended = replace(ended, engine_id="other", rank=RANK[OTHER])

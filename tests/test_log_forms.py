@@ -192,8 +192,8 @@ def test_the_request_that_is_asked_about_is_in_every_sample(
         written.lines = [(at, x.replace('chat-7"', 'chat-7\\u00fc"')) for at, x in written.lines]
     (tmp_path / "a.log").write_text(form(written))
     monkeypatch.setattr(well, "MAX_WELL", 0)
-    assert not join(read_logs([tmp_path / "a.log"])).requests
-    [request] = join(read_logs([tmp_path / "a.log"], request=name)).requests
+    assert 7 not in [x.sequence for x in join(read_logs([tmp_path / "a.log"])).requests]
+    [request] = [x for x in join(read_logs([tmp_path / "a.log"], request=name)).requests if x.sequence == 7]
     assert (request.sequence, [x.request_id for x in request.all_pulls]) == (7, ["gen-7"])
     assert {x.event for x in request.records()} == {"lease_lent", "lease_granted", "pull_ended", "lease_ended"}
 
@@ -211,7 +211,7 @@ def test_requests_that_went_well_are_counted_and_a_sample_is_read(
     logs = read_logs([tmp_path / "a.log"])
     assert (len(whole.records), whole.num_well) == (len(written.lines), 0)
     assert whole.total.num_repeated == logs.total.num_repeated == len(written.lines)
-    assert len(logs.records) + sum(lines for _, lines in logs.counted) == len(whole.records)
+    assert logs.num_events == len(whole.records)
     requests = {x.name: x for x in join(logs).requests}
     assert len(requests) + logs.num_well == 601
     assert 15 < len(requests) < 32

@@ -1599,7 +1599,7 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it(short_path: Path) ->
             status, told = await Client(url, session).ask(asks("hello", 5))
             assert (status, told["usage"]["completion_tokens"]) == (200, 5)
         answers = await ask_all(targets([str(short_path)])[1])
-        assert [answer.engine_id.partition("-")[0] for answer in answers] == ["decode", "prefill"]
+        assert [answer.account.engine_id.partition("-")[0] for answer in answers] == ["decode", "prefill"]
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
         told = (await process.stderr.read()).decode()
@@ -1607,7 +1607,7 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it(short_path: Path) ->
             assert re.search(f"^{name}, process [0-9]+, listens on http://", told, re.MULTILINE)
         assert "stopping: 0 requests under way" in told
         lasts = {path.stem: path.read_text().splitlines()[-1] for path in sorted(short_path.iterdir())}  # noqa: ASYNC240
-        assert sorted(lasts) == [answer.engine_id for answer in answers]
+        assert sorted(lasts) == [answer.account.engine_id for answer in answers]
         assert all(json.loads(last)["event"] == "engine_stopped" for last in lasts.values())
     finally:
         with contextlib.suppress(ProcessLookupError):

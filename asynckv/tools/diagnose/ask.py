@@ -80,11 +80,6 @@ class Answer:
         return self.account.rank or self.address
 
     @property
-    def engine_id(self) -> str:
-        """Its engine, as it calls itself."""
-        return self.account.engine_id
-
-    @property
     def requests(self) -> tuple[RequestStatus, ...]:
         """The oldest requests, those between two attempts last."""
         return self.account.requests + self.account.facts.retrying

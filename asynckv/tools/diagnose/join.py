@@ -530,9 +530,9 @@ def join(logs: Logs | Iterable[Record]) -> Service:
     builder = _Builder()
     for record in records:
         builder.take(record)
-    for record, lines in logs.counted if isinstance(logs, Logs) else ():
-        builder.speaks(record, lines)
     service = builder.finish()
+    for incarnation, lines in logs.counted.items() if isinstance(logs, Logs) else ():
+        service.processes[incarnation].num_records += lines
     service.put_back = put_back
     return service
 
@@ -576,13 +576,13 @@ class _Builder:
                 pull.like, pull.peer = like, pull.peer or like.peer
         return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._before)))
 
-    def speaks(self, record: Record, lines: int = 1) -> Process:
+    def speaks(self, record: Record) -> Process:
         """A process is there, and has said something."""
         process = self._processes.get(record.incarnation)
         if process is None:
             process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
         process.first_at, process.last_at = min(process.first_at, record.at), max(process.last_at, record.at)
-        process.num_records += lines
+        process.num_records += 1
         process.lends |= (side := SIDES.get(record.event)) == "prefill"
         process.pulls |= side == "decode"
         process.says_info |= record.level not in ("warning", "error")

@@ -21,7 +21,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import attrgetter
@@ -63,27 +63,6 @@ _decode = msgspec.json.Decoder().decode
 _head = msgspec.json.Decoder(Head).decode
 
 
-class Line(Mapping[str, Any]):
-    """The fields of a line, which is decoded when one of them is asked for."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: bytes) -> None:
-        self.text = text
-
-    def __getitem__(self, name: str) -> Any:
-        return _fields(self.text)[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return _fields(self.text).get(name, default)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_fields(self.text))
-
-    def __len__(self) -> int:
-        return len(_fields(self.text))
-
-
 @lru_cache(maxsize=4096)
 def _fields(text: bytes) -> dict[str, Any]:
     fields = _decoded(text)
@@ -102,8 +81,13 @@ class Record:
     engine_id: str  # which engine said it
     rank: str  # which rank and which start of its process, as in all logs: `prefill/pp1/tp3@0a1b2c3d`
     incarnation: str  # which start of the process, in full
-    fields: Mapping[str, Any]  # everything else that the line says
+    said: Mapping[str, Any] | bytes  # everything else that the line says, or the line itself
     where: str = ""  # file and line, for people
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Everything else that the line says; it is decoded when one asks."""
+        return _fields(self.said) if isinstance(self.said, bytes) else self.said
 
     def text(self, name: str) -> str:
         """Return a field that is text; empty if it is missing or something else."""
@@ -171,18 +155,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """All that some logs say.
-
-    Attributes:
-        counted: The first and the last of the lines of each process that were only counted, and for how many lines
-            each of them stands.
-    """
+    """All that some logs say."""
 
     records: Sequence[Record] = ()  # by the time that they give, by whichever clock
     sources: Sequence[Source] = ()  # the files
     skipped: Sequence[Skipped] = ()  # what was left out, and why
     num_text: int = 0  # lines of other programs that look like asynckv's in another form than JSON
-    counted: Sequence[tuple[Record, int]] = ()
+    counted: Mapping[str, int] = field(default_factory=dict)  # lines that were only counted, by incarnation
     num_well: int = 0  # requests that went well and were only counted
 
     @property
@@ -194,7 +173,7 @@ class Logs:
     @property
     def num_events(self) -> int:
         """asynckv's lines, also those that were only counted."""
-        return len(self.records) + sum(lines for _, lines in self.counted)
+        return len(self.records) + sum(self.counted.values())
 
     @property
     def nothing(self) -> str:
@@ -306,7 +285,7 @@ class _Reader:
             sources=self._sources,
             skipped=list(self._skipped.values()),
             num_text=self._num_text,
-            counted=[(y, lines) for x, lines in chosen.edges for y in self._again(x)],
+            counted=chosen.counted,
             num_well=chosen.num_requests,
         )
 
@@ -428,7 +407,7 @@ def _record(head: Head, text: bytes, where: str) -> Record:
         engine_id=sys.intern(head.engine_id),
         rank=sys.intern(head.rank or _rank_of(text, head)),
         incarnation=sys.intern(head.incarnation),
-        fields=Line(text),
+        said=text,
         where=where,
     )
 
@@ -437,7 +416,7 @@ def _each(record: Record) -> Iterator[Record]:
     """Split a line about many requests."""
     for fields in _rows(record.fields)[1:]:
         ago_s = min(max(number(fields.get("ago_s"), 0.0), 0.0), 60.0)
-        yield replace(record, at=record.at - ago_s, event=ALIKE[record.event], fields=fields)
+        yield replace(record, at=record.at - ago_s, event=ALIKE[record.event], said=fields)
 
 
 def _rows(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:

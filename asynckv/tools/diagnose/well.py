@@ -123,16 +123,18 @@ class Well:
         is_open = (kind == _OPENS) & ~np.isin(lease, lease[kind == _ENDS])
         numbers = self._numbers
         named = [numbers[x] * _SEQUENCES + y for x, y in wrong if x in numbers and 0 <= y < _SEQUENCES]
-        is_wrong = np.isin(group, group[is_open]) | np.isin(group, named)
-        keep = is_wrong | _sampled(sequence, is_first & ~is_wrong)
-        counted = np.flatnonzero(is_first & ~keep)
-        counted = counted[np.lexsort((at[counted], process[counted]))]
-        _, first, number = np.unique(process[counted], return_index=True, return_counts=True)
-        ends = counted[np.concatenate((first, first + number - 1))]
-        stands_for, order = np.concatenate((number - 1, np.ones_like(number))), np.argsort(ends)
+        edges = np.flatnonzero(is_first)
+        edges = edges[np.lexsort((at[edges], process[edges]))]
+        _, begin, number = np.unique(process[edges], return_index=True, return_counts=True)
+        edges = edges[np.concatenate((begin, begin + number - 1))]
+        is_wanted = np.isin(group, group[is_open]) | np.isin(group, named) | np.isin(group, group[edges])
+        keep = is_wanted | _sampled(sequence, is_first & ~is_wanted)
+        counted = is_first & ~keep
+        names = list(numbers)
+        lines = zip(*np.unique(process[counted], return_counts=True), strict=True)
         return Chosen(
             self._lines(np.flatnonzero(is_first & keep), columns),
-            zip(self._lines(ends[order], columns), stands_for[order].tolist(), strict=True),
+            {names[x]: int(y) for x, y in lines},
             len(np.unique(group[counted])),
             repeated.tolist(),
         )
@@ -147,14 +149,10 @@ class Well:
 
 
 class Chosen(msgspec.Struct):
-    """What becomes of the lines of requests that went well; each has its source and its number there.
+    """What becomes of the lines of requests that went well."""
 
-    Attributes:
-        edges: Of each process the first and the last line of those that are only counted, and for how many each stands.
-    """
-
-    lines: Iterator[Packed]  # those that are to be read
-    edges: Iterator[tuple[Packed, int]]
+    lines: Iterator[Packed]  # those that are to be read, among them the first and the last of each process
+    counted: dict[str, int]  # how many lines of each process are only counted
     num_requests: int  # requests that are only counted
     repeated: list[int]  # how many lines of each source were there before
 
