@@ -197,17 +197,17 @@ class NixlConfig:
             longest of its table.)
         bulk_descriptors: So do reads of at least so many descriptors, before NIXL merges them.
         process: What of NIXL runs in a process of its own. That process may die inside UCX without taking the engine
-            with it; another one follows it. "never": nothing. "serving": the agent that remote readers reach. "always":
-            that agent, and those of our own reads. "auto": "serving" if the memory is shared and UCX has only TCP
-            between hosts, or no CMA within this one, so that the agent can die; else "never". With "serving" or
-            "always" the start fails if the memory is not shared (`asynckv.shared_tensor`, `asynckv.shared_memory`).
+            with it; another one follows it. "never": nothing. "serving": the agent that remote readers reach. "auto":
+            "serving" if the memory is shared and UCX has only TCP between hosts, or no CMA within this one, so that the
+            agent can die; else "never". With "serving" the start fails if the memory is not shared
+            (`asynckv.shared_tensor`, `asynckv.shared_memory`).
         process_start_s: How long that process may make no progress before it serves; it takes about a second. A busy
             host may delay it: it is waited for while it uses CPU, ten times as long in all. Then the start fails with
-            "serving" and "always"; with "auto" NIXL stays in the engine's process, with a warning.
+            "serving"; with "auto" NIXL stays in the engine's process, with a warning.
         try_metadata: Whether the NIXL metadata of a peer is loaded in a process of its own before it is loaded here,
             because it can end a process inside UCX. "auto": that of peers on other hosts whose address has no key.
             "always": that of all peers. "never": of none. The process is started for the first such peer, and delays it
-            by about a second. With `process="always"` the process that reads is the one at risk, and nothing is tried.
+            by about a second.
     """
 
     backend: str = "UCX"
@@ -215,7 +215,7 @@ class NixlConfig:
     posting_threads: int | str = "auto"
     bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
-    process: Literal["auto", "serving", "always", "never"] = "auto"
+    process: Literal["auto", "serving", "never"] = "auto"
     process_start_s: float = 30.0
     try_metadata: Literal["auto", "always", "never"] = "auto"
 
@@ -233,7 +233,7 @@ class NixlConfig:
         pairs = self.params.items() if isinstance(self.params, dict) else [(None, None)]
         if not all(is_text(each) for pair in pairs for each in pair):
             raise ConfigError(f"nixl.params is {shown(self.params)}; it must be a dict of str to str")
-        check_choice("process", self.process, "auto", "serving", "always", "never")
+        check_choice("process", self.process, "auto", "serving", "never")
         check_choice("try_metadata", self.try_metadata, "auto", "always", "never")
         _check(self, seconds, ["process_start_s"])
 
@@ -407,8 +407,6 @@ class OffloadConfig:
             `directory`.
         policy: What a full tier gives up. "s3-fifo" is not emptied by a scan of prompts that nobody asks for again;
             "lru" gives up what was not used for longest.
-        write_back_bytes_per_s: Most bytes per second from host memory to files, on average over a second; 0: as many as
-            there is time for. Loads and stores go first in any case. Limit it to spare a disk that others use.
         max_bytes: Most bytes in motion at a time, for each of: stores, loads, from files, to files.
         max_post_bytes: Most bytes in one copy. A copy that has begun cannot be stopped, so this bounds for how long a
             cancelled request's blocks are still in use. Fewer than about 16 MiB cost speed, above all where other
@@ -430,7 +428,6 @@ class OffloadConfig:
     directory: str | os.PathLike[str] = ""
     file_bytes: int = 0
     policy: Literal["s3-fifo", "lru"] = "s3-fifo"
-    write_back_bytes_per_s: int = 0
     max_bytes: int = 256 * 1024 * 1024
     max_post_bytes: int = 32 * 1024 * 1024
     copy_threads: int = COPY_THREADS
@@ -443,7 +440,7 @@ class OffloadConfig:
         at_least_1 = "hash_tokens", "host_bytes", "max_bytes", "max_post_bytes", "max_jobs"
         _check(self, text, ["model"], MAX_NAME, 1, under="offload.")
         _check(self, integer, at_least_1, 1, MAX_INTEGER, under="offload.")
-        _check(self, integer, ("file_bytes", "write_back_bytes_per_s"), 0, MAX_INTEGER, under="offload.")
+        _check(self, integer, ["file_bytes"], 0, MAX_INTEGER, under="offload.")
         _check(self, integer, ["copy_threads"], 1, MAX_COPY_THREADS, under="offload.")
         _check(self, seconds, ("timeout_s", "held_s"), under="offload.")
         object.__setattr__(self, "directory", _path("offload.directory", self.directory, "or '' for no files"))

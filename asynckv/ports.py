@@ -359,8 +359,5 @@ class RecordPlane(_MovePlane, Protocol):
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
         """Write down what the layout of records is, for those who find them later."""
 
-    def layouts(self) -> Mapping[str, bytes]:
-        """What was written down, by fingerprint."""
-
     def poll(self) -> Sequence[RecordNews]:
         """What has ended since the last call, as for `CopyPlane`. Never blocks."""

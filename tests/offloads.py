@@ -19,6 +19,7 @@ from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.layout import register_memory
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
+from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk, SimRecords
 from tests.world import make_layout
 
@@ -156,7 +157,7 @@ class Rank:
             await self.offload.start()
             yield self.offload
             if not self.offload._mover.cause:
-                self.offload.check_integrity()
+                check_offload(self.offload)
                 self.engine.check_integrity()
             closing = asyncio.create_task(self.engine.aclose())
             while not closing.done():

@@ -64,6 +64,7 @@ from asynckv.layout import (
 )
 from asynckv.offload import Offload, OffloadConfig
 from tests.engines import Bench, memory, until
+from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies
 from tests.offloads import SIZE, Rank, chain, layout_of
 
@@ -567,7 +568,7 @@ async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Benc
 
 def quiet_too(offload: Offload) -> tuple[Any, ...]:
     """What no refused call may change of an offload."""
-    offload.check_integrity()
+    check_offload(offload)
     said, catalogue = offload.statistics(), offload._own.catalogue
     return said.counters, said.gauges, catalogue.held(), quiet(offload.engine), offload._tiers._closing
 

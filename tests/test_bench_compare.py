@@ -299,8 +299,7 @@ def test_a_directory_is_several_runs(tmp_path: Path) -> None:
             "is of schema asynckv.bench/9, and this asynckv compares asynckv.bench/1",
         ),
         ('{"schema": "asynckv.sweep/9"}\n', "is no sweep of schema asynckv.sweep/1"),
-        ('{"schema": "asynckv.bench/1"}', "is damaged: config, environment, blocks, interrupted, requests.completed"),
-        (json.dumps(made() | {"interrupted": True}), "was interrupted"),
+        ('{"schema": "asynckv.bench/1"}', "is damaged: config, environment, blocks, requests.completed"),
         (json.dumps(made() | {"requests": {}}), "is damaged: requests.completed, requests.failed cannot be read"),
         ("\x00\xff", "is neither"),
         ('{"kind":"sweep","schema":"asynckv.sweep/1"', "holds no sweep yet"),
@@ -350,17 +349,6 @@ def test_a_figure_that_is_no_number_cannot_pass_for_unchanged(
 ) -> None:
     a, b = saved(tmp_path / "a.json", made()), saved(tmp_path / "b.json", found)
     assert says in complaint(["bench", "compare", a, b, "--fail-above", "5%"], monkeypatch, capsys)
-
-
-def test_a_file_that_is_given_twice_is_refused_by_whatever_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a = saved(tmp_path / "a.json", made())
-    (tmp_path / "c.json").symlink_to(a)
-    for other in (a, str(tmp_path)):
-        assert "was given twice" in complaint(["bench", "compare", a, other], monkeypatch, capsys)
-    text = complaint(["bench", "compare", a, str(tmp_path / "c.json")], monkeypatch, capsys)
-    assert f"c.json: was given twice (as {a}); every file is one measurement" in text
 
 
 def test_an_unfinished_sweep_says_how_to_finish_it(tmp_path: Path) -> None:

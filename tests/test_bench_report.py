@@ -47,7 +47,7 @@ def good() -> Measured:
 def test_a_clean_run_is_good() -> None:
     result = report.make(options(), good())
     assert report.is_good(result)
-    assert result["requests"] == {"submitted": 2, "completed": 2, "read_nothing": 0, "failed": 0, "cancelled": 0}
+    assert result["requests"] == {"submitted": 2, "completed": 2, "read_nothing": 0, "failed": 0}
     assert result["bytes"] == {"moved": 200, "wanted": 200, "verified": 200, "wrong": 0}
     assert result["throughput"] == {"gbytes_per_s": 200 / 1e9, "requests_per_s": 2.0}
     assert result["latency_s"]["max"] == 0.3
@@ -99,39 +99,9 @@ def test_pieces_that_make_it_slow_are_a_line_with_the_remedy() -> None:
 def test_a_request_is_complete_only_if_every_rank_completed_it() -> None:
     found = measured(outcome(0, 0.1), outcome(0, 0.4), outcome(1))
     result = report.make(options(tp="1:2"), found)
-    assert result["requests"] == {"submitted": 2, "completed": 1, "read_nothing": 0, "failed": 1, "cancelled": 0}
+    assert result["requests"] == {"submitted": 2, "completed": 1, "read_nothing": 0, "failed": 1}
     assert result["latency_s"]["max"] == 0.4  # the slowest rank's
     assert not report.is_good(result)
-
-
-def test_what_ctrl_c_cut_off_is_cancelled_but_an_error_is_not() -> None:
-    found = measured(outcome(0, error="cancelled", reason="cancelled"), interrupted=True)
-    assert report.make(options(), found)["requests"]["cancelled"] == 2
-    found = measured(outcome(0, error="lost", reason="peer_lost"), interrupted=True)
-    assert report.make(options(), found)["requests"]["failed"] == 1
-
-
-@pytest.mark.parametrize(
-    ("stage", "done", "says"),
-    [
-        ("start", 0, "INTERRUPTED while the workers started; nothing was measured"),
-        ("warm-up", 0, "INTERRUPTED in the warm-up; nothing was measured"),
-        ("run", 0, "INTERRUPTED before a request completed; nothing was measured"),
-        ("run", 1, "INTERRUPTED after 1 of 2 requests; the figures cover these only"),
-        ("run", 2, "INTERRUPTED after all requests; the figures cover these only"),
-    ],
-)
-def test_who_interrupts_a_run_is_told_when_and_what_the_figures_cover(stage: Any, done: int, says: str) -> None:
-    found = measured(*map(outcome, range(done)), interrupted=True, bytes=Counter(verified=200, wanted=200))
-    found.stage = stage
-    result = report.make(options(), found)
-    assert not report.is_good(result)
-    assert report.status(found, result) == 130
-    assert {**result["interruption"], "says": ""} == {"during": stage, "completed": done, "requested": 2, "says": ""}
-    lines = shown(result).splitlines()
-    assert lines[0] == says
-    # No table of zeros.
-    assert (len(lines) > 1) == bool(done)
 
 
 def test_the_first_line_is_the_verdict_and_everything_fits_a_narrow_terminal() -> None:
@@ -207,11 +177,6 @@ def test_too_little_memory_is_said_in_units_that_show_something_with_its_cause()
         Experiment(Options(), Model("small", (Heads(8, 128),) * 2), Workload("x", (1024,))).num_blocks(
             2 * (600 << 20) + (512 << 20) + (8 << 20)
         )
-
-
-def test_nobody_asked_for_this_cancellation() -> None:
-    cut = outcome(1, error="cancelled", reason="cancelled")
-    assert report.make(options(), measured(outcome(0), cut))["requests"]["failed"] == 1
 
 
 def test_open_latency_counts_from_the_schedule_and_says_so() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.options import Options
-from asynckv.tools.bench.schedule import Arrivals, Engines, Place, PrefixCache, Request, make_schedule
+from asynckv.tools.bench.schedule import Engines, Place, PrefixCache, Request, make_schedule
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.models import Heads, Model, Projection, State
 
@@ -67,26 +67,19 @@ def test_the_beginning_of_a_prompt_outlives_its_end() -> None:
 # -- the schedule --------------------------------------------------------------------------------------
 
 
-def schedule(work: Workload, **changes: Any) -> list[Request]:
-    defaults: dict[str, Any] = {
-        "engines": Engines(),
-        "arrivals": Arrivals(),
-        "cache_tokens": 1 << 20,
-        "cached": lambda tokens: 0,
-        "seed": 0,
-    }
-    return make_schedule(work, **(defaults | changes))
+def schedule(work: Workload, engines: Engines = Engines(), **options: Any) -> list[Request]:  # noqa: B008
+    return make_schedule(work, Options(**options), engines)
 
 
 def test_a_trace_keeps_its_gaps_and_speed_divides_them() -> None:
     work = Workload("t", (10,) * 3, arrivals_s=(0.0, 3.0, 9.0))
-    assert [r.arrival_s for r in schedule(work, arrivals=Arrivals(speed=1.0))] == [0.0, 3.0, 9.0]
-    assert [r.arrival_s for r in schedule(work, arrivals=Arrivals(speed=3.0))] == [0.0, 1.0, 3.0]
+    assert [r.arrival_s for r in schedule(work, speed=1.0)] == [0.0, 3.0, 9.0]
+    assert [r.arrival_s for r in schedule(work, speed=3.0)] == [0.0, 1.0, 3.0]
     assert [r.arrival_s for r in schedule(work)] == [0.0] * 3
 
 
 def test_arrivals_have_the_rate_that_was_asked_for() -> None:
-    times = np.array([r.arrival_s for r in schedule(Workload("t", (10,) * 5000), arrivals=Arrivals(rate=200.0))])
+    times = np.array([r.arrival_s for r in schedule(Workload("t", (10,) * 5000), rate=200.0)])
     gaps = np.diff(times, prepend=0.0)
     assert (gaps > 0).all()
     assert gaps.mean() == pytest.approx(1 / 200, rel=0.05)
@@ -97,7 +90,7 @@ def test_arrivals_have_the_rate_that_was_asked_for() -> None:
 def test_a_shared_prefix_is_cached_once_it_was_pulled() -> None:
     work = Workload("t", (64, 64, 40, 64), chunks=((1, 2), (1, 2), (1, 2), (1, 3)), chunk_tokens=16)
     assert [r.cached for r in schedule(work)] == [0, 32, 32, 16]
-    assert [r.cached for r in schedule(work, cache_tokens=0)] == [0] * 4
+    assert [r.cached for r in schedule(work, prefix_cache=0)] == [0] * 4
     assert [r.cached for r in schedule(work, engines=Engines(decode=2))] == [0, 0, 32, 16]
 
 
@@ -108,8 +101,8 @@ def test_a_last_chunk_that_is_not_full_is_cached_as_far_as_it_goes() -> None:
 
 def test_what_is_a_prompts_own_pushes_others_out() -> None:
     work = Workload("t", (16, 64, 16), chunks=((1,), (2,), (1,)), chunk_tokens=16)
-    assert [r.cached for r in schedule(work, cache_tokens=80)] == [0, 0, 16]
-    assert [r.cached for r in schedule(work, cache_tokens=64)] == [0, 0, 0]
+    assert [r.cached for r in schedule(work, prefix_cache=80)] == [0, 0, 16]
+    assert [r.cached for r in schedule(work, prefix_cache=64)] == [0, 0, 0]
 
 
 @given(st.integers(1, 4), st.integers(1, 4))
@@ -127,7 +120,7 @@ def test_every_pair_of_engines_gets_its_turn(prefill: int, decode: int) -> None:
 def test_a_seed_gives_its_schedule_again(seed: int) -> None:
     def make(s: int) -> list[Request]:
         work = Workload("t", (64,) * 20).sharing(32, 3, s)
-        return schedule(work, arrivals=Arrivals(rate=5.0), seed=s)
+        return schedule(work, rate=5.0, seed=s)
 
     assert make(seed) == make(seed)
     assert make(seed) != make(seed + 1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asynckv.config import NixlConfig
-from asynckv.edges import process
 from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.process import ProcessPlane, ServingPlane
+from asynckv.edges.process import ServingPlane
 from asynckv.edges.zmq import ZmqPlane
 from asynckv.testing import SimControl, SimData, SimNetwork
 from tests.lab.conformance import check_control_plane, check_data_plane
@@ -35,16 +34,6 @@ async def test_nixl_data_plane(posting_threads: int) -> None:
     """With posting threads every read is bulk."""
     config = NixlConfig(posting_threads=posting_threads, bulk_bytes=1)
     await check_data_plane(lambda name: NixlPlane(config, name))
-
-
-@pytest.mark.nixl
-@pytest.mark.slow
-@pytest.mark.parametrize("tables", [process.MAX_TABLES, 2])
-async def test_nixl_data_plane_in_a_process_of_its_own(tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same plane, on the far side of a socket, which knows many tables or few."""
-    monkeypatch.setattr(process, "MAX_TABLES", tables)
-    config = NixlConfig(posting_threads=1, bulk_bytes=1)
-    await check_data_plane(lambda name: ProcessPlane(config, name), shared=True)
 
 
 @pytest.mark.nixl

@@ -23,6 +23,7 @@ from asynckv.errors import BackendError
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import RecordsEnded
+from tests.lab.offload_audit import audit
 from tests.test_file_tier import COUNT, DONE, PAGE, READ, SIZE, WRITE, Make, make, records
 
 __all__ = ["make"]
@@ -136,22 +137,22 @@ def test_a_segment_with_holes_takes_its_space_at_the_start(
     assert taken == [(0, 4 * PAGE)]
 
 
-@pytest.mark.parametrize(("free", "beside", "is_enough"), [(0, 0, True), (0, 1, False), (PAGE, PAGE, True)])
+@pytest.mark.parametrize(("free", "more", "is_enough"), [(0, 0, True), (0, 1, False), (PAGE, PAGE, True)])
 def test_what_the_segments_have_already_need_not_be_free(
     opened: Callable[..., Segments],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     free: int,
-    beside: int,
+    more: int,
     is_enough: bool,
 ) -> None:
     (there := opened()).close()
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=1, f_bavail=free, f_frsize=1))
     if is_enough:
-        check_room(tmp_path, sum(there.lengths), beside)
+        check_room(tmp_path, sum(there.lengths) + more)
     else:
-        with pytest.raises(NoRoom, match=f"{beside} of them by the index"):
-            check_room(tmp_path, sum(there.lengths), beside)
+        with pytest.raises(NoRoom, match=f"{more} more are needed, and 0 are free"):
+            check_room(tmp_path, sum(there.lengths) + more)
 
 
 def test_a_start_that_finds_no_room_removes_only_what_it_made(
@@ -343,6 +344,6 @@ def test_a_pinning_load_that_was_cancelled_keeps_nothing_of_what_lands_later() -
     for move in moves:
         catalogue.ended(move.move_id, Ending.DONE)
     assert catalogue.held() == {}
-    assert catalogue.check_integrity() == []
+    assert audit(catalogue) == []
     assert catalogue.evict() == (4, 0)
     assert not list(catalogue.host.entries())

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -168,7 +167,9 @@ both = pytest.mark.parametrize("back_end", ["plain", pytest.param("nixl", marks=
 
 @both
 @pytest.mark.parametrize("direct", [True, False])
-async def test_what_is_stored_is_found_by_the_next_start(make: Make, back_end: str, direct: bool) -> None:
+async def test_what_is_stored_is_found_by_the_next_start(
+    make: Make, tmp_path: Path, back_end: str, direct: bool
+) -> None:
     tier, all_of_it = make(back_end=back_end, direct=direct), records(*range(COUNT))
     assert tier.start() == []
     tier.plane.keep_layout("layout", b"how it lies")
@@ -178,7 +179,7 @@ async def test_what_is_stored_is_found_by_the_next_start(make: Make, back_end: s
     tier.plane.close()
     found = tier.start()
     assert sorted(found) == sorted(Stored(r.key, r.far, r.size, "layout", "group") for r in all_of_it)
-    assert tier.plane.layouts() == {"layout": b"how it lies"}
+    assert read_index(tmp_path / "tier").layouts == {"layout": b"how it lies"}
     elsewhere = [r._replace(near=(COUNT - 1) * SIZE - r.near) for r in all_of_it]
     assert (await tier.load(elsewhere)).ending is DONE
 
@@ -400,7 +401,7 @@ FIRST_PAGE = sorted({18, 19, 59, 63, 68, *random.Random(26).sample(range(PAGE), 
 
 
 async def test_over_an_index_with_a_wrong_byte_every_start_ends_well(make: Make, tmp_path: Path) -> None:
-    folder, tier = tmp_path / "tier", make(num_bytes=4 * SIZE, record_bytes=SIZE)
+    folder, tier = tmp_path / "tier", make(num_bytes=4 * SIZE)
     some = [r._replace(far=i * SIZE) for i, r in enumerate(records(0, 1))]
     tier.start()
     await tier.store(some)
@@ -419,28 +420,6 @@ async def test_over_an_index_with_a_wrong_byte_every_start_ends_well(make: Make,
         assert tier.plane.found["index_damaged"] == 0
         tier.plane.close()
     assert 5 <= told < len(FIRST_PAGE)
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-async def test_a_damaged_index_is_kept_only_where_there_is_room_for_another(
-    make: Make, tmp_path: Path, has_room: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, tier = tmp_path / "tier", make()
-    await put(tier, 2)
-    index = (folder / INDEX).stat().st_size
-    most = sum(path.stat().st_blocks * 512 for path in folder.iterdir()) + index * (3 if has_room else 1)
-
-    def disk(path: Path) -> SimpleNamespace:
-        free = most - sum(each.stat().st_blocks * 512 for each in folder.iterdir())
-        return SimpleNamespace(f_bavail=max(0, free), f_frsize=1, f_blocks=most)
-
-    monkeypatch.setattr(os, "statvfs", disk)
-    spoil(folder, (folder / INDEX).read_bytes(), 0)
-    assert tier.start() == []
-    assert isinstance(tier.plane, FileTier)
-    assert tier.plane.found["index_damaged"] == 1
-    assert (folder / f"{INDEX}.damaged").exists() == has_room
-    assert (await tier.store(records(1))).ending is DONE
 
 
 @contextmanager
@@ -472,7 +451,7 @@ async def test_rows_of_no_sense_are_dropped_and_of_two_in_one_place_the_older(ma
         db.execute("INSERT INTO layouts VALUES ('strange', 1000000000000)")
     found = {stored.key for stored in tier.start()}
     assert found == {r.key for r in records(*range(COUNT - 1))} | {b"newer"}
-    assert tier.plane.layouts() == {}
+    assert read_index(tmp_path / "tier").layouts == {}
     tier.plane.close()
     with database(tmp_path / "tier") as db:
         assert db.execute("SELECT count(*) FROM records").fetchone() == (COUNT,)
@@ -950,27 +929,6 @@ async def test_a_place_is_forgotten_before_it_is_written_over_or_it_is_not_writt
     assert (await tier.load(records(7))).ending is DONE
     tier.plane.close()
     assert unsound(folder) == []
-
-
-async def test_the_index_takes_its_space_at_the_start(make: Make, tmp_path: Path) -> None:
-    """A disk that is full later keeps it from nothing."""
-
-    def taken() -> dict[str, int]:
-        return {path.name: path.stat().st_blocks for path in (tmp_path / "tier").glob(f"{INDEX}*")}
-
-    tier = make(num_bytes=600 * PAGE, record_bytes=PAGE)
-    tier.start()
-    before = taken()
-    assert set(before) == {INDEX, f"{INDEX}-wal", f"{INDEX}-shm"}
-    for word in "abc":
-        some = [Record(f"{i}-{word}".encode() + bytes(70), 0, i * PAGE, PAGE, "layout", "group") for i in range(600)]
-        random.Random(word).shuffle(some)
-        for i in range(0, 600, 60):
-            tier.post(WRITE, some[i : i + 60])
-            assert (await tier.ended()).ending is DONE
-    assert taken() == before
-    tier.plane.close()
-    assert len(tier.start()) == 600
 
 
 @pytest.mark.parametrize("what", ["", "segment-00003.kv", INDEX])

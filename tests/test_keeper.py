@@ -1,13 +1,12 @@
 """Who keeps processes keeps two of them: one serves, one stands by; and whatever they do, the engine is told once.
 
 The children here are real processes with the real socket between them, but small ones: they map nothing, know no NIXL,
-and do what the test asks of each by its number. A remote agent's name says what becomes of it, and of reads from it.
+and do what the test asks of each by its number. A remote agent's name says what becomes of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import itertools
 import os
@@ -25,17 +24,13 @@ import numpy as np
 import pytest
 
 from asynckv import BackendError, EngineClosed, NixlConfig, shared_memory
-from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.types import TransferId
-from asynckv.edges import keeper, process, taster
+from asynckv.edges import keeper, taster
 from asynckv.edges import process_wire as wire
 from asynckv.edges.keeper import Keeper
-from asynckv.edges.process import ProcessPlane, ServingPlane
+from asynckv.edges.process import ServingPlane
 from asynckv.edges.process_main import COLLISION
 from asynckv.edges.taster import Taster
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import ReadRequest
-from asynckv.geometry.tables import DescTable, Span
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
 from asynckv.testing import SimData, SimNetwork
 from tests.engines import until
@@ -83,7 +78,7 @@ if what == "toils":
     until = time.monotonic() + float(value)
     while time.monotonic() < until:
         pass
-say(b"\x91\x93\x01\x92" + text("agent of " + name) + b"\xc4\x00" + b"\x81" + text("pid") + text(str(os.getpid())))
+say(b"\x91\x92\x01\x92" + text("agent of " + name) + b"\xc4\x00")
 if what == "deaf":
     signal.pause()
 if what == "leaves":
@@ -97,15 +92,10 @@ while True:
         say(b"\xc1")
     for order in orders:
         match order:
-            case [1, number, ["deadly", *_], _]:
+            case [1, ["deadly", *_], _]:
                 os.kill(os.getpid(), signal.SIGSEGV)
-            case [1, number, [agent, *_], _] if agent != "silent":
-                say(msgpack.encode([[3, number, "no such agent" if agent == "refused" else ""]]))
-            case [5, transfer, agent, *_] if agent != "endless":
-                ended = [transfer, agent if agent == "done" else "in_doubt"], [transfer + 1000, "done"]
-                say(msgpack.encode([[4, ended]]))
-            case [5, transfer, "endless", *_] if transfer > 100:  # what was in doubt has ended
-                say(msgpack.encode([[4, [[transfer - 100, "failed", "late"]]]]))
+            case [1, [agent, *_], _] if agent != "silent":
+                say(msgpack.encode([[3, "no such agent" if agent == "refused" else ""]]))
             case [7]:
                 os._exit(0)
             case [8]:
@@ -189,7 +179,6 @@ async def test_a_child_is_given_its_memory_and_a_group_of_its_own(kept: Callable
     assert (each.keeper.is_serving, each.keeper.pid, each.keeper.num_processes) == (False, 0, 0)
     await each.start()
     assert each.keeper.is_serving
-    assert each.keeper.facts == {"pid": str(each.keeper.pid)}
     assert (each.keeper.num_processes, each.keeper.stands_by(), each.keeper.is_closing) == (1, False, False)
     assert each.lines("kept") == ["['-P', '-m', 'asynckv.edges.process_main'] True 1 True"]
     assert each.news() == ["kept"]
@@ -310,7 +299,6 @@ async def test_the_one_that_stands_by_serves_at_once_and_another_stands_by_then(
         assert each.news() == [("the data plane's process was ended by SIGKILL", 0.0), f"kept-{number}"]
         assert each.told[-1] is None  # all was told in one go
         assert each.keeper.pid == follows
-        assert each.keeper.facts == {"pid": str(follows)}
         assert each.keeper.agent.name == f"agent of kept-{number}"
 
 
@@ -321,7 +309,7 @@ async def test_without_one_that_stands_by_one_is_started(kept: Callable[..., Kep
     await until(lambda: len(each.news()) > 1)
     assert each.news()[1:] == [("the data plane's process was ended by SIGKILL", 0.0)]
     assert (each.keeper.is_serving, each.keeper.pid, each.keeper.name) == (False, 0, "kept")
-    each.keeper.order(wire.Forget(1))  # nobody is there to obey
+    each.keeper.order(wire.Drop("x"))  # nobody is there to obey
     await until(lambda: len(each.news()) > 2)
     assert each.news()[2:] == ["kept-2"]
     await until(each.keeper.stands_by)
@@ -428,7 +416,7 @@ async def test_processes_that_cannot_be_started_any_more_are_told_and_tried_agai
 async def test_one_that_raves_or_closes_its_end_is_killed(kept: Callable[..., Kept], plan: str, cause: str) -> None:
     each = kept(plan.split()[1] + " serve", SETTLE_S=60.0)
     await each.start()
-    each.keeper.order(wire.Forget(1))
+    each.keeper.order(wire.Drop("x"))
     await until(lambda: len(each.news()) > 2)
     assert each.news()[1][0].startswith(cause)
     assert each.news()[2] == "kept-2"
@@ -481,11 +469,11 @@ async def test_orders_of_one_turn_are_one_frame_in_order(kept: Callable[..., Kep
     each = kept("serve", SETTLE_S=60.0)
     await each.start()
     for turn, number in itertools.product(range(3), range(5)):
-        each.keeper.order(wire.Forget(10 * turn + number))
+        each.keeper.order(wire.Drop(f"{10 * turn + number}"))
         if number == 4:
             await asyncio.sleep(0)
     await until(lambda: len(each.orders("kept")) == 3)
-    assert each.orders("kept") == [[[4, 10 * turn + number] for number in range(5)] for turn in range(3)]
+    assert each.orders("kept") == [[[2, f"{10 * turn + number}"] for number in range(5)] for turn in range(3)]
     assert each.keeper.frames_out == 3
 
 
@@ -495,11 +483,11 @@ async def test_orders_that_do_not_fit_arrive_as_soon_as_they_do(kept: Callable[.
     os.kill(each.keeper.pid, signal.SIGSTOP)
     size = 1 << 18
     for number in range(4):
-        each.keeper.order(wire.Drop("x" * size, bool(number % 2)))
+        each.keeper.order(wire.Drop("x" * (size + number)))
         await asyncio.sleep(0)
     os.kill(each.keeper.pid, signal.SIGCONT)
     await until(lambda: len(each.orders("kept")) == 4)
-    assert [(len(name), keep) for ((_, name, keep),) in each.orders("kept")] == [(size, n % 2 == 1) for n in range(4)]
+    assert [len(name) for ((_, name),) in each.orders("kept")] == [size + number for number in range(4)]
 
 
 # -- the end -------------------------------------------------------------------------------------------
@@ -510,12 +498,12 @@ async def test_who_serves_is_told_to_end_and_who_stands_by_is_ended(kept: Callab
     await each.start()
     await until(each.keeper.stands_by)
     pids = [each.keeper.pid, each.standing_by]
-    each.keeper.order(wire.Forget(1))
+    each.keeper.order(wire.Drop("x"))
     await each.keeper.quiesce()
     assert (each.keeper.num_processes, each.keeper.is_serving, each.keeper.is_closing) == (0, False, True)
     each.keeper.close()
     each.keeper.close()
-    assert each.orders("kept") == [[[4, 1], [7]]]
+    assert each.orders("kept") == [[[2, "x"], [7]]]
     assert each.orders("kept-2") == []
     assert not any(map(exists, pids))
     assert each.news() == ["kept"]  # nothing was lost
@@ -554,187 +542,8 @@ async def test_nothing_begins_after_the_end(kept: Callable[..., Kept]) -> None:
 
 # -- the planes that are made of it --------------------------------------------------------------------
 
-TABLE = DescTable(1, Span(0, 0, 0, 0, 16), np.full(1, 64), np.zeros((1, 3), np.int64), np.zeros((1, 3), np.int64), 4, 4)
-OTHER = dataclasses.replace(TABLE, table_id=2)
-ZERO = np.zeros(1, np.int32)
 SOMEBODY = (Memory(4096, 64),)
 KILLED = "the data plane's process was ended by SIGKILL"
-
-
-class Plane:
-    """A plane whose reads are posted by a child, and what it told."""
-
-    def __init__(self, kept: Kept, deaths: int = keeper.DEATHS) -> None:
-        self.kept, self.news, self.plane = kept, list[Any](), ProcessPlane(NixlConfig(), "kept", deaths=deaths)
-        kept.keeper = self.plane._keeper
-
-    @classmethod
-    async def start(cls, kept: Kept, deaths: int = keeper.DEATHS) -> Plane:
-        each = cls(kept, deaths)
-        memory = Memory(kept.memory.ctypes.data, kept.memory.nbytes)
-        await each.plane.start([memory], lambda: each.news.extend(each.plane.poll()))
-        return each
-
-    async def meet(self, *names: str) -> None:
-        for name in names:
-            await self.plane.add_remote_agent(AgentInfo(name, b""), SOMEBODY)
-
-    def read(self, transfer: int, name: str, table: DescTable = TABLE) -> TransferEnded | None:
-        return self.plane.post_read(TransferId(transfer), name, ReadRequest(table, ZERO, ZERO, 64, 1))
-
-    def counts(self, *names: str) -> list[int]:
-        found = self.plane.statistics()
-        return [found[name] for name in names]
-
-    def orders(self, name: str = "kept") -> list[Any]:
-        """What the child was told: the kind of order, and its number or name."""
-        return [tuple(order[:2]) for frame in self.kept.orders(name) for order in frame]
-
-
-async def test_ends_are_told_once_and_only_of_what_runs(kept: Callable[..., Kept]) -> None:
-    each = await Plane.start(kept("serve", SETTLE_S=60.0))
-    await each.meet("done", "doubted", "endless")
-    assert [each.read(1, "done"), each.read(2, "doubted"), each.read(3, "endless")] == [None] * 3
-    assert each.counts("posts", "running", "in_doubt", "peers") == [3, 3, 0, 3]
-    await until(lambda: len(each.news) > 1)
-    assert each.news == [(1, Ending.DONE, "", False), (2, Ending.IN_DOUBT, "", False)]
-    assert each.counts("posts", "running", "in_doubt") == [3, 1, 1]
-    assert each.read(102, "endless") is None
-    await until(lambda: len(each.news) > 2)
-    assert each.news[2:] == [(2, Ending.FAILED, "late", False)]
-    assert each.counts("posts", "running", "in_doubt") == [4, 2, 0]
-    assert each.plane.poll() == []
-
-
-async def test_with_its_child_every_read_has_ended_the_doubtful_as_well(kept: Callable[..., Kept]) -> None:
-    each = await Plane.start(kept("serve"))
-    await each.meet("endless", "doubted")
-    for number, name in ((3, "endless"), (1, "doubted"), (2, "endless")):
-        each.read(number, name)
-    await until(lambda: each.news)
-    each.news.clear()
-    await until(each.kept.keeper.stands_by)
-    os.kill(each.plane.pid, signal.SIGKILL)
-    await until(lambda: len(each.news) > 4)
-    assert each.news[:3] == [(number, Ending.FAILED, KILLED, False) for number in (1, 2, 3)]
-    assert each.news[3] == AgentLost(KILLED, 0.0, True)
-    replaced = each.news[4]
-    assert (type(replaced), replaced.cause, replaced.transfers_failed) == (AgentReplaced, KILLED, 3)
-    assert replaced.agent.name == "agent of kept-2"
-    assert 0 <= replaced.seconds < 5
-    assert each.counts("running", "in_doubt", "peers", "restarts") == [0, 0, 0, 1]
-    assert each.plane.describe()["serving"] == f"process {each.plane.pid}"
-    # Its successor knows nobody, and no table.
-    each.news.clear()
-    await each.meet("done")
-    each.read(4, "done")
-    await until(lambda: each.news)
-    assert [kind for kind, _ in each.orders("kept-2")] == [1, 3, 5]
-
-
-async def test_a_table_is_sent_once_for_each_agent_and_the_oldest_makes_room(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "MAX_TABLES", 1)
-    each = await Plane.start(kept("serve", SETTLE_S=60.0))
-    await each.meet("done", "endless")
-    for name, table in (("done", TABLE), ("done", TABLE), ("endless", TABLE), ("done", OTHER), ("done", TABLE)):
-        each.read(1, name, table)
-    await until(lambda: [1, Ending.DONE] in [list(ended[:2]) for ended in each.news])
-    assert each.orders() == [
-        (1, 1),
-        (1, 2),
-        (3, 1),
-        (5, 1),
-        (5, 1),
-        (3, 2),
-        (5, 1),
-        (4, 1),
-        (3, 3),
-        (5, 1),
-        (4, 3),
-        (3, 4),
-        (5, 1),
-    ]
-    reads = [order[2:4] for frame in each.kept.orders("kept") for order in frame if order[0] == 5]
-    assert reads == [["done", 1], ["done", 1], ["endless", 2], ["done", 3], ["done", 4]]
-
-
-async def test_an_agent_is_known_until_everybody_who_added_it_has_removed_it(kept: Callable[..., Kept]) -> None:
-    each = await Plane.start(kept("serve", SETTLE_S=60.0))
-    await each.meet("done", "done", "endless")
-    each.read(1, "done")
-    await until(lambda: each.news)
-    known = len(each.orders())
-    each.plane.remove_remote_agent("nobody")
-    each.plane.remove_remote_agent("done", keep=True)
-    assert each.counts("peers") == [2]
-    each.plane.remove_remote_agent("done")
-    each.plane.remove_remote_agent("done")
-    assert each.counts("peers") == [1]
-    await until(lambda: len(each.orders()) >= known + 3)
-    said = [order for frame in each.kept.orders("kept") for order in frame]
-    assert said[known:] == [[2, "done", True], [2, "done", False], [4, 1]]
-
-
-async def test_an_agent_that_the_child_refuses_is_not_known(kept: Callable[..., Kept]) -> None:
-    each = await Plane.start(kept("serve", SETTLE_S=60.0))
-    with pytest.raises(BackendError, match=r"^no such agent$"):
-        await each.meet("refused")
-    assert each.counts("peers") == [0]
-
-
-async def test_whoever_is_being_loaded_when_the_child_ends_is_not_known(kept: Callable[..., Kept]) -> None:
-    each = await Plane.start(kept("serve"))
-    await until(each.kept.keeper.stands_by)
-    task = asyncio.create_task(each.meet("silent"))
-    await until(lambda: each.orders())
-    os.kill(each.plane.pid, signal.SIGKILL)
-    with pytest.raises(BackendError, match=f"^{KILLED}$"):
-        await task
-    assert each.counts("peers") == [0]
-
-
-async def test_whoever_is_to_be_loaded_between_two_children_waits_for_the_next(kept: Callable[..., Kept]) -> None:
-    each = await Plane.start(kept("serve", SETTLE_S=60.0))
-    os.kill(each.plane.pid, signal.SIGKILL)
-    await until(lambda: each.news)
-    assert each.plane.describe()["serving"] == "no process now"
-    assert each.read(1, "done") == TransferEnded(TransferId(1), Ending.FAILED, KILLED)
-    assert each.counts("running", "posts") == [0, 1]
-    await each.meet("done")
-    assert each.counts("peers") == [1]
-
-
-async def test_after_too_many_deaths_nobody_waits(kept: Callable[..., Kept]) -> None:
-    each = await Plane.start(kept("serve", SETTLE_S=60.0), deaths=0)
-    os.kill(each.plane.pid, signal.SIGKILL)
-    await until(lambda: each.news)
-    assert each.news[0].pause_s > 0
-    with pytest.raises(BackendError, match=f"^{KILLED}$"):
-        await each.meet("done")
-    await each.plane.quiesce()
-    each.plane.close()
-    with pytest.raises(BackendError, match="SIGKILL"):
-        await each.meet("done")
-
-
-async def test_a_plane_that_is_closed_takes_nothing_and_forgets_everything(kept: Callable[..., Kept]) -> None:
-    each = await Plane.start(kept("serve", SETTLE_S=60.0))
-    await each.meet("endless")
-    each.read(1, "endless")
-    loading = asyncio.create_task(each.meet("silent"))
-    await until(lambda: len(each.orders()) > 2)
-    await each.plane.quiesce()
-    late = each.read(2, "endless")
-    assert late == TransferEnded(TransferId(2), Ending.FAILED, "the data plane was closed")
-    each.plane.close()
-    with pytest.raises(BackendError, match=r"^the data plane was closed$"):
-        await loading
-    with pytest.raises(BackendError, match=r"^the data plane was closed$"):
-        await each.meet("done")
-    assert each.counts("running", "in_doubt", "peers", "processes", "restarts") == [0] * 5
-    assert each.news == each.plane.poll() == []
 
 
 async def test_where_only_serving_has_a_process_reads_are_posted_here(kept: Callable[..., Kept]) -> None:
@@ -850,8 +659,8 @@ async def test_a_try_that_is_cancelled_leaves_no_process_that_hangs_to_the_next(
         asyncio.ensure_future(each.try_out(AgentInfo(name, b""), SOMEBODY)) for name in ("silent", "good", "good")
     )
     await until(lambda: len(made.lines("tries-1")) > 1)  # it is at it
-    assert each._plane is not None
-    pid = each._plane.pid
+    assert each._child is not None
+    pid = each._child.keeper.pid
     second.cancel()
     first.cancel()
     await third

@@ -67,7 +67,7 @@ def test_pieces_in_any_order_and_twice_are_one_log(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "a.log")
     logs = read_logs([tmp_path / "a.log.1", tmp_path, link])
     assert [x.text("request_id") for x in logs.records] == [str(i) for i in range(9)]
-    assert logs.num_repeated == 1
+    assert logs.total.num_repeated == 1
     assert not logs.skipped
     assert len(logs.sources) == 3
 
@@ -181,8 +181,8 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
         "without a time that can be read (timestamp, time, ts, @timestamp, asctime)": (1, f"{path}:5"),
         "longer than 1,048,576 bytes": (1, f"{path}:6"),
     }
-    assert logs.num_others == 3
-    assert logs.num_lines == 10
+    assert logs.total.num_others == 3
+    assert logs.total.num_lines == 10
     assert logs.records[1].number("number") != logs.records[1].number("number")
 
 
@@ -229,11 +229,11 @@ def test_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_and_choice(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[str] = []
     path = write(tmp_path / "a.log", *[row(request_id=str(i)) for i in range(9000)], row("pull_ended"))
-    logs = read_logs([path], lambda done, total: seen.append((done, total)), keep=lambda event: event == "pull_ended")
+    logs = read_logs([path], seen.append, keep=lambda event: event == "pull_ended")
     assert [x.event for x in logs.records] == ["pull_ended"]
-    assert seen[-1] == (path.stat().st_size, path.stat().st_size)
+    assert seen == [f"{path}, {i + 1} MiB" for i in range(path.stat().st_size >> 20)]
 
 
 JSON = st.recursive(

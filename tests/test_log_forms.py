@@ -68,7 +68,7 @@ def test_kubernetes_cuts_long_lines(tmp_path: Path) -> None:
     both = [x for pair in zip(first, second, strict=True) for x in pair]
     logs = read_logs([write(tmp_path / "0.log", *both, *cri("GET /health"), *cri(json.dumps(row(request_id="c"))))])
     assert sorted(ids(logs)) == ["a", "b", "c"]
-    assert (len(logs.records[0].fields["history"]), logs.skipped, logs.num_others) == (600, [], 1)
+    assert (len(logs.records[0].fields["history"]), logs.skipped, logs.total.num_others) == (600, [], 1)
 
 
 def test_a_piece_that_a_rotation_left_behind_is_a_damaged_line(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_requests_that_went_well_are_counted_and_a_sample_is_read(
     monkeypatch.setattr(well, "MAX_WELL", 100)
     logs = read_logs([tmp_path / "a.log"])
     assert (len(whole.records), whole.num_well) == (len(written.lines), 0)
-    assert whole.num_repeated == logs.num_repeated == len(written.lines)
+    assert whole.total.num_repeated == logs.total.num_repeated == len(written.lines)
     assert len(logs.records) + sum(lines for _, lines in logs.counted) == len(whole.records)
     requests = {x.name: x for x in join(logs).requests}
     assert len(requests) + logs.num_well == 601

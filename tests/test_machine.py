@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
             d, part = rank.core.identity.layout.tp_rank, rank.buffers.layout.views[0].parts[0]
             answered = [self.prefill[p] for p in remote_ranks(d, len(self.decode), len(self.prefill))]
             # Of replicas one is read: another than the first if that could not be met.
-            read = {source.tp_rank for source in pull.sources if source.reads}
+            read = {source.rank.tp_rank for source in pull.sources if source.reads}
             answered = [p for p in answered if p.core.identity.layout.tp_rank in read]
             for head in range(*part.held):
                 holds = [p for p in answered if head in range(*p.buffers.layout.views[0].parts[0].held)]

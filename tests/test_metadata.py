@@ -179,10 +179,10 @@ async def test_the_end_of_a_process_that_tried_nobody_is_not_the_next_peers_faul
     taster = Taster(NixlConfig(), "tries", None)
     remote = AgentInfo("owner", owner.metadata)
     await taster.try_out(remote, owner.memories)
-    assert taster._plane is not None
-    os.kill(taster._plane.pid, signal.SIGKILL)
+    assert taster._child is not None
+    os.kill(taster._child.keeper.pid, signal.SIGKILL)
     async with asyncio.timeout(10.0):
-        while taster._plane.pid:  # noqa: ASYNC110 - nobody is told
+        while taster._child.keeper.pid:  # noqa: ASYNC110 - nobody is told
             await asyncio.sleep(0.01)
     await taster.try_out(remote, owner.memories)
     assert taster.num_refused == 0

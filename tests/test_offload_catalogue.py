@@ -18,6 +18,7 @@ from asynckv.offload.job import Item, Job, JobEnded, JobOutcome, JobReturned, Mo
 from asynckv.offload.keys import StoredGroup, block_hashes
 from asynckv.offload.tier import SLICE, Place, Tier
 from asynckv.offload.traffic import Budgets
+from tests.lab.offload_audit import audit
 
 KIB = 1024
 FULL = StoredGroup(name="full", block_size=16, record_bytes=KIB)
@@ -39,7 +40,7 @@ def carry_out(
             done.append(move)
             if (ending := how(move)) is not None:
                 catalogue.ended(move.move_id, ending)
-        assert catalogue.check_integrity() == []
+        assert audit(catalogue) == []
     return done
 
 
@@ -254,7 +255,7 @@ def test_who_waits_for_two_that_fail_one_with_the_other_fails_once() -> None:
     told = {told.job_id: told for told in catalogue.news() if isinstance(told, JobEnded)}
     assert [told[name].outcome for name in "abc"] == [JobOutcome.FAILED, JobOutcome.FAILED, JobOutcome.MISSING]
     assert told["b"].missing == told["c"].missing == ((0, 1, 2, 3),)
-    assert catalogue.check_integrity() == []
+    assert audit(catalogue) == []
 
 
 def test_a_cancelled_job_ends_when_what_was_posted_has_ended() -> None:
@@ -339,7 +340,7 @@ def test_what_is_pinned_is_not_passed_again_by_each_store(policy: str) -> None:
         catalogue.pin("nothing", prompt(1, "c"))
         catalogue.unpin("nothing")
     assert len(looks) <= 200 + 100
-    assert catalogue.check_integrity() == []
+    assert audit(catalogue) == []
     catalogue.unpin("lease")
     catalogue.store("all", prompt(201, "all"))
     assert len(catalogue.jobs["all"].todo) == 201
@@ -406,7 +407,7 @@ def test_loads_that_wait_for_room_are_not_all_looked_at_in_every_turn() -> None:
         for move in moves:
             catalogue.ended(move.move_id, Ending.DONE)
     assert list(outcomes(catalogue).values()) == [JobOutcome.DONE] * 1000
-    assert catalogue.check_integrity() == []
+    assert audit(catalogue) == []
 
 
 def test_a_load_fails_that_could_only_wait_for_pins() -> None:
@@ -520,7 +521,7 @@ def test_a_block_is_stored_again_while_its_old_slot_is_written_back() -> None:
     assert (new.kind, catalogue.lookup(prompt(1)).ready_tokens) == (MoveKind.STORE, 16)
     catalogue.ended(old.move_id, Ending.DONE)
     assert catalogue.moves(0.0) == []  # the file tier has it already
-    assert catalogue.check_integrity() == []
+    assert audit(catalogue) == []
 
 
 def test_a_job_that_is_not_carried_out_in_time_ends() -> None:
@@ -533,20 +534,6 @@ def test_a_job_that_is_not_carried_out_in_time_ends() -> None:
     [told] = catalogue.news()
     assert isinstance(told, JobEnded)
     assert (told.outcome, told.blocks, told.missing) == (JobOutcome.TIMEOUT, 1, ((1,),))
-
-
-def test_write_backs_keep_their_rate_and_say_when_they_go_on() -> None:
-    rate = Budgets(write_back_bytes_per_s=4 * KIB, move_bytes=2 * KIB)
-    catalogue = Catalogue([FULL], 16, 100 * KIB, 100 * KIB, budgets=rate)
-    catalogue.store("a", prompt(100))
-    written, now = 0, 0.0
-    while len(catalogue.host.onward) or catalogue.jobs:
-        for move in catalogue.moves(now):
-            written += move.num_bytes if move.kind is MoveKind.WRITE_BACK else 0
-            catalogue.ended(move.move_id, Ending.DONE)
-        assert written <= 4 * KIB * (now + 1) + 2 * KIB
-        now = min(catalogue.wake_at, now + 0.25)
-    assert math.isclose(now, 24, abs_tol=1)
 
 
 def test_a_disk_that_stalls_keeps_a_quarter_of_host_memory_and_no_more() -> None:
@@ -636,7 +623,7 @@ def test_all_that_is_evicted_is_found_no_more_at_once_and_dropped_little_by_litt
         assert [each.num_blocks for each in moves] == [7] * (not turns), "what nobody finds is written to files"
         for move in moves:
             catalogue.ended(move.move_id, Ending.DONE)
-        assert catalogue.check_integrity() == []
+        assert audit(catalogue) == []
         before, left = left, sum(1 for _ in catalogue.host.entries())
         assert before == math.inf or before - left <= SLICE
         turns += 1
@@ -690,7 +677,7 @@ def test_what_a_file_tier_recovered_is_found() -> None:
     recovered = [(0, 3, b"p0"), (0, 4, b"p1"), (1, 9, b"p1"), (0, 4, b"taken"), (0, 5, b"p0"), (1, 10**6, b"x")]
     assert catalogue.recover(recovered) == 3
     assert catalogue.lookup(prompt(2)).groups[0].in_file == 2
-    assert catalogue.check_integrity() == []
+    assert audit(catalogue) == []
     assert set(catalogue.forgotten()) == {(0, 3), (1, 10**6)}
     with pytest.raises(LocalProtocolError, match="only an empty file tier"):
         catalogue.recover([])
@@ -703,7 +690,7 @@ def test_other_models_blocks_are_not_found_and_go_first_the_oldest_of_them_befor
     # Its own are the older ones, and are not used: any policy would choose them.
     assert catalogue.recover([(0, i, h) for i, h in reversed(list(enumerate(mine)))], [*others, (0, 10**6)]) == 8
     assert catalogue.forgotten() == [(0, 10**6)]
-    assert catalogue.check_integrity() == []
+    assert audit(catalogue) == []
     assert catalogue.statistics()["file_blocks"] == 8
     catalogue.store("a", prompt(2, "a"))  # into the room that is free
     carry_out(catalogue)
@@ -731,7 +718,7 @@ def test_chunks_of_other_models_blocks_go_before_any_of_its_own(policy: str) -> 
     ]
     mine, others = prompt(len(places[0]), "mine"), [(1, slot) for slot in places[1]]
     assert catalogue.recover([(0, slot, h) for slot, h in zip(places[0], mine, strict=True)], others) == len(mine)
-    assert catalogue.check_integrity() == []
+    assert audit(catalogue) == []
     count = len(places[0]) // 2
     catalogue.store("a", prompt(count, "a"), positions=[range(count), ()])
     carry_out(catalogue)
@@ -775,7 +762,7 @@ def test_an_audit_says_what_does_not_add_up() -> None:
     second.begin(99)
     third.state = EntryState.LEAVING
     catalogue.traffic.under_way[MoveKind.LOAD] = 5
-    wrong = "\n".join(catalogue.check_integrity())
+    wrong = "\n".join(audit(catalogue))
     for words in (
         "host slot 2 of group 0 is leaving, and found by its key",
         "{'nobody'} are noted, and None hold it",

@@ -116,9 +116,9 @@ async def test_files_on_a_disk_that_others_have_filled_are_read_on(
     def refuse(*given: object) -> int:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
+    segment_path(folder, 31).unlink()  # nothing was stored there
     with monkeypatch.context() as patch:
         if how == "quota":
-            segment_path(folder, 31).unlink()  # nothing was stored there
             patch.setattr(os, "posix_fallocate", refuse)
         else:
             free, found = 1000, os.statvfs(folder)

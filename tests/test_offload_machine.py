@@ -30,6 +30,7 @@ from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move
 from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Place
 from asynckv.offload.traffic import Budgets
+from tests.lab.offload_audit import audit
 
 PAGE = 1024
 MODELS = (
@@ -92,9 +93,8 @@ class Machine(RuleBasedStateMachine):
         is_warm=st.booleans(),
         policy=st.sampled_from(policies),
         small=st.booleans(),
-        rate=st.sampled_from([float("inf"), 3.0 * PAGE]),
     )
-    def start(self, model: Any, has_file: bool, is_warm: bool, policy: str, small: bool, rate: float) -> None:
+    def start(self, model: Any, has_file: bool, is_warm: bool, policy: str, small: bool) -> None:
         self.groups, self.policy = model, policy
         self.num_bytes = [PAGE * pages for pages in SIZES[len(model)]]
         n = 4 * PAGE if small else 1 << 20
@@ -104,7 +104,6 @@ class Machine(RuleBasedStateMachine):
             store_bytes=2 * n,
             promotion_bytes=n,
             write_back_bytes=n,
-            write_back_bytes_per_s=rate,
         )
         self.has_file = has_file
         self.memories = [Memory(model, n) for n in self.num_bytes]
@@ -382,7 +381,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_wrong(self) -> None:
         self.hear()
-        assert self.catalogue.check_integrity() == []
+        assert audit(self.catalogue) == []
         assert set(self.catalogue.jobs) == set(self.wanted) - (
             set(self.told) - {j for j, news in self.told.items() if news.is_held and j not in self.returned}
         )

@@ -24,6 +24,7 @@ from asynckv.offload.found import ABSENT, READY, Found, longest
 from asynckv.offload.job import Job, JobEvent, JobKind, JobOutcome, JobState
 from asynckv.offload.keys import MAX_HASH_BYTES, StoredGroup, as_hashes, block_hashes, namespace, needed, stored_groups
 from asynckv.offload.slots import Slots
+from tests.lab.offload_audit import audit_slots
 
 examples = settings(deadline=None, max_examples=50)
 
@@ -109,11 +110,11 @@ def test_slots_never_overlap_and_none_is_lost(data: st.DataObject) -> None:
             assert max(place) < num_bytes
             assert not any(place & other for other in taken.values())
             taken[kind, slot] = place
-        assert slots.audit([{s for k, s in taken if k == kind} for kind in range(len(slots.sizes))]) == []
+        assert audit_slots(slots, [{s for k, s in taken if k == kind} for kind in range(len(slots.sizes))]) == []
     for kind, slot in taken:
         slots.put(kind, slot)
     assert slots.owners == [None] * slots.num_chunks  # all chunks are everybody's again
-    assert slots.audit([set() for _ in slots.sizes]) == []
+    assert audit_slots(slots, [set() for _ in slots.sizes]) == []
 
 
 @examples
@@ -125,16 +126,16 @@ def test_what_was_claimed_is_taken_and_the_rest_is_free(wanted: list[tuple[int, 
     places = [set(range(s * slots.sizes[k], (s + 1) * slots.sizes[k])) for k, s in claimed]
     assert sum(map(len, places)) == len(set().union(*places))
     assert all(0 <= b < 200 for p in places for b in p)
-    assert slots.audit([{s for k, s in claimed if k == kind} for kind in (0, 1)]) == []
+    assert audit_slots(slots, [{s for k, s in claimed if k == kind} for kind in (0, 1)]) == []
 
 
 def test_a_slot_that_is_lost_free_twice_or_out_of_its_chunk_is_found() -> None:
     slots = Slots(200, [2, 3])
     [slot] = slots.take(0, 1)
-    assert slots.audit([{slot}, set()]) == []
-    assert slots.audit([set(), set()]) == [f"slots [{slot}] of 2 bytes are neither free nor taken"]
-    assert slots.audit([{slot, slot + 1}, set()]) == [f"slots [{slot + 1}] of 2 bytes are free and taken"]
-    assert slots.audit([{slot}, {99}]) == ["slots [99] of 3 bytes lie in no chunk of theirs"]
+    assert audit_slots(slots, [{slot}, set()]) == []
+    assert audit_slots(slots, [set(), set()]) == [f"slots [{slot}] of 2 bytes are neither free nor taken"]
+    assert audit_slots(slots, [{slot, slot + 1}, set()]) == [f"slots [{slot + 1}] of 2 bytes are free and taken"]
+    assert audit_slots(slots, [{slot}, {99}]) == ["slots [99] of 3 bytes lie in no chunk of theirs"]
 
 
 def test_what_is_claimed_costs_its_records_and_not_the_tier() -> None:

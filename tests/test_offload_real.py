@@ -19,6 +19,7 @@ from asynckv.errors import LocalProtocolError, PullCancelled
 from asynckv.layout import register_memory
 from asynckv.offload import Load, Lookup, Offload, OffloadConfig, Store
 from asynckv.results import Loaded
+from tests.lab.offload_audit import check as check_offload
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
@@ -234,7 +235,7 @@ async def test_random_requests_on_real_tiers_are_right_to_the_byte(tmp_path: Pat
                     async with anyio.create_task_group() as tasks:
                         for number in range(at, at + 6):
                             tasks.start_soon(requests.request, number)
-                    offload.check_integrity()
+                    check_offload(offload)
             assert not rank.engine.holds()
             rank.engine.check_integrity()
         loaded, from_files = loaded + requests.loaded, from_files + requests.from_files

@@ -159,7 +159,7 @@ def params(number: int, endpoints: Sequence[Endpoint], changes: dict[str, Any]) 
 def places(core: RankCore, number: int, endpoints: Sequence[Endpoint], **changes: Any) -> list[tuple[int, str]]:
     """Announce a request, and say which ranks it answers for."""
     pull = core.announce(f"d{number}", params(number, endpoints, changes), "", 30.0, 0.0)
-    return [(source.tp_rank, source.address) for source in pull.sources]
+    return [(source.rank.tp_rank, source.address) for source in pull.sources]
 
 
 def endpoints(count: int, port: int) -> list[Endpoint]:
@@ -178,7 +178,7 @@ def test_a_group_is_known_by_all_of_its_ranks() -> None:
 def test_endpoints_may_be_a_list() -> None:
     core, listed = make_node(), endpoints(1, 1000)
     pull = core.announce("d1", params(1, tuple(listed), {"endpoints": listed}), "", 30.0, 0.0)
-    assert [(source.tp_rank, source.address) for source in pull.sources] == [(0, "tcp://127.0.0.1:1000")]
+    assert [(source.rank.tp_rank, source.address) for source in pull.sources] == [(0, "tcp://127.0.0.1:1000")]
 
 
 def test_endpoints_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

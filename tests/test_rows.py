@@ -280,7 +280,7 @@ def peer_at(state: PeerState) -> Peer:
         lambda: it.greet(1, CONFIG, 0.0),
         lambda: it.welcomed("agent", LAYOUT, CONFIG, 0.0),
         lambda: it.loaded(0.0),
-        lambda: it.fell_silent(),
+        lambda: it.receive(peer.PeerEvent.SILENT),
     ]
     for step, there in zip(steps, list(PeerState)[1:], strict=False):
         if it.state is state:

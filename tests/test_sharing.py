@@ -27,7 +27,7 @@ from asynckv import (
 )
 from asynckv.edges import choice, transports
 from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.process import ProcessPlane, ServingPlane
+from asynckv.edges.process import ServingPlane
 from asynckv.edges.process_main import COLLISION
 from asynckv.edges.sharing import NotShared, Shares
 from asynckv.edges.torch import shared_zeros
@@ -245,7 +245,6 @@ def test_loopback_is_this_host_alone(address: str, local: bool) -> None:
         ("auto", "", "tcp://0.0.0.0:0", True, ServingPlane, False),
         ("never", "tcp", "tcp://0.0.0.0:0", True, NixlPlane, False),
         ("serving", "", "tcp://127.0.0.1:0", True, ServingPlane, False),
-        ("always", "", "tcp://127.0.0.1:0", True, ProcessPlane, False),
     ],
 )
 def test_the_plane_is_chosen_by_configuration_transports_and_memory(
@@ -263,7 +262,7 @@ def test_the_plane_is_chosen_by_configuration_transports_and_memory(
 
 
 def test_what_is_no_choice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="process is 'sometimes'; it must be 'auto', 'serving', 'always' or 'never'"):
+    with pytest.raises(ConfigError, match="process is 'sometimes'; it must be 'auto', 'serving' or 'never'"):
         NixlConfig(process="sometimes")  # type: ignore[arg-type]
 
 

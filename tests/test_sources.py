@@ -94,7 +94,7 @@ def test_b1_to_b7_every_head_arrives_and_every_rank_is_freed(prefill: int, decod
     # A replica that nobody reads is not even met.
     for rank, row in zip(it.decode, pulls, strict=True):
         met = {p.tp_rank for p in rank.core.decode.peers.by_place.values() if p.state is not PeerState.NEW}
-        assert met == {source.tp_rank for source in row.sources if source.reads}
+        assert met == {source.rank.tp_rank for source in row.sources if source.reads}
 
 
 def test_b7_replicas_are_skipped() -> None:
@@ -102,7 +102,7 @@ def test_b7_replicas_are_skipped() -> None:
     params, _ = it.lend([3], 4)
     [pull] = it.pull([9], params)
     it.world.run()
-    assert [source.tp_rank for source in pull.sources if source.reads] == [0, 2]
+    assert [source.rank.tp_rank for source in pull.sources if source.reads] == [0, 2]
     assert [source.releases for source in pull.sources] == [1, 1, 1, 1]
 
 
@@ -142,7 +142,7 @@ def half_read() -> tuple[Pair, Pull, list[Lease]]:
     [pull] = it.pull([9], params)
     [decode] = it.decode
     it.world.deliver_all()
-    first = next(source for source in pull.sources if source.tp_rank == 0)
+    first = next(source for source in pull.sources if source.rank.tp_rank == 0)
     for transfer_id in list(first.running):
         it.world.complete(decode, transfer_id)
     it.world.deliver_all()
@@ -182,7 +182,7 @@ def test_who_is_cancelled_by_its_id_is_discharged_whatever_it_had_in_mind() -> N
 
 def test_a_rank_that_is_proven_may_go() -> None:
     it, pull, _ = half_read()
-    [decode], sources = it.decode, {source.tp_rank: source for source in pull.sources}
+    [decode], sources = it.decode, {source.rank.tp_rank: source for source in pull.sources}
     assert sources[0].proven
     decode.core.decode.forget(sources[0].address, it.world.time(decode))
     it.world.settle(decode)
@@ -297,7 +297,7 @@ def test_where_the_rule_fails_all_are_asked_and_a_replica_may_be_missing(missing
         world.run(0.1)
     assert pull.reason is Reason.COMPLETE
     assert heads(decode.buffers, 5) == want
-    read = [source.tp_rank for source in pull.sources if source.reads]
+    read = [source.rank.tp_rank for source in pull.sources if source.reads]
     assert read == ([0, 3] if missing == "p1" else [0, 1])
 
 
@@ -422,7 +422,7 @@ def test_a_replica_stands_in_for_one_that_is_dead() -> None:
     for _ in range(25):
         it.world.run(0.1)
     assert pull.reason is Reason.COMPLETE
-    assert [source.tp_rank for source in pull.sources if source.reads] == [1, 2]
+    assert [source.rank.tp_rank for source in pull.sources if source.reads] == [1, 2]
     it.check([9])
 
 

@@ -42,14 +42,8 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
-    """A prefill rank that this one reads from.
-
-    Attributes:
-        heard_s: Seconds since it was last heard; None if it never was.
-        pulls: Requests that have something owed or held there.
-        transfers: Under way, or in doubt.
-        failures: Handshakes that failed in a row.
-        cause: Why the last handshake failed, or why the peer is gone.
+    """A prefill rank that this one reads from. `pulls` have something owed or held there, `transfers` run or are in
+    doubt, `failures` are handshakes that failed in a row, and `cause` says why the last failed, or why it is gone.
     """
 
     rank: str
@@ -65,11 +59,7 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
 
 
 class Lag(Struct, frozen=True, kw_only=True):
-    """How late the engine's event loop came; `was_away` counts `log.away_s`.
-
-    Attributes:
-        counts: How often it was at most so late: seconds as text, or `inf`.
-    """
+    """How late the engine's event loop came; how often at most so late (seconds as text, or `inf`), or `log.away_s`."""
 
     last_s: float = 0.0
     most_s: float = 0.0
@@ -78,14 +68,8 @@ class Lag(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """What only the engine around a rank knows.
-
-    Attributes:
-        life: The engine's state (`running`, `draining`, `suspended` ...).
-        planes: Versions, transports and modes, as `Engine.describe` names them.
-        counters: As `Engine.statistics` counts, the planes' and the log's included.
-        retrying: The first requests that wait for another attempt.
-        num_retrying: The number of all these.
+    """What only the engine around a rank knows: its state, what `Engine.describe` and `Engine.statistics` say, and the
+    first of `num_retrying` requests that wait for another attempt.
     """
 
     version: str = ""

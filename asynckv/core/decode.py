@@ -426,7 +426,11 @@ class DecodeSide:
                     self._ledger.drop(pull.pull_id)
                     self._outbox.commands.append(BlocksReturned(pull))
                 case DO.FINISH:
-                    self._finish(pull, now)
+                    del self.pulls[pull.pull_id]
+                    self._timers.forget(pull)
+                    for source in pull.sources:
+                        self.peers.detach(source.rank.place, pull.pull_id, now)
+                    self._outbox.commands.append(PullOver(pull))
                 case _:
                     assert_never(effect)
         if self._outbox.trace and len(pull.history) > pull.num_traced:
@@ -508,18 +512,6 @@ class DecodeSide:
         # What may still write keeps the peer in the data plane after its pull was retired, but not its heartbeat.
         if source.is_settled and (pull.is_retired or not (source.running or source.doubtful)):
             self.peers.detach(source.rank.place, pull.pull_id, now)
-
-    def _finish(self, pull: Pull, now: float) -> None:
-        del self.pulls[pull.pull_id]
-        self._timers.forget(pull)
-        for source in pull.sources:
-            self.peers.detach(source.rank.place, pull.pull_id, now)
-        self._outbox.commands.append(PullOver(pull))
-
-    def _is_gone(self, source: Source) -> bool:
-        """True if a rank that was not told yet will hear nothing any more."""
-        peer = self.peers.by_place.get(source.rank.place)
-        return source.release is not RELEASE.SETTLED and (peer is None or peer.state is S.GONE)
 
     def _answered(
         self, answer: wire.Ack | wire.Granted | wire.NotYet | wire.Refused, address: Address, sender: str, now: float
@@ -695,7 +687,8 @@ class DecodeSide:
                 if source.rank.place != peer.place:
                     continue
                 if pull.is_published:
-                    if self._is_gone(source):
+                    there = self.peers.by_place.get(source.rank.place)  # another, if it was met anew
+                    if source.release is not RELEASE.SETTLED and (there is None or there.state is S.GONE):
                         unanswered = told.release_unanswered(pull, (source.name,), reason, now, detail)
                         self._outbox.commands.append(unanswered)
                         self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)

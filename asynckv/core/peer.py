@@ -183,17 +183,6 @@ class Peer:
         self.line.is_open = after is S.READY
         return before is not after
 
-    def attach(self, pull_id: PullId, now: float) -> None:
-        if not self.pulls:
-            self.watched_at = now
-        self.pulls.add(pull_id)
-
-    def detach(self, pull_id: PullId, now: float) -> None:
-        if pull_id in self.pulls:
-            self.pulls.discard(pull_id)
-            if not self.pulls:
-                self.unused_at = now
-
     def greet(self, nonce: int, config: PullConfig, now: float) -> None:
         self.receive(E.WANTED)
         self.nonce, self.hellos, self.deadline = nonce, 0, now + config.handshake_s
@@ -214,9 +203,6 @@ class Peer:
     def await_load(self, config: PullConfig, now: float) -> None:
         """It is loaded from now on, as far as is known: whatever the data plane had to do before is not its fault."""
         self.deadline = min(now + config.handshake_s, self.load_by)
-
-    def load_ended(self) -> None:
-        self.is_loading = False
 
     def loaded(self, now: float) -> None:
         self.receive(E.LOADED)
@@ -250,9 +236,6 @@ class Peer:
         self.moved_at = now
         return self.receive(E.HEARD)
 
-    def fell_silent(self) -> None:
-        self.receive(E.SILENT)
-
     def posted(self, transfer_id: TransferId, now: float) -> None:
         self.transfers.add(transfer_id)
         if not self.line.in_flight:
@@ -264,9 +247,6 @@ class Peer:
             self.moved_at = now
         if ending is not ENDING.IN_DOUBT:
             self.transfers.discard(transfer_id)
-
-    def removed(self) -> None:
-        self.is_loaded = False
 
     # -- time --------------------------------------------------------------------------------------
 

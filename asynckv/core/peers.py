@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from asynckv.config import PullConfig
 from asynckv.core.flow import InFlight, Line
 from asynckv.core.outbox import Disconnect, LoadPeer, Outbox, PeerChanged, RemovePeer
-from asynckv.core.peer import FINAL, Due, Peer, PeerState
+from asynckv.core.peer import FINAL, Due, Peer, PeerEvent, PeerState
 from asynckv.core.routes import Routes
 from asynckv.core.source import RemoteRank
 from asynckv.core.timers import Timers
@@ -116,7 +116,9 @@ class Peers:
     # -- who needs whom ----------------------------------------------------------------------------
 
     def attach(self, peer: Peer, pull_id: PullId, now: float) -> None:
-        peer.attach(pull_id, now)
+        if not peer.pulls:
+            peer.watched_at = now
+        peer.pulls.add(pull_id)
         if now + self._config.heartbeat_s < peer.scheduled_at:
             self.wake(peer)
 
@@ -124,7 +126,9 @@ class Peers:
         peer = self.by_place.get(place)
         if peer is None:
             return
-        peer.detach(pull_id, now)
+        if pull_id in peer.pulls:
+            peer.pulls.discard(pull_id)
+            peer.unused_at = now
         if peer.state is S.GONE:
             self.reap(peer)
         elif not peer.pulls and peer.scheduled_at == math.inf:
@@ -208,7 +212,7 @@ class Peers:
         """The data plane is through with a peer, for which others may have waited; False if it was lost, or given up,
         meanwhile.
         """
-        peer.load_ended()
+        peer.is_loading = False
         for other in self.by_place.values():
             if other.state is S.LOADING:
                 other.await_load(self._config, now)
@@ -250,7 +254,7 @@ class Peers:
     def reap(self, peer: Peer) -> None:
         """Take a peer that is gone out of the data plane, once nothing of it can write any more."""
         if peer.is_loaded and not peer.transfers:
-            peer.removed()
+            peer.is_loaded = False
             self._outbox.commands.append(RemovePeer(peer, peer.keep_connected))
         peer.tables.clear()
         self._routes.forget(peer.place)
@@ -282,7 +286,7 @@ class Peers:
                     self.drop(peer)
                     return []
                 case Due.SILENT:
-                    peer.fell_silent()
+                    peer.receive(PeerEvent.SILENT)
                     left.append(due)
                 case _:
                     left.append(due)

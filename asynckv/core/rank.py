@@ -19,7 +19,6 @@ from typing import get_args
 
 import msgspec
 
-from asynckv.arguments import MAX_NAME
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core import wire
 from asynckv.core.decode import DecodeSide
@@ -98,8 +97,6 @@ class RankCore:
         check_lease(params.lease_s, self.config.lease.max_lease_s)
         self._check_ours(params)
         layout = self.identity.layout
-        if readers < 1:
-            raise LocalProtocolError(f"readers is {readers}; a request is lent to at least one cohort")
         lent = Lent(
             key=params.key,
             request_id=RequestId(params.request_id),
@@ -157,11 +154,6 @@ class RankCore:
         retryable: frozenset[Reason] = frozenset(),
     ) -> Pull:
         params, cohort_id = request.params, request.cohort_id
-        if cohort_id and (len(cohort_id) > MAX_NAME or any(0xD800 <= ord(c) <= 0xDFFF for c in cohort_id)):
-            raise LocalProtocolError(
-                f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
-                f"lone surrogates"
-            )
         route = self.decode.routes.answered_for(request.request_id, params)
         ours, reads = self.identity, kind in (KIND.PULL, KIND.ANNOUNCEMENT)
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
@@ -431,7 +423,9 @@ class RankCore:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             # Counting everything takes long where there is much.
             case wire.StatusRequest() if self._may_ask(principal, route, now):
-                self.outbox.send(route, source, self._status(message.nonce))
+                layout = self.identity.layout
+                here = self.identity.engine_id, layout.tp_rank, layout.tp_size
+                self.outbox.send(route, source, wire.Status(message.nonce, *here, self.inspect.gauges()))
             case wire.Hello() | wire.StatusRequest():
                 self.outbox.counters["dropped.too_many_hellos"] += 1
             case _:
@@ -440,10 +434,6 @@ class RankCore:
     def _may_ask(self, principal: str, route: ReplyTo, now: float) -> bool:
         is_shared = principal.startswith("host:")
         return (not is_shared or self._hellos_of_one.take(route, now)) and self._hellos.take(principal or route, now)
-
-    def _status(self, nonce: int) -> wire.Status:
-        layout = self.identity.layout
-        return wire.Status(nonce, self.identity.engine_id, layout.tp_rank, layout.tp_size, self.inspect.gauges())
 
     def _foreign_version(self, origin: Address | ReplyTo, detail: str, now: float) -> None:
         if isinstance(origin, str):

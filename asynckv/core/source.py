@@ -136,14 +136,6 @@ class Source:
         return self.rank.place[0]
 
     @property
-    def incarnation(self) -> str:
-        return self.rank.place[1]
-
-    @property
-    def tp_rank(self) -> int:
-        return self.rank.tp_rank
-
-    @property
     def name(self) -> str:
         return self.rank.name
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from asynckv.config import EngineConfig
 from asynckv.edges.keeper import check_processes
 from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.process import ProcessPlane, ServingPlane
+from asynckv.edges.process import ServingPlane
 from asynckv.edges.sharing import Shares
 from asynckv.edges.taster import Taster
 from asynckv.edges.transports import has_cma, is_emulated, is_loopback, rdma_devices, ucx_setting
@@ -35,8 +35,6 @@ def choose_plane(
     here = NixlPlane(nixl, agent_name, taster)
     if nixl.process == "never" or (nixl.process == "auto" and not _is_emulated(config)):
         return here
-    if nixl.process == "always":
-        return ProcessPlane(nixl, agent_name)
 
     def go_on(cause: str) -> None:
         warn(

@@ -28,8 +28,6 @@ FORMAT = 1
 APPLICATION = 0x61736B76  # `askv`: so that somebody else's database is not taken for one of ours
 MAX_KEY = 1024
 MAX_CHANGES = 1000  # in one transaction: each may write a page or two to the log
-RECORD_BYTES = 256  # what one record may take in an index: it is a hundred or so, in pages that are not full
-ROOM = "room"  # a table that holds space for a moment
 STORED_AT = "stored_at"  # when something was stored in a directory last: nanoseconds since 1970
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
@@ -117,7 +115,7 @@ def _open(path: Path, how: str, *, check: bool = True) -> sqlite3.Connection:
     try:
         for pragma in "synchronous = OFF", "cell_size_check = ON":
             db.execute(f"PRAGMA {pragma}")
-        tables = [sql for name, sql in db.execute("SELECT name, sql FROM sqlite_schema") if name != ROOM]
+        tables = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema")]
         is_ours = all(sql is None or sql in SCHEMA for sql in tables)
         version, application = (_number(db, x) for x in ("user_version", "application_id"))
         if not is_ours and application != APPLICATION:
@@ -182,13 +180,6 @@ def _said(db: sqlite3.Connection, records: bool) -> Said:
     return Said(facts, layouts, entries, malformed)
 
 
-def _wanted(num_records: int) -> tuple[int, int]:
-    """Return the pages of an index, and of its log: four times what is written back at a time."""
-    pages = -(-num_records * RECORD_BYTES // ALIGN) + 16
-    log = 4 * max(64, min(1000, pages // 2))
-    return max(pages, log), log
-
-
 class FileIndex:
     """One open index. All but the constructor belongs to one thread."""
 
@@ -209,19 +200,13 @@ class FileIndex:
             with suppress(FileNotFoundError):
                 (folder / name).rename(folder / f"{name}.damaged")
 
-    @staticmethod
-    def lacks(folder: Path, num_records: int) -> int:
-        sizes = (path.stat().st_size if (path := folder / name).exists() else 0 for name in (INDEX, f"{INDEX}-wal"))
-        return sum(max(0, pages * ALIGN - size) for pages, size in zip(_wanted(num_records), sizes, strict=True))
-
     def said(self) -> Said:
         with typed(self._path.parent):
             return _said(self._db, records=True)
 
-    def prepare(self, num_records: int, forgotten: Iterable[int], **facts: int) -> None:
-        """Take space for so many records, forget what lies at some places, and note small facts."""
+    def prepare(self, forgotten: Iterable[int], **facts: int) -> None:
+        """Forget what lies at some places, and note small facts."""
         with typed(self._path.parent):
-            self._reserve(num_records)
             self.note(**facts)
             self.change({}, forgotten)
 
@@ -229,20 +214,6 @@ class FileIndex:
         with suppress(FileNotFoundError):
             return INDEX if self._path.stat().st_ino != self._inode else ""
         return INDEX
-
-    def _reserve(self, num_records: int) -> None:
-        """Take space for so many records and for the log, which a full disk cannot deny later."""
-        db, (pages, log) = self._db, _wanted(num_records)
-        db.execute(f"PRAGMA wal_autocheckpoint = {log // 4}")
-        missing = max(0, pages - _number(db, "page_count"))
-        # All at a time would be twice on the disk. What is written last makes the log as long as it has to be.
-        for parts in [min(log, missing - done) for done in range(0, missing, log)], [log]:
-            db.execute(f"DROP TABLE IF EXISTS {ROOM}")
-            db.execute(f"CREATE TABLE {ROOM} (bytes BLOB)")
-            for part in parts:
-                db.execute(f"INSERT INTO {ROOM} VALUES (zeroblob(?))", (part * ALIGN,))
-        db.execute(f"DROP TABLE {ROOM}")
-        db.execute("PRAGMA wal_checkpoint")
 
     def note(self, **facts: int) -> None:
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())

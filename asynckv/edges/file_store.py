@@ -239,15 +239,15 @@ def segment_extents(far: int, size: int, segment_bytes: int) -> Iterator[tuple[i
 class NoRoom(BackendError): ...
 
 
-def check_room(folder: Path, num_bytes: int, beside: int = 0, *, refused: str = "") -> None:
-    """See that a disk has room for segments of so many bytes and what comes `beside`, or has not `refused` already."""
+def check_room(folder: Path, num_bytes: int, *, refused: str = "") -> None:
+    """See that a disk has room for segments of so many bytes, or has not `refused` already."""
     found = os.statvfs(folder)
-    wanted = num_bytes + beside - sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
+    wanted = num_bytes - sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
     free, why = found.f_bavail * found.f_frsize, refused or os.strerror(errno.ENOSPC)
     if refused or (found.f_blocks and wanted > free):
         raise NoRoom(
-            f"{folder} has no room for {num_bytes} bytes: {max(0, wanted)} more are needed, {beside} of them by the "
-            f"index, and {free} are free ({why}); free some, or give the file tier fewer, and start again"
+            f"{folder} has no room for {num_bytes} bytes: {max(0, wanted)} more are needed, and {free} are free "
+            f"({why}); free some, or give the file tier fewer, and start again"
         )
 
 

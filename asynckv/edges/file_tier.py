@@ -18,7 +18,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ import anyio.to_thread
 from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, Said, read_index
+from asynckv.edges.file_index import DamagedIndex, Entry, FileIndex, Said, read_index
 from asynckv.edges.file_io import ALIGN, FileIO, PlainFiles, no_collection
 from asynckv.edges.file_store import SEGMENT_BYTES, NoRoom, OwnerLock, Segments, check_folder, check_room
 from asynckv.edges.file_worker import Worker
@@ -37,10 +37,9 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
 
-RECORD_BYTES = 64 << 10
 SLOW_S = 10.0
 CLOSE_S = 10.0
-Opened = tuple[FileIndex | None, Segments, dict[int, Entry], dict[str, bytes]]  # records by place, and layouts
+Opened = tuple[FileIndex | None, Segments, dict[int, Entry]]  # records by place
 
 
 class FileTier:
@@ -53,7 +52,6 @@ class FileTier:
         direct: Whether to bypass the page cache where the file system can.
         slow_s: How long a read may take before it is a miss, and a call to the disk before the tier is given up.
         segment_bytes: Of one file; a directory keeps what it was made with.
-        record_bytes: Of the smallest record: the index takes space for as many as there may be.
         read_only: Read what others have stored, who may have it still, and write nothing.
     """
 
@@ -67,13 +65,11 @@ class FileTier:
         direct: bool = True,
         slow_s: float = SLOW_S,
         segment_bytes: int = SEGMENT_BYTES,
-        record_bytes: int = RECORD_BYTES,
         read_only: bool = False,
     ) -> None:
         self._folder = Path(folder)
         self._num_bytes = integer("num_bytes", num_bytes, ALIGN, MAX_INTEGER, ConfigError) // ALIGN * ALIGN
         self._segment_bytes = integer("segment_bytes", segment_bytes, ALIGN, MAX_INTEGER, ConfigError) // ALIGN * ALIGN
-        self._num_records = self._num_bytes // integer("record_bytes", record_bytes, 1, MAX_INTEGER, ConfigError)
         if not slow_s > 0:
             raise ConfigError(f"slow_s is {slow_s}; it must be more than 0 seconds")
         self._name, self._back_end, self._direct, self._slow_s = name, back_end, direct, float(slow_s)
@@ -105,7 +101,7 @@ class FileTier:
         self._news.clear()
         with ExitStack() as undo:
             undo.callback(self._let_go)
-            (index, segments, entries, layouts), only_read = self._open_as_can_be()
+            (index, segments, entries), only_read = self._open_as_can_be()
             undo.callback(segments.close)
             undo.callback(index.close if index is not None else lambda: None)
             io: FileIO
@@ -117,9 +113,7 @@ class FileTier:
             else:
                 io = PlainFiles(memory)
             undo.pop_all()
-        self._worker = Worker(
-            self._name, memory, segments, index, only_read, io, entries, layouts, self._slow_s, self._wake
-        )
+        self._worker = Worker(self._name, memory, segments, index, only_read, io, entries, self._slow_s, self._wake)
         if only_read and not self._read_only:
             self._news.append(RecordsLost(only_read, reads=False))
             self._wake()
@@ -138,12 +132,7 @@ class FileTier:
         except DamagedIndex:
             FileIndex.set_aside(self._folder)
             self.found["index_damaged"] = 1
-            try:
-                return self._open(is_owned=True), ""
-            except NoRoom:  # the damaged one has it
-                for path in self._folder.glob(f"{INDEX}*.damaged"):
-                    path.unlink()
-                return self._open(is_owned=True), ""
+            return self._open(is_owned=True), ""
         except NoRoom as exc:  # others have filled the disk: what is there is served
             with suppress(BackendError):
                 opened = self._open(is_owned=False)
@@ -156,7 +145,7 @@ class FileTier:
         folder, index = self._folder, None
         with ExitStack() as undo:
             if is_owned:
-                check_room(folder, self._num_bytes, FileIndex.lacks(folder, self._num_records))
+                check_room(folder, self._num_bytes)
                 index = FileIndex(folder)
                 undo.callback(index.close)
             said = index.said() if index is not None else read_index(folder)
@@ -167,9 +156,9 @@ class FileTier:
             undo.callback(segments.close)
             entries, bad = self._recover(said, segments)
             if index is not None:
-                index.prepare(self._num_records, bad, segment_bytes=size, num_bytes=self._num_bytes)
+                index.prepare(bad, segment_bytes=size, num_bytes=self._num_bytes)
             undo.pop_all()
-        return index, segments, entries, said.layouts
+        return index, segments, entries
 
     def _recover(self, said: Said, segments: Segments) -> tuple[dict[int, Entry], list[int]]:
         """Return what can still be there, the newest of what overlaps; and the places of all else, which is counted."""
@@ -227,9 +216,6 @@ class FileTier:
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
         if self._worker is not None:
             self._worker.keep_layout(fingerprint, body)
-
-    def layouts(self) -> Mapping[str, bytes]:
-        return self._worker.layouts if self._worker is not None else {}
 
     def cancel(self, move_id: TransferId) -> None:
         if self._worker is not None:

@@ -94,7 +94,6 @@ class Worker:
         only_read: str,
         io: FileIO,
         entries: dict[int, Entry],
-        layouts: dict[str, bytes],
         slow_s: float,
         wake: Callable[[], None],
     ) -> None:
@@ -102,7 +101,6 @@ class Worker:
         self._folder = segments.path(0).parent
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
         self._entries = entries  # by place; the thread's own
-        self.layouts = layouts
         self._gate = threading.Condition()
         self._moves: dict[TransferId, _Move] = {}
         self._queues: dict[bool, deque[_Move]] = {False: deque(), True: deque()}
@@ -171,7 +169,7 @@ class Worker:
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
         with self._gate:
             if self._takes is Takes.ALL:
-                self.layouts[fingerprint] = self._new_layouts[fingerprint] = body
+                self._new_layouts[fingerprint] = body
                 self._gate.notify()
 
     def cancel(self, move_id: TransferId) -> None:

@@ -186,7 +186,7 @@ class Keeper:
         self._current: _Process | None = None
         self._started: asyncio.Future[None] | None = None  # what `start` waits for
         self._next: _Process | None = None  # the one that stands by
-        self._ready = wire.Ready(AgentInfo("", b""), {})
+        self._ready = wire.Ready(AgentInfo("", b""))
         self.name = name  # of the agent that serves, or served last
         self._orders: list[wire.Order] = []
         self.is_closing = False  # no other follows
@@ -206,10 +206,6 @@ class Keeper:
     @property
     def agent(self) -> AgentInfo:
         return self._ready.agent
-
-    @property
-    def facts(self) -> dict[str, str]:
-        return self._ready.facts
 
     @property
     def pid(self) -> int:

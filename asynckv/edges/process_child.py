@@ -1,7 +1,7 @@
 """What runs in the data plane's own process: a `NixlPlane` on an event loop, obeying what comes over a socket.
 
-Each order becomes one call of the plane; news go back in frames, the first at once and then one per `TELL_S`. A bug, or
-a socket on which nobody is left, ends the process: then nothing of it writes any more.
+Each order becomes one call of the plane. A bug, or a socket on which nobody is left, ends the process: then nothing of
+it writes any more.
 """
 
 from __future__ import annotations
@@ -10,33 +10,22 @@ import asyncio
 import os
 import re
 import resource
-import time
 from pathlib import Path
 from typing import Any, assert_never
 
-import numpy as np
-
-from asynckv.core.events import TransferEnded
 from asynckv.edges import process_wire as wire
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
-from asynckv.geometry.plan import ReadRequest
-from asynckv.geometry.tables import DescTable, Span
 
-TELL_S = 0.0005  # news waits no longer than this for what was ordered after it
 STATS_S = 0.1  # how soon after a change gauges and counters are told
-GROWTH = 1 << 29  # bytes that a process which only serves may grow by; it grows by some MiB
+GROWTH = 1 << 29  # bytes that this process may grow by; it grows by some MiB
 BROKEN = 70  # exit status: a bug, of which a traceback was printed
-_NO_CUT = Span(0, 0, 0, 0, 1)
 
 
 class Child:
     def __init__(self, link: wire.Link) -> None:
         self._link = link
         self._plane: NixlPlane | None = None
-        self._news: list[TransferEnded] = []
-        self._told_at = 0.0
-        self._tables: dict[int, DescTable] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: dict[str, int] = {}
         self._stats_due: asyncio.TimerHandle | None = None
@@ -62,27 +51,19 @@ class Child:
         for frame in frames:
             for order in wire.orders.decode(frame):
                 self._obey(order)
-                if self._news and time.monotonic() - self._told_at > TELL_S:
-                    self._tell()
-        self._tell()
+        self._tell_soon()
         if not is_there:
             self._over.set()
 
     def _obey(self, order: wire.Order) -> None:
         match order:
-            case wire.Read():
-                self._read(order)
             case wire.Load():
                 task = self._loop.create_task(self._load(order))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case wire.Table():
-                self._add_table(order)
-            case wire.Forget(number):
-                self._tables.pop(number, None)
-            case wire.Drop(name, keep):
+            case wire.Drop(name):
                 if self._plane is not None:
-                    self._plane.remove_remote_agent(name, keep=keep)
+                    self._plane.remove_remote_agent(name)
             case wire.Watch(serving):
                 if self._plane is not None:
                     self._plane.watch(serving)
@@ -104,23 +85,8 @@ class Child:
             self._over.set()
             return
         self._plane = plane
-        if not order.config.num_posters:
-            _bound_growth()
-        self._say(wire.Ready(agent, plane.describe()))
-
-    def _read(self, order: wire.Read) -> None:
-        assert self._plane is not None
-        local, remote = (np.frombuffer(indices, np.int32) for indices in (order.local, order.remote))
-        read = ReadRequest(self._tables[order.table], local, remote, order.num_bytes, order.num_descriptors)
-        if (ended := self._plane.post_read(order.transfer_id, order.name, read)) is not None:
-            self._news.append(ended)
-
-    def _add_table(self, order: wire.Table) -> None:
-        length = np.frombuffer(order.length, np.int64)
-        local, remote = (np.frombuffer(rows, np.int64).reshape(-1, 3) for rows in (order.local, order.remote))
-        self._tables[order.number] = DescTable(
-            order.number, _NO_CUT, length, local, remote, order.local_blocks, order.remote_blocks
-        )
+        _bound_growth()
+        self._say(wire.Ready(agent))
 
     async def _load(self, order: wire.Load) -> None:
         assert self._plane is not None
@@ -129,18 +95,14 @@ class Child:
             await self._plane.add_remote_agent(order.remote, order.memories)
         except Exception as exc:
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
-        self._say(wire.Loaded(order.number, cause))
+        self._say(wire.Loaded(cause))
 
     def _on_ready(self) -> None:
-        if self._plane is not None and (news := self._plane.poll()):
-            self._news += news
-            self._tell()
+        if self._plane is not None:
+            self._plane.poll()  # which makes progress for readers
+            self._tell_soon()
 
-    def _tell(self) -> None:
-        self._told_at = time.monotonic()
-        if self._news:
-            news, self._news = self._news, []
-            self._say(wire.Ends(tuple(news)))
+    def _tell_soon(self) -> None:
         if self._stats_due is None:
             self._stats_due = self._loop.call_later(STATS_S, self._tell_stats)
 

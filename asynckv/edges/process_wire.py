@@ -1,7 +1,6 @@
 """What the engine's process and its data plane's say to each other: frames of messages over a socket pair.
 
-One frame is four bytes of length and a list of messages. Arrays travel as their bytes: both ends are one host, and one
-build. A `Table` is sent before the first `Read` that names its number; orders are obeyed in order.
+One frame is four bytes of length and a list of messages. Orders are obeyed in order.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from asynckv.config import NixlConfig
-from asynckv.core.events import TransferEnded
-from asynckv.core.types import TransferId
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
@@ -30,37 +27,12 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    number: int
     remote: AgentInfo
     memories: tuple[Memory, ...]
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=2):
     name: str
-    keep: bool
-
-
-class Table(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    number: int
-    length: bytes
-    local: bytes
-    remote: bytes
-    local_blocks: int
-    remote_blocks: int
-
-
-class Forget(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    number: int
-
-
-class Read(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    transfer_id: TransferId
-    name: str
-    table: int
-    local: bytes
-    remote: bytes
-    num_bytes: int
-    num_descriptors: int
 
 
 class Watch(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -74,13 +46,12 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """The child answers by `Stats`, which shows that its loop turns."""
 
 
-Order = Setup | Load | Drop | Table | Forget | Read | Watch | Close | Beat
+Order = Setup | Load | Drop | Watch | Close | Beat
 orders: msgspec.msgpack.Decoder[list[Order]] = msgspec.msgpack.Decoder(list[Order])
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
     agent: AgentInfo
-    facts: dict[str, str]
 
 
 class Unready(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -88,19 +59,14 @@ class Unready(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    number: int
-    cause: str
-
-
-class Ends(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    news: tuple[TransferEnded, ...]
+    cause: str  # why it is not; empty if it is
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):
     values: dict[str, int]
 
 
-News = Ready | Unready | Loaded | Ends | Stats
+News = Ready | Unready | Loaded | Stats
 news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(list[News])
 
 

@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from asynckv.config import NixlConfig
-from asynckv.edges.process import ProcessPlane
+from asynckv.edges import process_wire as wire
+from asynckv.edges.keeper import Keeper
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
@@ -25,12 +26,39 @@ MAX_HOSTS = 1024  # hosts whose turns are remembered
 TRY_S = 2.0  # how long one load may take, which takes milliseconds; a process that hangs in it is killed
 
 
+class _Child:
+    """A process of its own that loads one peer at a time."""
+
+    def __init__(self, config: NixlConfig, name: str) -> None:
+        self.keeper = Keeper(config, name, self._hear, self._lost, lambda: None, deaths=0, has_spare=False)
+        self._loaded: asyncio.Future[str] | None = None
+
+    async def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> str:
+        """Return why a peer cannot be loaded, or what has become of the process meanwhile; empty if it was loaded."""
+        self._loaded = asyncio.get_running_loop().create_future()
+        self.keeper.order(wire.Load(remote, tuple(memories)))
+        cause = await self._loaded
+        self.keeper.order(wire.Drop(remote.name))
+        return cause
+
+    def _hear(self, news: wire.News | None) -> None:
+        if isinstance(news, wire.Loaded):
+            self._end(news.cause)
+
+    def _lost(self, cause: str, pause_s: float) -> None:
+        self._end(cause)
+
+    def _end(self, cause: str) -> None:
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_result(cause)
+
+
 class Taster:
     """Tries peers, one at a time. Without a process they go untried, which `go_on` is told, or are refused."""
 
     def __init__(self, config: NixlConfig, name: str, go_on: Callable[[str], None] | None) -> None:
         self._config, self._name, self._go_on = replace(config, process="never", posting_threads=0), name, go_on
-        self._plane: ProcessPlane | None = None
+        self._child: _Child | None = None
         self._turn = asyncio.Lock()
         self._queue: dict[object, str] = {}  # hosts of the peers that wait or are tried, the oldest first
         self._turns: dict[str, tuple[int, int]] = {}  # by host: its refusals, and the number of its last turn
@@ -52,51 +80,52 @@ class Taster:
     async def _try(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
         if self._is_off:
             return
-        if self._plane is not None and not self._plane.pid:
+        if self._child is not None and not self._child.keeper.pid:
             await self._end()  # it ended between two trials
-        if (plane := self._plane) is None:
+        if (child := self._child) is None:
             self._starts, self._tried = self._starts + 1, 0
-            plane = ProcessPlane(self._config, f"{self._name}-{self._starts}", deaths=0, has_spare=False)
+            child = _Child(self._config, f"{self._name}-{self._starts}")
             try:
-                await plane.start((), lambda: None)
+                await child.keeper.start(())
             except BackendError as exc:
                 if self._go_on is None:
                     raise
                 self._go_on(str(exc))
                 self._is_off = True
                 return
-            self._plane = plane
+            self._child = child
         refusals, self._num_turns = self._turns.pop(remote.host, (0, 0))[0], self._num_turns + 1
         self._turns[remote.host] = refusals, self._num_turns
         if len(self._turns) > MAX_HOSTS:
             del self._turns[next(iter(self._turns))]
+        has_hung = False
         try:
             async with asyncio.timeout(TRY_S):
-                await plane.add_remote_agent(remote, memories)
+                cause = await child.load(remote, memories)
         except asyncio.CancelledError:
             await self._end()  # it may hang, which is not to be the next peer's fault
             raise
-        except (BackendError, TimeoutError) as exc:
+        except TimeoutError:
+            cause, has_hung = f"it hung for {TRY_S:g} s", True
+        if cause:
             self.num_refused += 1
             self._turns[remote.host] = refusals + 1, self._num_turns
-            cause = str(exc) or f"it hung for {TRY_S:g} s"
-            if isinstance(exc, TimeoutError) or not plane.pid:
+            if has_hung or not child.keeper.pid:
                 cause = f"it ends a process inside NIXL, as one that loaded it first has shown ({cause})"
                 await self._end()
-            raise BackendError(f"NIXL refuses the metadata of {remote.name}: {cause}") from None
-        plane.remove_remote_agent(remote.name)
+            raise BackendError(f"NIXL refuses the metadata of {remote.name}: {cause}")
         self._tried += 1
         if self._tried >= MAX_TRIED:
             await self._end()
 
     async def _end(self) -> None:
-        plane, self._plane = self._plane, None
-        if plane is not None:
-            if plane.pid:
+        child, self._child = self._child, None
+        if child is not None:
+            if child.keeper.pid:
                 with suppress(ProcessLookupError):
-                    os.kill(plane.pid, signal.SIGKILL)
-            await plane.quiesce()
-            plane.close()
+                    os.kill(child.keeper.pid, signal.SIGKILL)
+            await child.keeper.quiesce()
+            child.keeper.close()
 
     async def quiesce(self) -> None:
         await self._end()

@@ -33,6 +33,28 @@ MAX_SPENT = 4096  # params that are remembered once they were used up
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 
 
+class _Ledger:
+    """The engine's ranks, and which of them have died."""
+
+    _orders: dict[int, Order] | list[Order]
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ranks, self._missing = set(range(num_ranks)), set[int]()
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether something waits for the next step."""
+        return bool(self._orders)
+
+    def _check(self, rank: int) -> int:
+        return integer("rank", rank, 0, len(self._ranks) - 1)
+
+    def _joining(self, rank: int) -> int:
+        if rank not in self._missing:
+            raise LocalProtocolError(f"rank {rank} has not died (rank_died), so no other one takes its place")
+        return rank
+
+
 # -- decode ----------------------------------------------------------------------------------------
 
 
@@ -132,7 +154,7 @@ class Outcome:
     retired: list[Fetch] = field(default_factory=list)
 
 
-class DecodeLedger:
+class DecodeLedger(_Ledger):
     """The books of a decode engine's scheduler. The engine's ranks are called 0, 1, ... `num_ranks` - 1.
 
     Per request: `announce` when it is queued, `pull` when it has blocks, `cancel` when it is not wanted, whatever it is
@@ -143,8 +165,7 @@ class DecodeLedger:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._ranks = set(range(integer("num_ranks", num_ranks, 1, MAX_RANKS)))
-        self._missing: set[int] = set()
+        super().__init__(integer("num_ranks", num_ranks, 1, MAX_RANKS))
         self._orders: dict[int, Order] = {}  # in the sequence in which they were given, by number
         self._num_orders = 0
         self._fetches: dict[str, Fetch] = {}  # all that are not over, by name
@@ -267,11 +288,6 @@ class DecodeLedger:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    @property
-    def has_orders(self) -> bool:
-        """Whether something waits for the next step."""
-        return bool(self._orders)
-
     def take_orders(self) -> Sequence[Order]:
         """Return the orders of this step. Give them to every rank."""
         if not self._orders:
@@ -337,7 +353,7 @@ class DecodeLedger:
 
     def rank_joined(self, rank: int) -> None:
         """Go on with a new rank in the place of one that died: what is queued is announced to it as well."""
-        self._missing.remove(joining(rank, self._missing))
+        self._missing.remove(self._joining(rank))
         for fetch in self._fetches.values():
             if fetch.state is State.QUEUED and fetch.announcement not in self._orders:
                 fetch.announcement = self._order(Announce(fetch.name, fetch.plain))
@@ -357,9 +373,6 @@ class DecodeLedger:
         self._num_orders += 1
         self._orders[self._num_orders] = order
         return self._num_orders
-
-    def _check(self, rank: int) -> int:
-        return integer("rank", rank, 0, len(self._ranks) - 1)
 
     def _ended(self, rank: int, name: str) -> Fetch | None:
         """Take note that a rank has ended a pull; None if it was not asked for one."""
@@ -450,7 +463,7 @@ class Loan:
     is_withdrawn: bool = False
 
 
-class PrefillLedger:
+class PrefillLedger(_Ledger):
     """The books of a prefill engine's scheduler, which describes its ranks to readers by `ranks`.
 
     Per request: `lend` when its KV is in the blocks, and `withdraw` if it is aborted afterwards. `take_free` returns
@@ -458,8 +471,8 @@ class PrefillLedger:
     """
 
     def __init__(self, ranks: PrefillRanks) -> None:
+        super().__init__(len(ranks.endpoints))
         self.ranks = ranks
-        self._missing: set[int] = set()
         self._orders: list[Order] = []
         self._loans: dict[str, Loan] = {}  # all that are not over, by name
         self._of: dict[str, list[Loan]] = {}  # the same by the scheduler's ids, the newest last
@@ -563,18 +576,13 @@ class PrefillLedger:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    @property
-    def has_orders(self) -> bool:
-        """Whether something waits for the next step."""
-        return bool(self._orders)
-
     def take_orders(self) -> Sequence[Order]:
         """Return the orders of this step. Give them to every rank."""
         orders, self._orders = self._orders, []
         for order in orders:
             if isinstance(order, Lend):
                 loan = self._loans[str(order.params["request_id"])]
-                loan.ranks = set(range(len(self.ranks.endpoints))) - self._missing
+                loan.ranks = self._ranks - self._missing
                 self._conclude(loan)
         return orders
 
@@ -612,7 +620,7 @@ class PrefillLedger:
             ConfigError: The endpoint is malformed, or of another rank.
             LocalProtocolError: This rank has not died.
         """
-        self.ranks.set_endpoint(joining(rank, self._missing), endpoint)
+        self.ranks.set_endpoint(self._joining(rank), endpoint)
         self._missing.remove(rank)
 
     def take_free(self) -> list[Loan]:
@@ -621,9 +629,6 @@ class PrefillLedger:
         return free
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _check(self, rank: int) -> int:
-        return integer("rank", rank, 0, len(self.ranks.endpoints) - 1)
 
     def _withdraw(self, loan: Loan) -> None:
         if not loan.is_withdrawn:
@@ -653,13 +658,6 @@ def unused(request_id: str, names: Container[str]) -> str:
     if request_id not in names:
         return request_id
     return next(name for number in itertools.count(2) if (name := f"{request_id}~{number}") not in names)
-
-
-def joining(rank: int, missing: Container[int]) -> int:
-    """Check that a rank has died before another one takes its place."""
-    if rank not in missing:
-        raise LocalProtocolError(f"rank {rank} has not died (rank_died), so no other one takes its place")
-    return rank
 
 
 def died(rank: int) -> PeerLost:

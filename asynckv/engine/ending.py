@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from asynckv.config import EngineConfig
 from asynckv.core import told
@@ -82,9 +81,10 @@ class Ending:
         if timeout_s is not None and (until := clock.now() + timeout_s) < self._close_by:
             self._close_by = until
             clock.call_at(until, turned.set)
-        if self._closing is None or _has_failed(self._closing):
-            self._closing = asyncio.get_running_loop().create_task(self._close())
-        return await kept(self._closing)
+        closing = self._closing
+        if closing is None or (closing.done() and (closing.cancelled() or closing.exception() is not None)):
+            closing = self._closing = asyncio.get_running_loop().create_task(self._close())
+        return await kept(closing)
 
     async def close_planes(self) -> None:
         """Let go of both planes, whatever has become of the work."""
@@ -213,10 +213,6 @@ class Ending:
         core.readers.say_goodbye()
         driver.at_once()
         return left
-
-
-def _has_failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _names(stragglers: Sequence[HeldBlocks]) -> list[str]:

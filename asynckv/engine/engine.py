@@ -32,7 +32,6 @@ from asynckv.core.types import (
     Endpoint,
     KVTransferParams,
     Reason,
-    RequestId,
     decode_params,
     rank_name,
     sendable,
@@ -109,12 +108,20 @@ class Engine:
         )
         self._home, self._life = Home(), Lifecycle()
         self._is_data_given = data is not None
-        self._clock = clock if clock is not None else _loop_clock()
+        if clock is None:
+            from asynckv.edges.clock import LoopClock
+
+            clock = LoopClock()
+        if control is None:
+            from asynckv.edges.zmq import ZmqPlane
+
+            control = ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
+        self._clock = clock
         self._driver = Driver(
             self._home,
             self._life,
             data if data is not None else self._choose_data(),
-            control if control is not None else _zmq(config),
+            control,
             self._clock,
             self._recorder,
             config.log.away_s,
@@ -653,14 +660,8 @@ class Engine:
 
     def _facts(self) -> Facts:
         """Return what the core cannot know, for whoever inspects this engine."""
-        driver, now = self._driver, self._clock.now()
-        between = [
-            retrying.request
-            for request_id, retrying in self._retrying.items()
-            if RequestId(request_id) not in driver.core.decode.by_request
-        ]
-        some = driver.core.inspect.between_attempts(between[:MAX_RETRYING], now)
-        lag = driver.lag
+        driver, now, lag = self._driver, self._clock.now(), self._driver.lag
+        between = self._between_attempts(now)
         return Facts(
             version=VERSION,
             host=socket.gethostname(),
@@ -671,7 +672,7 @@ class Engine:
             planes=self._planes | {f"offload.{k}": v for guest in driver.guests for k, v in guest.describe().items()},
             counters=driver.counters(),
             lag=Lag(last_s=lag.last_s, most_s=lag.most_s, was_away=lag.num_away, counts=lag.counts()),
-            retrying=tuple(map(retry_status, some)),
+            retrying=tuple(map(retry_status, between[:MAX_RETRYING])),
             num_retrying=len(between),
         )
 
@@ -720,15 +721,3 @@ def _check(registration: Registration, error: type[AsyncKVError]) -> None:
     except msgspec.ValidationError as exc:
         why = f" ({exc})"
     raise error(f"registration is {shown(registration)}{why}; give what register_memory or its like return")
-
-
-def _zmq(config: EngineConfig) -> ControlPlane:
-    from asynckv.edges.zmq import ZmqPlane
-
-    return ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
-
-
-def _loop_clock() -> Clock:
-    from asynckv.edges.clock import LoopClock
-
-    return LoopClock()

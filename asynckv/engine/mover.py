@@ -443,13 +443,6 @@ class Mover:
         blocks, seconds = sum(map(len, job.ids.values())), round(self._driver.clock.now() - job.ended_at, 6)
         self._driver.recorder.log(kind(job.kind.value, job.request_id, job.job_id, blocks, seconds))
 
-    def audit(self) -> list[str]:
-        """Compare what is kept with what is under way; a list of what does not add up."""
-        wrong = [text for shelf in self.shelves for text in shelf.catalogue.check_integrity()]
-        ledger = self._driver.core.ledger
-        idle = sorted(job_id for job_id, job in self.jobs.items() if job.ids and ledger.get(job_id) is None)
-        return wrong + [f"job {job_id} holds no blocks" for job_id in idle]
-
     # -- its end -------------------------------------------------------------------------------------
 
     async def end_work(self, timeout_s: float, flush_s: float = 0.0) -> tuple[HeldBlocks, ...]:

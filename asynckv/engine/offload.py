@@ -22,7 +22,6 @@ from asynckv.engine.engine import Engine, Groups
 from asynckv.engine.lending import Lending
 from asynckv.engine.tiers import GRACE_S, Leftovers, Serve, Tiers
 from asynckv.errors import (
-    AsyncKVError,
     ConfigError,
     EngineClosed,
     LocalProtocolError,
@@ -399,17 +398,6 @@ class Offload:
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
         return self._tiers.describe()
-
-    def check_integrity(self) -> None:
-        """Compare what is kept with what is under way, as tests do.
-
-        Raises:
-            AsyncKVError: They contradict each other: a bug to report, with this message.
-        """
-        self._here(self.check_integrity)
-        wrong = self._mover.audit()
-        if wrong:
-            raise AsyncKVError("integrity: " + "; ".join(wrong))
 
     # -- inside --------------------------------------------------------------------------------------
 

@@ -24,9 +24,6 @@ from asynckv.offload.keys import stored_groups
 from asynckv.offload.traffic import Budgets
 from asynckv.ports import Record, RecordPlane
 
-LARGE = 256 << 20
-"""Bytes of memory that the system takes back in more than a millisecond or two, so not on the loop."""
-
 MOVE_BYTES = 64 << 20
 """In one move at most, which then has one ending for all of it."""
 
@@ -76,7 +73,6 @@ class Shelf:
                 store_bytes=config.max_bytes,
                 promotion_bytes=config.max_bytes,
                 write_back_bytes=config.max_bytes,
-                write_back_bytes_per_s=config.write_back_bytes_per_s or math.inf,
             ),
         )
         self.unfit = 0
@@ -122,10 +118,8 @@ class Shelf:
             self.records.close()
         if self.memory is not None:
             memory, self.memory = self.memory, None
-            if memory.num_bytes > LARGE:
-                await asyncio.get_running_loop().run_in_executor(None, memory.close)
-            else:
-                memory.close()
+            # Off the loop: the system may take milliseconds to have it back.
+            await asyncio.get_running_loop().run_in_executor(None, memory.close)
 
     # -- what moves ----------------------------------------------------------------------------------
 

@@ -453,8 +453,7 @@ def _files(config: OffloadConfig, own: Shelf, name: str) -> RecordPlane:
     from asynckv.edges.file_tier import FileTier
     from asynckv.edges.leftovers import rank_folder
 
-    smallest = min(group.record_bytes for group in own.groups)
-    return FileTier(rank_folder(config.directory, own.form), config.file_bytes, name=name, record_bytes=smallest)
+    return FileTier(rank_folder(config.directory, own.form), config.file_bytes, name=name)
 
 
 def _left_by_others(left_out: list[str], config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:

@@ -18,7 +18,7 @@ from asynckv.geometry.layout import Group, Layout
 from asynckv.geometry.match import assign, compare
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, Section, plan_read
-from asynckv.geometry.tables import GroupPair, PeerTables
+from asynckv.geometry.tables import PeerTables
 
 Ids = Sequence[int] | npt.NDArray[np.integer]
 
@@ -39,16 +39,18 @@ def kept_tables(local: Layout, kept: Sequence[Layout], ids: Iterator[int]) -> tu
 
 
 def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
-    """Say what is copied between blocks and slots one for one; per group the blocks and, equally long, their slots."""
-    groups = tables.local.groups
-    if len(blocks) != len(groups):
-        raise PlanRefused(f"blocks of {len(blocks)} groups are given, but the layout has {len(groups)}")
+    """Say what is copied between blocks and slots one for one, where a range has the rank's own form.
+
+    Args:
+        blocks: Per group the blocks and, equally long, their slots.
+    """
     sections = []
     for pair in tables.group_pairs:
-        _check_alike(pair)
         name = f"group {pair.local_index} ({pair.local.name!r})"
         ids, slots = (np.asarray(each, np.int64) for each in blocks[pair.local_index])
-        if ids.shape != slots.shape or ids.ndim != 1:
+        if len({(each.block_size, each.ratio) for each in (pair.local, pair.remote)}) > 1:
+            raise PlanRefused(f"{name}: its blocks are not of the size of the slots; load them by their tokens")
+        if ids.shape != slots.shape:
             raise PlanRefused(f"{name}: {ids.size} blocks and {slots.size} slots; each block needs one slot")
         if not len(ids):
             continue
@@ -63,16 +65,6 @@ def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
             )
         )
     return Plan(tuple(sections))
-
-
-def _check_alike(pair: GroupPair) -> None:
-    here, there = ((g.block_size, g.ratio) for g in (pair.local, pair.remote))
-    if here != there or pair.local_index != pair.remote_index:
-        raise PlanRefused(
-            f"group {pair.local_index} ({pair.local.name!r}): blocks of {here[0]} tokens in {here[1]} kernel blocks "
-            f"cannot be copied one for one to group {pair.remote_index} with {there[0]} in {there[1]}; load them by "
-            f"their tokens"
-        )
 
 
 def _check_ids(where: str, group: Group, ids: Int64s) -> None:

@@ -284,15 +284,11 @@ class _Shown:
     def refresh(self, wait_s: float) -> None:
         """Take another reading, if the engine's loop comes to it in time."""
         try:
-            self._last = self.engine.ask(self._read, wait_s)
+            self._last = self.engine.ask(lambda: (time.monotonic(), self.engine.reading(), self.tally.copy()), wait_s)
         except (TimeoutError, EngineClosed):
             pass
         except Exception:  # a bug of ours: what else the application shows is shown all the same, and this grows old
             log.exception("asynckv: no reading of %s/%s could be taken for its metrics", *self.names)
-
-    def _read(self) -> tuple[float, Reading, Tally]:
-        """Take a reading, on the loop."""
-        return time.monotonic(), self.engine.reading(), self.tally.copy()
 
     def samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         """Show the last reading: metric, labels after the engine's, value."""

@@ -348,9 +348,7 @@ class Catalogue:
         moves = [*self._cutting.of(MoveKind.LOAD, JobKind.LOAD), *self._cutting.of(MoveKind.STORE, JobKind.STORE)]
         moves += promotions
         if self._write_back is not None:
-            back, when = self._write_back.moves(now)
-            moves += back
-            self.wake_at = min(self.wake_at, when)
+            moves += self._write_back.moves()
         while not moves and self.traffic.is_idle() and self._jobs.absent:
             moves = [*self._cutting.promotions(math.inf), *self._cutting.of(MoveKind.LOAD, JobKind.LOAD)]
             if not moves and self._jobs.absent:
@@ -561,39 +559,3 @@ class Catalogue:
                 used = (keys[position] for position in reversed(where[g]))
             found += [entry for key in used if (entry := index.get(key)) is not None]
         return found
-
-    # -- audits ------------------------------------------------------------------------------------
-
-    def check_integrity(self) -> list[str]:
-        wrong = [text for tier in self._tiers() for text in tier.audit()] + self.traffic.audit() + self._jobs.audit()
-        touched: dict[Entry, set[int]] = {}
-        to_write = set(self._jobs.to_write())
-        for move_id, running in self.traffic.running.items():
-            for entry in [*(item.entry for item in running.items), *running.sources]:
-                touched.setdefault(entry, set()).add(move_id)
-        holders: dict[Entry, set[str]] = {}
-        for job in self.jobs.values():
-            for entry in job.holding:
-                holders.setdefault(entry, set()).add(job.job_id)
-            if job.holding != {item.entry for item in (*job.todo, *job.absent)} | {*job.waits, *job.loaded} | {
-                item.entry
-                for running in self.traffic.running.values()
-                if running.job is job and running.move.kind is MoveKind.LOAD and not running.is_doubtful
-                for item in running.items
-            }:
-                wrong.append(f"job {job.job_id!r} holds what it does not need, or does not hold what it needs")
-        for name, held in self.pins.items():
-            for _, entry in held:
-                holders.setdefault(entry, set()).add(name)
-        known = {entry for tier in self._tiers() for entry in tier.entries()}
-        for entry in known | set(touched) | set(holders):
-            name = f"slot {entry.slot} of group {entry.group} ({entry.state})"
-            if entry not in known:
-                wrong.append(f"{name} is in no tier, and is still touched or held")
-            if entry.moves != touched.get(entry, set()):
-                wrong.append(f"{name}: moves {set(entry.moves)} are noted, and {touched.get(entry)} run")
-            if entry.holders != holders.get(entry, set()):
-                wrong.append(f"{name}: {set(entry.holders)} are noted, and {holders.get(entry)} hold it")
-            if entry.state is EntryState.WRITING and not entry.moves and entry not in to_write:
-                wrong.append(f"{name}: nobody writes it")
-        return wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
@@ -161,21 +160,18 @@ class WriteBack:
         self.lost += len(self._host.onward)
         self._host.onward.clear()
 
-    def moves(self, now: float) -> tuple[list[Move], float]:
-        """Cut moves within budget and rate; returns also when there is more to be had."""
+    def moves(self) -> list[Move]:
+        """Cut moves within budget."""
         moves: list[Move] = []
         if not self._file.takes_more:
-            return moves, math.inf
+            return moves
         kind, onward = MoveKind.WRITE_BACK, self._host.onward
         while onward and self._traffic.fits(kind, 0, self._size(next(iter(onward)))):
-            if (when := self._traffic.write_back_at(now)) > now:
-                return moves, when
             items, sources = self._take()
             if items:
                 num_bytes = sum(self._size(item.entry) for item in items)
-                self._traffic.wrote_back(num_bytes)
                 moves.append(self._traffic.begin(kind, None, items, self._host, sources, num_bytes))
-        return moves, math.inf
+        return moves
 
     def _take(self) -> tuple[list[Item], list[Entry]]:
         chosen, num_bytes = list[Entry](), 0

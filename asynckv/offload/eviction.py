@@ -72,9 +72,6 @@ class Queue(Generic[K]):
                 return
         raise KeyError(key)
 
-    def is_aside(self, key: K) -> bool:
-        return key in self.aside
-
     def __len__(self) -> int:
         return len(self._line) + len(self.aside) + len(self._back)
 
@@ -160,9 +157,6 @@ class S3Fifo(Generic[K]):
                 del self._uses[key]
                 return key
         return None
-
-    def is_aside(self, key: K) -> bool:
-        return self._small.is_aside(key) or self._main.is_aside(key)
 
     def __len__(self) -> int:
         return len(self._uses)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -359,15 +359,3 @@ class Jobs:
                     else:
                         self._deadline = min(self._deadline, job.until)
         return self._deadline
-
-    def to_write(self) -> Iterator[Entry]:
-        return (item.entry for job in self.by_name.values() if job.kind is JobKind.STORE for item in job.todo)
-
-    def audit(self) -> list[str]:
-        jobs, wrong = self.by_name.values(), list[str]()
-        ready = {name for some in self.ready.values() for name in some}
-        if ready != {job.job_id for job in jobs if job.todo}:
-            wrong.append(f"jobs {sorted(ready)} are listed as those that have something to be moved")
-        if self.absent.keys() != {job.job_id for job in jobs if job.absent}:
-            wrong.append(f"jobs {sorted(self.absent)} are listed as those that need the file tier")
-        return wrong

@@ -192,20 +192,3 @@ class Slots:
         self.owners[chunk] = kind
         lo, hi = self.bounds(kind, chunk)
         self._runs[kind].add(lo, hi - lo, lo, hi)
-
-    def audit(self, taken: Sequence[set[int]]) -> list[str]:
-        """Compare with the slots that are taken, per size of record; a list of what does not add up."""
-        wrong = []
-        for kind, slots in enumerate(taken):
-            size = self.sizes[kind]
-            free = {s for start, length in self._runs[kind] for s in range(start, start + length)}
-            if both := free & slots:
-                wrong.append(f"slots {sorted(both)[:8]} of {size} bytes are free and taken")
-            own = {s for c, owner in enumerate(self.owners) if owner == kind for s in range(*self.bounds(kind, c))}
-            if lost := own - free - slots:
-                wrong.append(f"slots {sorted(lost)[:8]} of {size} bytes are neither free nor taken")
-            if strange := (free | slots) - own:
-                wrong.append(f"slots {sorted(strange)[:8]} of {size} bytes lie in no chunk of theirs")
-            if len(free) != self._runs[kind].total:
-                wrong.append(f"{len(free)} slots of {size} bytes are free, and {self._runs[kind].total} are counted")
-        return wrong

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from asynckv.core.types import members
@@ -324,40 +324,3 @@ class Tier:
         yield from (entry for index in self._doomed for entry in index.values() if entry.state is S.READY)
         for others in self.others:
             yield from others
-
-    def audit(self) -> list[str]:
-        wrong, taken = [], [set[int]() for _ in self.slots.sizes]
-        idle = Counter(entry.chunk for entry in self.entries() if self._is_idle(entry))
-        if idle != Counter(dict(enumerate(self._idle_in))) or self._idle != [
-            sum(n for chunk, n in idle.items() if self.slots.owners[chunk] == kind) for kind in range(len(self._idle))
-        ]:
-            wrong.append(f"{self.place} counts {self._idle} blocks as idle, and {sum(idle.values())} are")
-        unfound = set(self._unfound())
-        entries = [(True, entry) for index in self.index for entry in index.values()]
-        for is_found, entry in entries + [(False, entry) for entry in (*self.leaving, *unfound)]:
-            kind, name = entry.kind, f"{self.place} slot {entry.slot} of group {entry.group}"
-            if entry.slot in taken[kind]:
-                wrong.append(f"{name} has two blocks")
-            taken[kind].add(entry.slot)
-            is_kept = is_found or entry in unfound
-            if is_kept != (entry.state in (S.WRITING, S.READY)) or entry.state is S.GONE:
-                wrong.append(f"{name} is {entry.state}, and {'found' if is_found else 'not found'} by its key")
-            if (entry in self.policies[kind]) != is_kept:
-                wrong.append(f"{name} is {entry.state}, which its policy does not know")
-            if self._is_idle(entry) and self.policies[kind].is_aside(entry):
-                wrong.append(f"{name} is idle, and its policy does not know")
-            if is_found and (entry.hash in self.writing[entry.group]) != (entry.state is S.WRITING):
-                wrong.append(f"{name} is {entry.state}, and is listed otherwise")
-            if is_found and self.index[entry.group].get(entry.hash) is not entry:
-                wrong.append(f"{name} is found by another key than its own")
-            if entry in self.onward and entry.state is not S.READY:
-                wrong.append(f"{name} is {entry.state}, and is to be copied onward")
-        if sum(map(len, self.writing)) != sum(entry.state is S.WRITING for _, entry in entries):
-            wrong.append(f"{self.place} lists blocks as being written that are not there")
-        if sum(map(len, self.policies)) != len(entries) + len(unfound):
-            wrong.append(f"the policies of {self.place} know blocks that are not there")
-        if self._is_mixed:
-            placed = {entry for entries in self._in_chunk for entry in entries}
-            if placed != set(self.entries()) or any(e not in self._in_chunk[e.chunk] for e in placed):
-                wrong.append(f"the blocks in the chunks of {self.place} are not those that there are")
-        return wrong + [f"{self.place}: {text}" for text in self.slots.audit(taken)]

@@ -1,12 +1,10 @@
 """What is under way: moves that were handed out, within budgets of bytes.
 
-Every kind of move has a budget of its own; write-backs have a rate besides. One move of a kind may always run, and what
-is in doubt counts for no budget, because it may stay so for ever.
+Every kind of move has a budget of its own. One move of a kind may always run, and what is in doubt counts for no
+budget, because it may stay so for ever.
 """
 
 from __future__ import annotations
-
-import math
 
 from msgspec import Struct
 
@@ -17,7 +15,7 @@ from asynckv.offload.tier import Tier
 
 
 class Budgets(Struct, frozen=True, kw_only=True):
-    """How much may be under way at once, and how fast.
+    """How much may be under way at once.
 
     Attributes:
         load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together.
@@ -28,7 +26,6 @@ class Budgets(Struct, frozen=True, kw_only=True):
     store_bytes: int = 1 << 30
     promotion_bytes: int = 256 << 20
     write_back_bytes: int = 256 << 20
-    write_back_bytes_per_s: float = math.inf  # how fast the file tier is written
 
 
 class Running:
@@ -54,8 +51,6 @@ class Traffic:
         self.under_way = dict.fromkeys(MoveKind, 0)  # bytes by kind, without what is in doubt
         self.limits: dict[MoveKind, int] = {kind: getattr(budgets, f"{kind}_bytes") for kind in MoveKind}
         self._last_id = 0
-        self._allowance = 0.0  # bytes that may be written back; below 0 after a move that was larger than what was left
-        self._allowed_at: float | None = None
 
     def fits(self, kind: MoveKind, num_bytes: int, more: int) -> bool:
         under_way = self.under_way[kind] + num_bytes
@@ -105,27 +100,6 @@ class Traffic:
         del self.running[running.move.move_id]
         if not running.is_doubtful:
             self.under_way[running.move.kind] -= running.move.num_bytes
-
-    def write_back_at(self, now: float) -> float:
-        rate = self.budgets.write_back_bytes_per_s
-        if rate == math.inf:
-            return now
-        passed = 1.0 if self._allowed_at is None else now - self._allowed_at
-        self._allowed_at = now
-        self._allowance = min(max(rate, self.budgets.move_bytes), self._allowance + passed * rate)
-        return now if self._allowance > 0 else now + (1 - self._allowance) / rate
-
-    def wrote_back(self, num_bytes: int) -> None:
-        self._allowance -= num_bytes
-
-    def audit(self) -> list[str]:
-        under_way = dict.fromkeys(MoveKind, 0)
-        for running in self.running.values():
-            if not running.is_doubtful:
-                under_way[running.move.kind] += running.move.num_bytes
-        if under_way == self.under_way:
-            return []
-        return [f"{self.under_way} bytes are counted under way, and {under_way} are"]
 
 
 def _piece(kind: MoveKind, here: list[Item], there: list[Entry]) -> Piece:

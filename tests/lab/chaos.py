@@ -424,7 +424,7 @@ def chaos(
     ] = "tcp",
     cycles: Annotated[int, typer.Option(help="How many faults survive has.")] = 20,
     process: Annotated[
-        Literal["auto", "serving", "always", "never"],
+        Literal["auto", "serving", "never"],
         typer.Option(help="What of NIXL runs in a process of its own, as NixlConfig(process=...) says."),
     ] = "auto",
 ) -> int:

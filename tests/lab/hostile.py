@@ -228,33 +228,33 @@ class Hostile:
         other = f"{rng.getrandbits(128):032x}"
         known = next(iter(source.nonces), nonce)
         lies: list[tuple[Address, str, Message]] = [
-            (source.address, source.incarnation, Granted(key, pull_id, nonce, 1e5, 1e5)),
-            (source.address, source.incarnation, NotYet(key, pull_id, nonce)),
+            (source.address, source.rank.place[1], Granted(key, pull_id, nonce, 1e5, 1e5)),
+            (source.address, source.rank.place[1], NotYet(key, pull_id, nonce)),
             (
                 source.address,
-                source.incarnation,
+                source.rank.place[1],
                 Refused(key, pull_id, nonce, rng.choice((Reason.EXPIRED, Reason.RESTARTED))),
             ),
-            (source.address, source.incarnation, Unwelcome(nonce, Reason.RESTARTED, "")),
+            (source.address, source.rank.place[1], Unwelcome(nonce, Reason.RESTARTED, "")),
             (
                 source.address,
-                source.incarnation,
+                source.rank.place[1],
                 Granted(msgspec.structs.replace(key, token=other), pull_id, known, 1e5, 1e5),
             ),
             (source.address, other, Granted(key, pull_id, known, 1e5, 1e5)),
             (source.address, other, Ack(key, pull_id)),
             (source.address, other, Goodbye()),
-            (NOWHERE, source.incarnation, Granted(key, pull_id, known, 1e5, 1e5)),
-            (NOWHERE, source.incarnation, Refused(key, pull_id, known, Reason.REVOKED)),
-            (NOWHERE, source.incarnation, Ack(key, pull_id)),
-            (NOWHERE, source.incarnation, Goodbye()),
+            (NOWHERE, source.rank.place[1], Granted(key, pull_id, known, 1e5, 1e5)),
+            (NOWHERE, source.rank.place[1], Refused(key, pull_id, known, Reason.REVOKED)),
+            (NOWHERE, source.rank.place[1], Ack(key, pull_id)),
+            (NOWHERE, source.rank.place[1], Goodbye()),
         ]
         lies = rng.sample(lies, len(lies))
         for reason in sorted(set(Reason) - REFUSED):
             # Even the rank itself cannot say this: it is the reader's own to find out.
             own = Refused(key, pull_id, known, Reason.EXPIRED)
             msgspec.structs.force_setattr(own, "reason", reason)
-            lies.append((source.address, source.incarnation, own))
+            lies.append((source.address, source.rank.place[1], own))
             self.world.counts[f"hostile.malformed.{self.process.name}"] += 1
         for address, sender, lie in lies:
             self.world.counts["hostile.lied"] += 1

@@ -92,7 +92,7 @@ def check_belief(readers: Iterable[tuple[Process, RankCore]], key: Key, incarnat
                 continue
             for source in pull.sources:
                 until = (source.covered_until - process.epoch) / process.rate
-                if source.incarnation == incarnation and until > at + 1e-6:
+                if source.rank.place[1] == incarnation and until > at + 1e-6:
                     return f"{process.name} was promised the blocks of {pull.request_id} for {until - at:.6f} s more"
     return ""
 

@@ -337,7 +337,7 @@ class _Rank(StagedRank):
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
         posted = self.engine._core.decode.transfers
         mine = posted[transfer.transfer_id].pull
-        self.reads[int(transfer.transfer_id)] = posted[transfer.transfer_id].source.incarnation, mine.pull_id
+        self.reads[int(transfer.transfer_id)] = posted[transfer.transfer_id].source.rank.place[1], mine.pull_id
         owner = transfer.owner.host.split("#")[0]
         if not self.service.wire.has_asked(self.process, f"sim://{owner}", mine.pull_id):
             self.service.world.violate(f"{self.process.name} reads for {mine.request_id} before it claims from {owner}")

@@ -33,6 +33,7 @@ from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.entry import EntryState
 from scripts import command
 from tests.lab.caches import FREED, Cache, Model, Shape, chain, draw_model, draw_shape, layout_of
+from tests.lab.offload_audit import check as check_offload
 
 HASH_TOKENS = 16
 PROMPTS, LONGEST = 5, 12
@@ -110,7 +111,7 @@ class Life:
                 for at in range(0, requests, AT_ONCE):
                     await asyncio.gather(*(self.request(number) for number in range(at, min(at + AT_ONCE, requests))))
                     for rank in self.ranks:
-                        rank.offload.check_integrity()
+                        check_offload(rank.offload)
                         rank.engine.check_integrity()
                         if rank.engine.holds():
                             raise Wrong(f"{rank.engine.holds()} are held, and nothing runs")

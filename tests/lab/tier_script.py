@@ -77,7 +77,6 @@ class TierScript:
     max_records: float
     """Of the largest, that are moved at a time."""
     post_bytes: int
-    write_back_records_per_s: float
     data: float = 1.0
     """How slow copies are."""
 
@@ -88,8 +87,7 @@ class TierScript:
         yield f"reader: {self.reader}"
         yield (
             f"host tier {self.host:g} records, files {self.file:g}, {self.policy}, {self.max_records:g} records at a "
-            f"time, {self.post_bytes} bytes per copy, {self.write_back_records_per_s:g} records/s back, copies "
-            f"x{self.data:g}"
+            f"time, {self.post_bytes} bytes per copy, copies x{self.data:g}"
         )
 
 
@@ -148,7 +146,6 @@ def make_tier_script(seed: int, faults: Sequence[str] = TIER_FAULTS) -> TierScri
         policy=rng.choice(["lru", "s3-fifo"]),
         max_records=rng.choice([1, 3, 100]),
         post_bytes=rng.choice([64, 512, 1 << 20]),
-        write_back_records_per_s=rng.choice([0, 0, 20]),
         data=data,
     )
 

@@ -39,6 +39,7 @@ from asynckv.results import Loaded
 from asynckv.testing.fabric import bytes_at
 from tests.lab.caches import FREED, Cache, Model, Shape, layout_of
 from tests.lab.doors import Doors
+from tests.lab.offload_audit import check as check_offload
 from tests.lab.oracles import TURN_S, Stopwatch
 from tests.lab.script import Fault
 from tests.lab.service import Listener, Stage, StagedRank
@@ -149,7 +150,6 @@ class _Rank(StagedRank):
             directory="simulated" if disk else "",
             file_bytes=disk.num_bytes if disk else 0,
             policy=script.policy,  # type: ignore[arg-type]
-            write_back_bytes_per_s=round(script.write_back_records_per_s * max(strides)),
             max_bytes=round(script.max_records * max(strides)),
             max_post_bytes=script.post_bytes,
             timeout_s=TIMEOUT_S,
@@ -491,7 +491,7 @@ class _Rank(StagedRank):
     def _check(self) -> None:
         if self.offload is not None and not self.offload._mover.cause:
             try:
-                self.offload.check_integrity()
+                check_offload(self.offload)
                 self.engine.check_integrity()
             except AsyncKVError as exc:
                 self.service.world.violate(f"{self.process.name}: {exc}")

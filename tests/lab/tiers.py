@@ -303,10 +303,6 @@ class SimRecords:
         """Write a layout down."""
         self.disk.layouts[fingerprint] = body
 
-    def layouts(self) -> Mapping[str, bytes]:
-        """Return what was written down."""
-        return self.disk.layouts
-
     def cancel(self, move_id: TransferId) -> None:
         """Nothing of it has begun, or all of it has."""
 

@@ -695,7 +695,7 @@ class Witness:
             if (
                 other.died_at <= pulled.returned_at
                 and other.died_at < math.inf
-                and any(s.incarnation in starts for s in pull.sources)
+                and any(s.rank.place[1] in starts for s in pull.sources)
             ):
                 whys.add("peer_died")
         if pull.reason is Reason.CANCELLED:
@@ -705,7 +705,7 @@ class Witness:
         processes = [
             p
             for p in self.service.world.processes.values()
-            if p is process or any(s.incarnation in self._starts[p.name] for s in pull.sources)
+            if p is process or any(s.rank.place[1] in self._starts[p.name] for s in pull.sources)
         ]
         if self._agent_died(processes, pulled.ended_at - LONG_S, pulled.ended_at):
             whys.add("agent_died")

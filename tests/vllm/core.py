@@ -39,6 +39,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from tests.lab.offload_audit import audit
 from tests.vllm import rank as _rank  # noqa: F401  loaded before the fork
 from tests.vllm.executor import RankExecutor
 from tests.vllm.models import VOCABULARY, Attention
@@ -297,7 +298,7 @@ class Process:
         )
         manager = half.manager
         with manager.lock:
-            assert manager.catalogue.check_integrity() == []
+            assert audit(manager.catalogue) == []
             return dict(manager.statistics())
 
     def judge(self, is_judged: bool) -> None:

@@ -8,13 +8,6 @@ import os
 from typing import Any
 
 from asynckv.integrations.vllm import compat
-from asynckv.integrations.vllm.compat import (
-    CacheHitSource,
-    KVConnectorBase_V1,
-    KVConnectorFactory,
-    KVConnectorRole,
-    SupportsHMA,
-)
 from asynckv.integrations.vllm.handover import StepOrders
 from asynckv.integrations.vllm.memory import check_supported
 from asynckv.integrations.vllm.options import Options, remarks
@@ -25,10 +18,10 @@ from asynckv.integrations.vllm.worker import WorkerHalf
 logger = logging.getLogger("vllm.asynckv")
 
 
-class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
+class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     """A drop-in for `NixlConnector`."""
 
-    _cache_hit_source = getattr(CacheHitSource, "P2P", None)
+    _cache_hit_source = getattr(compat.CacheHitSource, "P2P", None)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -40,7 +33,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = compat.transfer_group_ids(kv_cache_config)
         self._scheduler: Any = None
         self._worker: Any = None
-        if role is KVConnectorRole.SCHEDULER:
+        if role is compat.KVConnectorRole.SCHEDULER:
             check_supported(vllm_config, kv_cache_config)
             if not transfer.is_kv_consumer:
                 # Where steps overlap, the scheduler keeps freed blocks from a load until no step under way writes
@@ -157,6 +150,6 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
 # MultiConnector looks a child's class up by its name, where the statistics are logged: an exception there ends the API
 # server's part in all requests.
 with contextlib.suppress(ValueError, AttributeError):  # it is registered already, or cannot be
-    KVConnectorFactory.register_connector(
+    compat.KVConnectorFactory.register_connector(
         AsyncKVConnector.__name__, "asynckv.integrations.vllm", AsyncKVConnector.__name__
     )

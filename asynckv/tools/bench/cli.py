@@ -119,14 +119,13 @@ def bench(context: typer.Context, **given: Any) -> None:
             with Bar(errors) as bar:
                 bar.begin("sizing the pools")
                 found = asyncio.run(driver.run(experiment, bar))
-        except KeyboardInterrupt:
-            # Before a driver was there to heed it.
-            found = driver.Measured(interrupted=True)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
         result = report.make(experiment, found)
         result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
     write_json(json, result)
     report_text.show(result, errors if json == "-" else Console(highlight=False))
-    raise typer.Exit(report.status(found, result))
+    raise typer.Exit(0 if report.is_good(result) else 1)
 
 
 bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_of(bench))(bench)
@@ -238,7 +237,6 @@ def compare(
     from asynckv.tools.bench import table
 
     limit = None if fail_above is None else share_of("--fail-above", fail_above)
-    table.refuse_repeated([before, after])
     result = comparing.compare(table.load(before), table.load(after), limit)
     write_json(json, result)
     comparing.show(result, Console(stderr=json == "-", highlight=False))

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -38,6 +38,7 @@ _log = structlog.get_logger("asynckv.bench")
 
 START_S = 120.0
 GRACE_S = 30.0
+CANCELLED_S = 0.5
 FILLED_PER_S = 2e8  # bytes that a slow machine fills, poisons or compares
 
 
@@ -60,9 +61,6 @@ class Measured:
     pool_bytes: dict[str, int] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    interrupted: bool = False
-    stage: Literal["start", "warm-up", "run"] = "start"
-    """How far it is; after Ctrl-C, how far it was."""
     pids: dict[str, int] = field(default_factory=dict)
     floor: list[Round] = field(default_factory=list)
 
@@ -78,8 +76,7 @@ class Driver:
         self._lenders: list[Worker] = []
         self._readers: list[Worker] = []
         self._floor_at: p.Opened | None = None
-        self._starting: asyncio.Task[Groups] | None = None
-        self._stop = asyncio.Event()
+        self._has_lost = False
         self._rng = np.random.default_rng(self._options.seed)
         self._cpu_at: dict[str, float] = {}
 
@@ -91,13 +88,7 @@ class Driver:
             (self._lenders if place.role == "prefill" else self._readers).extend(ranks)
         started = time.monotonic()
         try:
-            self._starting = asyncio.create_task(self._ready())
-            if self._stop.is_set():
-                self._starting.cancel()
-            await asyncio.wait({self._starting})
-            if self._starting.cancelled():
-                return self.found
-            groups = self._starting.result()
+            groups = await self._ready()
             _log.info("workers_started", pids=self.found.pids, seconds=round(time.monotonic() - started, 3))
             try:
                 await self._waves(groups)
@@ -110,21 +101,6 @@ class Driver:
         except WorkerLost as exc:
             self.found.problems.append(str(exc))
         return self.found
-
-    def interrupt(self) -> None:
-        """Ctrl-C: stop pulling, then end in order."""
-        self.found.interrupted = True
-        self._stop.set()
-        if self._starting is not None:
-            self._starting.cancel()
-        for worker in self._readers:
-            worker.tell(p.Do("cancel"))
-
-    def _enter(self, stage: Literal["warm-up", "run"], total: int | None) -> None:
-        if not self.found.interrupted:
-            self.found.stage = stage
-        what = {"warm-up": "warm-up, first handshakes", "run": "requests, with filling and comparing"}[stage]
-        self._progress.begin(what, total)
 
     async def _ready(self) -> Groups:
         """Wait until all workers are up; returns the schedulers' views of the engines that lend."""
@@ -152,10 +128,10 @@ class Driver:
 
     async def _waves(self, groups: Groups) -> None:
         await self._warm_up(groups)
-        self._enter("run", len(self._schedule))
+        self._progress.begin("requests, with filling and comparing", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
         most = -(-total // ROUNDS) if self._options.floor else total
-        while done < total and not self._stop.is_set():
+        while done < total and not self._has_lost:
             wave = self._allocate(self._schedule[i] for i in range(done, min(done + most, total)))
             await self._wave(groups, wave, clock_s)
             # The schedule's clock stands still between windows, and goes on where the last one closed: who would
@@ -176,8 +152,8 @@ class Driver:
                 # Under numbers that no measured request has.
                 number = len(self._schedule) + len(todo)
                 todo.append(requests[i % len(requests)]._replace(number=number, chunks=()))
-        self._enter("warm-up", len(todo))
-        while todo and not self._stop.is_set():
+        self._progress.begin("warm-up, first handshakes", len(todo))
+        while todo and not self._has_lost:
             wave = self._allocate(todo)
             todo = todo[len(wave) :]
             await self._wave(groups, wave, 0.0, is_open=False)
@@ -193,7 +169,7 @@ class Driver:
     ) -> None:
         it, options, found = self._experiment, self._options, self.found
         if is_open is None:
-            is_open = it.arrivals.is_open
+            is_open = it.is_open
         lend: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         pull: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         for r, lent, pulled in wave:
@@ -232,7 +208,7 @@ class Driver:
         self._progress.note("comparing" if options.verify != "off" else "")
         await self._verify(patience)
         await self._finish()
-        if options.floor and not self._stop.is_set():
+        if options.floor and not self._has_lost:
             sample = sample or await self._measure_floor(patience)
             good = [o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error and o.num_bytes]
             seconds, moved = [o.seconds for o in good], sum(o.num_bytes for o in good)
@@ -331,21 +307,22 @@ class Driver:
     def _lost(self, what: str) -> None:
         if what not in self.found.problems:
             self.found.problems.append(what)
-        self._stop.set()
+        self._has_lost = True
 
 
 async def run(experiment: Experiment, progress: Bar) -> Measured:
-    """Run a benchmark; nothing is left running."""
+    """Run a benchmark; nothing is left running. SIGINT and SIGTERM cancel it."""
     num_blocks = await asyncio.to_thread(experiment.num_blocks)
     driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress)
-    host = Host(experiment, num_blocks)
-    loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, driver.interrupt)
+    host, task, end_s = Host(experiment, num_blocks), asyncio.current_task(), END_S
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Once: what ends the workers is not cancelled in its turn.
+        asyncio.get_running_loop().add_signal_handler(number, lambda: task.cancelling() or task.cancel())
     try:
         return await driver.run(await host.start())
+    except asyncio.CancelledError:
+        end_s = CANCELLED_S
+        raise
     finally:
-        # An interrupted start does not wait for what the workers do first.
-        await host.end(0.5 if driver.found.interrupted and driver.found.stage == "start" else END_S)
-        for number in signals:
-            loop.remove_signal_handler(number)
+        await host.end(end_s)

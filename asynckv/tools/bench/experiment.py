@@ -14,7 +14,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.tables import PeerTables
 from asynckv.tools.bench.options import DEFAULT_MODEL, PROMPT_TOKENS, Options, Shape
-from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
+from asynckv.tools.bench.schedule import Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload, cached_tokens, drawn, traced
 from asynckv.tools.console import size
 from asynckv.tools.plan.layouts import model_groups
@@ -37,7 +37,12 @@ class Experiment:
         self.workload = _workload(options) if workload is None else workload
         self.sides: dict[str, Shape] = {role: options.shape(role) for role in ("prefill", "decode")}
         self.engines = Engines(*(options.number("engines", role) for role in self.sides))
-        self.arrivals = Arrivals(options.rate, options.speed)
+        if options.rate is not None and options.speed is not None:
+            raise ConfigError(
+                f"--rate {options.rate:g} and --speed {options.speed:g} contradict each other, because --speed is of "
+                f"the trace's own times; leave one of them out"
+            )
+        self.is_open = options.arrivals != "closed"
         if any(self.workload.chunks) and options.prefix_hit not in ("0", "0%"):
             raise ConfigError(
                 f"--prefix-hit {options.prefix_hit} was given for prompts that share prefixes, of which the modelled "
@@ -47,7 +52,7 @@ class Experiment:
         if options.floor:
             self._check_floor()
         NixlConfig(posting_threads=options.posters)
-        self.cached(1)
+        cached_tokens(options.prefix_hit, 1)
         for role in self.sides:
             self.block_bytes(role)
 
@@ -56,7 +61,7 @@ class Experiment:
         strange = {
             "--tp, --pp": max(ranks) > 1,
             "--engines": len(self.engines.places) > 2,
-            "--rate, --speed": self.arrivals.is_open,
+            "--rate, --speed": self.is_open,
             "--memory": options.memory != "host",
             "--remote": options.remote is not None,
             # Claims that are granted before the window opens are not in it: the engine's share would flatter.
@@ -74,18 +79,7 @@ class Experiment:
         return side.tp * side.pp
 
     def schedule(self) -> list[Request]:
-        return make_schedule(
-            self.workload,
-            engines=self.engines,
-            arrivals=self.arrivals,
-            cache_tokens=self.options.prefix_cache,
-            cached=self.cached,
-            seed=self.options.seed,
-        )
-
-    def cached(self, tokens: int) -> int:
-        """Tokens of a prompt that the decode side has already."""
-        return cached_tokens(self.options.prefix_hit, tokens)
+        return make_schedule(self.workload, self.options, self.engines)
 
     def num_needed(self, role: str, tokens: int, cached: int = 0) -> list[int]:
         """Blocks of each group that one request takes on one side."""
@@ -191,7 +185,7 @@ class Experiment:
     def _wanted(self, needs: Sequence[int], block_bytes: int) -> int:
         """Blocks that one engine's pool of one group had better have, given what its requests need, largest first."""
         size = max(block_bytes, 1)
-        if self.arrivals.is_open:
+        if self.is_open:
             room = OPEN_BYTES if self.options.pool_mb is None else self.options.pool_mb * MiB
             return min(sum(needs), max(needs[0], room // size))
         return min(max(2 * sum(needs[: self.options.concurrency]), 64 * MiB // size), sum(needs))

@@ -176,10 +176,10 @@ class Options:
         "Threads per rank that post bulk reads; 0 posts everything on the event loop.",
         metavar="N|auto",
     )
-    process: Literal["auto", "serving", "always", "never"] = run(
+    process: Literal["auto", "serving", "never"] = run(
         "auto",
-        "What of NIXL runs in a process of its own: what serves remote readers (serving), reads as well (always), "
-        "nothing (never), or as engines choose by themselves (auto).",
+        "What of NIXL runs in a process of its own: what serves remote readers (serving), nothing (never), or as "
+        "engines choose by themselves (auto).",
         metavar="WHAT",
     )
     announced: bool = run(
@@ -228,6 +228,11 @@ class Options:
     def shape(self, role: str) -> Shape:
         sizes: Any = {name: self.number(name, role) for name in ("tp", "pp", "block_size")}
         return Shape(**sizes, order=self.of_side("order", role))
+
+    @property
+    def arrivals(self) -> Literal["closed", "poisson", "trace"]:
+        """In a closed loop the next request comes when one ends; else by a clock, however slow they are served."""
+        return "poisson" if self.rate is not None else "trace" if self.speed is not None else "closed"
 
     @property
     def posters(self) -> int | str:

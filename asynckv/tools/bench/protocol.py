@@ -74,11 +74,11 @@ class Prepare(Struct, tag=True):
 class Do(Struct, tag=True):
     """Do what needs no more words.
 
-    `lend` what was filled: leases run from here on. `cancel` what is being pulled, and pull no more. `verify` what was
-    pulled. `serve` the floor's reader, or `rest` again. `stop`: drain, audit, report and end.
+    `lend` what was filled: leases run from here on. `verify` what was pulled. `serve` the floor's reader, or `rest`
+    again. `stop`: drain, audit, report and end.
     """
 
-    what: Literal["lend", "cancel", "verify", "serve", "rest", "stop"]
+    what: Literal["lend", "verify", "serve", "rest", "stop"]
 
 
 class Done(Struct, tag=True):
@@ -111,7 +111,7 @@ class Pulled(Struct, tag=True):
     lags: list[float]
     outcomes: list[Outcome]
     held: int = 0
-    """Blocks of failed or cancelled pulls that something may still write."""
+    """Blocks of failed pulls that something may still write."""
 
 
 class Verified(Struct, tag=True):

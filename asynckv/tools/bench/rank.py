@@ -73,7 +73,6 @@ class Worker:
         self.lent: list[tuple[p.Work, LentRequest]] = []
         self.outcomes: list[p.Outcome] = []
         self.sampler = LagSampler()
-        self.is_cancelled = False
         self.stopping = threading.Event()
         self.held: list[tuple[PullError, asyncio.Task[None]]] = []
         self.window: asyncio.Task[None] | None = None
@@ -129,19 +128,10 @@ class Worker:
             await self._arrive(start)
         window_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
         lags = self.sampler.stop()
-        if self.is_cancelled:
-            # What was never pulled will never be: say so, or its leases run to their end.
-            pulled = {outcome.number for outcome in self.outcomes}
-            for work in self.works:
-                if work.number not in pulled:
-                    self.engine.announce(f"decode-{work.number}", work.params)
-                    self.engine.cancel(f"decode-{work.number}")
         pipe.write(p.Pulled(window_s, cpu_s, lags, self.outcomes, await self._returned()))
 
     async def _reader(self, queue: Iterator[p.Work]) -> None:
         for work in queue:
-            if self.is_cancelled:
-                return
             self.outcomes.append(await self._pull(work, time.perf_counter()))
 
     async def _arrive(self, start: float) -> None:
@@ -153,8 +143,7 @@ class Worker:
             self.outcomes.append(await self._pull(work, start + work.arrival_s))
 
         def begin(work: p.Work) -> None:
-            if not self.is_cancelled:
-                pulls.append(loop.create_task(pull(work)))
+            pulls.append(loop.create_task(pull(work)))
 
         def keep_time() -> None:
             # In a thread: the loop's own timers are late by up to a millisecond, which is more than a small pull.
@@ -199,12 +188,6 @@ class Worker:
                 task.cancel()
                 leaked += sum(map(len, exc.held.values()))
         return leaked
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        self.stopping.set()
-        for work in self.works:
-            self.engine.cancel(f"decode-{work.number}")
 
     def verify(self) -> p.Verified:
         done = {o.number for o in self.outcomes if not o.error}
@@ -314,11 +297,8 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
             case p.Do("lend"):
                 worker.lend()
             case p.Go(concurrency):
-                # A task of its own: a cancel must be heard while the window is open.
+                # A task of its own: that the driver is gone must be heard while the window is open.
                 worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
-                continue
-            case p.Do("cancel"):
-                worker.cancel()
                 continue
             case p.Do("verify"):
                 answer = await anyio.to_thread.run_sync(worker.verify)
@@ -336,6 +316,6 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
             case _:
                 assert_never(command)
         pipe.write(answer or p.Done(time.process_time()))
-    # The driver is gone: end what is being pulled, and go.
-    worker.cancel()
+    # The driver is gone: go.
+    worker.stopping.set()
     return None

@@ -29,19 +29,17 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     complete: list[float] = []
     calls: list[float] = []
     busy_s = 0.0
-    failed = cancelled = 0
+    failed = 0
     for number, outcomes in found.outcomes.items():
-        errors = [o.reason for o in outcomes if o.error]
+        has_failed = any(o.error for o in outcomes)
         busy_s += max((o.seconds - o.late for o in outcomes), default=0.0)
         is_whole = len(outcomes) == experiment.num_ranks(number)
-        if is_whole and not errors:
+        if is_whole and not has_failed:
             completed += 1
             if not any(o.num_bytes for o in outcomes):
                 continue  # cached whole: an answer of the engine's own, not a transfer
             complete.append(max(o.seconds for o in outcomes))
             calls.append(max(o.seconds - o.late for o in outcomes))
-        elif found.interrupted and (not errors or set(errors) <= {"cancelled", "EngineClosed"}):
-            cancelled += 1
         else:
             failed += 1
     good = [o for outcomes in found.outcomes.values() for o in outcomes if not o.error]
@@ -52,8 +50,6 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     }
     return {
         "schema": SCHEMA,
-        "interrupted": found.interrupted,
-        "interruption": _interruption(found, completed, len(schedule)),
         "config": _config(experiment, schedule),
         "environment": {
             **machine.environment(),
@@ -69,7 +65,6 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
             "completed": completed,
             "read_nothing": completed - len(complete),
             "failed": failed,
-            "cancelled": cancelled,
         },
         "prefix": _prefix(experiment.workload, found, schedule),
         "bytes": {
@@ -84,7 +79,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "latency_s": quantiles(complete, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "pull_s": quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "schedule": {
-            "clock": "scheduled arrival" if experiment.arrivals.is_open else "call of pull",
+            "clock": "scheduled arrival" if experiment.is_open else "call of pull",
             "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
             "achieved_per_s": completed / window if window else 0.0,
             "late_s": quantiles(
@@ -121,19 +116,6 @@ def _warnings(experiment: Experiment) -> list[str]:
     return [f"{text}: {order}" for text in small]
 
 
-def _interruption(found: Measured, completed: int, requested: int) -> dict[str, Any] | None:
-    """Say when Ctrl-C came, and what the figures are of."""
-    if not found.interrupted:
-        return None
-    if found.stage == "run" and completed:
-        some = "all" if completed == requested else f"{completed:,} of {requested:,}"
-        says = f"after {some} requests; the figures cover these only"
-    else:
-        when = {"start": "while the workers started", "warm-up": "in the warm-up", "run": "before a request completed"}
-        says = f"{when[found.stage]}; nothing was measured"
-    return {"during": found.stage, "completed": completed, "requested": requested, "says": says}
-
-
 def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, Any]:
     """Say what was run: the options as they are, and what the others amount to."""
     options, model, work = experiment.options, experiment.model, experiment.workload
@@ -151,7 +133,7 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
         "prompts_capped": work.num_capped,
         "prompts_wholly_cached": sum(r.cached == r.tokens for r in schedule),
         "engines": msgspec.to_builtins(experiment.engines),
-        "arrivals": experiment.arrivals.kind,
+        "arrivals": options.arrivals,
         "speed": options.speed or 1.0,
         # These mean nothing without what they are about.
         "rounds": floor.ROUNDS if options.floor else None,
@@ -163,8 +145,7 @@ def is_good(report: dict[str, Any]) -> bool:
     """Everything completed, every compared byte was right, and nothing leaked."""
     moved, wanted, verified = (report["bytes"][k] for k in ("moved", "wanted", "verified"))
     return (
-        not report["interrupted"]
-        and report["requests"]["completed"] == report["config"]["requests"]
+        report["requests"]["completed"] == report["config"]["requests"]
         and report["bytes"]["wrong"] == 0
         and (report["config"]["verify"] != "full" or verified == wanted)
         and moved >= wanted
@@ -186,10 +167,6 @@ def faults(report: Mapping[str, Any]) -> list[str]:
     }
     said = [f"{n:,} {what}" for what, n in counts.items() if n] + [str(x) for x in report.get("problems", ())]
     return said and [*said, *(f"{n} x {cause}" for cause, n in report.get("errors", {}).items())]
-
-
-def status(found: Measured, report: dict[str, Any]) -> int:
-    return 130 if found.interrupted else 0 if is_good(report) else 1
 
 
 def _prefix(workload: Workload, found: Measured, schedule: Sequence[Request]) -> dict[str, Any]:

@@ -26,8 +26,6 @@ class Part(NamedTuple):
 
 def verdict(found: dict[str, Any]) -> str:
     requests, total = found["requests"], found["config"]["requests"]
-    if (cut := found["interruption"]) is not None:
-        return f"INTERRUPTED {cut['says']}"
     if report.is_good(found):
         is_full = found["config"]["verify"] == "full"
         compared = "every byte verified" if is_full else "no byte compared (--verify off)"
@@ -44,13 +42,9 @@ def parts(found: dict[str, Any]) -> list[Part]:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    measured = not found["interrupted"] or found["requests"]["completed"]
-    style = "bold yellow" if found["interrupted"] else "bold green" if report.is_good(found) else "bold red"
-    console.print(escape(without_control(verdict(found))), style=style)
+    console.print(escape(without_control(verdict(found))), style="bold green" if report.is_good(found) else "bold red")
     for text in [*found["problems"], *(f"{n} x {cause}" for cause, n in found["errors"].items())]:
         console.print(f"  ! {escape(without_control(text))}", style="red")
-    if not measured:
-        return
     for text in found["warnings"]:
         console.print(f"  ! {escape(without_control(text))}", style="yellow")
     for part in parts(found):
@@ -78,7 +72,6 @@ def _reached(found: dict[str, Any]) -> Part:
     total = found["config"]["requests"]
     apart = f", and {requests['read_nothing']:,} that read nothing" if requests["read_nothing"] else ""
     counts = [f"{requests['completed']:,} of {total:,} completed", f"{requests['failed']:,} failed"]
-    counts += [f"{requests['cancelled']:,} cut off by Ctrl-C"] if requests["cancelled"] else []
     counts += [f"{left:,} never started"] if (left := total - requests["submitted"]) else []
     compared = f"{moved['verified'] / moved['wanted']:.1%} verified" if moved["wanted"] else "none wanted"
     shared = (

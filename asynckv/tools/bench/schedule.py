@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from asynckv.errors import ConfigError
-from asynckv.tools.bench.workload import Workload
+from asynckv.tools.bench.options import Options
+from asynckv.tools.bench.workload import Workload, cached_tokens
 
 
 class Place(NamedTuple):
@@ -41,42 +42,19 @@ class Engines:
         return f"{self.prefill} prefill, {self.decode} decode"
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """When requests come: in a closed loop the next begins when one ends; else by a clock, however slow they are."""
-
-    rate: float | None = None
-    speed: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.rate is not None and self.speed is not None:
-            raise ConfigError(
-                f"--rate {self.rate:g} and --speed {self.speed:g} contradict each other: --speed is of the trace's "
-                f"own times; leave one of them out"
-            )
-
-    @property
-    def kind(self) -> Literal["closed", "poisson", "trace"]:
-        return "poisson" if self.rate is not None else "trace" if self.speed is not None else "closed"
-
-    @property
-    def is_open(self) -> bool:
-        return self.kind != "closed"
-
-    def times(self, workload: Workload, seed: int) -> list[float]:
-        """Seconds from the start of the schedule, ascending; all zero in a closed loop."""
-        number = len(workload.prompt_tokens)
-        if self.rate is not None:
-            gaps = np.random.default_rng([seed, 2]).exponential(1 / self.rate, number)
-            return [float(t) for t in np.cumsum(gaps)]
-        if self.speed is None:
-            return [0.0] * number
-        if len(workload.arrivals_s) != number:
-            raise ConfigError(
-                f"--speed {self.speed:g} needs a --trace whose lines have a timestamp; use --rate for requests per "
-                f"second"
-            )
-        return [t / self.speed for t in workload.arrivals_s]
+def _times(workload: Workload, options: Options) -> list[float]:
+    """Seconds from the start of the schedule, ascending; all zero in a closed loop."""
+    number = len(workload.prompt_tokens)
+    if options.rate is not None:
+        gaps = np.random.default_rng([options.seed, 2]).exponential(1 / options.rate, number)
+        return [float(t) for t in np.cumsum(gaps)]
+    if options.speed is None:
+        return [0.0] * number
+    if len(workload.arrivals_s) != number:
+        raise ConfigError(
+            f"--speed {options.speed:g} needs a --trace whose lines have a timestamp; without one, use --rate"
+        )
+    return [t / options.speed for t in workload.arrivals_s]
 
 
 class Request(NamedTuple):
@@ -117,17 +95,9 @@ class PrefixCache:
             self._chunks.popitem(last=False)
 
 
-def make_schedule(
-    workload: Workload,
-    *,
-    engines: Engines,
-    arrivals: Arrivals,
-    cache_tokens: int,
-    cached: Callable[[int], int],
-    seed: int,
-) -> list[Request]:
-    times = arrivals.times(workload, seed)
-    caches = {p: PrefixCache(cache_tokens // workload.chunk_tokens) for p in engines.places}
+def make_schedule(workload: Workload, options: Options, engines: Engines) -> list[Request]:
+    times = _times(workload, options)
+    caches = {p: PrefixCache(options.prefix_cache // workload.chunk_tokens) for p in engines.places}
     out = []
     for i, tokens in enumerate(workload.prompt_tokens):
         lender, reader = engines.route(i)
@@ -137,7 +107,7 @@ def make_schedule(
             there = min(caches[reader].num_cached(held) * workload.chunk_tokens, tokens)
             caches[reader].use(held)
         else:
-            there = cached(tokens)
+            there = cached_tokens(options.prefix_hit, tokens)
         out.append(Request(i, tokens, there, lender, reader, chunks, times[i]))
     return out
 

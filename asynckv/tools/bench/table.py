@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -197,7 +197,7 @@ class Journal:
 # -- what is compared ------------------------------------------------------------------------------
 
 
-OBJECTS = ("config", "environment", "blocks", "interrupted")
+OBJECTS = ("config", "environment", "blocks")
 NUMBERS = (
     "requests.completed",
     "requests.failed",
@@ -238,7 +238,7 @@ class Side:
 
 
 def load(text: str) -> Side:
-    """Read one side: a report, a sweep, or a directory of them. What is unfinished or interrupted is refused."""
+    """Read one side: a report, a sweep, or a directory of them. What is unfinished is refused."""
     side = Side(text)
     for path in _files(Path(text)):
         try:
@@ -253,17 +253,6 @@ def load(text: str) -> Side:
         side.runs.append(Run(flat(found["config"]), found, str(path)))
         side.environments.append({k: str(v) for k, v in found["environment"].items()})
     return side
-
-
-def refuse_repeated(texts: Sequence[str]) -> None:
-    """Refuse a file that is given twice: its noise would be none, and the change as sure as anything."""
-    seen: dict[Path, Path] = {}
-    for path in (path for text in texts for path in _files(Path(text))):
-        there = path.resolve()
-        if there in seen:
-            also = f" (as {seen[there]})" if seen[there] != path else ""
-            raise ConfigError(f"{path}: was given twice{also}; every file is one measurement, so name it once")
-        seen[there] = path
 
 
 def _files(path: Path) -> list[Path]:
@@ -284,8 +273,6 @@ def _report(data: bytes, path: Path) -> dict[str, Any]:
     if schema != report.SCHEMA:
         raise ConfigError(f"{path}: is of schema {schema}, and this asynckv compares {report.SCHEMA} and {SCHEMA}")
     _check_shape(found, path)
-    if found["interrupted"]:
-        raise ConfigError(f"{path}: was interrupted, so its figures are of another run; measure it again")
     return found
 
 

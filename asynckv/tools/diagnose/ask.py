@@ -284,7 +284,7 @@ class _Asker:
                 while not answered.done():
                     self.plane.send(Address(address), encode_packet(self._name, "", [question]))
                     await asyncio.wait([answered], timeout=REPEAT_S)
-                    if not answered.done() and await _refuses(address):
+                    if not answered.done() and (await _look(address)).errno == errno.ECONNREFUSED:
                         raise _Vain(NOBODY, T.GONE)
                 return answered.result()
             finally:
@@ -368,8 +368,7 @@ class _Asker:
             if is_left_behind(Path(address)):
                 return T.GONE, vain + "its process has ended meanwhile"
             return T.AWAY, vain + f"it listens, so {AWAY}"
-        host, port = host_and_port(address)
-        found = await asyncio.to_thread(look_at_port, host.strip("[]"), port, PROBE_S, PROBE_S)
+        found = await _look(address)
         match found:
             case Greeted(mechanism="CURVE") if not self._has_keys:
                 how = T.KEYS, "it wants keys: give --keys and --authorized, and its address with what follows the #"
@@ -398,6 +397,11 @@ NOBODY = "nobody listens there (TCP connection refused): its process is gone, or
 AWAY = "its process lives but its event loop is away (busy, blocked or stopped), or the engine is closing"
 
 
+async def _look(address: str) -> Greeted:
+    host, port = host_and_port(address)
+    return await asyncio.to_thread(look_at_port, host.strip("[]"), port, PROBE_S, PROBE_S)
+
+
 def _has_peer(connected: socket.socket) -> bool:
     """Whether a connection was really made."""
     try:
@@ -405,20 +409,6 @@ def _has_peer(connected: socket.socket) -> bool:
     except OSError:
         return False
     return True
-
-
-async def _refuses(address: str) -> bool:
-    """Whether nobody listens at an address."""
-    host, port = host_and_port(address)
-    try:
-        async with asyncio.timeout(PROBE_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), port)
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    writer.close()
-    return False
 
 
 class _Vain(Exception):

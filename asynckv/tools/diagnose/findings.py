@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from asynckv.core import told
@@ -102,8 +102,8 @@ def find(seen: Seen) -> Findings:
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and x.request_id in refused)]
     late = _late([x for x in asked if not (x.request_id in told and _hangs_on_processes(x))])
     failed = [*_refused(seen), *_failed(seen, {(x.engine_id, x.request_id, x.sequence) for x in seen.late})]
-    wrong = [*there, *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
-    return Findings(wrong, [*_limits(seen), *_warnings(seen)], asked, seen.copies)
+    wrong = [*there, *late, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
+    return Findings(wrong, [*_limits(seen), *_logged(seen, "warning")], asked, seen.copies)
 
 
 def _hangs_on_processes(leak: Leak) -> bool:
@@ -254,38 +254,20 @@ def _away(seen: Seen) -> Iterator[Finding]:
         )
 
 
-def _logged(seen: Seen, level: str) -> Iterator[Record]:
-    """What was logged at a level, and no other finding tells of."""
+def _logged(seen: Seen, level: str) -> Iterator[Finding]:
+    """What was logged at a level, and no other finding tells of, by event and process."""
+    found: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for process in seen.axis.service.processes.values():
         for record in process.records:
             is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
             is_told = is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
             if record.level == level and not is_told:
-                yield record
-
-
-def _errors(seen: Seen) -> Iterator[Finding]:
-    """Other errors, by event."""
-    found: dict[str, list[Record]] = defaultdict(list)
-    for record in _logged(seen, "error"):
-        found[record.event].append(record)
-    return _grouped(found.values(), "error", "on")
-
-
-def _warnings(seen: Seen) -> Iterator[Finding]:
-    """Other warnings, by event and process: the service goes on with less than it should have, or may have."""
-    found: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for record in _logged(seen, "warning"):
-        found[record.event, record.rank].append(record)
-    return _grouped(found.values(), "warning", "of")
-
-
-def _grouped(groups: Iterable[Sequence[Record]], level: str, where: str) -> Iterator[Finding]:
-    for same in sorted(groups, key=lambda x: -len(x))[:MOST]:
+                found[record.event, record.rank].append(record)
+    for (event, rank), same in sorted(found.items(), key=lambda x: -len(x[1]))[:MOST]:
         first = same[0]
         texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
-        what = f"{counted(len(same), level)} {first.event} {where} {first.rank}"
-        yield Finding(HEADING.UNKNOWN, first.event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
+        what = f"{counted(len(same), level)} {event} on {rank}"
+        yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
 
 
 def _limits(seen: Seen) -> Iterator[Finding]:

@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from datetime import time as time_of_day
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 
+from asynckv.arguments import without_control
 from asynckv.config import KeysConfig
 from asynckv.core import told
 from asynckv.errors import ConfigError
@@ -80,13 +81,11 @@ class Looking:
 
         What is logged of every transition at level debug is read only for a request: the ends of others say it again.
         """
-        request, errors = self._request or "", Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
-            task = bar.add_task("reading", total=None)
+        request = self._request or ""
+        with Console(stderr=True).status("reading logs") as status:
             return read_logs(
                 paths,
-                lambda done, total: bar.update(task, completed=done, total=total or None),
+                lambda said: status.update(f"reading {escape(without_control(said))}"),
                 keep=lambda event: bool(request) or not event.endswith("_transition"),
                 request=request,
             )

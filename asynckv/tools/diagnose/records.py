@@ -18,7 +18,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,7 +148,7 @@ def integer(value: object, default: int = -1) -> int:
     return default
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Skipped:
     """Lines that were left out for one reason; `where` and `first` are of the first of them."""
 
@@ -166,7 +165,7 @@ class Source:
     path: str  # as it was given or found
     num_bytes: int = 0  # read of it, uncompressed
     num_lines: int = 0  # lines of any program
-    num_others: int = 0  # lines of other programs
+    num_others: int = 0  # lines of other programs: nothing is wrong with them
     num_repeated: int = 0  # lines that were there before, in this file or another
 
 
@@ -187,14 +186,10 @@ class Logs:
     num_well: int = 0  # requests that went well and were only counted
 
     @property
-    def num_bytes(self) -> int:
-        """Read in all, uncompressed."""
-        return sum(x.num_bytes for x in self.sources)
-
-    @property
-    def num_lines(self) -> int:
-        """Read in all."""
-        return sum(x.num_lines for x in self.sources)
+    def total(self) -> Source:
+        """What was read in all."""
+        names = ("num_bytes", "num_lines", "num_others", "num_repeated")
+        return Source("", *(sum(getattr(x, name) for x in self.sources) for name in names))
 
     @property
     def num_events(self) -> int:
@@ -202,23 +197,12 @@ class Logs:
         return len(self.records) + sum(lines for _, lines in self.counted)
 
     @property
-    def num_others(self) -> int:
-        """Lines of other programs: nothing is wrong with them."""
-        return sum(x.num_others for x in self.sources)
-
-    @property
-    def num_repeated(self) -> int:
-        """Lines that were there twice."""
-        return sum(x.num_repeated for x in self.sources)
-
-    @property
     def nothing(self) -> str:
         """Say why there is no record; empty if there is one."""
         if self.records:
             return ""
-        lines = f"{self.num_lines:,} line{'' if self.num_lines == 1 else 's'}"
-        files = "one file" if len(self.sources) == 1 else f"{len(self.sources):,} files"
-        read = f"no event of asynckv's in {lines} of {files}"
+        lines = self.total.num_lines
+        read = f"no event of asynckv's among the lines ({lines:,}) of the files ({len(self.sources):,})"
         if self.num_text:
             return (
                 f"{read}, but {self.num_text:,} of these look like its events as text; this command reads JSON: "
@@ -227,7 +211,7 @@ class Logs:
         if self.skipped:
             kinds = "; ".join(f"{x.lines:,} lines: {x.reason} (first {x.where})" for x in self.skipped[:4])
             return f"{read}, and what looks like one cannot be read: {kinds}"
-        if not self.num_lines:
+        if not lines:
             return f"{read}: nothing is in there"
         return (
             f"{read}: all are of other programs. Are these the workers' logs, and does the application's "
@@ -237,7 +221,7 @@ class Logs:
 
 def read_logs(
     paths: Iterable[str | Path],
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[str], None] = lambda said: None,
     *,
     keep: Callable[[str], bool] | None = None,
     request: str = "",
@@ -246,8 +230,7 @@ def read_logs(
 
     Args:
         paths: Files, directories (everything in them), or `-` for stdin; compressed by gzip, xz or zstd, or not.
-        on_progress: Called with the bytes that were read so far and those that there are (as they lie on disk; 0 if
-            that is not known).
+        on_progress: Called with which file is read, and how far.
         keep: Which events are wanted, by name; all if left out.
         request: An id of either side, the beginning of one, a pull id, or a sequence: what is said of this request is
             kept, also if it went well and only a sample of such requests is.
@@ -258,19 +241,10 @@ def read_logs(
     names = [str(x) for x in paths]
     if not names:
         raise ConfigError("no logs were given; name files or directories, or - for stdin")
-    files = list(found(names))
-    sizes = [os.stat(x).st_size if x != "-" else 0 for x in files]
-    total = 0 if "-" in files else sum(sizes)
-    reader, done = _Reader(keep, request), 0
-
-    def progress(read: int) -> None:
-        if on_progress is not None:
-            on_progress(done + read, total)
-
+    reader = _Reader(keep, request)
     with no_collection():
-        for path, size in zip(files, sizes, strict=True):
-            reader.read(path, progress)
-            done += size
+        for path in list(found(names)):
+            reader.read(path, on_progress)
         return reader.finished()
 
 
@@ -285,12 +259,12 @@ class _Reader:
         self._records: list[tuple[Record, bytes, Source]] = []
         self._well, self._wrong = Well(), set[tuple[str, int]]()
         self._sources: list[Source] = []
-        self._skipped: dict[str, list[Any]] = {}
+        self._skipped: dict[str, Skipped] = {}
         self._pieces = Pieces()
         self._num_text, self._is_end = 0, False
         self._source = Source("")
 
-    def read(self, path: str, progress: Callable[[int], None]) -> None:
+    def read(self, path: str, on_progress: Callable[[str], None]) -> None:
         """Read a file."""
         if path == "-" and sys.stdin is None:
             raise ConfigError("-: the standard input is closed; name a log")
@@ -305,7 +279,7 @@ class _Reader:
                     source.num_lines += 1
                     source.num_bytes += length
                     if source.num_bytes // CHUNK > (source.num_bytes - length) // CHUNK:
-                        progress(source.num_bytes if path == "-" else file.tell())
+                        on_progress(f"{source.path}, {source.num_bytes >> 20:,} MiB")
                     if length > MAX_LINE + 1:
                         self._skip(f"longer than {MAX_LINE:,} bytes", line)
                     else:
@@ -330,7 +304,7 @@ class _Reader:
         return Logs(
             records=sorted(self._unlike(), key=attrgetter("at")),
             sources=self._sources,
-            skipped=[Skipped(reason, *found) for reason, found in self._skipped.items()],
+            skipped=list(self._skipped.values()),
             num_text=self._num_text,
             counted=[(y, lines) for x, lines in chosen.edges for y in self._again(x)],
             num_well=chosen.num_requests,
@@ -443,7 +417,7 @@ class _Reader:
 
     def _skip(self, reason: str, line: bytes) -> None:
         where, first = f"{self._source.path}:{self._source.num_lines}", line[:SHOWN].decode(errors="replace")
-        self._skipped.setdefault(reason, [0, where, first])[0] += 1
+        self._skipped.setdefault(reason, Skipped(reason, 0, where, first)).lines += 1
 
 
 def _record(head: Head, text: bytes, where: str) -> Record:

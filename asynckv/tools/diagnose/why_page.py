@@ -24,7 +24,6 @@ from asynckv.tools.diagnose.why_report import plain, process_of, story_of
 
 MAX_MARKS = 100_000  # in one page; of more, those of requests that went well are left out
 MOST_SHOWN = 10_000  # requests in one page
-IN_TABLE = 20
 
 
 def make(seen: Seen, found: Findings, sources: Sequence[str], every: Sequence[Story]) -> str:
@@ -36,20 +35,13 @@ def make(seen: Seen, found: Findings, sources: Sequence[str], every: Sequence[St
         sources: What was read or asked, for its title.
         every: The requests.
     """
-    axis, grounds = seen.axis, seen.grounds
     kept = sorted(every, key=lambda x: (x.level == "info", -x.seconds))[:MOST_SHOWN]
     left_out, stories = len(every) - len(kept), sorted(kept, key=lambda x: x.number)
     data = msgspec.json.encode(_data(seen, stories, found.late)).decode()
     parts = {
         "title": escape(without_control(f"Why: {some(sources, 3)}")),
-        "about": escape(_about(axis, stories, left_out)),
+        "about": escape(_about(seen.axis, stories, left_out)),
         "overview": _overview(found),
-        "table": _table(stories),
-        "clocks": "".join(
-            f"<tr><th>{escape(without_control(x.process.rank))}</th>"
-            f"{_cells(x.compared, x.gone.text if x.gone is not None else '')}</tr>"
-            for x in grounds[:256]
-        ),
         # A "</script" inside a string must not end the script; letters that turn a line around are escaped.
         "data": re.sub("[^ -;=-~]", lambda x: json.dumps(x[0])[1:-1] if x[0] != "<" else "\\u003c", data),
     }
@@ -85,13 +77,6 @@ def _overview(found: Findings) -> str:
 def _row(finding: Finding, kind: str) -> str:
     requests = f" ({some(finding.requests, 3)})" if finding.requests else ""
     return f"<tr{kind}>{_cells(f'{finding.heading}: {finding.what}{requests}', finding.evidence, finding.remedy)}</tr>"
-
-
-def _table(stories: Sequence[Story]) -> str:
-    """List the slowest, for print and for those who do not see the picture."""
-    slowest = sorted(stories, key=lambda x: -x.seconds)[:IN_TABLE]
-    rows = (_cells(x.name or "?", x.ended, shown_seconds(x.seconds), clock_time(x.start)) for x in slowest)
-    return "".join(f"<tr>{row}</tr>" for row in rows)
 
 
 def _cells(*texts: str) -> str:

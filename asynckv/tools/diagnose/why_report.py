@@ -78,7 +78,7 @@ def _leak(leak: Leak) -> dict[str, Any]:
 
 
 def _read(seen: Seen) -> dict[str, Any]:
-    logs, service = seen.logs, seen.axis.service
+    logs, total, service = seen.logs, seen.logs.total, seen.axis.service
     prefill, decode = service.sides
     others = [x for x in service.processes.values() if not x.lends and not x.pulls]
     counts = [x for answer in seen.answers for x in answer.account.counts]
@@ -86,8 +86,8 @@ def _read(seen: Seen) -> dict[str, Any]:
     times = [t for x in service.processes.values() for t in (x.first_at, x.last_at)]
     return {
         "files": len(logs.sources),
-        "lines": logs.num_lines,
-        "bytes": logs.num_bytes,
+        "lines": total.num_lines,
+        "bytes": total.num_bytes,
         "events": logs.num_events,
         "requests": len(service.requests) + logs.num_well,
         "lent_now": sum(x.number for x in counts if x.kind == "lease"),
@@ -95,9 +95,9 @@ def _read(seen: Seen) -> dict[str, Any]:
         "since": moment(seen.since) if math.isfinite(seen.since) else None,
         "first": moment(min(times)) if times else None,
         "last": moment(max(times)) if times else None,
-        "others": logs.num_others,
+        "others": total.num_others,
         "others_in": [{"path": x.path, "lines": x.num_others} for x in logs.sources if x.num_others][:MAX_FILES],
-        "repeated": logs.num_repeated,
+        "repeated": total.num_repeated,
         "prefill": [x.rank for x in prefill],
         "decode": [x.rank for x in decode],
         "offload": sorted(keeps),

@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from asynckv.arguments import without_control
-from asynckv.core.account import Account
 from asynckv.core.inspect import RequestStatus
 from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
@@ -324,34 +323,15 @@ def _status(status: RequestStatus, rank: str) -> Iterator[str]:
 
 
 def _holds(answer: Answer) -> Iterator[str]:
-    account, gauges = answer.account, answer.gauges
+    account, gauges, lag = answer.account, answer.gauges, answer.account.facts.lag
     if account.closed_as:
         yield f"takes nothing new: {account.closed_as}"
-    held, most = account.budgets.get("blocks_held", (0, 0))
-    words = [f"blocks held {held:,} of {most:,}"]
-    for name in ("blocks_quarantined", "transfers_in_doubt"):
-        words += [f"{name.replace('_', ' ')} {gauges[name]:,}"] if gauges.get(name) else []
-    for name in ("pulls_reading", "pulls_queued", "parked"):
-        used, most = account.budgets.get(name, (0, 0))
-        words += [f"{name.replace('_', ' ')} {used:,} of {most:,}"] if used else []
-    lag = account.facts.lag
-    words.append(f"loop late {shown_seconds(lag.last_s)}, at most {shown_seconds(lag.most_s)}")
-    words += [f"away {counted(lag.was_away, 'time')}"] if lag.was_away else []
-    yield ", ".join(words)
-    phases = (f"{x.kind} {x.phase} {x.number:,} (oldest {shown_seconds(x.oldest_s)})" for x in account.counts)
-    if text := ", ".join(phases):
-        yield text
-    yield from _tiers(account, gauges)
-    if account.num_peers:
-        yield "peers " + ", ".join(f"{state} {number:,}" for state, number in account.num_peers.items())
-    for peer in account.peers[: 4 * MAX_NAMES]:
-        if peer.state not in ("ready", "new") or peer.cause or peer.is_draining:
-            heard = "never heard" if peer.heard_s is None else f"heard {shown_seconds(peer.heard_s)} ago"
-            yield f"   {peer.rank} {peer.state}, {heard}, {counted(peer.pulls, 'request')}: {peer.cause}"
-
-
-def _tiers(account: Account, gauges: Mapping[str, int]) -> Iterator[str]:
-    """Show what is kept outside of the accelerator, and what is amiss with it."""
+    held = {name: f"{used:,} of {most:,}" for name, (used, most) in account.budgets.items() if used}
+    held |= {name: f"{gauges[name]:,}" for name in ("blocks_quarantined", "transfers_in_doubt") if gauges.get(name)}
+    lags = f"loop late {shown_seconds(lag.last_s)}, at most {shown_seconds(lag.most_s)}, away {lag.was_away:,} times"
+    yield ", ".join([*(f"{name.replace('_', ' ')} {x}" for name, x in held.items()), lags])
+    if account.counts:
+        yield ", ".join(f"{x.kind} {x.phase} {x.number:,} (oldest {shown_seconds(x.oldest_s)})" for x in account.counts)
     for tier in ("host", "file", "others"):
         if (blocks := gauges.get(f"offload.kept.{tier}")) is not None:
             used, most = gauges.get(f"offload.kept_bytes.{tier}", 0), gauges.get(f"offload.limit_bytes.{tier}")
@@ -359,3 +339,9 @@ def _tiers(account: Account, gauges: Mapping[str, int]) -> Iterator[str]:
     for name in ("offload.off", "offload.files_off"):
         if why := account.facts.planes.get(name):
             yield f"{name}: {why}"
+    if account.num_peers:
+        yield "peers " + ", ".join(f"{state} {number:,}" for state, number in account.num_peers.items())
+    for peer in account.peers[: 4 * MAX_NAMES]:
+        if peer.state not in ("ready", "new") or peer.cause or peer.is_draining:
+            heard = "never heard" if peer.heard_s is None else f"heard {shown_seconds(peer.heard_s)} ago"
+            yield f"   {peer.rank} {peer.state}, {heard}, {counted(peer.pulls, 'request')}: {peer.cause}"

@@ -151,11 +151,6 @@ def _mamba2(heads: int, head_dim: int, groups: int, state: int, kernel: int, dty
     return State(tuple(conv), kernel - 1, heads, (head_dim, state), dtype)
 
 
-def _delta_net(k_heads: int, k_dim: int, v_heads: int, v_dim: int, kernel: int, dtype: str = "") -> State:
-    conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
-    return State(conv, kernel - 1, v_heads, (k_dim, v_dim), dtype)
-
-
 def preset(name: str) -> Model:
     if (found := PRESETS.get(name.lower())) is not None:
         return found
@@ -352,6 +347,7 @@ _STRANGE = (
     "linear_",
     "lru_width",
     "mamba",
+    "per_layer_config",
     "rwkv",
     "ssm",
     "state_size",
@@ -373,7 +369,7 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
     for key in sorted(k for k in c if k.startswith(_STRANGE)):
         value = c[key]
         plain = key == "attn_type_list" and isinstance(value, list) and all(x == 1 for x in value)
-        if value not in (None, False, 0, []) and not plain:
+        if value not in (None, False, 0, [], {}) and not plain:
             raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so what its layers keep is not known")
     names = c.get("architectures")
     if kind == "mimo_v2_flash":
@@ -393,8 +389,8 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
     if used and SLIDING in kinds and not window:
         raise ConfigError(f"layer_types has {SLIDING!r}, but sliding_window is missing")
     made: list[Layer] = []
-    for i, name in enumerate(kinds):
-        layer = _Config(c, **_override(c, kind, i, name))
+    for name in kinds:
+        layer = _Config(c, **_override(c, kind, name))
         made.append(_heads(layer, window if name == SLIDING else 0))
     # The last layers of some models read what earlier ones keep.
     shared = c.number("num_kv_shared_layers", default=0, least=0)
@@ -423,20 +419,8 @@ def _kinds(c: _Config, kind: str, depth: int, window: int) -> list[str]:
     return [*kinds[:-1], FULL] if kind == "gemma4" else kinds
 
 
-def _override(c: _Config, kind: str, index: int, name: str) -> dict[str, Any]:
+def _override(c: _Config, kind: str, name: str) -> dict[str, Any]:
     """Say what one layer has other than the rest."""
-    layers = c.get("per_layer_config")
-    if layers is not None:
-        own: Any = None
-        if isinstance(layers, dict):
-            own = next((v for k, v in layers.items() if k.isdecimal() and int(k) == index), {})
-        if not isinstance(own, dict):
-            raise ConfigError(f"per_layer_config is {_shown.repr(layers)}, not an object per layer")
-        if strange := sorted(own.keys() & {"sliding_window", "layer_types", "kv_lora_rank"}):
-            raise ConfigError(f"per_layer_config has {strange[0]}, and what such a layer keeps is not known")
-        return {
-            k: own[k] for k in own.keys() & {"head_dim", "v_head_dim", "num_key_value_heads", "num_attention_heads"}
-        }
     if kind != "gemma4" or name == SLIDING:
         return {}
     wide = {"head_dim": c.number("global_head_dim", default=512)}
@@ -492,14 +476,12 @@ def _nemotron_h(c: _Config) -> list[Layer]:
 
 def _qwen3_next(c: _Config) -> list[Layer]:
     depth = _depth(c)
-    net = _delta_net(
-        c.number("linear_num_key_heads"),
-        c.number("linear_key_head_dim"),
-        c.number("linear_num_value_heads"),
-        c.number("linear_value_head_dim"),
-        c.number("linear_conv_kernel_dim", least=2),
-        _state_dtype(c),
+    (k_heads, k_dim), (v_heads, v_dim) = (
+        (c.number(f"linear_num_{x}_heads"), c.number(f"linear_{x}_head_dim")) for x in ("key", "value")
     )
+    conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
+    kernel = c.number("linear_conv_kernel_dim", least=2)
+    net = State(conv, kernel - 1, v_heads, (k_dim, v_dim), _state_dtype(c))
     if c.get("layer_types") is not None:
         kinds = c.kinds("layer_types", known=(FULL, LINEAR), length=depth)
     else:

@@ -120,7 +120,6 @@ class Manager(OffloadingManager):
                 store_bytes=ALL,
                 promotion_bytes=offload.max_bytes,
                 write_back_bytes=offload.max_bytes,
-                write_back_bytes_per_s=offload.write_back_bytes_per_s or math.inf,
             ),
         )
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
@@ -146,8 +145,7 @@ class Manager(OffloadingManager):
     def _open(self, config: OffloadingConfig, offload: OffloadConfig, records: RecordPlane | None) -> None:
         folder = folder_of(offload.directory, config, self._groups)
         if records is None and offload.directory:
-            name, smallest = f"{config.engine_id}-files", self._shape.slot_bytes
-            records = FileTier(folder, offload.file_bytes, name=name, record_bytes=smallest)
+            records = FileTier(folder, offload.file_bytes, name=f"{config.engine_id}-files")
             tell_of_start(folder, offload.file_bytes)
         if records is None:
             return

@@ -9,7 +9,7 @@ from asynckv.config import OffloadConfig
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.options import WHERE, refuse_unknown
 
-OURS = ("host_bytes", "directory", "file_bytes", "policy", "write_back_bytes_per_s", "timeout_s", "model")
+OURS = ("host_bytes", "directory", "file_bytes", "policy", "timeout_s", "model")
 """Fields of `OffloadConfig` that mean the same here."""
 
 THEIRS = (

@@ -17,17 +17,7 @@ import msgspec
 from asynckv.config import OffloadConfig
 from asynckv.errors import ConfigError
 from asynckv.geometry.packed import ALIGN
-from asynckv.integrations.vllm.compat import (
-    CanonicalKVCaches,
-    OffloadingConfig,
-    OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
-    OffloadingManager,
-    OffloadingMetricMetadata,
-    OffloadingSpec,
-    OffloadingWorker,
-    version,
-)
+from asynckv.integrations.vllm import compat
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
 from asynckv.integrations.vllm.offload.options import parse
 from asynckv.integrations.vllm.offload.region import Region, Shape
@@ -38,32 +28,32 @@ from asynckv.offload.keys import StoredGroup
 log = logging.getLogger("vllm.asynckv")
 
 
-class AsyncKVOffloadingSpec(OffloadingSpec):
+class AsyncKVOffloadingSpec(compat.OffloadingSpec):
     """asynckv's spec: `AsyncKVOffloadingSpec` of `asynckv.integrations.vllm.offload`, as vLLM is told."""
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    def __init__(self, config: compat.OffloadingConfig) -> None:
         super().__init__(config)
-        if not hasattr(OffloadingManager, "lock"):
+        if not hasattr(compat.OffloadingManager, "lock"):
             raise ConfigError(
-                f"{WHERE}.spec_name: vLLM {version()} keeps no other thread away from a manager while it decides on a "
-                f"step, and AsyncKVOffloadingSpec has one; use vLLM 0.33 or later, or another spec"
+                f"{WHERE}.spec_name: vLLM {compat.version()} keeps no other thread away from a manager while it "
+                f"decides on a step, and AsyncKVOffloadingSpec has one; use vLLM 0.33 or later, or another spec"
             )
         self.offload = parse(config.extra_config, config.model.name, config.cache.tokens_per_hash)
         self.replicated_layout = config.replicated_layout
         self.shape = shape_of(config, self.offload)
-        self._manager: OffloadingManager | None = None
-        self._worker: OffloadingWorker | None = None
+        self._manager: compat.OffloadingManager | None = None
+        self._worker: compat.OffloadingWorker | None = None
 
     @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        made: dict[str, OffloadingMetricMetadata] = {}
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, compat.OffloadingMetricMetadata]:
+        made: dict[str, compat.OffloadingMetricMetadata] = {}
         for name, told in COUNTED.items():
-            made[PREFIX + name] = OffloadingCounterMetadata(told)
+            made[PREFIX + name] = compat.OffloadingCounterMetadata(told)
         for name, told in GAUGES.items():
-            made[PREFIX + name] = OffloadingGaugeMetadata(told)
+            made[PREFIX + name] = compat.OffloadingGaugeMetadata(told)
         return made
 
-    def get_manager(self) -> OffloadingManager:
+    def get_manager(self) -> compat.OffloadingManager:
         if self._manager is None:
             groups = stored(self.config, self.offload, self.shape)
             if self.offload.directory and not os.environ.get("PYTHONHASHSEED"):
@@ -83,7 +73,7 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
             self._manager = Manager(self.config, self.offload, self.shape, groups)
         return self._manager
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+    def get_worker(self, kv_caches: compat.CanonicalKVCaches) -> compat.OffloadingWorker:
         if self._worker is None:
             region = Region(self.config.engine_id, self.shape)
             rank = 0 if self.replicated_layout else self.config.parallel.rank
@@ -97,7 +87,7 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
-def shape_of(config: OffloadingConfig, offload: OffloadConfig) -> Shape:
+def shape_of(config: compat.OffloadingConfig, offload: OffloadConfig) -> Shape:
     """Cut the host memory into slots; a `ConfigError` says how much makes a few of them."""
     ranks = 1 if config.replicated_layout else config.parallel.world_size
     block_bytes = -(-max(1, config.worker_kv_bytes_per_block) // ALIGN) * ALIGN
@@ -119,7 +109,7 @@ def shape_of(config: OffloadingConfig, offload: OffloadConfig) -> Shape:
 LEAST_SLOTS = 8  # of a tier: what it gives to groups at a time
 
 
-def stored(config: OffloadingConfig, offload: OffloadConfig, shape: Shape) -> tuple[StoredGroup, ...]:
+def stored(config: compat.OffloadingConfig, offload: OffloadConfig, shape: Shape) -> tuple[StoredGroup, ...]:
     """What the catalogue has to know of vLLM's groups: one key is one block, of one token as it were."""
     return tuple(
         StoredGroup(
@@ -132,7 +122,7 @@ def stored(config: OffloadingConfig, offload: OffloadConfig, shape: Shape) -> tu
     )
 
 
-def namespace(config: OffloadingConfig, offload: OffloadConfig, shape: Shape, index: int) -> str:
+def namespace(config: compat.OffloadingConfig, offload: OffloadConfig, shape: Shape, index: int) -> str:
     """Digest all on which it depends whether a record's bytes can be used: the model, and the order of the bytes."""
     group, parallel = config.groups[index], config.parallel
     said: tuple[Any, ...] = (

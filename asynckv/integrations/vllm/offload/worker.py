@@ -3,9 +3,9 @@
 A job of vLLM says which blocks of which groups belong into which slots; the copy plane moves them on a thread. vLLM's
 thread hands jobs over, asks which have ended, and waits only where vLLM itself does.
 
-vLLM 0.33.0 knows no job that failed. So what the copy plane could not copy is copied by torch; if that is not possible
-either, or a copy does not end, this rank ends with an error, and the engine with it, rather than serve wrong bytes. A
-job that has not ended is not told of: until then nobody else uses its blocks and slots.
+vLLM 0.33.0 knows no job that failed. So if a copy fails or does not end, this rank ends with an error, and the engine
+with it, rather than serve wrong bytes. A job that has not ended is not told of: until then nobody else uses its blocks
+and slots.
 """
 
 from __future__ import annotations
@@ -33,14 +33,7 @@ from asynckv.geometry.kept import kept_tables, plan_copies
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.geometry.plan import Plan
-from asynckv.integrations.vllm.compat import (
-    CanonicalKVCaches,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
+from asynckv.integrations.vllm import compat
 from asynckv.integrations.vllm.offload.files import LoopThread
 from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.ports import CopyOp, CopyPlane
@@ -60,12 +53,11 @@ CLOSE_S = 3.0  # vLLM kills a worker five seconds after it has asked it to end
 
 class _Job(NamedTuple):
     op: CopyOp
-    blocks: list[tuple[Int64s, Int64s]]
     num_bytes: int
     begun_at: float
 
 
-class Worker(OffloadingWorker):
+class Worker(compat.OffloadingWorker):
     """One rank's part.
 
     Args:
@@ -79,13 +71,13 @@ class Worker(OffloadingWorker):
         shape: Shape,
         rank: int,
         name: str,
-        caches: CanonicalKVCaches,
+        caches: compat.CanonicalKVCaches,
         region: Region,
         max_post_bytes: int,
         copies: CopyPlane | None = None,
     ) -> None:
         self._shape, self._rank, self._region, self._max = shape, rank, region, max_post_bytes
-        self._layout, self._tensors = device_layout(caches)
+        self._layout = device_layout(caches)
         for size, group in zip(record_sizes(record_form(self._layout)), self._layout.groups, strict=True):
             if size.stride > shape.block_bytes:
                 raise ConfigError(
@@ -107,7 +99,7 @@ class Worker(OffloadingWorker):
         self._doubtful: dict[int, float] = {}  # since when it is not known whether they go on
         self._ended_at = -math.inf  # when one did
         self._late_at = math.inf  # when one was first seen not to
-        self._ended: list[TransferResult] = []
+        self._ended: list[compat.TransferResult] = []
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
         self._copies: CopyPlane = copies if copies is not None else NixlCopies(name)
@@ -121,19 +113,18 @@ class Worker(OffloadingWorker):
     async def _start(self) -> None:
         self._copies.start(self._layout.memories, {HOST: [self._region.memory]}, self._on_copies)
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+    def submit_store(self, job_id: int, src_spec: compat.GPULoadStoreSpec, dst_spec: compat.LoadStoreSpec) -> bool:
         return self._submit(job_id, CopyOp.WRITE, src_spec, dst_spec)
 
     def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+        self, job_id: int, src_spec: compat.LoadStoreSpec, dst_spec: compat.GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         return self._submit(job_id, CopyOp.READ, dst_spec, src_spec)
 
-    def _submit(self, job_id: int, op: CopyOp, device: GPULoadStoreSpec, slots: LoadStoreSpec) -> bool:
-        assert isinstance(slots, CPULoadStoreSpec)
+    def _submit(self, job_id: int, op: CopyOp, device: compat.GPULoadStoreSpec, slots: compat.LoadStoreSpec) -> bool:
+        assert isinstance(slots, compat.CPULoadStoreSpec)
         assert self._tables is not None
-        blocks = self._pairs(device, slots)
-        plan = plan_copies(self._tables, blocks)
+        plan = plan_copies(self._tables, self._pairs(device, slots))
         event = None
         if self._is_cuda:
             # What was asked of the stream before, of which NIXL knows nothing, writes what is stored, or zeroes blocks
@@ -141,11 +132,11 @@ class Worker(OffloadingWorker):
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream())
         with self._changed:
-            self._jobs[job_id] = _Job(op, blocks, plan.num_bytes, time.monotonic())
+            self._jobs[job_id] = _Job(op, plan.num_bytes, time.monotonic())
         self._thread.soon(self._post, job_id, op, plan, event)
         return True
 
-    def _pairs(self, device: GPULoadStoreSpec, slots: CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
+    def _pairs(self, device: compat.GPULoadStoreSpec, slots: compat.CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
         """Per group, which blocks belong to which blocks of this rank's parts; the first may be amid its slot."""
         size = self._shape.blocks
         groups = list(zip(device.group_sizes, (first % size for first in device.block_indices), strict=True))
@@ -198,18 +189,14 @@ class Worker(OffloadingWorker):
             if job is None:
                 continue
             if news.ending is not Ending.DONE:
-                log.warning("job %d is copied by torch, because NIXL did not: %s", news.transfer_id, news.cause)
-                try:
-                    self._copy(job)
-                except Exception as exc:
-                    self._break(exc)
-                    continue
+                self._break(BackendError(f"job {news.transfer_id}: {news.cause}"))
+                continue
             with self._changed:
                 self._ended_at = time.monotonic()
                 del self._jobs[news.transfer_id]
                 self._doubtful.pop(news.transfer_id, None)
                 passed = self._ended_at - job.begun_at
-                self._ended.append(TransferResult(news.transfer_id, True, job.num_bytes, passed))
+                self._ended.append(compat.TransferResult(news.transfer_id, True, job.num_bytes, passed))
                 self._changed.notify_all()
 
     def _break(self, exc: BaseException) -> None:
@@ -217,24 +204,7 @@ class Worker(OffloadingWorker):
             self._broken = exc
             self._changed.notify_all()
 
-    def _copy(self, job: _Job) -> None:
-        region = torch.from_numpy(self._region.array)
-        for view, far_view in zip(self._layout.views, self._far.views, strict=True):
-            assert view.layer == far_view.layer
-            ids, far = (torch.from_numpy(each) for each in job.blocks[view.group])
-            size = view.parts[0].dims[0].size
-            count = self._far.groups[view.group].num_blocks
-            start = far_view.offset + far_view.parts[0].offset
-            kept = region.as_strided((count, size), (far_view.stride, 1), start)
-            blocks = self._tensors[view.layer][:, :size].view(torch.uint8)
-            if job.op is CopyOp.WRITE:
-                kept[far] = blocks[ids.to(blocks.device)].to("cpu")
-            else:
-                blocks[ids.to(blocks.device)] = kept[far].to(blocks.device)
-        if self._is_cuda:
-            torch.cuda.synchronize()
-
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[compat.TransferResult]:
         """Jobs that have ended since the last call; `BackendError` if one could not be copied, or does not end."""
         with self._changed:
             self._check()
@@ -292,10 +262,9 @@ class Worker(OffloadingWorker):
         self._copies.close()
 
 
-def device_layout(caches: CanonicalKVCaches) -> tuple[Layout, dict[str, torch.Tensor]]:
-    """Declare what vLLM registers: bytes of blocks, whatever they mean; with the tensor of every layer."""
+def device_layout(caches: compat.CanonicalKVCaches) -> Layout:
+    """Declare what vLLM registers: bytes of blocks, whatever they mean."""
     memories: dict[int, tuple[int, Memory]] = {}
-    tensors: dict[str, torch.Tensor] = {}
     views: list[View] = []
     groups: list[Group] = []
     for g, refs in enumerate(caches.group_data_refs):
@@ -308,12 +277,10 @@ def device_layout(caches: CanonicalKVCaches) -> tuple[Layout, dict[str, torch.Te
             base = storage.data_ptr()
             memory = Memory(base, storage.nbytes(), "cuda" if tensor.is_cuda else "cpu", tensor.device.index or 0)
             at, _ = memories.setdefault(base, (len(memories), memory))
-            layer = f"{g}.{index}"
-            tensors[layer] = tensor
             part = Part("bytes", "uint8", 1, 0, (Dim("byte", page, 1),))
-            views.append(View(at, g, layer, tensor.data_ptr() - base, tensor.stride(0), (part,)))
+            views.append(View(at, g, f"{g}.{index}", tensor.data_ptr() - base, tensor.stride(0), (part,)))
         # A pipeline's stage may have no layer of a group.
         groups.append(Group(f"group{g}", 1, min(len(each.tensor) for each in caches.tensors)))
     layout = Layout(memories=tuple(memory for _, memory in memories.values()), groups=tuple(groups), views=tuple(views))
     check_layout(layout)
-    return layout, tensors
+    return layout
