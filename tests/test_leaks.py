@@ -459,6 +459,7 @@ CELLS: list[list[Record]] = [
     of_decode([*CASES["keys, in the detail alone"][1], unanswered()]),
     of_decode([*BOTH, pull_ended(15, "peer_lost", **KEPT)]),
     [*BOTH, expired(), pull_ended(45, "peer_lost")],
+    retrying([*BOTH, expired(), pull_ended(15, "peer_lost", failed_in="announced", detail="was silent")]),
     [*BOTH, begun(SECOND), expired(), pull_ended(45, "peer_lost", peer_ranks=[RANK[P], RANK[SECOND]]), SECOND_GONE],
     [*RUNNING, PROMISE, unanswered(), gone(20, "it was silent for 4.0 s"), say(90, "of_later", D)],
 ]

@@ -276,6 +276,8 @@ class _Debt:
         closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
         if (last := self.pulls[-1]) is not pull and is_unanswered(last, lease):
             return self._is(R.UNANSWERED, how_unanswered(last))
+        if lost and pull.failed_in == "announced" and "was silent" in pull.detail:  # its caller has promised nothing
+            return self._is(R.BROKEN)
         said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
         if self.owner is W.RETRYING or (
             self.is_claimed and self.pulls[-1] is pull and ("retry" in said or pull.retried)
