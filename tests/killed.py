@@ -37,6 +37,7 @@ from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError
 from asynckv.ports import CopyOp, Record, RecordsEnded
 from asynckv.tools.offload.folder import prune_folder
+from tests.lab.plain_files import plain
 
 PLACES, SIZE, AT_ONCE = 64, 16 * 4096, 8
 EVERY = 3
@@ -60,9 +61,8 @@ class Life:
         self.pool = HostPool(PLACES * SIZE)
         assert self.pool.array is not None
         self.places = self.pool.array.reshape(PLACES, SIZE)
-        self.tier = FileTier(
-            folder, PLACES * SIZE, back_end=back_end, segment_bytes=10 * SIZE, name=name, read_only=read_only
-        )
+        io = plain if back_end == "plain" else None
+        self.tier = FileTier(folder, PLACES * SIZE, open_io=io, segment_bytes=10 * SIZE, name=name, read_only=read_only)
         self._ended: dict[int, RecordsEnded] = {}
         self._event, self._ids = asyncio.Event(), itertools.count(1)
 

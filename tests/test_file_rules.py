@@ -16,7 +16,7 @@ import pytest
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges import file_tier
-from asynckv.edges.file_io import Extent, FileTooShort, PlainFiles, transfer
+from asynckv.edges.file_io import Extent, FileTooShort, transfer
 from asynckv.edges.file_store import OWNER, NoRoom, OwnerLock, Segments, check_room
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError
@@ -24,6 +24,7 @@ from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import RecordsEnded
 from tests.lab.offload_audit import audit
+from tests.lab.plain_files import PlainFiles
 from tests.test_file_tier import COUNT, DONE, PAGE, READ, SIZE, WRITE, Make, make, records
 
 __all__ = ["make"]

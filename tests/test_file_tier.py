@@ -31,7 +31,7 @@ from asynckv.core.types import TransferId
 from asynckv.edges import aside, file_nixl, file_tier, file_worker
 from asynckv.edges.agent import Agent
 from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, checksum, read_index, typed
-from asynckv.edges.file_io import Extent, PlainFiles
+from asynckv.edges.file_io import Extent
 from asynckv.edges.file_store import OWNER, OwnerLock, owner_of
 from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
@@ -41,6 +41,8 @@ from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
 from asynckv.tools.offload.folder import look, prune_folder
 from tests.killed import EVERY, unsound
+from tests.lab import plain_files
+from tests.lab.plain_files import PlainFiles
 
 pytestmark = pytest.mark.anyio
 
@@ -68,6 +70,7 @@ class Tier:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.pool = HostPool(COUNT * SIZE)
         num_bytes = options.pop("num_bytes", RANGE)
+        options["open_io"] = plain_files.plain if options.pop("back_end", "nixl") == "plain" else None
         self.plane: RecordPlane = FileTier(folder, num_bytes, **{"segment_bytes": SEGMENT} | options)
         self.news: list[RecordNews] = []
         self._event = asyncio.Event()
@@ -759,11 +762,12 @@ def test_no_room_is_said_with_the_numbers_and_leaves_nothing_behind(tmp_path: Pa
     code = (
         "import asyncio, resource, sys\n"
         "from asynckv.edges.file_tier import FileTier\n"
+        "from tests.lab.plain_files import plain\n"
         "from asynckv.edges.host_pool import HostPool\n"
         "from asynckv.errors import BackendError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "async def main():\n"
-        "    tier = FileTier(sys.argv[1], 64 << 20, back_end='plain')\n"
+        "    tier = FileTier(sys.argv[1], 64 << 20, open_io=plain)\n"
         "    try:\n"
         "        tier.start(HostPool(4096).memory, lambda: None)\n"
         "    except BackendError as exc:\n"
@@ -974,7 +978,7 @@ class Stuck(PlainFiles):
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
     monkeypatch.setattr(Stuck, "entered", threading.Event())
     monkeypatch.setattr(Stuck, "leave", threading.Event())
-    monkeypatch.setattr(file_tier, "PlainFiles", Stuck)
+    monkeypatch.setattr(plain_files, "PlainFiles", Stuck)
     yield Stuck
     Stuck.leave.set()
 

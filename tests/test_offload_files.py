@@ -23,6 +23,7 @@ from asynckv.engine.tiers import _left_by_others
 from asynckv.geometry.packed import record_form
 from asynckv.observe.setup import configure_logging
 from tests.engines import until
+from tests.lab.plain_files import plain
 from tests.lab.tiers import SimDisk
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 from tests.test_log_evidence import Lines
@@ -43,7 +44,7 @@ def logs() -> Iterator[Lines]:
 def rank_on(folder: Path, *, model: str = "toy") -> Rank:
     """A rank on simulated copies, and on files by system calls."""
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), model=model)
-    rank.offload._tiers.own.records = FileTier(folder, 64 * RECORD, back_end="plain", segment_bytes=2 * RECORD)
+    rank.offload._tiers.own.records = FileTier(folder, 64 * RECORD, open_io=plain, segment_bytes=2 * RECORD)
     return rank
 
 

@@ -151,13 +151,6 @@ PLANTED = {
         Cutting, "_next_absent", "if entry is None:", "if True:", example.test_two_loads_promote_a_block_once
     ),
     "budgets are not kept": Bug(Traffic, "fits", "under_way + more <= self.limits[kind]", "True", any_order),
-    "writing back keeps no rate": Bug(
-        Traffic,
-        "wrote_back",
-        "self._allowance -= num_bytes",
-        "pass",
-        example.test_write_backs_keep_their_rate_and_say_when_they_go_on,
-    ),
     "a slot is taken twice": Bug(
         Runs,
         "cut",

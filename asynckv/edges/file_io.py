@@ -1,6 +1,6 @@
-"""How bytes get into files and out of them: by NIXL's POSIX back end (`file_nixl.py`), or by plain system calls.
+"""How bytes get into files and out of them: by NIXL's POSIX back end (`file_nixl.py`).
 
-Both take a *batch* of extents, and say later whether all of it is in place. NIXL queues several batches if they bypass
+It takes a *batch* of extents, and says later whether all of it is in place. NIXL queues several batches if they bypass
 the page cache. It says that a batch has failed, but not which extent nor that nothing of it runs any more: that is what
 `reset` is for, and `transfer` tells what is wrong with one extent.
 """
@@ -59,29 +59,6 @@ def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
             length, needed = os.fstat(extent.fd).st_size, extent.offset + extent.size
             raise FileTooShort(errno.EIO, f"its file was cut short to {length} bytes, and {needed} are needed")
         near, offset = near + moved, offset + moved
-
-
-class PlainFiles:
-    def __init__(self, memory: Memory) -> None:
-        self._view = view_of(memory)
-        self._ended: list[tuple[int, bool]] = []
-
-    def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
-        try:
-            for extent in extents:
-                transfer(self._view, extent, is_write)
-        except OSError:
-            self._ended.append((number, False))
-        else:
-            self._ended.append((number, True))
-
-    def collect(self) -> list[tuple[int, bool]]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def reset(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @contextmanager

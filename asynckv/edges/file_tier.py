@@ -18,11 +18,10 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import anyio.to_thread
 
@@ -30,7 +29,7 @@ from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.file_index import DamagedIndex, Entry, FileIndex, Said, read_index
-from asynckv.edges.file_io import ALIGN, FileIO, PlainFiles, no_collection
+from asynckv.edges.file_io import ALIGN, FileIO, no_collection
 from asynckv.edges.file_store import SEGMENT_BYTES, NoRoom, OwnerLock, Segments, check_folder, check_room
 from asynckv.edges.file_worker import Worker
 from asynckv.errors import BackendError, ConfigError
@@ -49,6 +48,7 @@ class FileTier:
         folder: Made if it is not there.
         num_bytes: What all records together may take on the disk. Rounded down to 4096.
         name: Of NIXL agents: unique per process start.
+        open_io: What moves the bytes; NIXL if left out.
         direct: Whether to bypass the page cache where the file system can.
         slow_s: How long a read may take before it is a miss, and a call to the disk before the tier is given up.
         segment_bytes: Of one file; a directory keeps what it was made with.
@@ -61,7 +61,7 @@ class FileTier:
         num_bytes: int,
         *,
         name: str = "tier",
-        back_end: Literal["nixl", "plain"] = "nixl",
+        open_io: Callable[[str, Memory, Mapping[int, int]], FileIO] | None = None,
         direct: bool = True,
         slow_s: float = SLOW_S,
         segment_bytes: int = SEGMENT_BYTES,
@@ -72,7 +72,7 @@ class FileTier:
         self._segment_bytes = integer("segment_bytes", segment_bytes, ALIGN, MAX_INTEGER, ConfigError) // ALIGN * ALIGN
         if not slow_s > 0:
             raise ConfigError(f"slow_s is {slow_s}; it must be more than 0 seconds")
-        self._name, self._back_end, self._direct, self._slow_s = name, back_end, direct, float(slow_s)
+        self._name, self._open_io, self._direct, self._slow_s = name, open_io or _nixl_files, direct, float(slow_s)
         self._read_only = read_only
         self._starts = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -104,14 +104,8 @@ class FileTier:
             (index, segments, entries), only_read = self._open_as_can_be()
             undo.callback(segments.close)
             undo.callback(index.close if index is not None else lambda: None)
-            io: FileIO
             lengths = {fd: size for fd, size in zip(segments.fds, segments.lengths, strict=True) if fd >= 0}
-            if self._back_end == "nixl" and lengths:
-                from asynckv.edges.file_nixl import NixlFiles
-
-                io = NixlFiles(f"{self._name}-{self._starts}", memory, lengths)
-            else:
-                io = PlainFiles(memory)
+            io = self._open_io(f"{self._name}-{self._starts}", memory, lengths)
             undo.pop_all()
         self._worker = Worker(self._name, memory, segments, index, only_read, io, entries, self._slow_s, self._wake)
         if only_read and not self._read_only:
@@ -253,6 +247,12 @@ class FileTier:
         is_direct = self._worker is not None and self._worker.is_direct
         return {
             "folder": str(self._folder),
-            "back_end": "NIXL POSIX" if self._back_end == "nixl" else "system calls",
+            "back_end": "NIXL POSIX",
             "page_cache": "bypassed" if is_direct else "used",
         }
+
+
+def _nixl_files(name: str, memory: Memory, fds: Mapping[int, int]) -> FileIO:
+    from asynckv.edges.file_nixl import NixlFiles
+
+    return NixlFiles(name, memory, fds)
