@@ -515,26 +515,30 @@ def judge(cause: Cause, way: str, ranks: dict[str, str], found: dict[str, Any]) 
 async def examine(name: str) -> list[Look]:
     """Start a service whose engines have met, inject a cause, and ask in each way."""
     cause = CAUSES[name]
-    async with Fleet() as fleet, contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="why-")))
-        service = Injected(fleet, folder / "s", stack)
-        started = await asyncio.gather(*(service.start(x, **cause.setup.get(x, {})) for x in NAMES))
-        service.prefill, service.decode, service.other = started
-        for number, decode in ((20, service.decode), (21, service.other)):
-            await decode.ask("pull", number=number, params=await service.lend(number))
-        try:
-            await cause.inject(service)
-        except Exception as exc:
-            return [Look("", WRONG, f"it could not be injected: {exc!r}", {})]
-        ranks = {x: str(service.lines(x)[0]["rank"]) for x in service.processes}
-        logs = sorted(map(str, service.directory.glob("*.jsonl")))
-        sockets = sorted(map(str, service.directory.glob("*.sock")))
-        mine = [x for x in logs if Path(x).name.startswith(("prefill", "pair", "guarded"))]
-        theirs = [x for x in logs if x not in mine]
-        sources = {"logs": logs, "live": sockets, "both": [str(folder / "s")], "prefill": mine, "decode": theirs}
-        sources = {way: x for way, x in sources.items() if x}  # engines that were closed have no sockets
-        asked = [asyncio.to_thread(ask, x, folder / f"{way}.json") for way, x in sources.items()]
-        found = await asyncio.gather(*asked)
+    with tempfile.TemporaryDirectory(prefix="why-") as kept:
+        async with Fleet() as fleet, contextlib.AsyncExitStack() as stack:
+            return await _examine(Path(kept), fleet, stack, cause)
+
+
+async def _examine(folder: Path, fleet: Fleet, stack: contextlib.AsyncExitStack, cause: Cause) -> list[Look]:
+    service = Injected(fleet, folder / "s", stack)
+    started = await asyncio.gather(*(service.start(x, **cause.setup.get(x, {})) for x in NAMES))
+    service.prefill, service.decode, service.other = started
+    for number, decode in ((20, service.decode), (21, service.other)):
+        await decode.ask("pull", number=number, params=await service.lend(number))
+    try:
+        await cause.inject(service)
+    except Exception as exc:
+        return [Look("", WRONG, f"it could not be injected: {exc!r}", {})]
+    ranks = {x: str(service.lines(x)[0]["rank"]) for x in service.processes}
+    logs = sorted(map(str, service.directory.glob("*.jsonl")))
+    sockets = sorted(map(str, service.directory.glob("*.sock")))
+    mine = [x for x in logs if Path(x).name.startswith(("prefill", "pair", "guarded"))]
+    theirs = [x for x in logs if x not in mine]
+    sources = {"logs": logs, "live": sockets, "both": [str(folder / "s")], "prefill": mine, "decode": theirs}
+    sources = {way: x for way, x in sources.items() if x}  # engines that were closed have no sockets
+    asked = [asyncio.to_thread(ask, x, folder / f"{way}.json") for way, x in sources.items()]
+    found = await asyncio.gather(*asked)
     return [judge(cause, way, ranks, each) for way, each in zip(sources, found, strict=True)]
 
 
