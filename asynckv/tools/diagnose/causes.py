@@ -59,8 +59,8 @@ class Reader(enum.Enum):
     UNHEARD = "logs of the decode side are there, and none of them speaks of the request"
     LEFT_OUT = "others of its engine spoke of the request; its log does not, and goes on"
     ABSENT = (
-        "no log speaks of the request, and every reader that may be meant does not answer, or was away for most of "
-        "the lease's time (`loop_was_away`)"
+        "it claimed, and does not answer since; or no log speaks of the request, and every reader that may be meant "
+        "does not answer, or was away for most of the lease's time (`loop_was_away`)"
     )
     RENAMED = "`wrong_request`, or a pull of this key with another prefill request id"
     EARLY = "its pull was over before the request was lent, and its release was parked for too long"

@@ -37,7 +37,7 @@ HEADINGS = {
 }
 REMEDIES = {
     Trouble.GONE: DIED,
-    Trouble.AWAY: "Let it run on, or end it: docs/stuck.md.",
+    Trouble.AWAY: "Let it run on, or end it: docs/stuck.md, 'Continue it or kill it'.",
     Trouble.NETWORK: "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`.",
     Trouble.KEYS: "Give --keys and --authorized, and the address with its key: docs/why.md.",
 }
@@ -102,7 +102,8 @@ def find(seen: Seen) -> Findings:
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and x.request_id in refused)]
     late = _late([x for x in asked if not (x.request_id in told and _hangs_on_processes(x))])
     failed = [*_refused(seen), *_failed(seen, {(x.engine_id, x.request_id, x.sequence) for x in seen.late})]
-    wrong = [*there, *late, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
+    first, then = ([x for x in there if bool(x.requests) is is_first] for is_first in (True, False))
+    wrong = [*first, *late, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
     return Findings(wrong, [*_limits(seen), *_logged(seen, "warning")], asked, seen.copies)
 
 
@@ -171,7 +172,8 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
         entry = CATALOGUE[cause]
         names, blocks = _of(found)
         seconds = max((x.seconds for x in found if not math.isnan(x.seconds)), default=math.nan)
-        held = "" if math.isnan(seconds) else f", held for {shown_seconds(seconds)} at most"
+        most = " at most" if len(found) > 1 else ""
+        held = "" if math.isnan(seconds) else f", held for {shown_seconds(seconds)}{most}"
         how = "" if blocks < 0 else f", {counted(blocks, 'block')}"
         what = f"{counted(len(found), 'request')} late: {entry.title}{how}{held}"
         yield Finding(entry.heading, cause.value, what, found[0].sentence, entry.remedy, names, blocks)

@@ -715,13 +715,15 @@ class _Joiner:
         if pull.sequence >= 0:
             # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
             ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
-            lent = (x for start in starts for x in self._by_sequence.get((peer, pull.sequence, start), []))
+            lent = [x for start in starts for x in self._by_sequence.get((peer, pull.sequence, start), [])]
             for request in lent:
                 wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
-                if ours or pull.process.start in map(start_of, wrong):
+                if pull.process.start in map(start_of, wrong):
                     return request
                 if pull.cause != "complete" and _is_longer(pull.prefill_request_id, request.request_id):
                     return request  # who was never let in, or came too late, is not told that its id is another
+            if ours and lent:  # of several that one counts alike, whichever has no reader yet
+                return min(lent, key=lambda x: bool(x.pulls))
         elif (
             len(named := [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]) == 1
         ):

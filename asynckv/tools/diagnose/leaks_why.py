@@ -98,7 +98,7 @@ class _Debt:
 
     def _weighed(self, pull: Pull | None) -> Verdict:
         if pull is not None and is_forgotten(self.presence, pull):
-            return self._is(R.ANNOUNCED)
+            return self._away(pull) or self._is(R.ANNOUNCED)
         if self._is_overstayed():
             most = in_seconds(self.lease.process.durations["max_lease_s"])
             return self._is(R.OVERSTAYED, f"lent for {in_seconds(self.lease.seconds)} s, of {most} s")
@@ -196,6 +196,8 @@ class _Debt:
             return self._is(R.NO_LOG, fate.why, missing=(self.name,))
         if fate.kind == "stopped":
             return self._is(R.CLOSED, fate.why)
+        if fate.hangs and fate.after <= self.until:
+            return self._is(R.ABSENT, fate.why)
         if lease.state == "lent" and fate.kind != "died":
             return self._is(R.WAITING, f"{state} by {self.name}", seconds=in_seconds(lease.seconds))
         if fate.after <= self.until:

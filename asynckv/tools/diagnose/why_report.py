@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.axis import clock_time
 from asynckv.tools.diagnose.causes import CATALOGUE
 from asynckv.tools.diagnose.findings import Finding, Findings, Seen
 from asynckv.tools.diagnose.join import Process
@@ -92,7 +93,7 @@ def _read(seen: Seen) -> dict[str, Any]:
         "requests": len(service.requests) + logs.num_well,
         "lent_now": sum(x.number for x in counts if x.kind == "lease"),
         "pulled_now": sum(x.number for x in counts if x.kind != "lease"),
-        "since": moment(seen.since) if math.isfinite(seen.since) else None,
+        "since": clock_time(seen.since)[:19] if math.isfinite(seen.since) else None,
         "first": moment(min(times)) if times else None,
         "last": moment(max(times)) if times else None,
         "others": total.num_others,

@@ -63,6 +63,7 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
     after = f" since {read['since']} UTC" if read["since"] else ""
     if not findings:
         text = "All is well, as far as these logs tell" if limits else "All is well"
+        text += " now (what is over is in logs alone)" if report["engines"] and not read["files"] else ""
         _line(console, f"{text}{after}: {span}.", "bold")
     else:
         is_one = len(findings) == 1
@@ -165,7 +166,7 @@ def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Con
 
 def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
     """List requests that could be meant, with what each is called; names are never broken."""
-    _line(console, f"{counted(len(found), 'request')} match {wanted}; ENGINE:ID or a pull id is nobody else's")
+    _line(console, f"{counted(len(found), 'request')} match {wanted}; name one exactly, by ENGINE:ID or a pull id")
     for x in found[:MAX_MATCHES]:
         sequence = f"  #{x.sequence}" if x.sequence >= 0 else ""
         _line(console, f"{x.name or '?'}{sequence}  {x.ended}  from {clock_time(x.start)}", "bold", is_whole=True)
@@ -281,7 +282,7 @@ def _events(story: Story, grounds: Sequence[Ground]) -> RenderableType:
 
 
 def _since(seconds: float) -> str:
-    return f"{seconds * 1e3:+,.3f} ms"
+    return f"{seconds * 1e3:+,.3f} ms" if abs(seconds) < 10.0 else f"{seconds:+,.3f} s"
 
 
 # -- what engines hold ---------------------------------------------------------------------------------
