@@ -230,6 +230,6 @@ class Presence:
             fate, away_s = self.fate(reader), self.long_away(lease, reader)[0]
             if fate.hangs and fate.after < self.span(lease)[1]:
                 out[reader.rank] = fate.why
-            elif away_s and fate.kind != "died":
+            elif away_s and not (fate.kind == "died" and fate.after <= self.span(lease)[1]):
                 out[reader.rank] = f"its event loop was away for {in_seconds(away_s)} s then"
         return out
