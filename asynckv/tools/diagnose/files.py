@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +142,14 @@ class Pieces:
     """Puts lines together that a container's runtime has cut at 16 KB, those of each of its streams."""
 
     def __init__(self) -> None:
-        self._begun: dict[object, bytes] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._begun)
-
-    @property
-    def begun(self) -> Iterable[bytes]:
-        """The lines that are not whole."""
-        return self._begun.values()
+        self.begun: dict[object, bytes] = {}  # lines that are not whole, by stream
 
     def whole(self, stream: object, piece: bytes, is_last: bool) -> bytes | None:
         """Return a line once its last piece is there."""
-        text = self._begun.pop(stream, b"") + piece
+        text = self.begun.pop(stream, b"") + piece
         if is_last or len(text) >= MAX_LINE:
             return text
-        self._begun[stream] = text
+        self.begun[stream] = text
         return None
 
     def of_cri(self, line: bytes) -> tuple[bytes, str]:

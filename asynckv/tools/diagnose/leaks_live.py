@@ -148,13 +148,5 @@ def _lease(status: RequestStatus) -> dict[str, Any]:
 
 
 def _pull(status: RequestStatus) -> dict[str, Any]:
-    return {
-        "request_id": status.request_id,
-        "prefill_request_id": status.prefill_request_id,
-        "pull_id": status.pull_id,
-        "sequence": status.sequence,
-        "age_s": status.age_s,
-        "state_s": status.state_s,
-        "left_s": status.left_s,
-        "ranks": {x.rank: x.state for x in status.ranks},
-    }
+    names = ("request_id", "prefill_request_id", "pull_id", "sequence", "age_s", "state_s", "left_s")
+    return {x: getattr(status, x) for x in names} | {"ranks": {x.rank: x.state for x in status.ranks}}

@@ -265,7 +265,7 @@ class _Reader:
                         self._line(line)
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror or exc}; name a log that can be read, or - for stdin") from exc
-        for text in self._pieces.begun:
+        for text in self._pieces.begun.values():
             if b"incarnation" in text:
                 self._skip("cut short: its last piece is missing, as a rotation may leave it", text)
         for why in damage:
@@ -315,7 +315,7 @@ class _Reader:
             return
         self._is_end = not line.endswith(b"\n")  # perhaps it is being written just now
         line, time = self._pieces.of_cri(line)
-        if b"incarnation" not in line and not (self._pieces and b'"log"' in line):
+        if b"incarnation" not in line and not (self._pieces.begun and b'"log"' in line):
             self._other(line)
             return
         text, outer = _object(line), dict[str, Any](time=time) if time else {}
@@ -332,7 +332,7 @@ class _Reader:
                 self._take_unusual(fields, outer, line)
                 return
             outer |= fields
-            texts = (x for key in WRAPS if isinstance(x := fields.get(key), str) and ("{" in x or self._pieces))
+            texts = (x for key in WRAPS if isinstance(x := fields.get(key), str) and ("{" in x or self._pieces.begun))
             if (inner := next(texts, None)) is not None:
                 piece = inner.encode(errors="replace")
                 # Docker's runtime ends only the last piece with a newline; others take it off.
