@@ -1205,6 +1205,10 @@ def test_a_pid_that_is_not_there_any_more_is_a_death_if_the_logs_are_of_this_hos
     there, ended = begins(P, 7), begins(D, 8)
     assert gone(there, ended) == {"bbbbbbbb": "pid 8 is not there any more"}
     assert gone(ended) == {}, "nothing shows that these logs are of this host"
+    assert gone(begins(P, 7, answers=True), ended) == {"bbbbbbbb": "pid 8 is not there any more"}
+    service = join([ended])
+    look_here(service, tmp_path)
+    assert service.not_here == [RANK[D]]
     # A process of this number began long before the engine, as the first of a host or of a container does.
     assert gone(begins(P, 7, 1e9 + 1e6), ended) == {}
     assert gone(there, begins(D, 8, host="elsewhere")) == {}

@@ -281,6 +281,9 @@ def _limits(seen: Seen) -> Iterator[Finding]:
 
     if missing := service.missing():
         yield limit("no_log", f"there is no log of {some(missing)}, which others name", "", UNSEEN)
+    if service.not_here:
+        why = "All have died since, or these logs are of another host of this name, or of a container."
+        yield limit("not_here", f"no process of {some(service.not_here)} is on this host any more", why)
     for ground in seen.grounds:
         if ground.gone is not None and ground.gone.kind != "died":
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)

@@ -451,6 +451,7 @@ class Service:
         unanswered: Ranks that were asked, live, and do not answer, by name: their processes are there.
         stopped: Processes that are stopped or paused, by the start of each, and how that is known.
         gone: Ranks whose processes are not there any more, by the start of each, and how that is known.
+        not_here: Ranks of which no process is on this host, as of none of them all.
         put_back: When clocks were put back, by the incarnation of the process; its times go on as before.
     """
 
@@ -459,6 +460,7 @@ class Service:
     unanswered: list[str] = field(default_factory=list)
     stopped: dict[str, str] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
+    not_here: list[str] = field(default_factory=list)
     put_back: dict[str, list[PutBack]] = field(default_factory=dict)
     _by_start: dict[str, Process] = field(default_factory=dict)
 

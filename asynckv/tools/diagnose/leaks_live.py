@@ -107,17 +107,20 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
     ended: list[tuple[Process, int]] = []
     for process in here:
         assert process.started is not None
-        if (pid := process.started.integer("pid")) <= 0 or process.answers or process.stopped is not None:
+        if (pid := process.started.integer("pid")) <= 0 or process.stopped is not None:
             continue
         seen = look(pid, proc)
         if seen.state and seen.state not in "ZX" and -SLACK_S < process.started.at - began_at(seen, proc) < START_S:
             alive.append(process)
-            if seen.frozen or seen.state in "Tt":
+            if not process.answers and (seen.frozen or seen.state in "Tt"):
                 service.stopped[process.start] = verdict(seen, seen)
-        elif process.successor is None:
+        elif process.successor is None and not process.answers:
             ended.append((process, pid))
-    for process, pid in ended if alive else ():
-        service.gone.setdefault(process.start, f"pid {pid} is not there any more")
+    for process, pid in ended:
+        if alive:
+            service.gone.setdefault(process.start, f"pid {pid} is not there any more")
+        else:
+            service.not_here.append(process.rank)
 
 
 def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:
