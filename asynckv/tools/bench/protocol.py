@@ -13,7 +13,7 @@ from msgspec import Struct
 from asynckv.core.types import Endpoint
 from asynckv.geometry.layout import Layout
 from asynckv.keys import KeyPair
-from asynckv.tools.bench.options import Options, Shape
+from asynckv.tools.bench.options import Options
 from asynckv.tools.bench.processes import LIMIT
 from asynckv.tools.plan.models import Model
 from asynckv.version import VERSION
@@ -32,7 +32,6 @@ class Setup(Struct, tag=True, kw_only=True):
     engine_id: str
     tp_rank: int
     pp_stage: int
-    shape: Shape
     model: Model
     num_blocks: list[int]
     bind: str

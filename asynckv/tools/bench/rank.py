@@ -242,7 +242,7 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
     stream = open(setup.log, "a", buffering=1, encoding="utf-8") if setup.log else sys.stderr  # noqa: ASYNC230, SIM115
     configure_logging(options.level, form="json", stream=stream)
     try:
-        layout = setup.shape.layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
+        layout = options.shape(setup.role).layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
         if (need := sum(m.length for m in layout.memories)) > (room := memory_available()):
             raise ConfigError(
                 f"{setup.engine_id} is to have a pool of {need:,} bytes, and its host has {room:,} of memory; lower "

@@ -120,7 +120,6 @@ class Host:
                         engine_id=engine_id,
                         tp_rank=rank,
                         pp_stage=stage,
-                        shape=shape,
                         model=experiment.model,
                         num_blocks=num_blocks[place.role],
                         bind=f"tcp://{experiment.hosts[place.role]}:0",
