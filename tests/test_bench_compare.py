@@ -351,6 +351,17 @@ def test_a_figure_that_is_no_number_cannot_pass_for_unchanged(
     assert says in complaint(["bench", "compare", a, b, "--fail-above", "5%"], monkeypatch, capsys)
 
 
+def test_a_file_that_is_given_twice_is_refused_by_whatever_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = saved(tmp_path / "a.json", made())
+    (tmp_path / "c.json").symlink_to(a)
+    for other in (a, str(tmp_path)):
+        assert "was given twice" in complaint(["bench", "compare", a, other], monkeypatch, capsys)
+    text = complaint(["bench", "compare", a, str(tmp_path / "c.json")], monkeypatch, capsys)
+    assert f"c.json: was given twice (as {a}); every file is one measurement" in text
+
+
 def test_an_unfinished_sweep_says_how_to_finish_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is unfinished, 2 of 3 runs are there; go on with: asynckv bench sweep"):
         table.load(sweep(tmp_path / "a.jsonl", 1, 2))

@@ -237,6 +237,7 @@ def compare(
     from asynckv.tools.bench import table
 
     limit = None if fail_above is None else share_of("--fail-above", fail_above)
+    table.refuse_repeated([before, after])
     result = comparing.compare(table.load(before), table.load(after), limit)
     write_json(json, result)
     comparing.show(result, Console(stderr=json == "-", highlight=False))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -253,6 +253,17 @@ def load(text: str) -> Side:
         side.runs.append(Run(flat(found["config"]), found, str(path)))
         side.environments.append({k: str(v) for k, v in found["environment"].items()})
     return side
+
+
+def refuse_repeated(texts: Sequence[str]) -> None:
+    """Refuse a file that is given twice: its noise would be none, and the change as sure as anything."""
+    seen: dict[Path, Path] = {}
+    for path in (path for text in texts for path in _files(Path(text))):
+        there = path.resolve()
+        if there in seen:
+            also = f" (as {seen[there]})" if seen[there] != path else ""
+            raise ConfigError(f"{path}: was given twice{also}; every file is one measurement, so name it once")
+        seen[there] = path
 
 
 def _files(path: Path) -> list[Path]:
