@@ -505,7 +505,7 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
     lost = [begun(D), *met(), begun(P), lent(20.0), gone(24.0, "it was silent for 4.0 s")]
-    [leak] = found([*lost, say(30.0, "of_later", D)])
+    [leak] = found([*lost, say(60.0, "of_later", D)])
     assert leak.cause is C.PREFILL_DIED
     # It was silent, and so is everybody else soon after: its loop may be away.
     assert all(x.cause is not C.PREFILL_DIED for x in found(lost))
@@ -674,7 +674,7 @@ def test_files_in_the_wrong_order_are_no_clock_that_was_put_back() -> None:
 
 def failed(records: list[Record]) -> list[Failure]:
     service = join(records)
-    return failures(service, Presence(service, make_axis(service).when))
+    return failures(service, Presence(service))
 
 
 BLOCKED = [
@@ -1001,7 +1001,7 @@ def seen_of(records: list[Record], logs: Logs | None = None) -> Seen:
     """All that is known of some records."""
     service = join(records)
     axis = make_axis(service)
-    return Seen(logs or Logs(records), axis, ground(axis), find_leaks(service, axis.when))
+    return Seen(logs or Logs(records), axis, ground(axis), find_leaks(service, axis))
 
 
 def plain(records: list[Record], logs: Logs | None = None) -> dict[str, Any]:

@@ -289,7 +289,7 @@ class Checked(HTMLParser):
 
 
 def seen_of(axis: Axis) -> Seen:
-    return Seen(Logs(), axis, ground(axis), find_leaks(axis.service, axis.when))
+    return Seen(Logs(), axis, ground(axis), find_leaks(axis.service, axis))
 
 
 def check_outputs(axis: Axis, found: list[Story]) -> None:

@@ -96,15 +96,23 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Say what is wrong, the worst first; of what is wrong twice over, the finding that decides what to do."""
-    there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
-    told = {name for x in there for name in x.requests}
-    refused = {x.text("prefill_request_id") for x in _refusals(seen)}
-    asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and x.request_id in refused)]
-    late = _late([x for x in asked if not (x.request_id in told and _hangs_on_processes(x))])
-    failed = [*_refused(seen), *_failed(seen, {(x.engine_id, x.request_id, x.sequence) for x in seen.late})]
+    ranks, there = list[str](), list[Finding]()
+    for rank, finding in (*_gone(seen), *_silent(seen), *_stopped(seen)):
+        ranks.append(rank)
+        there.append(finding)
+    told = {_key(x) for x in seen.late for rank in ranks if _is_about(x, rank)}
+    refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
+    asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
+    late = _late([x for x in asked if not (_key(x) in told and _hangs_on_processes(x))])
+    failed = [*_refused(seen), *_failed(seen, set(map(_key, seen.late)))]
     first, then = ([x for x in there if bool(x.requests) is is_first] for is_first in (True, False))
     wrong = [*first, *late, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
     return Findings(wrong, [*_limits(seen), *_logged(seen, "warning")], asked, seen.copies)
+
+
+def _key(leak: Leak) -> tuple[str, str, int]:
+    """Name a request: one id may be lent by two engines, and by one engine twice."""
+    return leak.engine_id, leak.request_id, leak.sequence
 
 
 def _hangs_on_processes(leak: Leak) -> bool:
@@ -120,20 +128,18 @@ def _is_about(leak: Leak, rank: str) -> bool:
     return rank in (leak.reader, *leak.owed) and CATALOGUE[leak.cause].heading in OF_PROCESSES
 
 
-def _gone(seen: Seen) -> Iterator[Finding]:
+def _gone(seen: Seen) -> Iterator[tuple[str, Finding]]:
     """Processes whose logs end without a goodbye, the earliest first, with what is late since."""
     found = sorted((x for x in seen.grounds if x.gone is not None and x.gone.kind == "died"), key=lambda x: x.end)
     found = [x for x in found if x.process.successor is None or not x.end < seen.since]
-    for fate, rank in ((x.gone, x.process.rank) for x in found[:MOST] if x.gone is not None):
+    for fate, rank in ((x.gone, x.process.rank) for x in found if x.gone is not None):
         mine = [x for x in seen.late if _is_about(x, rank)]
         evidence = mine[0].sentence if mine else ""
         heading, remedy = (HEADING.GONE, DIED) if fate.is_proved else (HEADING.UNKNOWN, UNSURE)
-        yield Finding(heading, fate.gone, f"{rank} {fate.text[:MAX_TEXT]}", evidence, remedy, *_of(mine))
-    if (more := len(found) - MOST) > 0:
-        yield Finding(HEADING.GONE, "died", f"{counted(more, 'more process')} died or fell silent")
+        yield rank, Finding(heading, fate.gone, f"{rank} {fate.text[:MAX_TEXT]}", evidence, remedy, *_of(mine))
 
 
-def _silent(seen: Seen) -> Iterator[Finding]:
+def _silent(seen: Seen) -> Iterator[tuple[str, Finding]]:
     """Engines that were asked in vain; not a socket that is left of an earlier start, nor who is told dead."""
     there = {base_name(x.rank) for x in seen.answers if not x.error}
     named = seen.axis.service.ranks_by_address()
@@ -149,10 +155,10 @@ def _silent(seen: Seen) -> Iterator[Finding]:
             if rank and base_name(rank) in there:  # over another way
                 heading, remedy = HEADING.NETWORK, REMEDIES[Trouble.NETWORK]
                 what += f" at {answer.address}, where its readers look for it"
-            yield Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
+            yield rank or answer.rank, Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
 
 
-def _stopped(seen: Seen) -> Iterator[Finding]:
+def _stopped(seen: Seen) -> Iterator[tuple[str, Finding]]:
     """Processes of this host that are stopped or paused, and were not asked."""
     asked = {x.rank for x in seen.answers if x.error}
     for start, why in seen.axis.service.stopped.items():
@@ -160,7 +166,7 @@ def _stopped(seen: Seen) -> Iterator[Finding]:
         if process.rank not in asked:
             mine = [x for x in seen.late if _is_about(x, process.rank)]
             what = f"{process.rank} is stopped or paused"
-            yield Finding(HEADING.STOPPED, "stopped", what, why, REMEDIES[Trouble.AWAY], *_of(mine))
+            yield process.rank, Finding(HEADING.STOPPED, "stopped", what, why, REMEDIES[Trouble.AWAY], *_of(mine))
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
@@ -172,16 +178,19 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
         entry = CATALOGUE[cause]
         names, blocks = _of(found)
         seconds = max((x.seconds for x in found if not math.isnan(x.seconds)), default=math.nan)
-        most = " at most" if len(found) > 1 else ""
+        most = " at most" if len(names) > 1 else ""
         held = "" if math.isnan(seconds) else f", held for {shown_seconds(seconds)}{most}"
         how = "" if blocks < 0 else f", {counted(blocks, 'block')}"
-        what = f"{counted(len(found), 'request')} late: {entry.title}{how}{held}"
+        what = f"{counted(len(names), 'request')} late: {entry.title}{how}{held}"
         yield Finding(entry.heading, cause.value, what, found[0].sentence, entry.remedy, names, blocks)
 
 
 def _of(late: Sequence[Leak]) -> tuple[tuple[str, ...], int]:
-    blocks = [x.blocks for x in late if x.blocks >= 0]
-    return tuple(dict.fromkeys(x.request_id for x in late)), sum(blocks) if blocks else -1
+    blocks: dict[tuple[str, str, int], int] = {}  # of a request that is late on both sides, on the one that has more
+    for leak in late:
+        blocks[_key(leak)] = max(blocks.get(_key(leak), -1), leak.blocks)
+    known = [x for x in blocks.values() if x >= 0]
+    return tuple(request_id for _, request_id, _ in blocks), sum(known) if known else -1
 
 
 def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
@@ -209,11 +218,10 @@ def _refused(seen: Seen) -> Iterator[Finding]:
     for (rank, cause), found in sorted(groups.items(), key=lambda x: -len(x[1])):
         names = dict.fromkeys(x.text("prefill_request_id") or x.text("request_id") for x in found)
         what = f"{rank} refused {counted(len(found), 'pull')} by itself, and began nothing: {cause}"
-        late = [x.blocks for x in seen.late if x.request_id in names and x.cause in NEVER_ASKED and x.blocks >= 0]
+        keys = {(x.text("peer"), x.text("prefill_request_id")) for x in found}
+        _, blocks = _of([x for x in seen.late if (x.engine_id, x.request_id) in keys and x.cause in NEVER_ASKED])
         remedy = "Whoever called it was given this error: correct the call, or call `cancel` with the params."
-        yield Finding(
-            HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), sum(late) if late else -1
-        )
+        yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks)
 
 
 def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Finding]:
@@ -227,7 +235,7 @@ def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Findi
     def counts(pull: Pull) -> bool:
         return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
-    for each in failures(axis.service, Presence(axis.service, axis.when), counts)[:MOST]:
+    for each in failures(axis.service, Presence(axis.service, axis), counts):
         yield Finding(each.heading, each.cause.value, each.sentence[:MAX_TEXT], _span(each), each.remedy, each.requests)
 
 
@@ -245,7 +253,7 @@ def _away(seen: Seen) -> Iterator[Finding]:
         if away:
             found.append((*max(away, key=lambda x: x[0]), process, len(away)))
     found = [x for x in found if not any(x[2].rank in leak.sentence for leak in seen.late if leak.cause in LOOPS_AWAY)]
-    for seconds, record, process, times in sorted(found, key=lambda x: -x[0])[:MOST]:
+    for seconds, record, process, times in sorted(found, key=lambda x: -x[0]):
         held = [counted(record.integer(f"{what}s", 0), what) for what in ("lease", "pull")]
         yield Finding(
             HEADING.STOPPED,
@@ -265,7 +273,7 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
             is_told = is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
             if record.level == level and not is_told:
                 found[record.event, record.rank].append(record)
-    for (event, rank), same in sorted(found.items(), key=lambda x: -len(x[1]))[:MOST]:
+    for (event, rank), same in sorted(found.items(), key=lambda x: -len(x[1])):
         first = same[0]
         texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
         what = f"{counted(len(same), level)} {event} on {rank}"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asynckv.tools.diagnose.axis import When, make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
@@ -22,15 +22,15 @@ from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import number
 
 
-def find_leaks(service: Service, when: When | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
+def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
     """Find what was late, the oldest first.
 
     Args:
         service: Of `join`.
-        when: Aligns clocks; if left out, they are aligned by what the processes said to each other.
+        axis: Aligns clocks; if left out, they are aligned by what the processes said to each other.
         of: Of these requests only.
     """
-    presence = Presence(service, when or make_axis(service).when)
+    presence = Presence(service, axis)
     leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(presence, request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 
@@ -60,7 +60,7 @@ def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
     if fate.kind == "stopped" or not _is_open(lease):
         return ""  # closing ends all leases, and says so of those that do not end well
     if fate.kind == "died":
-        return "died"
+        return "died" if fate.is_proved or not _is_well(presence, request, lease) else ""
     return "held" if lease.held and not _is_well(presence, request, lease) else ""
 
 

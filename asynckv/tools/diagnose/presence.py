@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from asynckv.core import told
-from asynckv.tools.diagnose.axis import When
+from asynckv.tools.diagnose.axis import Axis, make_axis
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
@@ -25,12 +25,6 @@ LATE_S = 1.0  # that a lease has expired is logged so much later than it is due,
 SIGN_S = 4.0  # a sign of life is written so much later than every half lease, at most
 SILENCE_S = 5.0
 """A living process writes a line again, where others go on for so long: one that is lost is dead or hangs for good."""
-
-AWAY_S = 10.0
-"""A loop is seldom away for longer: after a process that is lost for its silence alone, logs must go on for so long.
-
-Or for as long as it lends, and `LAPSE_S`: what it had lent has run out by then, and it would have said so.
-"""
 
 LAPSE_S = 3.0
 
@@ -72,17 +66,23 @@ class Presence:
 
     Args:
         service: Of `join`.
-        when: Aligns clocks.
+        axis: Aligns clocks; made of the service if left out.
         shown: Writes a moment of a process's clock; as it is, if left out.
     """
 
     def __init__(
-        self, service: Service, when: When, shown: Callable[[Process, float], str] = lambda _, at: moment(at)
+        self,
+        service: Service,
+        axis: Axis | None = None,
+        shown: Callable[[Process, float], str] = lambda _, at: moment(at),
     ) -> None:
-        self.service, self.when, self._shown = service, when, shown
+        self.service, self._axis, self._shown = service, axis or make_axis(service), shown
+        self.when = when = self._axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
-        self.last = max((when(x.incarnation, x.last_at)[0] for x in processes), default=0.0)
+        # Of clocks that cannot be compared nobody knows who goes on after whom.
+        told_at = (when(x.incarnation, x.last_at)[0] for x in processes if self._axis.group(x) == 0)
+        self.last = max(told_at, default=0.0)
         """Until when logs go on, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
         self._hanging = {start_of(x) for x in service.unanswered}
@@ -94,10 +94,28 @@ class Presence:
             for record in process.of(told.PeerChanged):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
-        leases = (x for request in service.requests for x in request.leases.values())
-        claims = (claim.claimed_s for x in leases for claim in x.claims.values())
+        self._heard: dict[str, float] = defaultdict(lambda: -math.inf)
+        claims = list[float]()
+        for request in service.requests:
+            for lease in request.leases.values():
+                for claim in lease.claims.values():
+                    claims.append(claim.claimed_s)
+                    self._hear(claim.name, lease.process, lease.lent_at + claim.heard_s)
+            for pull in request.all_pulls:
+                if pull.ended is not None and pull.cause == "complete":
+                    for rank in pull.ended.texts("read_ranks"):
+                        self._hear(rank, pull.process, pull.ended.at - pull.ended.number("seconds", 0.0))
+        self.decoders = cache(self._decoders)  # lists the processes that may have read from a prefill engine
+        self._strangers = cache(self._find_strangers)
         self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
         """For how long after it was lent a request was claimed, at most."""
+
+    def _hear(self, rank: str, other: Process, at: float) -> None:
+        """A process has heard of a rank at some time of its own clock."""
+        process = self.service.process_named(rank)
+        if process is not None and self._axis.group(other) == self._axis.group(process) and not math.isnan(at):
+            known = self._heard[process.incarnation]
+            self._heard[process.incarnation] = max(known, self.when(other.incarnation, at)[0])
 
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
@@ -124,7 +142,8 @@ class Presence:
                 return Fate("stopped", heard, low, high)
         if (after := process.successor) is not None:
             began = self.when(after.incarnation, after.first_at)[1]
-            if began >= low:  # else both go by one name at once, and one says nothing of the other
+            # Else both go by one name at once, and one says nothing of the other; as may be on two hosts.
+            if began >= low and process.host == after.host:
                 return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
             at, detail = self.when(other.incarnation, record.at), record.text("detail")
@@ -132,15 +151,17 @@ class Presence:
                 continue  # a transfer has failed, and the process may have said more since
             waits_s = SILENCE_S
             if "was silent" in detail:
-                waits_s = min(process.durations.get("lease_s", DEFAULT_LEASE_S) + LAPSE_S, AWAY_S)
+                waits_s = process.durations.get("lease_s", DEFAULT_LEASE_S) + LAPSE_S
             if at[1] > low and not detail.startswith("forgotten") and self.last >= high + waits_s:
-                return Fate("died", f"{ends}, and {other.rank} lost it: {detail}", low, at[1])
+                is_proved = "was silent" not in detail
+                return Fate("died", f"{ends}, and {other.rank} lost it: {detail}", low, at[1], is_proved)
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
         lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
-        if self.last >= high + lease_s + LATE_S:
-            why = f"{ends}, though it wrote a line every {in_seconds(lease_s / 2)} s at least"
+        is_comparable = self._axis.group(process) == 0
+        if is_comparable and self.last >= max(high, self._heard[process.incarnation]) + lease_s + LATE_S:
+            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_s / 2)} s"
             return Fate("died", why, low, high + lease_s, False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
@@ -150,7 +171,8 @@ class Presence:
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
         bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S) + SIGN_S
-        is_silent = bool(process.num_records) and self.fate(process).kind == "silent"
+        fate = self.fate(process)
+        is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
         return is_silent and self.last - self.when(process.incarnation, process.last_at)[1] > bound
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
@@ -181,7 +203,7 @@ class Presence:
         """When a lease was over, in everybody's time, at the earliest."""
         return self.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
 
-    def decoders(self, engine_id: str) -> list[Process]:
+    def _decoders(self, engine_id: str) -> list[Process]:
         """List the processes that may have read from a prefill engine."""
         others = [x for x in self.service.processes.values() if x.engine_id != engine_id]
         known = [x for x in others if x.pulls or x.start in self.met]
@@ -192,9 +214,11 @@ class Presence:
 
     def strangers(self, lease: Lease) -> tuple[str, ...]:
         """Readers that shook hands with the rank before its lease was over, and whose logs are not there."""
-        met = (x for x in lease.process.of(told.ReaderMet) if x.at <= lease.lent_at + lease.seconds)
-        names = dict.fromkeys(x.text("reader") for x in met)
-        return tuple(x for x in names if x and self.service.process_named(x) is None)
+        return tuple(name for name, at in self._strangers(lease.process).items() if at <= lease.lent_at + lease.seconds)
+
+    def _find_strangers(self, process: Process) -> dict[str, float]:
+        met = {x.text("reader"): x.at for x in reversed(list(process.of(told.ReaderMet)))}
+        return {x: at for x, at in met.items() if x and self.service.process_named(x) is None}
 
     def unanswered_decoders(self) -> list[str]:
         """Ranks that were asked and do not answer, of which there is no log, and that may be of the decode side."""
@@ -217,8 +241,11 @@ class Presence:
     def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
         """For how long a reader's loop was away over most of a lease's time, and when it came back by its own clock."""
         since, until = (self.near(lease.process, x) for x in (lease.lent_at, lease.lent_at + lease.seconds))
-        for record in reader.of(told.LoopWasAway):
-            seconds, back = record.number("seconds", 0.0), self.near(reader, record.at)
+        ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
+        for record in reader.since(told.LoopWasAway, since + ahead):
+            seconds, back = record.number("seconds", 0.0), record.at - ahead
+            if back - seconds > until:  # and so are those after it: a loop is away once at a time
+                break
             if min(until, back) - max(since, back - seconds) > MOST * max(until - since, 0.0):
                 return seconds, record.at
         return 0.0, -math.inf

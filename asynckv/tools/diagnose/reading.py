@@ -102,7 +102,7 @@ class Looking:
         kept = [x for x in self._logs.records if x.event not in held or x.incarnation not in whole]
         said = sorted(leaks_live.records_of(answers, now), key=lambda x: x.at)
         logs = replace(self._logs, records=[*kept, *said])
-        if logs.nothing and (self._logs.sources or not answers):
+        if logs.nothing and not answers:
             raise ConfigError(logs.nothing)
         service = join(logs)
         leaks_live.tell(service, answers, now)
@@ -112,7 +112,7 @@ class Looking:
         if self._request is not None:
             wanted = find_requests(service, self._request, leaks_copies.called(service))
             self.called = {self._request, *names(wanted)}
-        last = max((x.at for x in logs.records), default=now)
+        last = max((axis.at(x, x.last_at) for x in service.processes.values() if x.num_records), default=now)
         begin = moment("--since", self._since, last) if self._since is not None else -math.inf
         if begin > last:
             raise ConfigError(f"no event is later than --since {self._since}; the last is of {clock(last)} UTC")
@@ -122,7 +122,7 @@ class Looking:
             process = service.process_named(rank)
             return not (axis.at(process, until) if process is not None else until) < begin
 
-        late = [x for x in find_leaks(service, axis.when, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
+        late = [x for x in find_leaks(service, axis, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
         copies = leaks_copies.late_copies(service, None if wanted is None else self.called)
         copies = [x for x in copies if counts(x.rank, x.since + x.seconds)]
         failed = leaks_copies.failures(service, self.called)

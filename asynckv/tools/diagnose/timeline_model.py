@@ -533,7 +533,7 @@ def _placing(axis: Axis, process: Process) -> Callable[[float], float]:
 def ground(axis: Axis) -> list[Ground]:
     """Say of every process when it ran, and what befell it."""
     out = []
-    presence = Presence(axis.service, axis.when, lambda process, at: moment(axis.at(process, at)))
+    presence = Presence(axis.service, axis, lambda process, at: moment(axis.at(process, at)))
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []
@@ -563,8 +563,10 @@ def _about(record: Record) -> str:
             return f"met {record.text('reader')}"
         case told.ReaderRefused.event | told.Refused.event:
             return f"refused {record.text('reader') or record.text('who')}: {record.text('cause')}"
-        case told.LeaseHeld.event | told.PullHeld.event | told.LoopWasAway.event | told.EngineAlive.event:
-            return ""  # said where it belongs, or nothing new
+        case told.LeaseHeld.event | told.PullHeld.event | told.LoopWasAway.event | told.PullRefused.event:
+            return ""  # said where it belongs
+        case told.EngineAlive.event:
+            return ""
         case _:
             said = record.text("detail") or record.text("cause")
             return record.event.replace("_", " ") + (f": {said}" if said else "")

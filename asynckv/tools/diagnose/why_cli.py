@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -152,8 +153,9 @@ def why(
         why_text.show(document, seen, top, console)
         raise typer.Exit(1 if found.wrong else 0)
     mine = [x for x in found.wrong if set(x.requests) & looking.called]
+    causes = {x.cause.value for x in found.late}  # which are shown with all that is known of the request
     why_text.show_request(seen, found, story, console)
-    for each in mine:
+    for each in (x for x in mine if x.code not in causes):
         why_text.show_finding(finding(each), console)
     raise typer.Exit(1 if mine or found.late or found.copies else 0)
 
@@ -165,8 +167,10 @@ def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:
     first, *rest = given
     if not first.strip():
         raise ConfigError("'' names nothing; give an id of either side, a pull id or #SEQUENCE")
-    if not (rest and is_of_no_host(first)):
-        if first == "-" or Path(first).exists() or any(x in first for x in "*?/") or targets([first])[1]:
+    with suppress(OSError):  # it is longer than names of files are
+        is_there = first == "-" or Path(first).exists() or any(x in first for x in "*?" if rest)
+        is_path = "/" in first and "://" not in first  # and of nothing that is there
+        if is_there or (not (rest and (is_path or is_of_no_host(first))) and (is_path or targets([first])[1])):
             return None, list(given)
     if not rest:
         raise ConfigError(

@@ -29,7 +29,7 @@ from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Ground, Mark, Sto
 from asynckv.tools.output import print_unpadded
 
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES = 64, 60, 8, 32, 8
-MAX_LIMITS = 12
+MAX_FINDINGS, MAX_LIMITS = 32, 12
 
 
 def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_whole: bool = False) -> None:
@@ -68,8 +68,10 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
     else:
         is_one = len(findings) == 1
         _line(console, f"{'One thing is' if is_one else f'{len(findings):,} things are'} wrong{after}.", "bold red")
-    for i, each in enumerate(findings, 1):
+    for i, each in enumerate(findings[:MAX_FINDINGS], 1):
         show_finding(each, console, f"{i}. ")
+    if (more := len(findings) - MAX_FINDINGS) > 0:
+        _line(console, f"and {more:,} more; --json has all", "bold", 3)
     if limits:
         console.print()
         _line(console, "What could not be judged, and other warnings:", "yellow")
