@@ -36,6 +36,7 @@ from asynckv import (
 )
 from asynckv.core.pull import Pull as CorePull
 from asynckv.observe import endpoint as endpoints
+from asynckv.observe import metrics as metrics_module
 from asynckv.observe.metrics import FAMILIES, place_of
 from asynckv.observe.metrics_tally import BUCKETS_S, MAX_PEERS, PHASES, Durations, Tally
 from tests.engines import Bench, memory, until
@@ -490,8 +491,9 @@ async def test_probes_say_how_an_engine_is_and_why(sim: Bench) -> None:
         endpoint.start()
 
 
-def test_clients_are_bounded_in_number(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_are_bounded_in_number_and_in_time(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "MAX_CLIENTS", 2)
+    monkeypatch.setattr(endpoints, "MOST_S", 0.4)
     with MetricsEndpoint(Metrics(sim.side("e", 1).engine)) as endpoint, contextlib.ExitStack() as stack:
         port = int(endpoint.url.rpartition(":")[2])
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
@@ -501,6 +503,23 @@ def test_clients_are_bounded_in_number(sim: Bench, monkeypatch: pytest.MonkeyPat
         assert get(endpoint.url, "/readyz")[0] == 503
         slow[0].settimeout(5.0)
         assert slow[0].recv(1) == b""
+        slow[1].settimeout(5.0)  # a client that says a letter now and then is hung up on all the same
+        slow[1].sendall(b"/")
+        assert slow[1].recv(1) == b""
+        assert get(endpoint.url, "/readyz")[0] == 503
+
+
+async def test_a_reading_that_takes_long_serves_others_as_well(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "LONG_S", 0.0)
+    async with sim.pair() as (prefill, _, group):
+        metrics = Metrics(prefill.engine)
+        shown = metrics._shown[0]
+        first = shown._read()
+        shown._fresh_until = time.monotonic() + 60
+        prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
+        assert shown._read() is first
+        shown._fresh_until = time.monotonic()
+        assert shown._read()[1].gauges["leases"] == 1
 
 
 def test_a_copy_of_a_tally_is_nobody_elses() -> None:

@@ -451,6 +451,7 @@ def tables_of(stored: Engine, loading: Engine) -> PeerTables:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
+        ([([1], [2])], "blocks of 1 groups are given, but the layout has 2"),
         ([([1, 2], [2]), ([], [])], r"group 0 \('g0'\): 2 blocks and 1 slots; each block needs one slot"),
         ([([48], [2]), ([], [])], r"'g0'\), blocks: block id 48 is outside \[0, 48\), the declared num_blocks"),
         ([([1], [256]), ([], [])], r"'g0'\), slots: block id 256 is outside \[0, 256\)"),
@@ -479,7 +480,7 @@ def test_nothing_to_copy_is_an_empty_plan() -> None:
 
 def test_blocks_of_other_sizes_are_not_copied_one_for_one() -> None:
     two = engine((attention(2),), sizes=8), engine((attention(2),), sizes=[(16, 2)])
-    with pytest.raises(PlanRefused, match="its blocks are not of the size of the slots; load them by their tokens"):
+    with pytest.raises(PlanRefused, match=r"16 tokens in 2 kernel blocks cannot .* 8 in 1; load them by their tokens"):
         plan_copies(tables_of(*two), [([1], [1])])
 
 

@@ -115,7 +115,8 @@ def _open(path: Path, how: str, *, check: bool = True) -> sqlite3.Connection:
     try:
         for pragma in "synchronous = OFF", "cell_size_check = ON":
             db.execute(f"PRAGMA {pragma}")
-        tables = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema")]
+        # A start that was killed could leave a table `room` up to version 0.1.
+        tables = [sql for name, sql in db.execute("SELECT name, sql FROM sqlite_schema") if name != "room"]
         is_ours = all(sql is None or sql in SCHEMA for sql in tables)
         version, application = (_number(db, x) for x in ("user_version", "application_id"))
         if not is_ours and application != APPLICATION:

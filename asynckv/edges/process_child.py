@@ -94,7 +94,7 @@ class Child:
         try:
             await self._plane.add_remote_agent(order.remote, order.memories)
         except Exception as exc:
-            cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
+            cause = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)  # an empty one is none
         self._say(wire.Loaded(cause))
 
     def _on_ready(self) -> None:

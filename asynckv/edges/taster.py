@@ -32,12 +32,15 @@ class _Child:
     def __init__(self, config: NixlConfig, name: str) -> None:
         self.keeper = Keeper(config, name, self._hear, self._lost, lambda: None, deaths=0, has_spare=False)
         self._loaded: asyncio.Future[str] | None = None
+        self._cause = ""  # why its process has ended
 
     async def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> str:
         """Return why a peer cannot be loaded, or what has become of the process meanwhile; empty if it was loaded."""
+        if not self.keeper.is_serving:
+            return self._cause or "its process has ended"
         self._loaded = asyncio.get_running_loop().create_future()
         self.keeper.order(wire.Load(remote, tuple(memories)))
-        cause = await self._loaded
+        cause = await self._loaded or self._cause  # it may have ended just after it said so
         self.keeper.order(wire.Drop(remote.name))
         return cause
 
@@ -46,6 +49,7 @@ class _Child:
             self._end(news.cause)
 
     def _lost(self, cause: str, pause_s: float) -> None:
+        self._cause = cause
         self._end(cause)
 
     def _end(self, cause: str) -> None:

@@ -44,12 +44,18 @@ def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
     Args:
         blocks: Per group the blocks and, equally long, their slots.
     """
+    if len(blocks) != len(tables.local.groups):
+        raise PlanRefused(f"blocks of {len(blocks)} groups are given, but the layout has {len(tables.local.groups)}")
     sections = []
     for pair in tables.group_pairs:
         name = f"group {pair.local_index} ({pair.local.name!r})"
         ids, slots = (np.asarray(each, np.int64) for each in blocks[pair.local_index])
-        if len({(each.block_size, each.ratio) for each in (pair.local, pair.remote)}) > 1:
-            raise PlanRefused(f"{name}: its blocks are not of the size of the slots; load them by their tokens")
+        here, there = ((g.block_size, g.ratio) for g in (pair.local, pair.remote))
+        if here != there or pair.local_index != pair.remote_index:
+            raise PlanRefused(
+                f"{name}: blocks of {here[0]} tokens in {here[1]} kernel blocks cannot be copied one for one to group "
+                f"{pair.remote_index} with {there[0]} in {there[1]}; load them by their tokens"
+            )
         if ids.shape != slots.shape:
             raise PlanRefused(f"{name}: {ids.size} blocks and {slots.size} slots; each block needs one slot")
         if not len(ids):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from socketserver import TCPServer
@@ -34,6 +35,9 @@ Respond = Callable[..., Any]
 SILENT_S = 10.0
 """A client that says nothing for so long is hung up on."""
 
+MOST_S = 30.0
+"""How long a client may take in all, because one that sends a letter every few seconds is never silent."""
+
 MAX_CLIENTS = 32
 """Connections at a time, each of them a thread; one more ends the oldest, so clients that are silent keep none out."""
 
@@ -42,29 +46,39 @@ POLL_S = 0.1
 
 class _Server(ThreadingWSGIServer):
     def __init__(self, address: tuple[str, int], *args: Any) -> None:
-        self._clients: dict[Any, None] = {}
-        """The oldest first. The acceptor makes entries, and each thread ends its own."""
+        self._until: dict[Any, float] = {}
+        """Clients, and how long they may stay. The acceptor makes entries, and each thread ends its own."""
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, *args)
 
+    def _hang_up(self, request: Any) -> None:
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        oldest = next(iter(tuple(self._clients)), None)
-        if oldest is not None and len(self._clients) >= MAX_CLIENTS:
-            self._clients.pop(oldest, None)
-            with suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
-        self._clients[request] = None
+        oldest = next(iter(tuple(self._until)), None)
+        if oldest is not None and len(self._until) >= MAX_CLIENTS:
+            self._until.pop(oldest, None)
+            self._hang_up(oldest)
+        self._until[request] = time.monotonic() + MOST_S
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread is to be had
-            self._clients.pop(request, None)
+            self._until.pop(request, None)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._clients.pop(request, None)
+            self._until.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Hang up on who takes too long; called a few times a second."""
+        now = time.monotonic()
+        for request, until in tuple(self._until.items()):
+            if now > until:
+                self._hang_up(request)
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)

@@ -279,16 +279,28 @@ class _Shown:
         self.engine, self.tally = engine, Tally()
         self.names = engine.engine_id, engine.rank
         self._last: tuple[float, Reading, Tally] | None = None
+        self._fresh: tuple[float, Reading, Tally] | None = None
+        self._fresh_until = -math.inf
         engine.observe(self.tally)
 
     def refresh(self, wait_s: float) -> None:
         """Take another reading, if the engine's loop comes to it in time."""
         try:
-            self._last = self.engine.ask(lambda: (time.monotonic(), self.engine.reading(), self.tally.copy()), wait_s)
+            self._last = self.engine.ask(self._read, wait_s)
         except (TimeoutError, EngineClosed):
             pass
         except Exception:  # a bug of ours: what else the application shows is shown all the same, and this grows old
             log.exception("asynckv: no reading of %s/%s could be taken for its metrics", *self.names)
+
+    def _read(self) -> tuple[float, Reading, Tally]:
+        """Take a reading, on the loop; one that took long serves whoever asks next as well."""
+        if self._fresh is not None and time.monotonic() < self._fresh_until:
+            return self._fresh
+        began = time.thread_time()
+        self._fresh = time.monotonic(), self.engine.reading(), self.tally.copy()
+        took_s = time.thread_time() - began
+        self._fresh_until = time.monotonic() + REST * took_s if took_s > LONG_S else -math.inf
+        return self._fresh
 
     def samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         """Show the last reading: metric, labels after the engine's, value."""
@@ -308,6 +320,10 @@ class _Shown:
 
 
 FRESH_S = 0.05
+
+LONG_S, REST = 0.002, 10
+"""A reading that takes the loop so long (tens of thousands of leases) is taken again only after so many times as long,
+however many scrape."""
 
 
 def _families() -> dict[str, Metric]:

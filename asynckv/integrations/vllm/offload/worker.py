@@ -189,7 +189,8 @@ class Worker(compat.OffloadingWorker):
             if job is None:
                 continue
             if news.ending is not Ending.DONE:
-                self._break(BackendError(f"job {news.transfer_id}: {news.cause}"))
+                what = f"job {news.transfer_id}, a {job.op.name.lower()} of {job.num_bytes} bytes"
+                self._break(BackendError(f"{what}: {news.cause}; if it recurs, run without AsyncKVOffloadingSpec"))
                 continue
             with self._changed:
                 self._ended_at = time.monotonic()
