@@ -618,6 +618,20 @@ async def test_a_peer_that_kills_what_tries_it_is_refused_and_no_other(
     assert not made.lines("tries-4")
 
 
+async def test_a_process_that_ends_just_after_it_has_loaded_a_peer_was_ended_by_it(kept: Callable[..., Kept]) -> None:
+    kept("serve")
+    child = taster._Child(NixlConfig(), "tries-1")
+    await child.keeper.start(())
+    trial = asyncio.ensure_future(child.load(AgentInfo("good", b""), SOMEBODY))
+    await asyncio.sleep(0)
+    child._hear(wire.Loaded(""))  # both are heard in one turn of the loop
+    child._lost("signal 11", 0.0)
+    assert await trial == "signal 11"
+    await child.keeper.quiesce()
+    child.keeper.close()
+    assert await child.load(AgentInfo("good", b""), SOMEBODY) == "signal 11"
+
+
 async def test_another_process_tries_after_so_many_peers(
     kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,8 +252,7 @@ class Mover:
             if ended.is_held:
                 self._held[job.job_id] = job
             self.counts[f"{ended.kind.value}.{ended.outcome.value}"] += 1
-            if self._driver.observers:
-                self._driver.tell(Observer.offload_ended, ended.kind.value, now - job.begun_at, now)
+            self._driver.tell(Observer.offload_ended, ended.kind.value, now - job.begun_at, now)
             if job.kind is JobKind.STORE and (missed := sum(map(len, ended.missing))):
                 why = JobOutcome.NO_ROOM if ended.outcome is JobOutcome.DONE else ended.outcome
                 self.counts[f"not_stored.{why.value}"] += missed
