@@ -127,6 +127,6 @@ def test_offloading_is_refused_where_vllm_lets_other_threads_in(monkeypatch: Any
     from asynckv.integrations.vllm.offload import spec
 
     monkeypatch.setattr(spec.AsyncKVOffloadingSpec.__base__, "__init__", lambda self, config: None)
-    monkeypatch.setattr(spec.compat, "OffloadingManager", object)
+    monkeypatch.setattr(compat, "OffloadingManager", object)
     with pytest.raises(ConfigError, match=r"use vLLM 0\.33 or later"):
         spec.AsyncKVOffloadingSpec(SimpleNamespace())
