@@ -81,7 +81,7 @@ def changed(event: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> C
 @pytest.mark.parametrize(
     ("seeds", "edit", "what"),
     [
-        (range(8), without("lease_ended"), "false"),
+        (range(8), without("lease_ended"), "missed"),
         (range(8), without("blocks_retired", "blocks_returned", "pull_ended"), "missed"),
         (range(12), without("pull_ended", "pull_held", "release_refused", "release_unanswered"), "wrong"),
         (range(2, 12), without("loop_was_away"), "wrong"),
