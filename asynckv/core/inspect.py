@@ -138,7 +138,7 @@ class Tally:
 
 
 class Guest(Protocol):
-    """Somebody beside leases and pulls who holds blocks: an offload's `store` or `load`, as `what` says."""
+    """A holder of blocks beside leases and pulls: an offload's `store` or `load`, as `what` says."""
 
     @property
     def what(self) -> str: ...

@@ -2,10 +2,10 @@
 
     calls     lend, withdraw                   -> prefill side
               announce, pull, cancel, discharge, let_go -> decode side
-              shut, close                       -> both, and whoever shook hands
+              shut, close                       -> both sides, and the readers that shook hands
     packets   of readers                        -> prefill side, readers
               of ranks that we read             -> decode side
-    time      tick                              -> whoever asked to be woken
+    time      tick                              -> the parts that asked to be woken
 
 Everything comes with `now`. What the planes say of transfers, peers and addresses goes to `RankCore.decode` directly.
 """

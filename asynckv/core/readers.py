@@ -31,7 +31,7 @@ MAX_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this rank is, once its data plane is up. Nonces start at random: none is guessed from an older run."""
+    """What names this rank, once its data plane is up. Nonces start at random: none is guessed from an older run."""
 
     engine_id: str
     incarnation: str

@@ -1,7 +1,7 @@
 """What runs in the data plane's own process: a `NixlPlane` on an event loop, obeying what comes over a socket.
 
-Each order becomes one call of the plane. A bug, or a socket on which nobody is left, ends the process: then nothing of
-it writes any more.
+Each order becomes one call of the plane. A bug ends the process, and so does the end of the process that
+gives the orders: then nothing of it writes any more.
 """
 
 from __future__ import annotations

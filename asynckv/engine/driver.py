@@ -115,7 +115,7 @@ async def kept(task: asyncio.Task[tuple[HeldBlocks, ...]]) -> tuple[HeldBlocks, 
 
 
 class Guest(Protocol):
-    """Somebody who uses the engine's memory beside it, and ends before it does: an offload, whose owner calls `owner`.
+    """A part that uses the engine's memory beside it, and ends before it does: an offload, whose owner calls `owner`.
 
     What it counts, how things stand and what it runs on is told with the engine's own. `let_go` has it use the memory
     no more and returns what had to be cut short, or raises `BackendError` if something may still write it; `take_again`

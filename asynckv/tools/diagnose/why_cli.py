@@ -107,7 +107,7 @@ def why(
     from asynckv.tools.diagnose.reading import Looking
     from asynckv.tools.diagnose.timeline_model import stories
     from asynckv.tools.diagnose.why_page import make
-    from asynckv.tools.diagnose.why_report import finding, report
+    from asynckv.tools.diagnose.why_report import plain, report
     from asynckv.tools.output import check_writable, write, write_json
 
     if (keys is None) is not (authorized is None):
@@ -156,7 +156,7 @@ def why(
     causes = {x.cause.value for x in found.late}  # which are shown with all that is known of the request
     why_text.show_request(seen, found, story, console)
     for each in (x for x in mine if x.code not in causes):
-        why_text.show_finding(finding(each), console)
+        why_text.show_finding(plain(each), console)
     raise typer.Exit(1 if mine or found.late or found.copies else 0)
 
 

@@ -13,7 +13,7 @@ import msgspec
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time
 from asynckv.tools.diagnose.causes import CATALOGUE
-from asynckv.tools.diagnose.findings import Finding, Findings, Seen
+from asynckv.tools.diagnose.findings import Findings, Seen
 from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.leaks_copies import has_offload
 from asynckv.tools.diagnose.leaks_values import Leak, moment
@@ -37,11 +37,6 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
         "engines": [engine(x) for x in seen.answers],
         "read": _read(seen),
     }
-
-
-def finding(each: Finding) -> dict[str, Any]:
-    """Make plain data of one thing that is wrong."""
-    return plain(each)  # type: ignore[no-any-return]
 
 
 def plain(value: Any) -> Any:

@@ -4,8 +4,8 @@ A job of vLLM says which blocks of which groups belong into which slots; the cop
 thread hands jobs over, asks which have ended, and waits only where vLLM itself does.
 
 vLLM 0.33.0 knows no job that failed. So if a copy fails or does not end, this rank ends with an error, and the engine
-with it, rather than serve wrong bytes. A job that has not ended is not told of: until then nobody else uses its blocks
-and slots.
+with it, rather than serve wrong bytes. vLLM is not told of a job before it has ended: until then nothing else uses its
+blocks and slots.
 """
 
 from __future__ import annotations
