@@ -37,7 +37,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 # In docstrings, one pair of backticks: a name of ours is linked, everything else is shown as code.
 default_role = "py:obj"
@@ -97,7 +97,7 @@ def write_types(app: Sphinx, what: str, name: str, obj: typing.Any, options: obj
             lines[at] = f"    {found[1]} ({stringify_annotation(types[found[1]], 'smart')}): {found[2]}"
 
 
-LEADS_TO_CODE = ("contributing", "design", "reliability", "states", "structure")
+LEADS_TO_CODE = ("contributing", "design", "reliability", "structure")
 """Pages for contributors: a file that they name is one click away, in the built site too."""
 
 

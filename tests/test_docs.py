@@ -49,7 +49,7 @@ def test_the_reference_has_every_public_name_once() -> None:
 
 
 def test_every_reason_is_explained_once_with_the_error_that_it_raises() -> None:
-    text = (DOCS / "errors.md").read_text().partition("\n## Reasons\n")[2]
+    text = (DOCS / "api.md").read_text().partition("\n### Reasons\n")[2]
     rows = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\| .+ \|$", text, re.MULTILINE)
     errors = {**dict.fromkeys(wire.REFUSED, "LeaseRefused"), **{r: e.__name__ for r, e in ERRORS.items()}}
     errors |= {Reason.QUEUE_FULL: "Overloaded", Reason.COMPLETE: "", Reason.DISCHARGED: ""}

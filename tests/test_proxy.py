@@ -1391,7 +1391,7 @@ async def test_a_taken_port_is_said_before_any_engine_starts(capsys: pytest.Capt
 def test_the_documented_installation_brings_what_the_router_needs() -> None:
     root = Path(__file__).parents[1]
     command = next(
-        line for line in (root / "docs/service.md").read_text().splitlines() if line.startswith(".venv/bin/pip install")
+        line for line in (root / "docs/deploy.md").read_text().splitlines() if line.startswith(".venv/bin/pip install")
     )
     named = {re.split("[>=<]", word)[0] for word in shlex.split(command)}
     assert {".[proxy]", "transformers"} <= named

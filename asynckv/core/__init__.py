@@ -3,7 +3,7 @@
 A decode engine reads KV out of a prefill engine's memory. The read is one-sided: its owner neither sees nor stops it. A
 read of freed blocks succeeds and returns another request's KV. A read that has begun cannot be called back. The rules
 that follow from these three facts are in `docs/design.md`, the words in `docs/glossary.md`, the states in
-`docs/states.md` (drawn from the tables here).
+`docs/structure.md` (drawn from the tables here).
 
 Nothing here reads a clock, touches a socket, logs or awaits, or knows what a block holds. Calls, packets, ends of
 transfers and the passing of time come in with `now` (seconds that only move forward). Messages and commands are left in

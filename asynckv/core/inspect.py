@@ -88,7 +88,7 @@ class RequestStatus:
         kind: `lease` (lent by this rank), `announced`, `pull`, or `retrying` (between two attempts).
         request_id: This side's id.
         prefill_request_id: The prefill side's.
-        state: Of the lease or the pull, see `docs/states.md`.
+        state: Of the lease or the pull, see `docs/structure.md`.
         age_s: How long ago it was lent, announced or asked for.
         state_s: For how long it has been in this state.
         left_s: How long this can last at most, if nobody asks for more; None if nothing bounds it.

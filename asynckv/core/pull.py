@@ -3,7 +3,7 @@
     ANNOUNCED -> CONNECTING -> QUEUED -> READING -> CONFIRMING -> NOTIFYING -> RELEASED
 
 is the usual way. A failure before NOTIFYING leads to DRAINING, then NOTIFYING. QUARANTINED comes after NOTIFYING if
-something may still write. `docs/states.md` has all ways, drawn from the tables.
+something may still write. `docs/structure.md` has all ways, drawn from the tables.
 
 The **outcome** is bounded by the caller's deadline. The **custody** of the blocks is not: NIXL cannot cancel a
 transfer, so blocks go back only when nothing can write them any more. DRAINING waits for both, QUARANTINED for custody.

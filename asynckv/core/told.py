@@ -2,7 +2,7 @@
 
 The name of an event is made of the name of its type: `lease_ended` of `LeaseEnded`. A name is what an event is called
 for ever: dashboards and the readers of old logs go by it. Fields may be added; one that is there keeps its meaning, and
-a reader must do without the ones that came later. `docs/events.md` is drawn from these types.
+a reader must do without the ones that came later. `docs/logging.md` is drawn from these types.
 
 A field that is empty or None is left out of a line.
 """
@@ -38,7 +38,7 @@ SuccessesNotLogged = Annotated[
 ]
 History = Annotated[list[tuple[float, str]] | None, "Every transition and note: `[seconds since the first, words]`."]
 HeldState = Annotated[
-    str, "State of the lease or the pull (`docs/states.md`); left out if the line is about several states."
+    str, "State of the lease or the pull (`docs/structure.md`); left out if the line is about several states."
 ]
 LayoutPrint = Annotated[str, "Fingerprint of the memory's layout."]
 ReleaseOutcome = Annotated[str, "What the release says: `complete`, `failed`, `cancelled` or `retry`."]

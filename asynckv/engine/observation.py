@@ -52,7 +52,7 @@ class Observation:
         return self._driver.home.ask(question, number("timeout_s", timeout_s, 0))
 
     def condition(self) -> tuple[str, str]:
-        """Say what the engine is at (`docs/states.md`), and which plane does not serve and why, if one does not."""
+        """Say what the engine is at (`docs/structure.md`), and which plane does not serve and why, if one does not."""
         driver = self._driver
         driver.home.asked(self.condition)
         data_down = f"the data plane does not serve: {driver.data_down}" if driver.data_down else ""

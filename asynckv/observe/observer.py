@@ -60,7 +60,7 @@ class Reading:
     """An engine at one moment.
 
     Attributes:
-        state: The engine's (`docs/states.md`).
+        state: The engine's (`docs/structure.md`).
         incarnation: Of its process, or of its memory since it was resumed.
         counters: As in `Statistics`.
         gauges: As in `Statistics`.

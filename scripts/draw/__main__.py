@@ -14,10 +14,10 @@ from scripts.draw import configuration, events, geometry, life, metrics, states,
 
 MADE: dict[str, tuple[Callable[[], dict[Path, str]], str]] = {
     "configuration": (configuration.files, "docs/configuration.md, from the configuration's dataclasses"),
-    "events": (events.files, "docs/events.md, from the table of events"),
+    "events": (events.files, "docs/logging.md, from the table of events"),
     "metrics": (metrics.files, "the table in docs/metrics.md and the Grafana dashboard, from the table of metrics"),
     "tables": (tables.files, "the causes in docs/leaks.md and the findings in docs/doctor.md"),
-    "states": (states.files, "docs/states.md and its pictures, from the transition tables; pictures need Graphviz"),
+    "states": (states.files, "docs/structure.md and its pictures, from the transition tables; pictures need Graphviz"),
     "geometry": (geometry.files, "pictures of geometry, from real plans"),
     "life": (life.files, "the life of a request, and which process calls what"),
     "structure": (structure.files, "one worker process, its core, and what stands around it"),

@@ -64,7 +64,7 @@ VARIABLES = (
     (
         "`UCX_TCP_TX_SEG_SIZE`, `UCX_TCP_RX_SEG_SIZE`",
         "asynckv gives its own agents 64k. A variable that is set wins: set none, or 64k",
-        "[two hosts](two_hosts.md)",
+        "[two hosts](bench.md#two-hosts-measure-the-wire-then-asynckv)",
     ),
     (
         "`UCX_PROTO_INFO`",
@@ -153,7 +153,14 @@ def page() -> str:
     classes = {name for name, kind in vars(config).items() if is_dataclass(kind)}
     first = ["EngineConfig", "PullConfig", "LeaseConfig", "NixlConfig", "KeysConfig", "LogConfig", "InspectConfig"]
     names = [*first, *(name for name in sorted(classes) if name not in first)]
-    return "\n".join((HEAD, *(section(getattr(config, name)) for name in names), environment()))
+    return "\n".join(
+        (
+            HEAD,
+            "<!-- fields -->",
+            *(section(getattr(config, name)) for name in names),
+            environment() + "<!-- /fields -->\n",
+        )
+    )
 
 
 def files() -> dict[Path, str]:

@@ -94,11 +94,11 @@ def text(
     return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}"{about}>{escape(words)}</text>'
 
 
-def between(page: str, begin: str, made: str, end: str) -> str:
-    """Put what is made from code between two marks of a page that is written by hand."""
-    before, begin, rest = page.partition(begin)
-    _, end, after = rest.partition(end)
-    return f"{before}{begin}{made}{end}{after}"
+def between(page: Path, name: str, made: str) -> dict[Path, str]:
+    """Return a page with new text between its marks `<!-- name -->` and `<!-- /name -->`; the rest is written by hand."""
+    before, begin, rest = page.read_text().partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
+    return {page: f"{before}{begin}{made}{end}{after}"}
 
 
 def to_svg(*drawn: RenderableType, width: int = 110, name: str = "asynckv") -> str:

@@ -1,4 +1,4 @@
-"""Write docs/events.md from the types of events; a test compares."""
+"""Write docs/logging.md from the types of events; a test compares."""
 
 from __future__ import annotations
 
@@ -12,23 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from msgspec import Struct, structs
 
 from asynckv.core.told import EVENTS, Line
-from scripts.draw.drawing import DOCS
-
-TARGET = DOCS / "events.md"
-
-HEAD = """# Events
-
-Every event that asynckv logs, with its fields: look up here what a line means. [Logging](logging.md) says how to search
-the logs, where lines go, and which requests are in them.
-
-Every line is one JSON object (or `key=value`, where the application's logging makes it so). Fields in *italics* are
-left out where there is nothing to say. Lists of ranks name 64 at most, and words of others are cut at 512 letters.
-Request ids are the callers' own words: what should not be in a log should not be in an id.
-
-The page is drawn from the types in `asynckv/core/told.py` by `scripts/draw`. A test fails when it is stale,
-and another one if an engine of any test logs a field that is not in here.
-
-"""
+from scripts.draw.drawing import DOCS, between
 
 
 KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object"}
@@ -100,16 +84,16 @@ def overview() -> str:
 
 
 def page() -> str:
-    """The whole page."""
-    parts = [f"{HEAD}{overview()}## Fields of every event\n\n{table(fields_of(Line))}"]
+    """The section from its overview on."""
+    parts = [f"{overview()}### Fields of every event\n\n{table(fields_of(Line))}"]
     for name, event in EVENTS.items():
         said = f"{SIDES[event.side].capitalize()}, {' or '.join(event.levels)}. {meaning(event)}"
-        parts.append(f"## {name}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}\n")
+        parts.append(f"### {name}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}\n")
         if fields := fields_of(event):
             parts.append(table(fields))
     return "\n".join(parts)
 
 
 def files() -> dict[Path, str]:
-    """The page."""
-    return {TARGET: page()}
+    """The page with its section made anew."""
+    return between(DOCS / "logging.md", "events", page())

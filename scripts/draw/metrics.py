@@ -16,7 +16,6 @@ from scripts.draw.drawing import DOCS, between
 
 DASHBOARD = DOCS.parent / "deploy" / "grafana" / "asynckv.json"
 PAGE = DOCS / "metrics.md"
-BEGIN, END = "<!-- made by scripts/draw -->\n", "<!-- until here -->\n"
 
 THESE = 'engine_id=~"$engine_id",rank=~"$rank"'
 WIDTH, HEIGHT = 8, 8
@@ -523,4 +522,4 @@ def table() -> str:
 
 def files() -> dict[Path, str]:
     """The dashboard, and docs/metrics.md with its table made anew."""
-    return {DASHBOARD: dashboard(), PAGE: between(PAGE.read_text(), BEGIN, table(), END)}
+    return {DASHBOARD: dashboard(), **between(PAGE, "metrics", table())}

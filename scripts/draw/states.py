@@ -1,4 +1,4 @@
-"""Write docs/states.md from the transition tables of core and offload, and draw each table as a picture.
+"""Write docs/structure.md from the transition tables of core and offload, and draw each table as a picture.
 
 Graphviz lays the pictures out (`apt-get install graphviz`); whoever only builds the documentation or runs its tests
 does not need it. Each picture holds a digest of what it was drawn from, and a test compares that.
@@ -24,31 +24,13 @@ from asynckv.core import attempts, lease, lifecycle, peer, pull
 from asynckv.errors import ConfigError
 from asynckv.offload import entry, job
 from scripts.draw import drawing
-from scripts.draw.drawing import DOCS, PICTURES
+from scripts.draw.drawing import DOCS, PICTURES, between
 
-TARGET = DOCS / "states.md"
 WIDTH = 119
 LABEL = 18
 """Characters of one line of a label: narrow pictures are read on a phone, too."""
 ALIKE = 3
 """So many transitions to one state for the same reasons are drawn as one arrow."""
-
-HEAD = """# States
-
-Each state machine as a picture and as a table, made from the transition tables in `asynckv/core` and
-`asynckv/offload` by `scripts/draw`. A test fails when this page is stale.
-
-- Boxes are states. So are the columns *from* and *to*.
-- Words in capitals on an arrow, or in the column *by*, are events. The second table of each machine says what they
-  mean.
-- Words in *italics* (small letters in the pictures) are conditions. The machine acts on them at once, whatever event
-  made them true.
-- One of several reasons is enough.
-- A state may take an event and *stay*. An event that is not in the row of a state is refused there: it raises, and
-  nothing has changed.
-- In the pictures a thick border is where a machine begins, a double border is where it ends. A dot joins transitions
-  that have the same reasons and the same target.
-"""
 
 GRAPH = """digraph {
   graph [nodesep=0.2, ranksep=0.3, bgcolor=transparent, pad=0.15]
@@ -159,7 +141,7 @@ def section(machine: Machine) -> str:
     title = f"The states of: {machine.name.lower()}"
     path = machine.module.__name__.replace(".", "/") + ".py"
     lines = [
-        f"## {machine.name}\n",
+        f"### {machine.name}\n",
         f"{textwrap.fill(machine.intro, WIDTH)}\n",
         f"Code: [`{path}`](../{path})\n",
         f"![{title}](pictures/{machine.picture})\n",
@@ -264,8 +246,8 @@ def _words(condition: Any) -> str:
 
 
 def page() -> str:
-    """The whole page."""
-    return "\n".join((HEAD, *map(section, MACHINES)))
+    """All machines."""
+    return "\n".join(map(section, MACHINES))
 
 
 def is_fresh(machine: Machine) -> bool:
@@ -277,4 +259,7 @@ def is_fresh(machine: Machine) -> bool:
 def files() -> dict[Path, str]:
     """The page, and the pictures that are stale."""
     stale = [machine for machine in MACHINES if not is_fresh(machine)]
-    return {TARGET: page(), **{PICTURES / machine.picture: picture(machine) for machine in stale}}
+    return {
+        **between(DOCS / "structure.md", "states", page()),
+        **{PICTURES / machine.picture: picture(machine) for machine in stale},
+    }

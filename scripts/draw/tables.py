@@ -12,11 +12,7 @@ from scripts.draw.drawing import DOCS, between
 
 def files() -> dict[Path, str]:
     """Both pages, with their tables made anew."""
-    why, doctor = DOCS / "why.md", DOCS / "doctor.md"
-    return {
-        why: between(why.read_text(), "<!-- catalogue -->\n", causes(), "<!-- /catalogue -->"),
-        doctor: between(doctor.read_text(), "<!-- findings -->\n", findings(), "<!-- /findings -->"),
-    }
+    return between(DOCS / "why.md", "catalogue", causes()) | between(DOCS / "doctor.md", "findings", findings())
 
 
 def causes() -> str:

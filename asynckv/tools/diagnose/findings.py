@@ -37,7 +37,7 @@ HEADINGS = {
 }
 REMEDIES = {
     Trouble.GONE: DIED,
-    Trouble.AWAY: "Let it run on, or end it: docs/stuck.md, 'Continue it or kill it'.",
+    Trouble.AWAY: "Let it run on, or end it: docs/why.md, 'Continue it or kill it'.",
     Trouble.NETWORK: "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`.",
     Trouble.KEYS: "Give --keys and --authorized, and the address with its key: docs/why.md.",
 }
@@ -277,7 +277,7 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
         first = same[0]
         texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
         what = f"{counted(len(same), level)} {event} on {rank}"
-        yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
+        yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/logging.md.")
 
 
 def _limits(seen: Seen) -> Iterator[Finding]:

@@ -53,7 +53,7 @@ RANK = "X-data-parallel-rank"
 """vLLM's header: which data-parallel rank of the engine that gets it serves the request."""
 CAUSES = ["no_prefill_engine", "prefill_failed", "transfer_failed", "no_params", "n", "prompts", "beam_search"]
 CAUSES += ["prompt_logprobs"]
-"""Why a decode engine computes a prompt itself: docs/service.md has a table."""
+"""Why a decode engine computes a prompt itself: docs/deploy.md has a table."""
 LOST = {"lost", "silent"}
 OF_TRANSFER = {"kv_transfer_error", "failed"}
 """Faults of decode engines that may come of the KV cache; vLLM does not say whether they do."""
