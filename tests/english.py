@@ -20,13 +20,9 @@ STARTS = re.compile(r"(What|Who|Whom|Whose|Whoever|How|So|Such)\b")
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of every docstring, also of those that follow a constant or a field."""
     for node in ast.walk(ast.parse(text)):
-        for each in node.body if isinstance(body := getattr(node, "body", None), list) and body else ():  # type: ignore[attr-defined]
-            if (
-                isinstance(each, ast.Expr)
-                and isinstance(each.value, ast.Constant)
-                and isinstance(each.value.value, str)
-            ):
-                yield each.lineno, each.value.value
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(told))):
+                yield node.lineno, told
 
 
 def prose(page: str) -> str:
@@ -37,7 +33,7 @@ def prose(page: str) -> str:
 
 def by_hand(page: str) -> str:
     """Return a page without the parts that `scripts.draw` makes."""
-    return re.sub(r"<!-- (\w+) -->.*?(<!-- /\1 -->|\Z)", "", page, flags=re.DOTALL)
+    return re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", page, flags=re.DOTALL)
 
 
 def sentences(text: str) -> list[str]:
@@ -58,11 +54,8 @@ def unnamed(paths: list[Path]) -> float:
 
 
 def main() -> None:
-    for path in sorted(
-        x for given in map(Path, sys.argv[1:]) for x in ([given] if given.is_file() else given.rglob("*"))
-    ):
-        if path.suffix not in (".py", ".md"):
-            continue
+    paths = [x for given in map(Path, sys.argv[1:]) for x in (given, *given.rglob("*")) if x.suffix in (".py", ".md")]
+    for path in sorted(paths):
         text = path.read_text()
         for at, line in enumerate(text.splitlines(), 1):
             if UNNAMED.search(line):

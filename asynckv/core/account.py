@@ -28,7 +28,7 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
     Attributes:
         kind: `lease`, `announced`, `pull` or `retrying`; of an offload `store` or `load`.
         phase: Of a lease `unclaimed` (no reader has spoken up), `granted` (a promise runs), `lapsed` (a reader has
-            spoken up, no promise runs) or `ending`; of others the state, see `docs/structure.md`. A pull that has failed
+            spoken up, no promise runs) or `ending`; of others the state, see `docs/structure.md`. A pull that failed
             and whose blocks something may still write is `quarantined`, and `retired` if they were given up. Of a
             store or load the same, and before that `storing` or `loading`.
         number: Of them all, not only of those that are told.

@@ -153,14 +153,8 @@ def page() -> str:
     classes = {name for name, kind in vars(config).items() if is_dataclass(kind)}
     first = ["EngineConfig", "PullConfig", "LeaseConfig", "NixlConfig", "KeysConfig", "LogConfig", "InspectConfig"]
     names = [*first, *(name for name in sorted(classes) if name not in first)]
-    return "\n".join(
-        (
-            HEAD,
-            "<!-- fields -->",
-            *(section(getattr(config, name)) for name in names),
-            environment() + "<!-- /fields -->\n",
-        )
-    )
+    made = "\n".join((*(section(getattr(config, name)) for name in names), environment()))
+    return f"{HEAD}\n<!-- fields -->\n{made}<!-- /fields -->\n"
 
 
 def files() -> dict[Path, str]:

@@ -95,7 +95,7 @@ def text(
 
 
 def between(page: Path, name: str, made: str) -> dict[Path, str]:
-    """Return a page with new text between its marks `<!-- name -->` and `<!-- /name -->`; the rest is written by hand."""
+    """Return a page with new text between `<!-- name -->` and `<!-- /name -->`; the rest is written by hand."""
     before, begin, rest = page.read_text().partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"<!-- /{name} -->")
     return {page: f"{before}{begin}{made}{end}{after}"}

@@ -14,7 +14,6 @@ from msgspec import Struct, structs
 from asynckv.core.told import EVENTS, Line
 from scripts.draw.drawing import DOCS, between
 
-
 KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object"}
 
 
