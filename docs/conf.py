@@ -1,4 +1,4 @@
-"""Sphinx configuration. Nothing here needs the network."""
+"""Sphinx configuration. Neither the build nor the built site needs the network."""
 
 from __future__ import annotations
 
@@ -25,21 +25,28 @@ author = "The asynckv maintainers"
 copyright = "the asynckv maintainers"
 version = release = VERSION
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build", "newsfragments"]
 
-# A block that names no language is output, and not Python.
+# A block without a language is output, not Python.
 highlight_language = "none"
 
 html_theme = "furo"
-html_title = "asynckv"
+# The title stands above the navigation of every page, so it names the version.
+html_title = f"asynckv {VERSION}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+# The repository has no public address, so "view page source" opens the copy that is built with the site.
+html_copy_source = html_show_sourcelink = True
+
+# A copy of a block with prompts holds only the commands.
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
-# In docstrings, one pair of backticks: a name of ours is linked, everything else is shown as code.
+# In docstrings, one pair of backticks links a name of asynckv, and shows everything else as code.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -47,13 +54,13 @@ autodoc_typehints_format = "short"
 maximum_signature_line_length = 80
 napoleon_use_ivar = True
 
-# Other projects' names cannot be resolved without fetching their inventories.
+# Names of other projects could be resolved only by fetching their inventories.
 nitpick_ignore_regex = [
     (r"py:obj", r".*"),
     (r"py:.*", r"(asyncio|collections|contextlib|dataclasses|enum|mmap|os|pathlib|types|typing)(\..*)?"),
     (r"py:.*", r"(anyio|msgspec|nixl|np|npt|numpy|prometheus_client|rich|structlog|torch|typer|zmq)(\..*)?"),
     (r"py:class", r"(Any|Awaitable|Callable|Iterable|Iterator|Mapping|Path|Sequence|TracerProvider)"),
-    # Types of arguments that nobody but asynckv's own tests gives. Public names are found under both of theirs.
+    # Types of arguments that only asynckv's own tests give. A public name is found under both of its names.
     (r"py:class", r"asynckv\.(core|edges|embed|engine|geometry|observe|offload|ports|testing)\..*"),
 ]
 
@@ -63,13 +70,13 @@ def is_data(obj: object) -> bool:
 
 
 MADE_BY_HAND = ("asynckv.edges", "asynckv.embed", "asynckv.geometry", "asynckv.testing")
-"""Where the plain data lives that callers make themselves."""
+"""Packages with the plain data that callers make themselves."""
 
 
 def write_signature(
     app: Sphinx, what: str, name: str, obj: typing.Any, options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None] | None:
-    """Of plain data, write no types: they stand below. Of errors, and of what callers never make, write nothing."""
+    """Leave the types out of signatures of plain data, and leave out signatures that callers never use."""
     if what == "exception" or is_data(obj):
         if not signature or not obj.__module__.startswith(MADE_BY_HAND):
             return signature and "", None
@@ -79,7 +86,7 @@ def write_signature(
 
 
 def write_types(app: Sphinx, what: str, name: str, obj: typing.Any, options: object, lines: list[str]) -> None:
-    """Link pages, and write `name (type): ...` in lists of attributes. Configuration has a page of its own for them."""
+    """Link pages, and write `name (type): ...` in lists of attributes. Configuration has a page of its own."""
     lines[:] = [re.sub(r"`docs/(\w+)\.md`", r":doc:`\1`", line) for line in lines]
     if "Attributes:" not in lines or not inspect.isclass(obj):
         return
@@ -98,17 +105,17 @@ def write_types(app: Sphinx, what: str, name: str, obj: typing.Any, options: obj
 
 
 LEADS_TO_CODE = ("contributing", "design", "reliability", "structure")
-"""Pages for contributors: a file that they name is one click away, in the built site too."""
+"""Pages for contributors: the built site links the files that they name."""
 
 
 def link_files(app: Sphinx, doctree: nodes.document) -> None:
-    """Let what names a file of the checkout be a link to a copy of it."""
+    """Link the name of a file of the checkout to a copy of that file."""
     if app.env.current_document.docname not in LEADS_TO_CODE:
         return
     root = Path(app.srcdir).parent
     for name in list(doctree.findall(nodes.literal)):
         text = name.astext()
-        is_one = text.endswith(".py") and text != "__init__.py"  # there are many of these
+        is_one = text.endswith(".py") and text != "__init__.py"  # many files have this name
         found = [path for path in (root / text, root / "asynckv" / text) if is_one and path.is_file()]
         if found and not isinstance(name.parent, nodes.reference | addnodes.download_reference):
             link = addnodes.download_reference("", "", reftarget=f"/../{found[0].relative_to(root)}", refdoc="")
@@ -118,7 +125,7 @@ def link_files(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def check_that_it_is_complete(app: Sphinx, exception: Exception | None) -> None:
-    """Warn of whatever a page would load from the network: the site is read from files, too."""
+    """Warn if a page loads anything from the network, because the site is read from files too."""
     if exception is not None or app.builder.format != "html":
         return
     loads = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>""")
@@ -132,7 +139,7 @@ def check_that_it_is_complete(app: Sphinx, exception: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", write_signature)
     app.connect("autodoc-process-docstring", write_types, priority=400)  # before napoleon reads it
-    app.connect("doctree-read", link_files, priority=400)  # before Sphinx gathers what is to be copied
+    app.connect("doctree-read", link_files, priority=400)  # before Sphinx collects the files to copy
     app.connect("build-finished", check_that_it_is_complete)
     for field in PyObject.doc_field_types:
         if field.name == "variable":
