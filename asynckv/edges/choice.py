@@ -24,7 +24,7 @@ from asynckv.ports import DataPlane
 def choose_plane(
     config: EngineConfig, memories: Sequence[Memory], agent_name: str, warn: Callable[[str], None]
 ) -> DataPlane:
-    """Return a data plane as `NixlConfig.process` says; call `warn`, now or at its start, if a protection is missing."""
+    """Return a data plane as `NixlConfig.process` says; call `warn`, now or at its start, if a safeguard is missing."""
     nixl = config.nixl
 
     def untried(cause: str) -> None:

@@ -6,8 +6,8 @@ this thread bounds them from outside: it asks the kernel how many bytes have arr
 (`TCP_INFO`), subtracts the bytes that the loop was given, and shuts down connections that are too far ahead.
 
 The thread sleeps while nothing arrives: a descriptor is watched for one event, then checked every `TICK_S` until it is
-quiet. All are checked every `LOOK_S`, because libzmq may have consumed the event. Beyond the limits, a connection of the
-host with the most is closed: the oldest that has said nothing.
+quiet. All are checked every `LOOK_S`, because libzmq may have consumed the event. Beyond the limits on connections, the
+host with the most loses one: the oldest that has said nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The port by which bytes get into files and out of them; NIXL's POSIX back end implements it (`file_nixl.py`).
 
-`FileIO` takes a *batch* of extents, and reports later whether all of it is in place. NIXL queues several batches if they
-bypass the page cache. NIXL reports that a batch has failed, but not which extent, and not whether a part of it still
+`FileIO` takes a *batch* of extents, and reports later whether all of it is in place. NIXL queues several batches if
+they bypass the page cache. It reports that a batch has failed, but not which extent, and not whether a part of it still
 runs. `reset` ends all that runs, and `transfer` finds out what is wrong with one extent.
 """
 

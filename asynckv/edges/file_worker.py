@@ -28,7 +28,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
 from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
 
-BATCH_BYTES = 8 << 20  # per batch, unless one record is larger: small enough to be in the CPU's caches when it is checked
+BATCH_BYTES = 8 << 20  # per batch, unless one record is larger: still in the CPU's caches when it is checked
 IN_FLIGHT = 4  # batches at a time, where the back end queues them
 MAX_PENDING = 256  # changes of the index that one transaction takes
 COMMIT_S = 0.02  # seconds that a change of the index waits for others

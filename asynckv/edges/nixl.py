@@ -303,8 +303,8 @@ class NixlPlane:
     def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
         """Forget a remote agent and its descriptor lists, or `keep` it connected if it may be met again.
 
-        Only the last `MAX_KEPT` are kept. Removing an agent while its process lives makes UCX keep a socket open on both
-        sides (NIXL 1.5.1).
+        Only the last `MAX_KEPT` are kept. For every agent that is removed while its process lives, UCX keeps a socket
+        open on both sides (NIXL 1.5.1).
         """
         remote = self._remotes.get(name)
         if remote is None or self._agent is None:
