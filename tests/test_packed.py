@@ -179,7 +179,7 @@ def test_a_group_alone_has_its_range_for_itself() -> None:
 
 
 def test_a_range_without_room_is_refused_with_both_numbers() -> None:
-    with pytest.raises(LayoutError, match=r"4095 bytes have not room for one block of group 'g0', .* 4096; give 12288"):
+    with pytest.raises(LayoutError, match=r"4095 bytes have no room for one block of group 'g0', .* 4096; give 12288"):
         packed(Rank(HYBRID, 0).layout, 4095)
     with pytest.raises(LayoutError, match="capacity is 0"):
         packed(Rank(HYBRID, 0).layout, 0)
@@ -485,7 +485,7 @@ def test_blocks_of_other_sizes_are_not_copied_one_for_one() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_differs() -> None:
-    with pytest.raises(LayoutError, match=r"what tp0 of 1 stored does not fit: sharded axis .*'head' of 4, .* of 8"):
+    with pytest.raises(LayoutError, match=r"blocks that tp0 of 1 stored do not fit: sharded axis .*'head' of 4, .* of 8"):
         tables_of(engine((attention(8),)), engine((attention(4),)))
     with pytest.raises(LayoutError, match=r"held ranges .* needs \[2, 4\) of 4 along 'head'"):
         tables_of(engine((attention(4),), 2), engine((attention(4),)))

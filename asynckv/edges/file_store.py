@@ -74,8 +74,8 @@ def _check_user(path: Path, *users: int) -> None:
         hidden = -1 if any(first <= number < first + count for first, _, count in known) else number
     if strangers := set(users) - {me, 0, hidden}:
         raise BackendError(
-            f"{path} belongs to user {min(strangers)}, who could change what is in it, and this process is user {me}; "
-            f"run as that user, chown it, or name another directory"
+            f"{path} belongs to user {min(strangers)}, and this process is user {me}; the other user could change its "
+            f"contents: run as that user, chown it, or name another directory"
         )
 
 

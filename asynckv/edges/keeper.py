@@ -39,7 +39,7 @@ CPUCLOCK_SCHED = 2  # of Linux: a process's clock of CPU time, by its id
 CLOSE_S = 10.0  # seconds that a child may take to end by itself before it is killed
 KILL_S = 5.0  # seconds that the kernel may take to end a child that was killed
 MAX_NEWS = 64 * 1024 * 1024  # bytes of the largest frame that a child may send
-MAX_COLLISIONS = 32  # children in a row that may find addresses taken; the chance of one is some percent for 64 GB
+MAX_COLLISIONS = 32  # children in a row that may find addresses taken, by a chance of some percent each for 64 GB
 DEATHS = 10
 DEATHS_S = 60.0  # after more than `DEATHS` within this time, the next child waits until the first of them is past
 STANDBY_S = 10.0  # delay before a standby child that ended is replaced; no reader depends on it
@@ -48,7 +48,7 @@ HUNG_S = 10.0  # a child that does not answer for this long while readers may re
 
 
 def check_processes() -> None:
-    """Raise `BackendError` if children cannot be kept: some sandboxes forbid it, some interpreters cannot be started."""
+    """Raise `BackendError` if no child can be kept: a sandbox may forbid it, or the interpreter cannot be started."""
     if not sys.executable:
         raise BackendError("this interpreter does not know its own path (sys.executable), so it cannot start another")
     try:

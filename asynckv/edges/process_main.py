@@ -64,7 +64,7 @@ def _map(shares: list[tuple[int, int, int, int]]) -> None:
                 os._exit(COLLISION)
             print(f"{length} bytes of memory cannot be mapped: {os.strerror(error)}", file=sys.stderr)
             os._exit(UNMAPPABLE)
-        # A crash of this process is expected, and its end is waited for. A core dump of the pool would take minutes.
+        # This process is expected to crash, and a core dump of the pool would delay its end by minutes.
         libc.madvise(address, length, MADV_DONTDUMP)
     for fd in {share[0] for share in shares}:
         os.close(fd)
