@@ -485,7 +485,7 @@ def test_blocks_of_other_sizes_are_not_copied_one_for_one() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_differs() -> None:
-    with pytest.raises(LayoutError, match=r"blocks that tp0 of 1 stored do not fit: sharded axis .*'head' of 4, .* of 8"):
+    with pytest.raises(LayoutError, match=r"that tp0 of 1 stored do not fit: sharded axis .*'head' of 4, .* of 8"):
         tables_of(engine((attention(8),)), engine((attention(4),)))
     with pytest.raises(LayoutError, match=r"held ranges .* needs \[2, 4\) of 4 along 'head'"):
         tables_of(engine((attention(4),), 2), engine((attention(4),)))

@@ -1,7 +1,6 @@
 """The choice where NIXL runs: in the engine's process, or in its own if UCX emulates remote reads (`transports.py`).
 
-With emulated reads, a reader that dies can end the process. With `process="auto"`, memory that cannot be shared causes
-only a warning.
+With emulated reads a dying reader can end the process. With `process="auto"`, unshareable memory is only warned of.
 """
 
 from __future__ import annotations

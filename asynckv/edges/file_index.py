@@ -101,8 +101,7 @@ def typed(folder: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, ValueError) as exc:  # ValueError: a text that cannot be decoded
         code = _code(exc)
-        # A damaged header can make sqlite take a writable file for a read-only one.
-        is_told = code == sqlite3.SQLITE_READONLY and os.access(folder / INDEX, os.W_OK)
+        is_told = code == sqlite3.SQLITE_READONLY and os.access(folder / INDEX, os.W_OK)  # by a damaged header
         if is_told or code not in UNUSABLE or getattr(exc, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_READ:
             raise DamagedIndex(folder, " ".join(str(exc).split())) from None
         kind = NoRoom if code == sqlite3.SQLITE_FULL else BackendError

@@ -99,8 +99,7 @@ def check_parents(folder: Path) -> None:
 def check_folder(folder: Path) -> None:
     """Refuse a directory that another user may write: a checksum proves that bytes are whole, not their origin.
 
-    A group may write a directory that is set up as a container volume (Kubernetes: `fsGroup`): setgid, and one of this
-    process's groups.
+    A group may write it if it is set up like a container volume (Kubernetes: `fsGroup`): setgid, for one of our groups.
     """
     check_parents(folder)
     try:

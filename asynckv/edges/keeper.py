@@ -1,9 +1,8 @@
 """Keeps a NIXL agent alive in child processes: one serves, one stands by.
 
 UCX ends the process on some paths when a connection that emulates remote reads breaks (`docs/reliability.md`). Here
-that process is a child, which maps the engine's memory at the same addresses and runs `NixlPlane`. After its end
-nothing of it can write, so the end is reported only once the child was waited for. A start takes about a second, so the
-next child is started ahead.
+that process is a child, which maps the engine's memory at the same addresses and runs `NixlPlane`. Its end is reported
+only once it was waited for, when it can no longer write. A start takes about a second, so the next is started ahead.
 """
 
 from __future__ import annotations
@@ -160,8 +159,7 @@ class Keeper:
     Args:
         name: Name of the first agent; the next ones get a number.
         hear: Called with each message of the serving child, and after that with None, once per turn.
-        lost: Called when that child has ended and was waited for, with the reason and the seconds until another may
-            serve.
+        lost: Called once that child was waited for after its end, with the reason and the seconds until another serves.
         deaths: Most ends within a minute that are followed by another child at once.
         has_spare: True to keep another child on standby.
     """

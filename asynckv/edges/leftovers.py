@@ -41,11 +41,10 @@ def rank_folder(directory: str | os.PathLike[str], form: Layout) -> Path:
 
 
 def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]:
-    """Return the directories of another engine that a rank needs.
+    """Return the directories that a rank needs, of the engine that stored last among those that left all of them.
 
-    They belong to the engine that stored last among those that left all that are needed. Directories of the rank's own
-    siblings are skipped, because these open them themselves. The reason is added to `left_out` for each directory that
-    cannot be used and has no owner now.
+    Directories of the rank's own siblings are skipped, because these open them themselves. For each directory that
+    cannot be used and has no owner now, the reason is added to `left_out`.
     """
     mine, place = _engine(own), (own.tp_rank, own.pp_stage)
     engines: dict[tuple[object, ...], list[Left]] = defaultdict(list)

@@ -1,9 +1,8 @@
 """A local socket on which an engine answers questions for its status, and nothing else: no address, no port, no keys.
 
-The file system decides which users may ask: only the owner may use the socket (0600), and only the owner may write to
-its directory. There is one socket per rank. It appears under its name only once an engine listens behind it. So a
-socket that refuses connections was left by a dead process, and the next engine removes it. A packet is preceded by its
-length, in four bytes.
+The file system decides which users may ask: only its user may use the socket (0600) or write to its directory. There is
+one socket per rank. It appears under its name only once an engine listens behind it. So a socket that refuses
+connections was left by a dead process, and the next engine removes it. Four bytes of length precede each packet.
 """
 
 from __future__ import annotations

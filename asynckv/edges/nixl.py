@@ -4,9 +4,8 @@ NIXL's progress thread stays off because it would spin on a core, so the event l
 epoll descriptors fires, once after every post, and every 5 ms while transfers run or remote readers may need progress.
 Without descriptors it polls, tightly at first and then up to once a millisecond.
 
-A post can be a copy. So the loop posts small reads itself, and hands bulk reads to posting threads (`posters.py`), each
-with an agent of its own. Remote readers reach the loop's agent. A remote agent is added to all agents at once and
-dropped from all.
+A post can be a copy. So the loop posts small reads itself, and hands bulk to posting threads (`posters.py`), each with
+an agent of its own. Remote readers reach the loop's agent. A remote agent is added to all agents and dropped from all.
 """
 
 from __future__ import annotations
@@ -301,10 +300,9 @@ class NixlPlane:
             raise BackendError(refused[0])
 
     def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        """Forget a remote agent and its descriptor lists, or `keep` it connected if it may be met again.
+        """Forget a remote agent and its descriptor lists; `keep` one of the last `MAX_KEPT` that may be met again.
 
-        Only the last `MAX_KEPT` are kept. For every agent that is removed while its process lives, UCX keeps a socket
-        open on both sides (NIXL 1.5.1).
+        UCX keeps a socket open on both sides for every agent that is removed while its process lives (NIXL 1.5.1).
         """
         remote = self._remotes.get(name)
         if remote is None or self._agent is None:

@@ -1,12 +1,11 @@
 """Posting threads: bulk reads run here, so that neither a copy nor a drained socket holds up the event loop.
 
 Each thread has a NIXL agent of its own: its own UCX worker, connections and lock. (Several workers in one agent copy no
-faster, and share a lock on which the loop would wait.) The agent publishes no metadata, so remote readers never reach
-it.
+faster, and share a lock on which the loop would wait.) It publishes no metadata, so remote readers never reach it.
 
 The thread posts reads, checks transfers, and sleeps in epoll on UCX's descriptors and an eventfd. Orders arrive by a
-queue. News leaves in batches, the first at once and then one per `TELL_S`. When the thread ends it destroys its agent,
-after which nothing writes.
+queue. News leaves in batches, the first at once and then one per `TELL_S`. The thread's end destroys its agent, and
+nothing writes after that.
 """
 
 from __future__ import annotations
@@ -143,10 +142,7 @@ class Poster:
     def post(
         self, transfer_id: TransferId, name: str, read: ReadRequest, is_off: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Take a read over, or return False if the thread is gone or has too many.
-
-        The read ends as `FAILED` if `is_off` is true when its turn comes.
-        """
+        """Take a read over, or return False if ended or full; it ends as `FAILED` if `is_off` is true at its turn."""
         if self.num_taken - self.posts >= MAX_QUEUED:
             return False
         if not self._order(_Post(transfer_id, name, read, is_off)):

@@ -1,7 +1,6 @@
 """The program of the data plane's own process: a `NixlPlane` on an event loop that obeys orders from a socket.
 
-Each order becomes one call of the plane. A bug ends the process, and so does the end of the engine's process, because
-after its own end it cannot write any more.
+Each order becomes one call of the plane. A bug ends the process, as does the engine's end; after that nothing writes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A part over all blocks is one strided array: the blocks are a dim like any other
     k v k  vk  v                      meshed in another way, so that they are compared descriptor by descriptor
 
 So ranges are sorted. Those that mesh lose their common outermost dim, and are sorted again. The time for that depends
-on the number of parts, not of blocks. Only a little of the third kind is allowed (`MAX_CHECKED`). Different groups may lie
-in the same memory on purpose (`pools`), or share a range as slots of their own sizes (`Layout.slotted`).
+on the number of parts, not of blocks. Only a little of the third kind is allowed (`MAX_CHECKED`). Different groups may
+lie in the same memory on purpose (`pools`), or share a range as slots of their own sizes (`Layout.slotted`).
 """
 
 from __future__ import annotations
