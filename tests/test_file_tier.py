@@ -697,7 +697,7 @@ def test_what_is_no_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
 async def test_a_segment_that_is_no_file_is_refused_by_name(make: Make, tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     os.mkfifo(tmp_path / "tier" / "segment-00000.kv")
-    with pytest.raises(BackendError, match=r"segment-00000\.kv is no regular file"):
+    with pytest.raises(BackendError, match=r"segment-00000\.kv is not a regular file"):
         make(direct=False).start()
 
 

@@ -192,7 +192,7 @@ def test_a_form_that_was_tampered_with_is_refused() -> None:
     form = record_form(Rank(HYBRID, 0).layout)
     [first, *others] = form.views
     for wrong, message in (
-        ({"stride": 8}, "stride 8 up to byte 768: that is no record of group 'g0'"),
+        ({"stride": 8}, "stride 8 up to byte 768: that is not a record of group 'g0'"),
         ({"offset": 4000}, "up to byte 4768"),
         ({"memory": 1}, "lies in memory 1"),
         ({"parts": first.parts * 2}, "listed more than once"),
@@ -457,8 +457,8 @@ def tables_of(stored: Engine, loading: Engine) -> PeerTables:
         ([([1], [256]), ([], [])], r"'g0'\), slots: block id 256 is outside \[0, 256\)"),
         ([([1, 1], [2, 3]), ([], [])], "blocks: block id 1 is given twice"),
         ([([1, 2], [3, 3]), ([], [])], "slots: block id 3 is given twice"),
-        ([([-1], [3]), ([], [])], "blocks: -1 is no id"),
-        ([([], []), ([0], [-2])], r"'g1'\), slots: -2 is no id"),
+        ([([-1], [3]), ([], [])], "blocks: -1 is not an id"),
+        ([([], []), ([0], [-2])], r"'g1'\), slots: -2 is not an id"),
     ],
 )
 def test_copies_of_blocks_that_there_are_not_are_refused(blocks: Any, message: str) -> None:

@@ -40,7 +40,7 @@ from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
-MAX_LISTS = 1024  # kept descriptor lists of one remote agent, one pair per table, besides those in use
+MAX_LISTS = 1024  # tables of one remote agent with kept descriptor lists, in addition to those in use
 SOURCE, SINK = " is copied from", " is copied to"  # appended to the memory's name, by the direction of the copy
 _creating = threading.Lock()  # an agent's descriptors are found by a comparison before and after it is made
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -133,7 +133,7 @@ class Agent:
 
     Args:
         api: NIXL's Python API.
-        name: Unique in this process and all others.
+        name: Name that is unique in this process and all others.
         unheeded: Environment variables that are meant for other agents, and would override the parameters.
     """
 
@@ -464,7 +464,7 @@ class Agent:
             gc.collect()
         if self._life.alive:
             raise BackendError(
-                f"NIXL agent {self.name} is still referred to, such as by the traceback of an exception that is kept"
+                f"NIXL agent {self.name} is still referred to, for example by the traceback of a kept exception"
             )
 
     def _let_go(self) -> None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Aside(Executor):
-    """Runs each call on a thread of its own, which ends with the process at the latest."""
+    """Run each call on a thread of its own, which ends with the process at the latest."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -179,7 +179,7 @@ class NixlCopies:
         number = TransferId(next(self._ids))
         if poster is None or not poster.post(number, move.far, piece, move.is_off):
             name = poster.name if poster is not None else "the copy plane"
-            move.spoil(Ending.FAILED, f"{name} takes nothing: it has ended")
+            move.spoil(Ending.FAILED, f"{name} takes no copies, because it has ended")
             self._settle(move)
             return
         self._counts["pieces"] += 1

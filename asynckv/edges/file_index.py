@@ -70,14 +70,14 @@ class Entry(NamedTuple):
 
 
 class Said(NamedTuple):
-    facts: dict[str, int]  # small ones, of the directory
+    facts: dict[str, int]  # numbers about the directory, by name
     layouts: dict[str, bytes]  # encoded layouts, by fingerprint
     entries: list[Entry]  # by place
     malformed: list[int]  # places of rows that are not `SOUND`
 
 
 def checksum(key: bytes, data: memoryview | bytes) -> int:
-    """Bind bytes to a key: xxh3-64, seeded with the key's own. Signed, as sqlite's integers are."""
+    """Return a checksum that binds bytes to a key: xxh3-64, seeded with the key's own; signed, as sqlite's integers."""
     found = xxhash.xxh3_64_intdigest(data, xxhash.xxh3_64_intdigest(key))
     return found - (1 << 64) if found >= 1 << 63 else found
 
@@ -85,8 +85,8 @@ def checksum(key: bytes, data: memoryview | bytes) -> int:
 class DamagedIndex(BackendError):
     def __init__(self, folder: Path, how: str) -> None:
         super().__init__(
-            f"the index of {folder} is damaged ({how}), so what is stored there is lost: the next start sets it aside "
-            f"and begins empty"
+            f"the index of {folder} is damaged ({how}), so the blocks stored there are lost: the next start sets it "
+            f"aside and begins empty"
         )
 
 
@@ -120,7 +120,7 @@ def _open(path: Path, how: str, *, check: bool = True) -> sqlite3.Connection:
         is_ours = all(sql is None or sql in SCHEMA for sql in tables)
         version, application = (_number(db, x) for x in ("user_version", "application_id"))
         if not is_ours and application != APPLICATION:
-            raise BackendError(f"{path} is no index of stored blocks; name another directory")
+            raise BackendError(f"{path} is not an index of stored blocks; name another directory")
         if application == APPLICATION and FORMAT < version < 100:  # a larger number is damage
             raise BackendError(
                 f"{path} is of format {version}, and this asynckv reads format {FORMAT}; name another directory, or "
@@ -207,7 +207,7 @@ class FileIndex:
             return _said(self._db, records=True)
 
     def prepare(self, forgotten: Iterable[int], **facts: int) -> None:
-        """Forget the records at some places, and note small facts."""
+        """Forget the records at some places, and note numbers about the directory."""
         with typed(self._path.parent):
             self.note(**facts)
             self.change({}, forgotten)

@@ -293,7 +293,7 @@ class Segments:
         self.fds.append(fd)
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, f"{path.name} is no regular file")
+            raise OSError(errno.EINVAL, f"{path.name} is not a regular file")
         self.kept.append(min(found.st_size, length))
         self.lengths.append(length)
         if found.st_size > length:

@@ -165,7 +165,7 @@ class LocalDoor:
                 packet = decode_packet(await read_packet(reader, MAX_REQUEST_PACKET))
             (asked,) = packet.messages[:1] or (None,)
             if not isinstance(asked, StatusRequest) or len(packet.messages) != 1:
-                raise RemoteProtocolError("only one question for the status is taken here")
+                raise RemoteProtocolError("only one question for the status at a time is taken here")
             answered: asyncio.Future[Status] = loop.create_future()
 
             def answer(status: Status, to: asyncio.Future[Status] = answered) -> None:

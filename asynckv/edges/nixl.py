@@ -46,7 +46,7 @@ MAX_KEPT = 64  # remote agents that stay connected without a reader
 
 
 def _variant() -> str:
-    """Name the NIXL package that `import nixl` would choose, because two variants in one process abort it."""
+    """Return the NIXL package that `import nixl` would choose, because two variants in one process abort it."""
     for name in ("nixl_cu13", "nixl_cu12"):
         if f"{name}._bindings" in sys.modules:
             return name
@@ -94,7 +94,7 @@ PACE = 1.5  # a posting thread may copy this much slower than the loop, because 
 
 
 class Taster(Protocol):
-    """Loads peers elsewhere for a trial before they are loaded here (`taster.py`)."""
+    """A trial of peers in another process before they are loaded here (`taster.py`)."""
 
     num_refused: int
 
@@ -454,7 +454,7 @@ class NixlPlane:
         }
 
     def describe(self) -> dict[str, str]:
-        """Name versions and modes. UCX reports what it negotiates per peer only in its own log."""
+        """Return versions and modes. UCX reports the outcome of its negotiation with a peer only in its own log."""
         from importlib.metadata import PackageNotFoundError, version
 
         try:

@@ -166,7 +166,7 @@ class Poster:
     def join(self, timeout_s: float) -> None:
         """Wait for the thread's end, and raise `BackendError` unless its agent is gone."""
         if not self.wait(timeout_s):
-            raise BackendError(f"{self.name} did not come out of NIXL in time")
+            raise BackendError(f"{self.name} did not return from NIXL in time")
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1

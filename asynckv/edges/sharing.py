@@ -102,7 +102,7 @@ class Shares:
         for number, memory in enumerate(memories):
             where = f"memory {number} ({memory.length} bytes)"
             if memory.kind != "cpu":
-                raise NotShared(f"{where} is {memory.kind} memory, which a data plane of its own process cannot map")
+                raise NotShared(f"{where} is {memory.kind} memory, which a data plane in its own process cannot map")
             for mapping in _under(memory, mappings, where):
                 needed[mapping.start] = mapping
                 if mapping.file in self._fds:

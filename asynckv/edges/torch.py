@@ -89,11 +89,11 @@ async def synchronize(*events: Event) -> None:
     waiting for any stream. Make the events with `torch.cuda.Event(blocking=True)`, so that the waiting thread sleeps.
 
     Raises:
-        LocalProtocolError: An argument is no event; no event was waited for.
+        LocalProtocolError: An argument is not an event; no event was waited for.
     """
     for event in events:
         if not (callable(getattr(event, "query", None)) and callable(getattr(event, "synchronize", None))):
-            raise LocalProtocolError(f"{shown(event)} is no event; give a torch.cuda.Event (query and synchronize)")
+            raise LocalProtocolError(f"{shown(event)} is not an event; give a torch.cuda.Event (query, synchronize)")
     for event in events:
         if not event.query():
             await anyio.to_thread.run_sync(event.synchronize, abandon_on_cancel=True)

@@ -467,7 +467,7 @@ class ZmqPlane:
         with contextlib.suppress(ValueError):
             return str(ip_address(host))  # in the spelling that libzmq uses in its events
         if not re.fullmatch("[A-Za-z0-9_.-]+", host):
-            raise ConfigError(f"{host!r} is no name of a host")
+            raise ConfigError(f"{host!r} is not a host name")
         now = self._turn.now()
         asked_at, number = self._numbers.get(host, (-math.inf, ""))
         if now - asked_at < NAMED_S:

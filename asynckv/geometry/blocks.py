@@ -63,7 +63,7 @@ def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:
         raise LayoutError("block ids must be a flat list of integers")
     if (bad := np.flatnonzero(((array < 0) & ~nulls) | (array > MAX_BLOCK_ID))).size:
         raise LayoutError(
-            f"block id {int(array[bad[0]])} is not a block's; a place without a block is None in the list"
+            f"block id {int(array[bad[0]])} is not one from 0 to {MAX_BLOCK_ID}; give None for a place without a block"
         )
     out = array.astype(np.int64)
     if null_block != NULL:

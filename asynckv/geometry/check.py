@@ -221,7 +221,7 @@ def _check_aliases(layout: Layout) -> None:
     known: set[str] = set()
     for alias, layer in layout.aliases:
         if alias in layers:
-            raise LayoutError(f"layer {alias!r} is an alias of {layer!r}, but has memory of its own; drop either")
+            raise LayoutError(f"layer {alias!r} is an alias of {layer!r}, but has memory of its own; drop one of them")
         if alias in known:
             raise LayoutError(f"layer {alias!r} is declared an alias twice")
         if layer not in layers:

@@ -76,7 +76,7 @@ def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
 
 def _check_ids(where: str, group: Group, ids: Int64s) -> None:
     if int(ids.min()) < 0:
-        raise PlanRefused(f"{where}: {int(ids.min())} is no id")
+        raise PlanRefused(f"{where}: {int(ids.min())} is not an id")
     check_blocks(where, group, ids)
 
 

@@ -85,7 +85,7 @@ def placed(form: Layout, base: int, capacity: int) -> Layout:
         if view.memory or view.stride * form.groups[view.group].ratio != strides[view.group] or reach > view.stride:
             raise LayoutError(
                 f"layer {view.layer!r} lies in memory {view.memory} with stride {view.stride} up to byte {reach}: that "
-                f"is no record of group {form.groups[view.group].name!r}; make the form with record_form"
+                f"is not a record of group {form.groups[view.group].name!r}; make the form with record_form"
             )
     if capacity < max(strides):
         index = strides.index(max(strides))

@@ -220,7 +220,7 @@ class BlockLists:
         if not at < len(ids) or ids[at] == NULL:
             what = "a placeholder" if at < len(ids) else f"beyond the {len(ids)} that were given"
             raise PlanRefused(
-                f"group {pair.local_index} ({here.name!r}): the state after {tokens} tokens belongs into place {at} "
+                f"group {pair.local_index} ({here.name!r}): the state after {tokens} tokens belongs in place {at} "
                 f"of the list from token {first} on ({here.block_size} tokens per state), which is {what}; give a "
                 f"block there"
             )

@@ -25,7 +25,7 @@ class _Timer:
 
 
 class ManualClock:
-    """Time stands still between calls of `advance`."""
+    """A clock that stands still between calls of `advance`."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self._now = now

@@ -304,7 +304,7 @@ Fate = Literal["deliver", "drop", "hold", "repeat"]
 
 
 class SimNetwork(Fabric):
-    """Connects simulated planes of one process.
+    """A network that connects simulated planes of one process.
 
     Attributes:
         fate: Decides over every packet, given the addresses of sender and receiver; delivers by default.
