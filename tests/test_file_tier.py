@@ -466,7 +466,7 @@ async def test_another_format_and_another_database_are_left_alone(make: Make, tm
     tier.plane.close()
     for change, message in (
         ("PRAGMA user_version = 7", "format 7"),
-        ("PRAGMA application_id = 5; CREATE TABLE theirs (x)", "no index of stored blocks"),
+        ("PRAGMA application_id = 5; CREATE TABLE theirs (x)", "not an index of stored blocks"),
     ):
         with database(tmp_path / "tier") as db:
             db.executescript(change)

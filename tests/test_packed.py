@@ -202,7 +202,7 @@ def test_a_form_that_was_tampered_with_is_refused() -> None:
             placed(msgspec.structs.replace(form, views=views), 0, 1 << 20)
     two = record_form(Rank(Engine((attention(name="a"), attention(name="b")), (GroupSpec((0, 1), 4),)), 0).layout)
     slower = msgspec.structs.replace(two.views[0], stride=8192)
-    with pytest.raises(LayoutError, match=r"stride 8192 .* is no record of group 'g0'"):
+    with pytest.raises(LayoutError, match=r"stride 8192 .* is not a record of group 'g0'"):
         placed(msgspec.structs.replace(two, views=(slower, two.views[1])), 0, 1 << 20)
 
 

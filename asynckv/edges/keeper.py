@@ -40,7 +40,7 @@ KILL_S = 5.0  # seconds that the kernel may take to end a child that was killed
 MAX_NEWS = 64 * 1024 * 1024  # bytes of the largest frame that a child may send
 MAX_COLLISIONS = 32  # children in a row that may find addresses taken, by a chance of some percent each for 64 GB
 DEATHS = 10
-DEATHS_S = 60.0  # after more than `DEATHS` within this time, the next child waits until the first of them is past
+DEATHS_S = 60.0  # after more than `DEATHS` within this time, the next child waits until the first of them is this old
 STANDBY_S = 10.0  # delay before a standby child that ended is replaced; no reader depends on it
 BEAT_S = 1.0
 HUNG_S = 10.0  # a child that does not answer for this long while readers may read is killed: it may be stuck in NIXL
@@ -456,7 +456,7 @@ class Keeper:
         self._has_settled = True
 
     def watch(self, serving: bool) -> None:
-        """Note whether remote readers may read: if so, the child makes progress for them, and is asked for beats."""
+        """Note whether remote readers may read: if so, the child makes progress for them, and must answer beats."""
         self._is_watched = serving
         self.order(wire.Watch(serving))
         if serving and self._beat_timer is None and self._shares is not None:

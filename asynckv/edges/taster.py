@@ -58,7 +58,7 @@ class _Child:
 
 
 class Taster:
-    """Try peers, one at a time. If no process can be started, call `go_on` and try none, or refuse all without it."""
+    """Try peers, one at a time. If no process can be started, call `go_on` and try none; without it, refuse all."""
 
     def __init__(self, config: NixlConfig, name: str, go_on: Callable[[str], None] | None) -> None:
         self._config, self._name, self._go_on = replace(config, process="never", posting_threads=0), name, go_on

@@ -38,7 +38,7 @@ MAX_DIMS = 9  # dims of a tensor: `block`, and as many as a part may have
 def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Allocate a tensor of zeros in host memory that a data plane in a process of its own can map.
 
-    Use it for a KV cache in place of `torch.zeros`, because no other process can map the memory of that.
+    Use it for a KV cache in place of `torch.zeros`, because no other process can map the memory of the latter.
 
     Args:
         shape, dtype: As for `torch.zeros`.

@@ -1,4 +1,4 @@
-"""A check whether UCX has to emulate one-sided reads here: its code for that can end the process, so it gets its own.
+"""A check whether UCX has to emulate one-sided reads here, because its code for that can end the process.
 
 Over TCP a read is emulated: the owner's process sends the bytes (`docs/reliability.md`). RDMA reads without that
 process, and so does CMA within one host. Many containers forbid CMA's system calls, so they are tried.

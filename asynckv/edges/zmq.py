@@ -2,7 +2,7 @@
 
 One ROUTER listens, and one DEALER per remote address sends requests. ZMQ's descriptors are edge-triggered, so the loop
 reads a socket until nothing is left, and checks it once more after every send. Delivery is at most once and in order
-per link. Queues are bounded; a packet that does not fit is dropped and counted. The core repeats what matters.
+per link. Queues are bounded. Packets that do not fit are dropped and counted; the core repeats important messages.
 
 With keys (`KeysConfig`) every link is CURVE: a connection is admitted when it has proven a key on the allow-list, and
 an address names the key that the listener will prove: `tcp://10.0.0.1:5555#<64 hex digits>`. ZMQ asks over a socket of

@@ -268,7 +268,7 @@ class LentBlocks:
         return None if np.maximum.reduce(out) > MAX_DESCRIPTORS else out.astype(np.int32)
 
     def _indexed(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Return per run its first id, the place behind its last block, and the id minus the place of its blocks."""
+        """Return per run its first id, the place behind its last block, and the number to add to a place for its id."""
         if self._index is None:
             first, count = as_columns(self._runs)
             ends = np.add.accumulate(count)

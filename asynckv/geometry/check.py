@@ -42,7 +42,7 @@ class Registration:
     """A checked layout, with its memory.
 
     Attributes:
-        layout: The memory of this rank, and its contents.
+        layout: The parts that this rank holds, and their places.
         owners: Objects (tensors, buffers) that must live as long as the engine does.
     """
 

@@ -251,9 +251,7 @@ def dense_part(
     extent: int = 0,
     tokens_per_entry: int = 1,
 ) -> Part:
-    """Declare a part with dims that lie densely one in another.
-
-    `register_memory` checks it with its layout.
+    """Declare a part with dims that lie densely one in another; `register_memory` checks it with its layout.
 
     Args:
         dtype: Element type: bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 or uint8.

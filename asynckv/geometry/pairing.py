@@ -97,7 +97,7 @@ class BlockLists:
         return found
 
     def padding(self, layout: Layout) -> Iterator[Padding]:
-        """Yield the tokens of our blocks that are not filled, without those before a sliding window, and states."""
+        """Yield the tokens of our blocks that are not filled, except states and tokens before a sliding window."""
         for index, (group, (first, ids)) in enumerate(zip(layout.groups, self.local, strict=False)):
             if group.kind == "state":
                 continue
