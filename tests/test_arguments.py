@@ -401,7 +401,7 @@ def test_tensors_that_are_none_are_named() -> None:
 @pytest.mark.anyio
 async def test_events_are_waited_for_or_refused() -> None:
     for value in HOSTILE.values():
-        with pytest.raises(LocalProtocolError, match="is no event"):
+        with pytest.raises(LocalProtocolError, match="is not an event"):
             await synchronize(value)
 
 

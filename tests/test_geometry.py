@@ -543,7 +543,7 @@ def test_what_is_not_offered_is_refused(theirs: Lists, mine: Lists, tokens: int,
 @pytest.mark.parametrize(
     ("theirs", "mine", "wanted", "error", "message"),
     [
-        ([(0, [0, 1, 2])], [(0, [5])], 12, PlanRefused, "after 12 tokens belongs into place 2 .*beyond the 1 that"),
+        ([(0, [0, 1, 2])], [(0, [5])], 12, PlanRefused, "after 12 tokens belongs in place 2 .*beyond the 1 that"),
         ([(0, [0, 1, 2])], [(0, [5, None, None])], 12, PlanRefused, "place 2 .*a placeholder"),
         ([(0, [0, 1])], [(0, [5, 6, 7])], 12, RemoteTooShort, "token 11 on of 12.*no state was lent in place 2 of 2"),
         ([(0, [0, 1, None])], [(0, [5, 6, 7])], 12, RemoteTooShort, "no state was lent in place 2 of 3"),

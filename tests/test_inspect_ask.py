@@ -340,7 +340,7 @@ async def test_a_directory_that_others_may_write_to_is_refused(short_path: Path,
         memory(1)[0],
         data=SimData(SimNetwork(), "e"),
     )
-    with pytest.raises(BackendError, match=f"with mode 0{mode:o}; it must be this user's"):
+    with pytest.raises(BackendError, match=f"with mode 0{mode:o}; it must belong to this user"):
         await engine.start()
     assert list(directory.iterdir()) == []
 

@@ -409,7 +409,7 @@ async def test_processes_that_cannot_be_started_any_more_are_told_and_tried_agai
 @pytest.mark.parametrize(
     ("plan", "cause"),
     [
-        ("serve raves", "the data plane's process said what cannot be understood: "),
+        ("serve raves", "the data plane's process sent a message that cannot be decoded: "),
         ("serve leaves", "the data plane's process was ended by SIGKILL"),
     ],
 )
@@ -605,7 +605,7 @@ async def test_a_peer_that_kills_what_tries_it_is_refused_and_no_other(
     monkeypatch.setattr(taster, "TRY_S", 0.3)
     each = Taster(NixlConfig(), "tries", None)
     said = await tried(each, "good", "deadly", "good", "refused", "silent", "good", "deadly")
-    of_death = "NIXL refuses the metadata of {}: it ends a process inside NIXL, as one that loaded it first has shown"
+    of_death = "NIXL refuses the metadata of {}: it ends a process inside NIXL, as a trial in a separate process"
     assert [said[number] for number in (0, 2, 5)] == [""] * 3
     for number, name, how in ((1, "deadly", "SIGSEGV"), (4, "silent", "it hung"), (6, "deadly", "SIGSEGV")):
         assert said[number].startswith(of_death.format(name))

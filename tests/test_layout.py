@@ -520,7 +520,7 @@ def test_numpys_integers_are_integers() -> None:
 
 
 def test_the_tokens_cannot_be_the_sharded_axis_and_the_reason_is_said() -> None:
-    with pytest.raises(LayoutError, match="axis 'token' cannot be the sharded one, for every rank holds whole blocks"):
+    with pytest.raises(LayoutError, match="axis 'token' cannot be sharded, because every rank holds whole blocks"):
         check_layout(layout(part(axis="token", held=(0, 4), extent=8)))
 
 

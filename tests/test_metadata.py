@@ -94,11 +94,11 @@ def test_metadata_that_would_end_the_process_is_refused_before_nixl_has_it(owner
             (owner.metadata + b"x", "1 bytes follow"),
             (with_byte(owner.metadata, owner.address_at, 0x2F), "worker address is of a version"),
             (with_byte(owner.metadata, owner.metadata.index(b"|t\x04") + 2 + 8, 9), "of a kind"),
-            (with_byte(owner.metadata, owner.key_at + 7, 0x40), "memory key of it is not whole"),
+            (with_byte(owner.metadata, owner.key_at + 7, 0x40), "memory keys is incomplete"),
             (with_byte(owner.metadata, owner.key_at, 0xFF)[: owner.key_at + 3], "field"),
         ):
             with pytest.raises(
-                BackendError, match=f"^NIXL refuses the metadata of owner, or would end by it: .*{cause}"
+                BackendError, match=f"^NIXL refuses the metadata of owner, or would end the process: .*{cause}"
             ):
                 reader.agent.load(AgentInfo("owner", wrong), owner.memories)
         with pytest.raises(BackendError, match="is of agent 'owner', but 'other' was announced"):

@@ -198,7 +198,7 @@ def test_another_user_is_told_to_be_the_one_it_belongs_to(
             for command in ("inspect", "prune --all"):
                 name, *more = command.split()
                 said = complaint(["offload", name, f"{above}/tp0of1-a", *more], monkeypatch, capsys)
-                assert f"Permission denied: {above}/tp0of1-a is user 0's" in said
+                assert f"Permission denied: {above}/tp0of1-a belongs to user 0 (mode 700)" in said
                 assert "this process is user 4711; run as its user" in said
                 assert "name another directory" not in said
         finally:

@@ -179,7 +179,7 @@ def test_a_group_alone_has_its_range_for_itself() -> None:
 
 
 def test_a_range_without_room_is_refused_with_both_numbers() -> None:
-    with pytest.raises(LayoutError, match=r"4095 bytes have not room for one block of group 'g0', .* 4096; give 12288"):
+    with pytest.raises(LayoutError, match=r"4095 bytes have no room for one block of group 'g0', .* 4096; give 12288"):
         packed(Rank(HYBRID, 0).layout, 4095)
     with pytest.raises(LayoutError, match="capacity is 0"):
         packed(Rank(HYBRID, 0).layout, 0)
@@ -192,7 +192,7 @@ def test_a_form_that_was_tampered_with_is_refused() -> None:
     form = record_form(Rank(HYBRID, 0).layout)
     [first, *others] = form.views
     for wrong, message in (
-        ({"stride": 8}, "stride 8 up to byte 768: that is no record of group 'g0'"),
+        ({"stride": 8}, "stride 8 up to byte 768: that is not a record of group 'g0'"),
         ({"offset": 4000}, "up to byte 4768"),
         ({"memory": 1}, "lies in memory 1"),
         ({"parts": first.parts * 2}, "listed more than once"),
@@ -202,7 +202,7 @@ def test_a_form_that_was_tampered_with_is_refused() -> None:
             placed(msgspec.structs.replace(form, views=views), 0, 1 << 20)
     two = record_form(Rank(Engine((attention(name="a"), attention(name="b")), (GroupSpec((0, 1), 4),)), 0).layout)
     slower = msgspec.structs.replace(two.views[0], stride=8192)
-    with pytest.raises(LayoutError, match=r"stride 8192 .* is no record of group 'g0'"):
+    with pytest.raises(LayoutError, match=r"stride 8192 .* is not a record of group 'g0'"):
         placed(msgspec.structs.replace(two, views=(slower, two.views[1])), 0, 1 << 20)
 
 
@@ -457,8 +457,8 @@ def tables_of(stored: Engine, loading: Engine) -> PeerTables:
         ([([1], [256]), ([], [])], r"'g0'\), slots: block id 256 is outside \[0, 256\)"),
         ([([1, 1], [2, 3]), ([], [])], "blocks: block id 1 is given twice"),
         ([([1, 2], [3, 3]), ([], [])], "slots: block id 3 is given twice"),
-        ([([-1], [3]), ([], [])], "blocks: -1 is no id"),
-        ([([], []), ([0], [-2])], r"'g1'\), slots: -2 is no id"),
+        ([([-1], [3]), ([], [])], "blocks: -1 is not an id"),
+        ([([], []), ([0], [-2])], r"'g1'\), slots: -2 is not an id"),
     ],
 )
 def test_copies_of_blocks_that_there_are_not_are_refused(blocks: Any, message: str) -> None:
@@ -485,7 +485,7 @@ def test_blocks_of_other_sizes_are_not_copied_one_for_one() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_differs() -> None:
-    with pytest.raises(LayoutError, match=r"what tp0 of 1 stored does not fit: sharded axis .*'head' of 4, .* of 8"):
+    with pytest.raises(LayoutError, match=r"that tp0 of 1 stored do not fit: sharded axis .*'head' of 4, .* of 8"):
         tables_of(engine((attention(8),)), engine((attention(4),)))
     with pytest.raises(LayoutError, match=r"held ranges .* needs \[2, 4\) of 4 along 'head'"):
         tables_of(engine((attention(4),), 2), engine((attention(4),)))

@@ -186,7 +186,7 @@ def test_absurd_runs_cost_nothing() -> None:
     ("groups", "message"),
     [
         ([(0, [0, 12])], r"block id 12 is outside \[0, 12\)"),
-        ([(0, [-1])], r"block id -1 is not a block's"),
+        ([(0, [-1])], r"block id -1 is not one from 0 to"),
         ([(0, [3, 4, 3])], "block id 3 is given twice"),
         ([(-1, [3])], "first_token -1"),
         ([], "0 groups of blocks"),

@@ -516,7 +516,7 @@ async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, gate = await stuck_read(sides, monkeypatch)
-    with pytest.raises(BackendError, match=r"reader-poster1 did not come out of NIXL .* may still be written"):
+    with pytest.raises(BackendError, match=r"reader-poster1 did not return from NIXL .* may still be written"):
         reader.plane.close()
     with pytest.raises(BackendError, match="still inside NIXL"):
         reader.plane.begin(reader.memories, reader._poll)
@@ -539,7 +539,7 @@ async def test_waiting_for_threads_off_the_loop_leaves_nothing_to_wait_for(
         return wait(poster, timeout_s)
 
     monkeypatch.setattr(Poster, "wait", spy)
-    with pytest.raises(BackendError, match="did not come out of NIXL"):
+    with pytest.raises(BackendError, match="did not return from NIXL"):
         reader.plane.close()
     assert waited == [0.0]
     gate.leave.set()

@@ -482,7 +482,7 @@ async def test_a_child_that_hangs_or_says_what_cannot_be_understood_is_followed_
     await until(lambda: len(news) > 1)
     lost, replaced = news
     assert (type(lost), type(replaced)) == (AgentLost, AgentReplaced)
-    assert ("did not answer for" if how == "hangs" else "said what cannot be understood") in lost.cause
+    assert ("did not answer for" if how == "hangs" else "sent a message that cannot be decoded") in lost.cause
     assert plane.pid not in (0, first)
     await plane.quiesce()
     plane.close()

@@ -236,7 +236,7 @@ async def test_a_name_that_nobody_knows_is_told_and_asked_for_again(monkeypatch:
         address = Address("tcp://unknown.example:5555")
         assert plane.send(address, b"lost")
         await inbox.idle_until(lambda: bool(plane.refusal(address)))
-        assert "'unknown.example' is known to no resolver" in plane.refusal(address)
+        assert "no resolver of this host knows the name 'unknown.example'" in plane.refusal(address)
         assert not plane.send(address, b"lost, too")
         assert names.asked == ["unknown.example"]
         monkeypatch.setattr(edge, "NAMED_S", 0.0)

@@ -1,5 +1,5 @@
-"""Where the outside begins: NIXL, ZMQ, torch, files and the system's clock, one door each (`asynckv/ports.py`).
+"""Adapters to the outside: NIXL, ZMQ, torch, files and the system's clock, each behind one port of `asynckv/ports.py`.
 
-The control plane is `zmq.py`. The data plane is `NixlPlane` in this process (`nixl.py`); where remote readers can end
-it, `choice.py` puts what serves them into a child (`ServingPlane` of `process.py`).
+The control plane is `zmq.py`. The data plane is `NixlPlane` in this process (`nixl.py`). Where remote readers can end
+that process, `choice.py` puts the agent that serves them into a child process (`ServingPlane` of `process.py`).
 """

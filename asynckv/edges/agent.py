@@ -1,15 +1,15 @@
 """One NIXL agent without a progress thread: remote agents, their descriptor lists, and every transfer until its end.
 
-An agent belongs to one thread at a time, and never waits. A transfer ends by `DONE`, by a remote disconnect (no thread
-of NIXL's is left to write), or with its agent. Any other trouble is *doubt*: the transfer keeps its handle and is asked
-again for as long as it takes.
+An agent belongs to one thread at a time, and never waits. A transfer ends by `DONE`, by a remote disconnect (no NIXL
+thread is left to write), or with its agent. Any other trouble is *doubt*: the transfer keeps its handle, and its status
+is asked again for as long as it takes.
 
 A read is posted by index into two descriptor lists, which NIXL prepares at the first read of a table (20 to 40 us).
-They are kept until the remote agent is dropped or so many tables followed, and never released under a transfer. An
-entry holds its table, so that no other table gets its id.
+The lists are kept until the remote agent is dropped or newer tables need the room, and are never released under a
+transfer. An entry holds its table, so that no other table gets the same id.
 
-NIXL's agent lives as long as anything refers to it, and a traceback refers to the locals of NIXL's frames. So no
-exception of NIXL's leaves this module, not even as a cause, and `close` looks whether the agent is gone.
+NIXL's agent lives as long as anything refers to it, and a traceback refers to the locals of NIXL's frames. So no NIXL
+exception leaves this module, not even as a cause, and `close` checks whether the agent is gone.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
-MAX_LISTS = 1024  # tables of one remote agent whose descriptor lists are kept, besides those in use
-SOURCE, SINK = " is copied from", " is copied to"  # by the way in which bytes go, after the memory's name
-_creating = threading.Lock()  # descriptors are found by comparing before and after, so agents are made one at a time
+MAX_LISTS = 1024  # tables of one remote agent with kept descriptor lists, in addition to those in use
+SOURCE, SINK = " is copied from", " is copied to"  # appended to the memory's name, by the direction of the copy
+_creating = threading.Lock()  # an agent's descriptors are found by a comparison before and after it is made
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Keep agents for ever in the child of a fork: they share UCX's sockets and epolls with the parent's."""
+    """Never destroy agents in the child of a fork, because they share UCX's sockets and epolls with the parent."""
     for agent in tuple(_agents):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
@@ -60,7 +60,7 @@ def _descriptors() -> set[str]:
 
 
 def _epolls(names: set[str]) -> set[int]:
-    """Return those of some descriptors that are epoll sets: of few, because each look gives up Python's lock."""
+    """Return the descriptors that are epoll sets. Pass only a few, because each check gives up Python's lock."""
     found = set()
     for name in names:
         with suppress(OSError):
@@ -70,7 +70,7 @@ def _epolls(names: set[str]) -> set[int]:
 
 
 def _own(found: set[int]) -> tuple[int, ...]:
-    """Leave out the set that UCX's asynchronous thread has for all agents; only the first agent meets it."""
+    """Leave out the epoll set of UCX's asynchronous thread, which all agents share; only the first agent finds it."""
     own = []
     for fd in sorted(found):
         with suppress(OSError):
@@ -83,7 +83,7 @@ def _own(found: set[int]) -> tuple[int, ...]:
 
 @contextmanager
 def _without(names: Sequence[str]) -> Iterator[None]:
-    """Take variables out of the environment for a moment; agents are made one at a time."""
+    """Hide variables of the environment for a moment; safe because agents are made one at a time."""
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
@@ -98,7 +98,7 @@ def make_epoll() -> select.epoll:
 
 @contextmanager
 def set_up(agent: Agent) -> Iterator[Agent]:
-    """Close an agent that cannot be set up, because the caller has no reference to it yet."""
+    """Close an agent if its set-up fails, because the caller has no reference to it yet."""
     try:
         yield agent
     except BaseException:
@@ -116,8 +116,8 @@ class _Lists(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Remote:
     memories: Sequence[Memory]
-    own: str = ""  # of this process: `SOURCE` or `SINK`
-    alias: str = ""  # by which NIXL knows it here
+    own: str = ""  # `SOURCE` or `SINK` for memory of this process
+    alias: str = ""  # the name under which NIXL knows it here
     lists: dict[int, _Lists] = field(default_factory=dict)  # by the id of their table, the oldest first
 
 
@@ -125,7 +125,7 @@ class _Transfer(NamedTuple):
     handle: int
     name: str
     lists: _Lists | None  # None for files
-    remote: _Remote | None  # loaded under that name when it was posted; it may have been loaded anew since
+    remote: _Remote | None  # as it was loaded at the post; it may have been loaded anew since
 
 
 class Agent:
@@ -133,8 +133,8 @@ class Agent:
 
     Args:
         api: NIXL's Python API.
-        name: Unique in this process and all others.
-        unheeded: Variables of the environment that are meant for other agents, and would go before the parameters.
+        name: Name that is unique in this process and all others.
+        unheeded: Environment variables that are meant for other agents, and would override the parameters.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Agent:
             if agent is None or refused:
                 agent = None
                 raise BackendError(refused)
-            self.fds = _own(_epolls(_descriptors() - before))  # UCX's own epoll descriptors, if there are any
+            self.fds = _own(_epolls(_descriptors() - before))  # UCX's epoll descriptors of this agent, if any
         self._agent: Any = agent
         self._raw: Any = agent.agent
         self._life = weakref.finalize(self._raw, int)  # alive until NIXL's destructor has run
@@ -172,10 +172,10 @@ class Agent:
         self._remotes: dict[str, _Remote] = {}
         self._loads = 0
         self._knows_form: bool | None = None  # this NIXL's metadata has the known form; None before the first load
-        self._gone: set[str] = set()  # remote agents whose process ended under a transfer: NIXL refuses them
+        self._gone: set[str] = set()  # remote agents that ended during a transfer; NIXL refuses them
         self.running: dict[TransferId, _Transfer] = {}
         self.doubtful: dict[TransferId, _Transfer] = {}
-        self.unreleased: list[int] = []  # handles of transfers that have ended, which NIXL did not let go of yet
+        self.unreleased: list[int] = []  # handles of ended transfers that NIXL could not release yet
         self.done_in_post = 0
         self.notifications = 0
         _agents.add(self)
@@ -187,7 +187,7 @@ class Agent:
         self._memories += tuple(memories)
 
     def register_own(self, name: str, memories: Sequence[Memory]) -> None:
-        """Register memory to copy from, as `name + SOURCE`, and to, as `name + SINK`, within this process."""
+        """Register memory for copies within this process: from it as `name + SOURCE`, to it as `name + SINK`."""
         self._register(memories)
         for suffix in (SOURCE, SINK):
             self._remotes[name + suffix] = _Remote(memories, suffix)
@@ -260,7 +260,7 @@ class Agent:
         remote = self._remotes.pop(name)
         if remote.own:
             return
-        with suppress(Exception):  # a connection that broke is gone as it is
+        with suppress(Exception):  # a broken connection is gone already
             self._agent.remove_remote_agent(remote.alias)
 
     def prepare(self, name: str, table: DescTable) -> _Lists:
@@ -325,7 +325,7 @@ class Agent:
     # -- transfers ---------------------------------------------------------------------------------
 
     def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Post a read, or a copy; local transports finish it in here. News if it has ended or is in doubt."""
+        """Post a read or a copy; return its end if it has ended (local transports finish it here) or is in doubt."""
         if name in self._gone:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
@@ -343,7 +343,7 @@ class Agent:
             if remote.own == SOURCE:
                 local, mine, theirs, remotes = theirs, remotes, local, mine
         try:
-            # The bare handle: the wrapper would release it behind our back when it is collected.
+            # The bare handle is used, because NIXL's wrapper would release it when the wrapper is collected.
             handle = self._raw.makeXferReq(op, local, mine, theirs, remotes, b"", [], False)
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
@@ -353,7 +353,7 @@ class Agent:
     def post_file(
         self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
     ) -> TransferEnded | None:
-        """Post a copy between host memory, rows of (address, length, 0), and files, rows of (offset, length, fd)."""
+        """Post a copy between host memory (rows of address, length, 0) and files (rows of offset, length, fd)."""
         op = self._write if is_write else self._read
         try:
             mine, files = self._agent.get_xfer_descs(near, "DRAM"), self._agent.get_xfer_descs(far, "FILE")
@@ -397,14 +397,14 @@ class Agent:
         return news
 
     def look(self) -> list[TransferEnded]:
-        """Ask about the oldest transfer of each peer, which makes progress for all, and about all if one has ended."""
+        """Ask for the oldest transfer of each peer, which makes progress for all; ask for all if one has ended."""
         heads: dict[str, TransferId] = {}
         for transfer_id, transfer in self.running.items():
             heads.setdefault(transfer.name, transfer_id)
         chosen = {transfer_id: self.running.pop(transfer_id) for transfer_id in heads.values()}
         news = self._ask(chosen)
         if chosen:
-            # Those that still run stay the oldest.
+            # Transfers that still run stay the oldest.
             self.running = chosen | self.running
         return news + self.sweep() if news else news
 
@@ -427,13 +427,13 @@ class Agent:
 
     def _trouble(self, transfer_id: TransferId, transfer: _Transfer, exc: Exception) -> TransferEnded:
         if isinstance(exc, self._lost):
-            # An old doubt says nothing of a connection that was made anew since.
+            # A transfer that was in doubt says nothing about a connection that was made since.
             is_current = self._remotes.get(transfer.name) is transfer.remote
             if is_current:
                 self._gone.add(transfer.name)
             self._release(transfer.handle)
             return TransferEnded(transfer_id, Ending.FAILED, f"the remote process is gone ({exc})", is_current)
-        # Whatever else NIXL says, it does not say that nothing is written any more.
+        # No other error of NIXL means that the transfer has stopped writing.
         self.doubtful[transfer_id] = transfer
         return TransferEnded(transfer_id, Ending.IN_DOUBT, repr(exc))
 
@@ -441,11 +441,11 @@ class Agent:
         try:
             self._raw.releaseXferReq(handle)
         except Exception:
-            # Its bytes are settled; only the handle is kept, and tried again.
+            # The transfer has ended, so only its handle is kept; the release is tried again.
             self.unreleased.append(handle)
 
     def _progress(self) -> None:
-        # Anybody can send notifications in anybody's name: they are emptied, counted and ignored.
+        # Any agent can forge notifications of any other, so they are drained, counted and ignored.
         if arrived := self._raw.getNotifs({}, []):
             self.notifications += sum(map(len, arrived.values()))
 
@@ -456,15 +456,15 @@ class Agent:
         return not self._life.alive
 
     def close(self) -> None:
-        """Destroy the agent and what still runs; `BackendError` if it lives on, and may write. Idempotent."""
+        """Destroy the agent and its transfers; raise `BackendError` if it lives on and may write. Idempotent."""
         if self._agent is not None:
             self._let_go()
         if self._life.alive:
-            # Cycles, such as those of exceptions that somebody caught, are found by a collection only.
+            # Only a collection finds cycles, such as those of exceptions that the application caught.
             gc.collect()
         if self._life.alive:
             raise BackendError(
-                f"NIXL agent {self.name} is still referred to, such as by the traceback of an exception that is kept"
+                f"NIXL agent {self.name} is still referred to, for example by the traceback of a kept exception"
             )
 
     def _let_go(self) -> None:

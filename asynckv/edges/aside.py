@@ -1,7 +1,7 @@
-"""Work on a thread that nobody waits for, and the end of threads that were not closed.
+"""Work on daemon threads, which a process does not wait for at its end, and the end of threads that were not closed.
 
-A call into a disk that hangs never returns. asyncio's own executor is waited for when a loop or a process ends, which
-would hang as well.
+A call into a disk that hangs never returns. asyncio waits for its own executor when a loop or a process ends, so that
+end would hang as well.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, Protocol, TypeVar
 
-EXIT_S = 2.0  # how long the end of the interpreter waits for threads that were not closed
+EXIT_S = 2.0  # the end of the interpreter waits this long for threads that were not closed
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Aside(Executor):
-    """Runs each call on a thread of its own, which ends with the process at the latest."""
+    """Run each call on a thread of its own, which ends with the process at the latest."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -32,7 +32,7 @@ class Aside(Executor):
         def run() -> None:
             try:
                 ended.set_result(fn(*args, **kwargs))
-            except BaseException as exc:  # whoever waits is told
+            except BaseException as exc:  # the waiting caller gets it
                 ended.set_exception(exc)
 
         ended.set_running_or_notify_cancel()
@@ -48,11 +48,11 @@ class Ending(Protocol):
 
 _started: weakref.WeakSet[Ending] = weakref.WeakSet()
 
-os.register_at_fork(after_in_child=_started.clear)  # the threads are not there, and may have left a lock taken
+os.register_at_fork(after_in_child=_started.clear)  # a child has none of these threads, but maybe a lock they held
 
 
 def end_at_exit(thread: Ending) -> None:
-    """Have a thread ended at exit, because inside NIXL it would not survive the end of the interpreter."""
+    """Register a thread to be ended at exit, because inside NIXL it would not survive the end of the interpreter."""
     _started.add(thread)
 
 

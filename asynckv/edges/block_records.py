@@ -1,4 +1,4 @@
-"""A catalogue's blocks as records of files: a record's key is namespace and hash, its place its slot's."""
+"""Blocks of a catalogue as records of files: the key is namespace and hash, and the place is that of the slot."""
 
 from __future__ import annotations
 

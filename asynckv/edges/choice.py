@@ -1,6 +1,6 @@
-"""Where NIXL runs: in the engine's process, or in one of its own if UCX has to emulate remote reads (`transports.py`).
+"""The choice where NIXL runs: in the engine's process, or in its own if UCX emulates remote reads (`transports.py`).
 
-A reader that dies can end the process then. With `process="auto"`, memory that cannot be shared is only warned of.
+With emulated reads a dying reader can end the process. With `process="auto"`, unshareable memory is only warned of.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asynckv.ports import DataPlane
 def choose_plane(
     config: EngineConfig, memories: Sequence[Memory], agent_name: str, warn: Callable[[str], None]
 ) -> DataPlane:
-    """Return a data plane as `NixlConfig.process` says; `warn` is told, now or at its start, what it goes without."""
+    """Return a data plane as `NixlConfig.process` says; call `warn`, now or at its start, if a safeguard is missing."""
     nixl = config.nixl
 
     def untried(cause: str) -> None:
-        warn(f"peers' NIXL metadata is loaded untried, because no process can be started for that: {cause}")
+        warn(f"peers' NIXL metadata is loaded without a trial, because no process can be started for it: {cause}")
 
     taster = None
     if nixl.try_metadata != "never":
@@ -39,7 +39,7 @@ def choose_plane(
     def go_on(cause: str) -> None:
         warn(
             f"UCX has to emulate remote reads, where it can end the process when a reader dies, and NIXL cannot run in "
-            f'a process of its own: {cause} (or say NixlConfig(process="never"))'
+            f'a process of its own: {cause} (or set NixlConfig(process="never"))'
         )
 
     if nixl.process == "auto":

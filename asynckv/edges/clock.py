@@ -1,4 +1,4 @@
-"""The system's clock, by which deadlines go on while this host is suspended; asyncio's timers go by another one."""
+"""The system's clock, which counts time while this host is suspended; asyncio's timers use a clock that does not."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from asynckv.ports import TimerHandle
 
-# A suspended host must not stop its deadlines: BOOTTIME counts the time asleep, MONOTONIC does not.
+# Deadlines must not stop while a host is suspended: BOOTTIME counts the time asleep, MONOTONIC does not.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class _Timer:
-    """A timer that goes back to sleep if the loop's clock woke it before ours was there."""
+    """A timer that is armed again if the loop's clock fired it before our clock reached its time."""
 
     def __init__(self, when: float, callback: Callable[[], None]) -> None:
         self._when, self._callback = when, callback
@@ -28,7 +28,7 @@ class _Timer:
         if time.clock_gettime(_CLOCK) < self._when:
             self._arm()
         else:
-            self._handle.cancel()  # it holds us, and we hold it
+            self._handle.cancel()  # breaks a reference cycle: the handle refers to this timer
             self._callback()
 
     def cancel(self) -> None:
@@ -37,7 +37,7 @@ class _Timer:
 
 class LoopClock:
     def __init__(self) -> None:
-        # Nothing lies between the caller and the system: the time is read several times for every request.
+        # A partial saves a Python frame, because the time is read several times for every request.
         self.now: Callable[[], float] = functools.partial(time.clock_gettime, _CLOCK)
 
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:

@@ -1,10 +1,10 @@
 """The copy plane on NIXL: between a rank's own memory and that of its tiers, within one process.
 
 An agent transfers to itself. With UCX's `self` transport that is one `memcpy` per descriptor, and the post *is* the
-copy. So posts are made on posting threads; the loop hands over so much that a thread does not run dry, and no more,
-because what was handed over goes before what is more urgent.
+copy. So posts are made on posting threads. The loop hands over just enough to keep a thread busy, because a piece that
+was handed over cannot be overtaken by a more urgent one.
 
-A move ends when nothing of it runs any more. A failure or a cancellation keeps the rest from being posted.
+A move ends when none of its pieces runs any more. After a failure or a cancellation the rest is not posted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp
 
 WINDOW_BYTES = 64 << 20  # given to one thread at a time, some 10 ms of copying: two of the largest posts
-WINDOW_PIECES = 256  # the same of pieces, well below what a thread takes (`MAX_QUEUED`)
-TELL_S = 0.002  # how long the loop is not woken while a thread has more to copy
+WINDOW_PIECES = 256  # pieces given to one thread at a time, well below what it takes (`MAX_QUEUED`)
+TELL_S = 0.002  # seconds between two wake-ups of the loop while a thread has more to copy
 CLOSED = "the copy plane was closed"
 
 
@@ -37,7 +37,7 @@ CLOSED = "the copy plane was closed"
 class _Move:
     move_id: TransferId
     op: CopyOp
-    far: str  # and which way, as agents name it
+    far: str  # the other memory and the direction, as agents name them
     pieces: Iterator[ReadRequest] | None  # None once nothing more is to be posted
     running: set[TransferId] = field(default_factory=set)  # pieces that were handed over, until their end
     doubtful: set[TransferId] = field(default_factory=set)
@@ -59,8 +59,8 @@ class NixlCopies:
     """A `CopyPlane` on one NIXL agent per thread.
 
     Args:
-        threads: How many copy. One is a little slower than `memcpy`.
-        window_bytes: Handed to one thread at a time, unless a single piece is larger.
+        threads: Number of copying threads. One is a little slower than `memcpy`.
+        window_bytes: Bytes handed to one thread at a time, unless a single piece is larger.
     """
 
     def __init__(self, agent_name: str, *, threads: int = 1, window_bytes: int = WINDOW_BYTES) -> None:
@@ -73,8 +73,8 @@ class NixlCopies:
         self._ids = count(1)
         self._moves: dict[TransferId, _Move] = {}
         self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
-        self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}  # of which move, thread and size
-        self._given: Counter[Poster] = Counter()  # bytes given to each, whose end the loop has not heard
+        self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}  # their move, thread and size
+        self._given: Counter[Poster] = Counter()  # bytes given to each thread and not yet reported as ended
         self._news: list[TransferEnded] = []
         self._is_due = False
         self._counts = dict.fromkeys(("moves", "pieces", "bytes_read", "bytes_written", "failed"), 0)
@@ -93,13 +93,13 @@ class NixlCopies:
                 name = f"{self._name}-copies{self._starts}.{number}"
                 self._posters.start(name, self._make_agent(api, name, near, far), TELL_S)
         except BaseException:
-            with suppress(BackendError):  # it is the next start's to say
+            with suppress(BackendError):  # the next start reports it
                 self.close()
             raise
 
     def _make_agent(self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]]) -> Agent:
         params = {"ucx_error_handling_mode": "none", "engine_config": f"TLS={self._tls}"}
-        # What is set for the network (`UCX_TLS=tcp`, `rc`) would have copies go over it: a fifth as fast.
+        # A `UCX_TLS` for the network (`tcp`, `rc`) would send copies over it, at a fifth of the speed.
         with set_up(Agent(api, name, "UCX", params, unheeded=("UCX_TLS",))) as agent:
             agent.register(near)
             for each, memories in far.items():
@@ -112,14 +112,14 @@ class NixlCopies:
     def close(self) -> None:
         """Stop the threads and destroy the agents; moves that had not ended end as `FAILED`. Idempotent."""
         causes = self._posters.join()
-        self._take_inbox()  # what has ended before
+        self._take_inbox()  # ends reported before
         self._given = Counter({poster: self._given[poster] for poster in self._posters})
         if causes:
             raise BackendError(
                 f"{'; '.join(causes)}: memory that is copied to may still be written; keep it, and call close() again"
             )
         for move in list(self._moves.values()):
-            # Every agent is gone: nothing reads or writes any more.
+            # Nothing reads or writes any more, because every agent is gone.
             for piece in move.running:
                 self._pieces.pop(piece, None)
             move.running.clear()
@@ -139,7 +139,7 @@ class NixlCopies:
     def cancel(self, move_id: TransferId) -> None:
         if (move := self._moves.get(move_id)) is not None:
             move.is_cancelled = True
-            if move.pieces is not None:  # else what was handed over may be copied already, which is all of it
+            if move.pieces is not None:  # else all pieces were handed over, and may be copied already
                 move.spoil(Ending.FAILED, "cancelled")
                 self._settle(move)
 
@@ -150,7 +150,7 @@ class NixlCopies:
         return news
 
     def _pump(self) -> None:
-        """Hand over pieces while threads have room: of moves that read first, of the oldest first."""
+        """Hand over pieces while threads have room: moves that read go first, then the oldest."""
         for queue in (self._waiting[CopyOp.READ], self._waiting[CopyOp.WRITE]):
             while queue:
                 move = queue[0]
@@ -162,7 +162,7 @@ class NixlCopies:
                     return
                 try:
                     piece = next(move.pieces, None)
-                except Exception as exc:  # they are made as they are taken, by code that is not ours
+                except Exception as exc:  # pieces are made when they are taken, by the caller's code
                     move.spoil(Ending.FAILED, f"the pieces cannot be made: {exc!r}")
                     self._settle(move)
                     continue
@@ -179,7 +179,7 @@ class NixlCopies:
         number = TransferId(next(self._ids))
         if poster is None or not poster.post(number, move.far, piece, move.is_off):
             name = poster.name if poster is not None else "the copy plane"
-            move.spoil(Ending.FAILED, f"{name} takes nothing: it has ended")
+            move.spoil(Ending.FAILED, f"{name} takes no copies, because it has ended")
             self._settle(move)
             return
         self._counts["pieces"] += 1
@@ -206,14 +206,14 @@ class NixlCopies:
         while self._posters.inbox:
             number, ending, cause, _ = self._posters.inbox.popleft()
             if (found := self._pieces.get(number)) is None:
-                continue  # told in doubt before, and closed since
+                continue  # reported in doubt before, and closed since
             move, poster, num_bytes = found
             if number not in move.doubtful:
                 self._given[poster] -= num_bytes
             if ending is Ending.DONE:
                 self._counts["bytes_written" if move.op is CopyOp.WRITE else "bytes_read"] += num_bytes
             else:
-                # What is told in the end of a piece in doubt is `FAILED` at best: it was said not to have arrived.
+                # A move with a piece in doubt ends as `FAILED` at best, because the doubt was already reported.
                 move.spoil(Ending.FAILED if ending is Ending.IN_DOUBT else ending, cause)
             if ending is Ending.IN_DOUBT:
                 move.doubtful.add(number)

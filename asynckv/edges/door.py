@@ -1,13 +1,13 @@
 """The door keeper of a control plane: it bounds connections, and the bytes that wait behind each.
 
-libzmq gathers a message of many parts before it shows any of it, at 64 bytes of memory for two on the wire, and aborts
-the process if a peer leaves while a bounded receive queue is full (`docs/reliability.md`). So the queues have no end,
-and this thread bounds them from outside: it asks the kernel how many bytes have arrived on a duplicate of each
-descriptor (`TCP_INFO`), subtracts what the loop was given, and shuts connections down that are too far ahead.
+libzmq gathers all parts of a message before it shows any, at 64 bytes of memory for two on the wire. It also aborts the
+process if a peer leaves while a bounded receive queue is full (`docs/reliability.md`). So the queues have no bound, and
+this thread bounds them from outside: it asks the kernel how many bytes have arrived on a duplicate of each descriptor
+(`TCP_INFO`), subtracts the bytes that the loop was given, and shuts down connections that are too far ahead.
 
-It sleeps while nothing arrives: a descriptor is watched for one event, then looked at every `TICK_S` until it is quiet.
-All are looked at every `LOOK_S`, because libzmq may have eaten the event. Beyond the limits, the oldest connection that
-has said nothing loses its place, of the host that has most.
+The thread sleeps while nothing arrives: a descriptor is watched for one event, then checked every `TICK_S` until it is
+quiet. All are checked every `LOOK_S`, because libzmq may have consumed the event. Beyond the limits on connections, the
+host with the most loses one: the oldest that has said nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from operator import itemgetter
 from asynckv.errors import ConfigError
 
 TICK_S = 0.02
-QUIET_TICKS = 5  # a connection is watched again after so many ticks without a byte
+QUIET_TICKS = 5  # ticks without a byte after which a connection is watched by epoll again
 MAX_AHEAD = 1024 * 1024  # bytes that one connection may be ahead of the loop; memory holds 32 times as many at worst
 MAX_AHEAD_ALL = 4 * MAX_AHEAD  # the same of all, and of all that have ended: beyond it no new connection is taken
-MAX_LINK_AHEAD = 20 * 1024 * 1024  # the same of one link to a listener that was asked: a single answer may have 16 MiB
+MAX_LINK_AHEAD = 20 * 1024 * 1024  # the same of one link to a listener, because a single answer may have 16 MiB
 UNSEEN = 64 * 1024  # bytes that a connection may leave behind unseen, if it ends before this thread is scheduled
-LOOK_S = 0.25  # all connections are looked at so often
-MUTE_S = 2.0  # nothing is heard for so long of a connection whose message had too many parts
-SWEEPS_S = (0.3, 1.0, 5.0)  # after a socket was closed; it lingers for 0.2 s
+LOOK_S = 0.25  # seconds between two checks of all connections
+MUTE_S = 2.0  # a connection is not heard for this long after a message with too many parts
+SWEEPS_S = (0.3, 1.0, 5.0)  # times of checks after a socket was closed; it lingers for 0.2 s
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 128  # descriptors that must be free at the start: libzmq aborts the process when it gets none
 _ACKED_AT, _RECEIVED_AT = 120, 128  # `tcpi_bytes_acked` and `tcpi_bytes_received` in `struct tcp_info`
@@ -48,32 +48,32 @@ OnFailed = Callable[[Exception], object]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A descriptor became a connection, or, with an empty endpoint, no longer is one."""
+    """News that a descriptor became a connection, or, with an empty endpoint, no longer is one."""
 
     fd: int  # the descriptor, as libzmq numbers it
     endpoint: str
-    is_accepted: bool = False  # it came to our listener
-    is_listener: bool = False  # it is our listener
+    is_accepted: bool = False  # True if it came to our listener
+    is_listener: bool = False  # True if it is our listener
 
     def peer(self, one: socket.socket) -> tuple[str, int]:
         """Return the other side's address; `OSError` if something else has the descriptor's number by now."""
         ours, theirs = one.getsockname(), one.getpeername()
         if (ours if self.is_accepted else theirs)[1] != int(self.endpoint.rpartition(":")[2]):
-            raise OSError(errno.EBADF, "another connection has that number")
+            raise OSError(errno.EBADF, "another connection has that descriptor number")
         return str(theirs[0]), int(theirs[1])
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
     fd: int  # libzmq's number of its descriptor
-    duplicate: socket.socket  # a descriptor of its own, so that it never means another connection
+    duplicate: socket.socket  # its own descriptor, so that the number never comes to mean another connection
     host: str
     is_accepted: bool
     delivered: int = 0  # bytes on the wire that the loop was given; the loop adds to it
     arrived: int = 0  # bytes on the wire, as last seen
     quiet: int = 0  # ticks without a byte
-    spoke_early: bool = False  # the loop was given something of it before the thread saw it
-    muted_until: float = 0.0  # when it is heard again; 0 if it is
+    spoke_early: bool = False  # True if the loop got bytes of it before the thread saw it
+    muted_until: float = 0.0  # time at which it is heard again; 0 if it is not muted
     principal: str = ""
     route: bytes = b""
     sent: int = 0  # bytes that libzmq was given for it
@@ -98,22 +98,22 @@ class Connection:
         return self.arrived - self.delivered
 
     def look_unread(self) -> int:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the connection has ended
             info = self.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + 8)
             self.taken = struct.unpack_from("=Q", info, _ACKED_AT)[0]
-        self.sent = max(self.sent, self.taken)  # the handshake is libzmq's own
+        self.sent = max(self.sent, self.taken)  # `sent` lacks the handshake, which libzmq sends itself
         return self.sent - self.taken
 
     def mute(self, is_on: bool = True) -> None:
-        """Drop what arrives, for a while: the peer's kernel sends it again, ever more slowly."""
+        """Drop arriving packets for `MUTE_S`; the peer's kernel sends them again, ever more slowly."""
         try:
             _drop(self.duplicate, is_on)
-        except OSError:  # it has ended, or this kernel has no filters
+        except OSError:  # the connection has ended, or this kernel has no filters
             self.shut()
-        self.muted_until = time.monotonic() + MUTE_S if is_on else 0.0  # last: the loop mutes only what is heard
+        self.muted_until = time.monotonic() + MUTE_S if is_on else 0.0  # last: the loop mutes only while it is 0
 
     def shut(self) -> None:
-        """End it: libzmq sees that the peer has gone, and the peer, which may wait to send more, is reset."""
+        """End the connection: libzmq sees that the peer has gone, and a peer that waits to send more is reset."""
         with contextlib.suppress(OSError):
             self.duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.duplicate.shutdown(socket.SHUT_RDWR)
@@ -123,9 +123,9 @@ class Door:
     """The thread that watches the connections of one control plane.
 
     Args:
-        fd: Readable when `take` has something.
-        take: Returns what opened and closed since the last call; called in the thread.
-        on_failed: Told in the thread why it ends, if it was not closed; all connections have been shut by then.
+        fd: Descriptor that is readable when `take` has something.
+        take: Returns the connections opened and closed since the last call; called in the thread.
+        on_failed: Called in the thread with the reason if it ends without `close`, after all connections were shut.
     """
 
     def __init__(
@@ -140,16 +140,16 @@ class Door:
         self.most = min(MAX_CONNECTIONS, free // 4)  # each takes two
         self.most_per_host = self.most // 2
         self.connections: dict[int, Connection] = {}  # by libzmq's number of the descriptor
-        self.orphaned = 0  # bytes that ended connections had not delivered, ever; only the thread adds to it
-        self._forgiven = 0  # those of them that were delivered since, or cannot be; only the loop adds to it
+        self.orphaned = 0  # all bytes ever left undelivered by ended connections; only the thread adds to it
+        self._forgiven = 0  # of these, bytes that were delivered since, or cannot be; only the loop adds to it
         self._listener: socket.socket | None = None
         self._is_shut = False
         self._early: Counter[int] = Counter()  # bytes of links that the thread has not seen yet
         self._take, self._counts, self._on_failed = take, counts, on_failed
         self._per_host: Counter[str] = Counter()
         self._watched: dict[int, Connection] = {}  # all, by the number of the duplicate
-        self._busy: set[Connection] = set()  # those from which something has arrived lately
-        self._sweeps: list[float] = []  # when to look whether libzmq has closed what it does not tell of
+        self._busy: set[Connection] = set()  # connections from which bytes have arrived lately
+        self._sweeps: list[float] = []  # times of checks for descriptors that libzmq closed without an event
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
@@ -164,7 +164,7 @@ class Door:
             connection.delivered += num_bytes
         elif is_accepted:
             self._forgiven += num_bytes
-            self._early[fd] += 0  # they may be of one that has ended: only that something was said counts
+            self._early[fd] += 0  # notes that it spoke, without a count: the bytes may be of one that has ended
             if (seen := self.connections.get(fd)) is not None:
                 seen.spoke_early = True  # the thread saw it at this very moment
         else:
@@ -172,11 +172,11 @@ class Door:
         return connection
 
     def forgive(self, orphaned: int) -> None:
-        """Note that the loop has taken all there was: no bytes wait that had been orphaned before that."""
+        """Note that the loop has taken all there was, so that no bytes wait that were orphaned before."""
         self._forgiven = max(self._forgiven, orphaned)
 
     def sweep(self) -> None:
-        """Sockets were closed, of which libzmq does not tell: close the duplicates once it has done so."""
+        """Close duplicates once libzmq has closed the sockets behind them, which it does not announce."""
         now = time.monotonic()
         self._sweeps = [now + each for each in SWEEPS_S]
         self.ring()
@@ -200,7 +200,7 @@ class Door:
     def _run(self) -> None:
         try:
             self._watch()
-        except Exception as exc:  # nothing bounds connections any more, so there may be none
+        except Exception as exc:  # connections would be unbounded without this thread, so all are shut
             for connection in self.connections.values():
                 connection.shut()
             with contextlib.suppress(OSError, RuntimeError):  # the listener's descriptor is bad, or the loop is closed
@@ -246,7 +246,7 @@ class Door:
             duplicate = socket.socket(fileno=os.dup(opened.fd))
         except OSError as exc:
             self.orphaned += UNSEEN * opened.is_accepted
-            if exc.errno != errno.EBADF:  # else it has been closed already
+            if exc.errno != errno.EBADF:  # with EBADF it has been closed already
                 self._end_unwatched(opened)
             return
         if opened.is_listener:
@@ -260,7 +260,7 @@ class Door:
             return
         connection = Connection(opened.fd, duplicate, theirs[0], opened.is_accepted, early, spoke_early=spoke_early)
         self.connections[opened.fd] = self._watched[duplicate.fileno()] = connection
-        connection.spoke_early = connection.spoke_early or opened.fd in self._early  # said at this very moment
+        connection.spoke_early = connection.spoke_early or opened.fd in self._early  # it may speak at this very moment
         self._epoll.register(duplicate.fileno(), _ONCE)
         if opened.is_accepted:
             self._per_host[connection.host] += 1
@@ -268,7 +268,7 @@ class Door:
 
     def _end_unwatched(self, opened: Opened) -> None:
         with contextlib.suppress(OSError, IndexError, TypeError):
-            lent = socket.socket(fileno=opened.fd)  # libzmq's own
+            lent = socket.socket(fileno=opened.fd)  # libzmq's descriptor, so it is detached and not closed
             try:
                 opened.peer(lent)
                 lent.shutdown(socket.SHUT_RDWR)
@@ -296,7 +296,7 @@ class Door:
                 return
             host = self._per_host.most_common(1)[0][0]
         theirs = [c for c in self.connections.values() if c.is_accepted and c.host == host]
-        # The newest is last: it goes if all others have spoken.
+        # The newest is last, and is closed if all others have spoken.
         self._cut(next((c for c in theirs if c.muted_until or not c.delivered | c.spoke_early), theirs[-1]), "too_many")
 
     def _tick(self) -> None:
@@ -307,7 +307,7 @@ class Door:
                 self._cut(connection, "unread")
                 continue
             if connection.ahead < 0:
-                # They were of an earlier connection with this descriptor.
+                # The loop was given bytes of an earlier connection with this descriptor.
                 self.orphaned += connection.ahead
                 connection.delivered = connection.arrived
             if connection.ahead > (MAX_AHEAD if connection.is_accepted else MAX_LINK_AHEAD):
@@ -315,7 +315,7 @@ class Door:
             elif connection.quiet > QUIET_TICKS:
                 self._busy.discard(connection)
                 self._epoll.modify(connection.duplicate.fileno(), _ONCE)
-        # Each is read once: the loop delivers meanwhile, and what one was ahead must be what it is taken off with.
+        # Each `ahead` is read once, because the loop delivers meanwhile, and the sum must lose what it counted.
         accepted = sorted(((c.ahead, c) for c in self.connections.values() if c.is_accepted), key=itemgetter(0))
         ahead = sum(num_bytes for num_bytes, _ in accepted)
         while ahead > MAX_AHEAD_ALL:

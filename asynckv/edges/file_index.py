@@ -1,8 +1,8 @@
-"""The index of a directory of stored records: which key lies where, and which checksum its bytes must have.
+"""The index of a directory of stored records: the place of each key, and the checksum that its bytes must have.
 
 It is a sqlite database that the file tier's thread writes in batches and never syncs. The index may be wrong, because
-every read is verified by a checksum over key and bytes: an old, torn or foreign index costs records, not truth. So
-other processes may read along. A damaged index is renamed (`set_aside`), and a new one is made.
+every read is verified by a checksum over key and bytes: an old, torn or foreign index loses records, but never returns
+wrong bytes. So other processes may read it meanwhile. A damaged index is renamed (`set_aside`), and a new one is made.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from asynckv.errors import BackendError
 
 INDEX = "index.sqlite"
 FORMAT = 1
-APPLICATION = 0x61736B76  # `askv`: so that somebody else's database is not taken for one of ours
+APPLICATION = 0x61736B76  # `askv`: so that the database of another program is not taken for one of ours
 MAX_KEY = 1024
-MAX_CHANGES = 1000  # in one transaction: each may write a page or two to the log
-STORED_AT = "stored_at"  # when something was stored in a directory last: nanoseconds since 1970
+MAX_CHANGES = 1000  # per transaction, because each may write a page or two to the log
+STORED_AT = "stored_at"  # time at which a directory last stored something: nanoseconds since 1970
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {FORMAT};
@@ -49,14 +49,14 @@ UNUSABLE = {
     getattr(sqlite3, f"SQLITE_{name}")
     for name in ("BUSY", "CANTOPEN", "FULL", "IOERR", "LOCKED", "NOMEM", "PERM", "READONLY")
 }
-"""What says nothing of the index itself; with anything else it is damaged."""
+"""Error codes that say nothing about the index itself; any other code means that it is damaged."""
 
 FROM = "FROM records LEFT JOIN kinds ON kind = id"
 SOUND = (
     "typeof(size) = 'integer' AND typeof(stored_at) = 'integer' AND typeof(key) = 'blob' AND typeof(layout) = 'text'"
     f" AND typeof(tag) = 'text' AND far >= 0 AND size > 0 AND far % {ALIGN} = 0 AND size % {ALIGN} = 0"
 )
-"""What the rest of the file tier needs of a row: sqlite takes any value in any column."""
+"""Condition that the rest of the file tier needs of a row, because sqlite takes any value in any column."""
 
 
 class Entry(NamedTuple):
@@ -70,14 +70,14 @@ class Entry(NamedTuple):
 
 
 class Said(NamedTuple):
-    facts: dict[str, int]  # small ones, of the directory
-    layouts: dict[str, bytes]  # what was written down, by fingerprint
+    facts: dict[str, int]  # numbers about the directory, by name
+    layouts: dict[str, bytes]  # encoded layouts, by fingerprint
     entries: list[Entry]  # by place
-    malformed: list[int]  # places of records of no sensible shape
+    malformed: list[int]  # places of rows that are not `SOUND`
 
 
 def checksum(key: bytes, data: memoryview | bytes) -> int:
-    """Bind bytes to a key: xxh3-64, seeded with the key's own. Signed, as sqlite's integers are."""
+    """Return a checksum that binds bytes to a key: xxh3-64, seeded with the key's own; signed, as sqlite's integers."""
     found = xxhash.xxh3_64_intdigest(data, xxhash.xxh3_64_intdigest(key))
     return found - (1 << 64) if found >= 1 << 63 else found
 
@@ -85,8 +85,8 @@ def checksum(key: bytes, data: memoryview | bytes) -> int:
 class DamagedIndex(BackendError):
     def __init__(self, folder: Path, how: str) -> None:
         super().__init__(
-            f"the index of {folder} is damaged ({how}), so what is stored there is lost: the next start sets it aside "
-            f"and begins empty"
+            f"the index of {folder} is damaged ({how}), so the blocks stored there are lost: the next start sets it "
+            f"aside and begins empty"
         )
 
 
@@ -96,12 +96,12 @@ def _code(exc: Exception) -> int:
 
 @contextmanager
 def typed(folder: Path) -> Iterator[None]:
-    """Turn what sqlite and Python say of an index into `DamagedIndex`, `NoRoom`, or another `BackendError`."""
+    """Turn errors of sqlite and Python about an index into `DamagedIndex`, `NoRoom`, or another `BackendError`."""
     try:
         yield
-    except (sqlite3.Error, ValueError) as exc:  # of texts that are none
+    except (sqlite3.Error, ValueError) as exc:  # ValueError: a text that cannot be decoded
         code = _code(exc)
-        is_told = code == sqlite3.SQLITE_READONLY and os.access(folder / INDEX, os.W_OK)  # by its header
+        is_told = code == sqlite3.SQLITE_READONLY and os.access(folder / INDEX, os.W_OK)  # by a damaged header
         if is_told or code not in UNUSABLE or getattr(exc, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_READ:
             raise DamagedIndex(folder, " ".join(str(exc).split())) from None
         kind = NoRoom if code == sqlite3.SQLITE_FULL else BackendError
@@ -109,7 +109,7 @@ def typed(folder: Path) -> Iterator[None]:
 
 
 def _open(path: Path, how: str, *, check: bool = True) -> sqlite3.Connection:
-    """Open an index in the words of a URI of sqlite's, make its tables if there is none, and `check` all of it."""
+    """Open an index with the options `how` of a sqlite URI, make its tables if it has none, and `check` all of it."""
     uri = f"{path.absolute().as_uri()}?{how}"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
     try:
@@ -120,8 +120,8 @@ def _open(path: Path, how: str, *, check: bool = True) -> sqlite3.Connection:
         is_ours = all(sql is None or sql in SCHEMA for sql in tables)
         version, application = (_number(db, x) for x in ("user_version", "application_id"))
         if not is_ours and application != APPLICATION:
-            raise BackendError(f"{path} is no index of stored blocks; name another directory")
-        if application == APPLICATION and FORMAT < version < 100:  # more is damage
+            raise BackendError(f"{path} is not an index of stored blocks; name another directory")
+        if application == APPLICATION and FORMAT < version < 100:  # a larger number is damage
             raise BackendError(
                 f"{path} is of format {version}, and this asynckv reads format {FORMAT}; name another directory, or "
                 f"empty this one"
@@ -143,15 +143,15 @@ def _number(db: sqlite3.Connection, pragma: str) -> int:
 
 
 def read_index(folder: Path, *, records: bool = True) -> Said:
-    """Return what an index says, of `records` as well, and change nothing: its owner may be writing it."""
+    """Return the contents of an index, with its `records` if wanted; change nothing, as its owner may be writing."""
     path, names = folder / INDEX, (INDEX, f"{INDEX}-wal")
     try:
         with typed(folder):
             if not (folder / names[1]).exists():
-                return _read(path, "mode=ro&immutable=1", records)  # sqlite would make files to read along
+                return _read(path, "mode=ro&immutable=1", records)  # otherwise sqlite would make files in the folder
             try:
                 return _read(path, "mode=ro&readonly_shm=1", records)
-            except sqlite3.OperationalError as exc:  # the owner has ended, and a file of its is not there, or no good
+            except sqlite3.OperationalError as exc:  # the owner has ended, and one of its files is missing or unusable
                 if _code(exc) == sqlite3.SQLITE_BUSY:
                     raise
                 with TemporaryDirectory(prefix="asynckv-") as scratch:
@@ -182,13 +182,14 @@ def _said(db: sqlite3.Connection, records: bool) -> Said:
 
 
 class FileIndex:
-    """One open index. All but the constructor belongs to one thread."""
+    """One open index. All methods except the constructor belong to one thread."""
 
     def __init__(self, folder: Path) -> None:
         self._path = path = folder / INDEX
         if path.is_symlink():
             raise BackendError(f"{path} is a link to another file; name another directory")
-        with suppress(OSError):  # sqlite would let everybody read it; what is there is not opened: that ends its locks
+        # sqlite would make a file that all users can read. One that exists is not opened: closing it ends its locks.
+        with suppress(OSError):
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with typed(folder):
             self._db = _open(path, "mode=rwc")
@@ -206,7 +207,7 @@ class FileIndex:
             return _said(self._db, records=True)
 
     def prepare(self, forgotten: Iterable[int], **facts: int) -> None:
-        """Forget what lies at some places, and note small facts."""
+        """Forget the records at some places, and note numbers about the directory."""
         with typed(self._path.parent):
             self.note(**facts)
             self.change({}, forgotten)
@@ -223,7 +224,7 @@ class FileIndex:
         self._db.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", (fingerprint, body))
 
     def change(self, stored: Mapping[int, Entry], forgotten: Iterable[int]) -> None:
-        """Forget what lies at some places, and note what lies at others, all or nothing."""
+        """Forget the records at some places and note those stored at others, all or nothing."""
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         try:

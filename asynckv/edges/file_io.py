@@ -1,8 +1,8 @@
-"""How bytes get into files and out of them: by NIXL's POSIX back end (`file_nixl.py`).
+"""The port by which bytes get into files and out of them; NIXL's POSIX back end implements it (`file_nixl.py`).
 
-It takes a *batch* of extents, and says later whether all of it is in place. NIXL queues several batches if they bypass
-the page cache. It says that a batch has failed, but not which extent nor that nothing of it runs any more: that is what
-`reset` is for, and `transfer` tells what is wrong with one extent.
+`FileIO` takes a *batch* of extents, and reports later whether all of it is in place. NIXL queues several batches if
+they bypass the page cache. It reports that a batch has failed, but not which extent, and not whether a part of it still
+runs. `reset` ends all that runs, and `transfer` finds out what is wrong with one extent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from asynckv.geometry.layout import Memory
 
-ALIGN = 4096  # places in files, and sizes, are multiples of it
+ALIGN = 4096  # places in files, and sizes, are multiples of this
 
 
 class Extent(NamedTuple):
@@ -28,17 +28,17 @@ class Extent(NamedTuple):
 
 
 class FileTooShort(OSError):
-    """A file ends before an extent does: somebody cut it, and the disk may be well."""
+    """Raised if a file ends before an extent does: the file was cut, which does not mean that the disk fails."""
 
 
 class FileIO(Protocol):
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None: ...
 
     def collect(self) -> list[tuple[int, bool]]:
-        """The batches that have ended since the last call, and whether all of each is in place; does not wait."""
+        """Return the batches that ended since the last call, and whether all of each is in place; do not wait."""
 
     def reset(self) -> None:
-        """See that nothing runs any more, or raise `BackendError`; what was not collected has ended or failed then."""
+        """Make sure that nothing runs, or raise `BackendError`; batches not yet collected have then ended or failed."""
 
     def close(self) -> None: ...
 
@@ -48,7 +48,7 @@ def view_of(memory: Memory) -> memoryview:
 
 
 def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
-    """Move one extent by system calls; `FileTooShort` if the file ends before it does."""
+    """Move one extent by system calls; raise `FileTooShort` if the file ends before the extent does."""
     near, offset, end = extent.near, extent.offset, extent.near + extent.size
     while near < end:
         if is_write:
@@ -63,7 +63,7 @@ def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Make many tuples at once: Python's collector would look through all of them again and again, half of the time."""
+    """Pause Python's collector while many tuples are made: its repeated scans would take half of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

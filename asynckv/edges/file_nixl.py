@@ -1,4 +1,4 @@
-"""Bytes to and from files by NIXL's POSIX back end; apart, because whoever only looks at a directory needs no NIXL."""
+"""Moves bytes to and from files by NIXL's POSIX back end. A tool that only lists a directory needs no NIXL."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from asynckv.edges.file_io import Extent
 from asynckv.edges.nixl import load_nixl
 from asynckv.geometry.layout import Memory
 
-AIO = {"use_aio": "true"}  # as fast as io_uring, which many containers forbid; POSIX aio has 0.7 to 0.9 of it
+AIO = {"use_aio": "true"}  # as fast as io_uring, which many containers forbid; POSIX aio reaches 0.7 to 0.9 of that
 NAP_S = 0.0001
 
 
 class NixlFiles:
-    """Moves batches by a NIXL agent with the POSIX back end; every agent adds a number to the name."""
+    """Move batches by a NIXL agent with the POSIX back end; every new agent adds a number to the name."""
 
     def __init__(self, name: str, memory: Memory, fds: Mapping[int, int]) -> None:
         self._api, self._name, self._memory, self._fds = load_nixl(), name, memory, fds
@@ -51,7 +51,7 @@ class NixlFiles:
 
     def reset(self) -> None:
         while self._agent is not None and self._agent.running:
-            self._ended = self.collect()  # with those from before
+            self._ended = self.collect()  # includes those that ended before
             time.sleep(NAP_S)
         self.close()
         self._agent = self._make_agent()

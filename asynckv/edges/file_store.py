@@ -1,8 +1,8 @@
-"""A directory of stored records: who owns it, and the files that hold the bytes.
+"""A directory of stored records: its owner, and the files that hold the bytes.
 
-The bytes are one range of addresses, cut into *segments*: files of equal size whose space is taken when the directory
-is opened, so that a full disk is found out then. A directory belongs to one process at a time, by a lock that ends with
-the process. Others may read without a lock: what the owner changes meanwhile fails its checksum.
+The bytes are one range of addresses, cut into *segments*: files of equal size. Their space is taken when the directory
+is opened, so that a full disk is found then. A directory belongs to one process at a time, by a lock that ends with the
+process. Other processes may read without a lock: a record that the owner changes meanwhile fails its checksum.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from asynckv.errors import BackendError
 OWNER = "owner"
 SEGMENT_BYTES = 1 << 30
 MAX_SEGMENTS = 99_999
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what says that there is no room
-MAX_OWNER = 4096  # bytes that are read of the file that says who the owner is
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # errors that mean that there is no room
+MAX_OWNER = 4096  # bytes that are read of the file that names the owner
 
 
 class Owner(Struct, frozen=True):
@@ -50,7 +50,7 @@ def _read_owner(fd: int) -> Owner | None:
 
 
 def owner_of(folder: Path) -> tuple[Owner | None, bool]:
-    """Say who has, or had, a directory, and whether it has it now; takes nothing."""
+    """Return the present or last owner of a directory, and True if it has it now; take no lock."""
     try:
         fd = os.open(folder / OWNER, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -68,38 +68,38 @@ def owner_of(folder: Path) -> tuple[Owner | None, bool]:
 
 def _check_user(path: Path, *users: int) -> None:
     me, hidden = os.geteuid(), -1
-    with suppress(OSError, ValueError):  # in a container without root, all users that it does not know are this one
+    with suppress(OSError, ValueError):  # a container without root shows all users that it does not know as this one
         number = int(Path("/proc/sys/kernel/overflowuid").read_text())
         known = [[int(x) for x in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
         hidden = -1 if any(first <= number < first + count for first, _, count in known) else number
     if strangers := set(users) - {me, 0, hidden}:
         raise BackendError(
-            f"{path} belongs to user {min(strangers)}, who could change what is in it, and this process is user {me}; "
-            f"run as that user, chown it, or name another directory"
+            f"{path} belongs to user {min(strangers)}, and this process is user {me}; the other user could change its "
+            f"contents: run as that user, chown it, or name another directory"
         )
 
 
 def check_parents(folder: Path) -> None:
-    """See that no other user can put another directory in the place of this one, which may not be there yet.
+    """Refuse a directory that another user could replace by another one; it need not exist yet.
 
-    A mount point may be open to everybody: an `emptyDir` of Kubernetes is, and only its pod sees it.
+    All users may write a mount point: an `emptyDir` of Kubernetes has such a mode, and only its pod sees it.
     """
     for parent in sorted({*folder.absolute().parents, *Path(os.path.realpath(folder)).parents}):
-        with suppress(OSError):  # it is not there, or cannot be reached
+        with suppress(OSError):  # it does not exist, or cannot be reached
             found = parent.lstat()
             _check_user(parent, found.st_uid)
             is_open = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
             if is_open and not os.path.ismount(parent):
                 raise BackendError(
-                    f"everybody may write {parent} (mode {stat.S_IMODE(found.st_mode):o}, of user {found.st_uid}), and "
-                    f"put another directory in the place of {folder}; chmod o-w or +t it, or name another directory"
+                    f"any user may write {parent} (mode {stat.S_IMODE(found.st_mode):o}, of user {found.st_uid}), and "
+                    f"replace {folder} by another directory; chmod o-w or +t it, or name another directory"
                 )
 
 
 def check_folder(folder: Path) -> None:
-    """See that no other user decides what is in a directory: a checksum says that bytes are whole, not who made them.
+    """Refuse a directory that another user may write: a checksum proves that bytes are whole, not their origin.
 
-    A group may write it as a container volume has it (Kubernetes: `fsGroup`): setgid, and one of this process's groups.
+    A group may write it if it is set up like a container volume (Kubernetes: `fsGroup`): setgid, for one of our groups.
     """
     check_parents(folder)
     try:
@@ -110,12 +110,12 @@ def check_folder(folder: Path) -> None:
             _check_user(path, path.lstat().st_uid)
     except OSError as exc:
         raise BackendError(f"{folder} cannot be used: {explained(folder, exc)}; or name another directory") from None
-    others = "everybody" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
+    others = "any user" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
     if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not is_volume):
         raise BackendError(
             f"{others} may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into the KV cache; "
-            f"chmod {'o' if others == 'everybody' else 'g'}-w it if it was not written yet, or name another directory "
-            f"(a group may if the directory is setgid, as a container's volume, and this process is in the group)"
+            f"chmod {'o' if others == 'any user' else 'g'}-w it if it was not written yet, or name another directory "
+            f"(a group may write it if it is setgid, as a container's volume, and this process is in the group)"
         )
 
 
@@ -126,8 +126,8 @@ class OwnerLock:
     """Ownership of a directory, until `release` or the end of the process.
 
     Args:
-        folder: Made if it is not there.
-        visit: Have it for a moment, to tidy up: it has to be there.
+        folder: The directory; made if it does not exist.
+        visit: True to own it for a moment, to tidy up; it has to exist.
     """
 
     def __init__(self, folder: Path, *, visit: bool = False) -> None:
@@ -145,7 +145,7 @@ class OwnerLock:
         _locks.add(self)
 
     def _take(self, folder: Path) -> bool:
-        """Lock the file that says whose it is, and write it; False if it was removed or renamed meanwhile."""
+        """Lock the file that names the owner, and write it; return False if it was removed or renamed meanwhile."""
         path, there = folder / OWNER, None
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -162,7 +162,7 @@ class OwnerLock:
             if there is None or not os.path.samestat(there, os.fstat(fd)):
                 return False
             mine = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
-            try:  # over what is there, for which a full disk has room
+            try:  # overwrite the old contents, because even a full disk has room for that
                 os.ftruncate(fd, os.pwrite(fd, msgspec.json.encode(mine) + b"\n", 0))
             except OSError as exc:
                 if exc.errno not in FULL:
@@ -180,7 +180,7 @@ class OwnerLock:
 
 
 def _after_fork() -> None:
-    """A child must not keep its parent's directory once the parent has ended."""
+    """Release all locks, so that a child does not keep its parent's directory once the parent has ended."""
     for lock in tuple(_locks):
         with suppress(OSError):
             lock.release()
@@ -195,8 +195,8 @@ def explained(folder: Path, exc: OSError) -> str:
         with suppress(OSError):
             found = path.stat()
             return (
-                f"{why}: {path} is user {found.st_uid}'s, of mode {stat.S_IMODE(found.st_mode):o}, and this process is "
-                f"user {os.geteuid()}; run as its user"
+                f"{why}: {path} belongs to user {found.st_uid} (mode {stat.S_IMODE(found.st_mode):o}), and this "
+                f"process is user {os.geteuid()}; run as its user"
             )
     with suppress(OSError):
         if exc.errno == errno.EROFS:
@@ -231,7 +231,7 @@ class NoRoom(BackendError): ...
 
 
 def check_room(folder: Path, num_bytes: int, *, refused: str = "") -> None:
-    """See that a disk has room for segments of so many bytes, or has not `refused` already."""
+    """Raise `NoRoom` if a disk has no room for segments of `num_bytes` in all, or has already `refused` them."""
     found = os.statvfs(folder)
     wanted = num_bytes - sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
     free, why = found.f_bavail * found.f_frsize, refused or os.strerror(errno.ENOSPC)
@@ -246,17 +246,17 @@ class Segments:
     """The files that hold the bytes: a range of `num_bytes`, in files of `segment_bytes`.
 
     Args:
-        direct: Whether to bypass the page cache, if the file system can.
-        is_owned: This process has the directory; else nothing is made.
+        direct: True to bypass the page cache, if the file system can.
+        is_owned: True if this process owns the directory; otherwise no file is made.
     """
 
     def __init__(
         self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool, is_owned: bool = True
     ) -> None:
         self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
-        self.fds: list[int] = []  # of the files, by number; -1 where there is none
+        self.fds: list[int] = []  # descriptors by the number of the file; -1 where there is none
         self.lengths: list[int] = []
-        self.kept: list[int] = []  # bytes that were there already; what was stored beyond is lost
+        self.kept: list[int] = []  # bytes that the file already had; records beyond them are lost
         self._folder = folder
         if num_bytes > MAX_SEGMENTS * segment_bytes:
             raise BackendError(
@@ -293,7 +293,7 @@ class Segments:
         self.fds.append(fd)
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, f"{path.name} is no regular file")
+            raise OSError(errno.EINVAL, f"{path.name} is not a regular file")
         self.kept.append(min(found.st_size, length))
         self.lengths.append(length)
         if found.st_size > length:
@@ -346,13 +346,13 @@ class Segments:
         for fd in self.fds:
             if fd < 0:
                 continue
-            with suppress(OSError):  # whoever closed it before did us no favour, but it is closed
+            with suppress(OSError):  # other code may have closed the descriptor already
                 os.close(fd)
         self.fds.clear()
 
 
 def _takes_direct(folder: Path) -> bool:
-    """Try whether a file system lets aligned reads and writes bypass the page cache."""
+    """Return True if a file system lets aligned reads and writes bypass the page cache; found by a trial."""
     path = folder / f"direct-{os.getpid()}.tmp"
     try:
         with mmap.mmap(-1, ALIGN) as page, _opened(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT) as fd:

@@ -1,15 +1,14 @@
 """The record plane on files: blocks that outlive the process, in a directory of its own.
 
-A thread does the work (`file_worker`); the loop never waits for the disk. A record is served if a checksum over its
-bytes and its key matches, and in no other case, so nothing depends on the order in which bytes and index reach the
-disk.
+A thread does the work (`file_worker`); the loop never waits for the disk. A record is served only if a checksum over
+its bytes and its key matches. So nothing depends on the order in which bytes and index reach the disk.
 
-A tier that is *only read* takes a snapshot of a directory that may be another's, without its lock, and changes nothing
-there. What the owner writes over is a miss here.
+A tier that is *only read* takes a snapshot of a directory that may belong to another process, without its lock, and
+changes nothing there. Records that the owner overwrites are misses here.
 
-A disk that fails makes misses. A failed batch is tried again record by record. If the disk is full, or writes fail in a
-row, the tier takes no more writes; if reads do, or a call does not come back within `slow_s`, it takes nothing any
-more. Either is told once. A read that waits for longer than `slow_s` is a miss as well.
+A failing disk causes misses. A failed batch is tried again record by record. If the disk is full, or writes fail in a
+row, the tier takes no more writes. If reads fail in a row, or a call does not return within `slow_s`, the tier takes
+nothing any more. Each of the two is reported once. A read that waits for longer than `slow_s` is a miss as well.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ class FileTier:
     """A `RecordPlane` in one directory.
 
     Args:
-        folder: Made if it is not there.
-        num_bytes: What all records together may take on the disk. Rounded down to 4096.
-        name: Of NIXL agents: unique per process start.
-        open_io: What moves the bytes; NIXL if left out.
-        direct: Whether to bypass the page cache where the file system can.
-        slow_s: How long a read may take before it is a miss, and a call to the disk before the tier is given up.
-        segment_bytes: Of one file; a directory keeps what it was made with.
-        read_only: Read what others have stored, who may have it still, and write nothing.
+        folder: The directory; made if it does not exist.
+        num_bytes: Bytes that all records together may take on the disk. Rounded down to a multiple of 4096.
+        name: Name of its NIXL agents, unique per process start.
+        open_io: Makes the object that moves the bytes; NIXL's if left out.
+        direct: True to bypass the page cache where the file system can.
+        slow_s: Seconds after which a read is a miss, and after which a call to the disk ends the tier.
+        segment_bytes: Bytes of one file; a directory keeps the size that it was made with.
+        read_only: True to read the records of other processes, which may still own the directory, and write nothing.
     """
 
     def __init__(
@@ -78,11 +77,11 @@ class FileTier:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
-        self._close_by: float | None = None  # until when `close` may still wait, if the waiting was begun off the loop
+        self._close_by: float | None = None  # deadline of `close`, if `quiesce` has begun the wait off the loop
         self._worker: Worker | None = None
         self._lock: OwnerLock | None = None
         self._news: list[RecordNews] = []
-        self.found: Counter[str] = Counter()  # what the start found: records, and those that were dropped, by cause
+        self.found: Counter[str] = Counter()  # counts of the start: records found, and records dropped by cause
 
     @property
     def num_bytes(self) -> int:
@@ -116,10 +115,10 @@ class FileTier:
             return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in oldest_first]
 
     def _open_as_can_be(self) -> tuple[Opened, str]:
-        """Take the directory and open it, to be written if it can be; else it is said why not."""
+        """Open the directory, for writing if possible; return it and the reason if it is only read."""
         if self._read_only:
             check_folder(self._folder)
-            return self._open(is_owned=False), "the directory is another's, and only read"
+            return self._open(is_owned=False), "the file tier was opened to be read only"
         self._lock = OwnerLock(self._folder)
         try:
             return self._open(is_owned=True), ""
@@ -127,7 +126,7 @@ class FileTier:
             FileIndex.set_aside(self._folder)
             self.found["index_damaged"] = 1
             return self._open(is_owned=True), ""
-        except NoRoom as exc:  # others have filled the disk: what is there is served
+        except NoRoom as exc:  # other writers have filled the disk, but stored records are still served
             with suppress(BackendError):
                 opened = self._open(is_owned=False)
                 if opened[2]:
@@ -155,7 +154,7 @@ class FileTier:
         return index, segments, entries
 
     def _recover(self, said: Said, segments: Segments) -> tuple[dict[int, Entry], list[int]]:
-        """Return what can still be there, the newest of what overlaps; and the places of all else, which is counted."""
+        """Return the records that can still be there, the newest where some overlap; and the places of all others."""
         entries, malformed = said.entries, said.malformed
         self.found["malformed"] = len(malformed)
         kept = [entry for entry in entries if segments.has_kept(entry.far, entry.size)]
@@ -223,7 +222,7 @@ class FileTier:
 
     def _wake(self) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._ready)
 
     def _ready(self) -> None:

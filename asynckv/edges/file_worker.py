@@ -1,7 +1,7 @@
-"""The thread of the file tier: moves in, batches of records through the disk, endings out.
+"""The thread of the file tier: it takes moves, passes batches of records through the disk, and reports endings.
 
-What the loop asks and what it is told goes through one lock, which either side holds for moments only. Everything else
-belongs to the thread: the batches that run, what is known of records, and the changes that the index has not seen yet.
+Requests of the loop and answers to it go through one lock, which either side holds for moments only. Everything else
+belongs to the thread: the batches that run, the entries of records, and the changes that the index has not seen yet.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
 from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
 
-BATCH_BYTES = 8 << 20  # moved at a time, unless one record is larger: in the caches when it is checked
+BATCH_BYTES = 8 << 20  # per batch, unless one record is larger: still in the CPU's caches when it is checked
 IN_FLIGHT = 4  # batches at a time, where the back end queues them
 MAX_PENDING = 256  # changes of the index that one transaction takes
-COMMIT_S = 0.02  # how long a change of the index waits for others
-LOOK_S = 1.0  # within what time of a write it is seen that the files are there
-MAX_ERRORS = 8  # places that failed, one after another, after which a tier takes no more writes, or no more reads
-NAPS_S = 0.00005, 0.0004  # between two looks at queued batches, ever less often until one has ended
-NO_MORE = {*FULL, errno.EROFS}  # what says that no later write will do better
+COMMIT_S = 0.02  # seconds that a change of the index waits for others
+LOOK_S = 1.0  # seconds after a write within which the files are checked for removal
+MAX_ERRORS = 8  # failed places in a row after which a tier takes no more writes, or no more reads
+NAPS_S = 0.00005, 0.0004  # first and longest pause between two checks of queued batches
+NO_MORE = {*FULL, errno.EROFS}  # errors after which no later write will succeed
 
 
 class Takes(IntEnum):
@@ -50,12 +50,12 @@ class _Move:
     is_write: bool
     records: Sequence[Record]
     posted_at: float
-    next: int = 0  # the first record that no batch has
+    next: int = 0  # the first record that is in no batch yet
     running: int = 0  # batches
     lost: list[int] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)  # where records were put
+    written: list[int] = field(default_factory=list)  # places of written records
     cause: str = ""
-    is_void: bool = False  # cancelled or too late: nothing of it counts
+    is_void: bool = False  # True if it was cancelled or is too late, so that none of its records counts
     is_told_doubt: bool = False
 
     def void(self, cause: str) -> None:
@@ -74,15 +74,15 @@ class _Batch:
 
 
 class Worker:
-    """The thread, and what it shares with the loop under `_gate`.
+    """The thread, and the state that it shares with the loop under `_gate`.
 
     Args:
-        segments: The files; the thread closes them in its end, as it does `index` and `io`.
-        index: None if the directory is only read.
-        only_read: Why it is.
-        entries: What the index says, by place.
-        slow_s: How long a read, or a call to the system, may take.
-        wake: Called when there is news, on either side.
+        segments: The files; the thread closes them at its end, with `index` and `io`.
+        index: The index, or None if the directory is only read.
+        only_read: Reason if the directory is only read.
+        entries: Entries of the index, by place.
+        slow_s: Seconds that a read, or a call to the system, may take.
+        wake: Called when there is news, from the thread or from the loop.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Worker:
         self._memory, self._view, self._segments = memory, view_of(memory), segments
         self._folder = segments.path(0).parent
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
-        self._entries = entries  # by place; the thread's own
+        self._entries = entries  # by place; only the thread changes it
         self._gate = threading.Condition()
         self._moves: dict[TransferId, _Move] = {}
         self._queues: dict[bool, deque[_Move]] = {False: deque(), True: deque()}
@@ -109,16 +109,16 @@ class Worker:
         self._news: list[RecordNews] = []
         self._takes, self._cause = Takes.ALL if index is not None else Takes.READS, only_read
         self._is_stopping = False
-        self._busy_since: float | None = None  # of one call to the system, or of the oldest batch in flight
-        # The thread's own.
+        self._busy_since: float | None = None  # start of the present system call, or of the oldest batch in flight
+        # From here on, only the thread uses these.
         self._batches: dict[int, _Batch] = {}
         self._number = 0
         self._nap_s = NAPS_S[0]
         self._stored: dict[int, Entry] = {}
-        self._dropped: set[int] = set()  # what the index has not been told yet, and since when
+        self._dropped: set[int] = set()  # with `_stored`, the changes that the index has not been told yet
         self._pending_since = 0.0
         self._failing: dict[bool, set[int]] = {False: set(), True: set()}  # places, since the last success
-        self._looked_at, self._is_unseen = 0.0, False  # looks at whether the files are there
+        self._looked_at, self._is_unseen = 0.0, False  # last check for removed files, and whether one is due
         self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name=f"{name}-files", daemon=True)
         end_at_exit(self)
@@ -179,14 +179,14 @@ class Worker:
                 self._settle(move)
 
     def look(self) -> bool:
-        """Give up what takes too long; whether to look again."""
+        """Give up moves and calls that take too long; return True if there is a reason to look again."""
         at = time.monotonic()
         with self._gate:
             if self._busy_since is not None and at - self._busy_since >= self._slow_s:
                 self._take(Takes.NOTHING, f"the disk under {self._folder} has not answered for {self._slow_s:g} s")
             is_off = self._takes is Takes.NOTHING
             for move in list(self._moves.values()):
-                # Nobody waits for a write, and reads go before it.
+                # A write cannot be late, because no request waits for it and reads go before it.
                 is_late = not move.is_write and at - move.posted_at >= self._slow_s
                 if is_late or is_off:
                     if not move.is_void:
@@ -209,13 +209,13 @@ class Worker:
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end; what had not ended has `FAILED`. `BackendError` if the thread hangs in the system."""
+        """Wait for the end; moves that had not ended are `FAILED`. Raise `BackendError` if the thread hangs."""
         if not self.wait(timeout_s):
             raise BackendError(
                 f"the disk under {self._folder} has not answered in time: memory that it reads into may still be "
                 f"written; keep it, and call close() again"
             )
-        # The thread has done that, unless something still runs.
+        # The thread has closed both already, unless a batch was still running.
         self._io.close()
         self._segments.close()
         with self._gate:
@@ -249,7 +249,7 @@ class Worker:
         self._wake()
 
     def _take(self, takes: Takes, cause: str) -> None:
-        """Take so much from now on, unless it is less already, and say so once."""
+        """Take only `takes` from now on, unless it is less already, and report that once."""
         if self._takes <= takes:
             return
         self._takes, self._cause = takes, cause
@@ -267,18 +267,18 @@ class Worker:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as exc:  # whatever it is, moves must hear of it
+        except BaseException as exc:  # moves must end whatever the exception is
             with self._gate:
                 self._take(Takes.NOTHING, f"the thread of the file tier broke: {exc!r}")
         for far in self._forgotten:
             self._drop(far)
         self._write_layouts(self._new_layouts)
         self._commit()
-        # All of this may wait for the disk, so it is done here.
+        # Closing may wait for the disk, so the thread does it and not the loop.
         if self._index is not None:
             with suppress(sqlite3.Error):
                 self._index.close()
-        with suppress(BackendError):  # what runs still has its files
+        with suppress(BackendError):  # batches that still run need their files
             self._io.close()
             self._segments.close()
 
@@ -303,7 +303,7 @@ class Worker:
             self._look_for_files()
 
     def _wait(self) -> bool:
-        """Wait for something to do; False when there is nothing more to be done, ever. The lock is held."""
+        """Wait for work; return False if there will be none any more. The lock is held."""
         if self._is_stopping and not self._batches:
             return False
         if self._forgotten or self._new_layouts or (len(self._batches) < IN_FLIGHT and any(self._queues.values())):
@@ -317,7 +317,7 @@ class Worker:
         return True
 
     def _next_batch(self) -> _Batch | None:
-        """Take some records of the oldest move that reads, else of the oldest that writes. The lock is held."""
+        """Take records of the oldest move that reads, or else of the oldest that writes. The lock is held."""
         if self._is_stopping:
             return None
         for queue in self._queues.values():
@@ -344,8 +344,8 @@ class Worker:
         if move.is_write:
             for i in batch.positions:
                 self._drop(move.records[i].far)
-            # What lay where something is written is forgotten first: whoever is killed meanwhile leaves no index that
-            # says of half-written bytes that they are whole.
+            # Overwritten records are forgotten first, because a process that is killed meanwhile must not leave an
+            # index that declares half-written bytes whole.
             if self._dropped and not self._commit():
                 with self._gate:
                     move.void(self._cause)
@@ -370,7 +370,7 @@ class Worker:
         self._nap_s = NAPS_S[0]
         self._batches[self._number] = batch
         self._io.submit(self._number, extents, move.is_write)
-        if move.is_write:  # while the bytes are on their way
+        if move.is_write:  # computed while the disk writes
             batch.sums += [self._sum(move.records[i]) for i in batch.positions]
 
     def _sum(self, record: Record) -> int:
@@ -380,7 +380,7 @@ class Worker:
         return self._segments.extents(record.near, record.far, record.size)
 
     def _collect(self) -> None:
-        """Finish what has ended; if something failed, all that runs is ended, and done again with system calls."""
+        """Finish ended batches; after a failure end all that run, and repeat them by system calls."""
         failed = False
         for number, is_good in self._io.collect():
             if is_good:
@@ -395,7 +395,7 @@ class Worker:
                 if is_good:
                     self._finish(self._batches.pop(number))
         except BackendError as exc:
-            # What runs may still write: it stays with its moves, which are in doubt.
+            # Running batches may still write, so they stay with their moves, which are in doubt.
             with self._gate:
                 self._take(Takes.NOTHING, str(exc))
             raise
@@ -465,7 +465,7 @@ class Worker:
                 why = explained(self._folder, exc)
                 self._take(Takes.READS, f"{self._folder} takes no more writes: {why}, and start again")
             elif len(failing) >= MAX_ERRORS:
-                # A disk that can only be read still serves what it has.
+                # A disk that fails only on writes still serves its records.
                 self._take(
                     Takes.READS if move.is_write else Takes.NOTHING,
                     f"{self._folder}: {what} failed for {len(failing)} records in a row, the last: {word}; see to the "
@@ -481,20 +481,20 @@ class Worker:
             self._pending_since = self._pending_since or time.monotonic()
 
     def _look_for_files(self) -> None:
-        """See, soon after a write, that the files have not been removed: what is in them is gone with the process."""
+        """Check, soon after a write, for removed files: records in them would be lost when the process ends."""
         at = time.monotonic()
         if self._index is not None and self._is_unseen and at - self._looked_at >= LOOK_S:
             self._looked_at, self._is_unseen = at, False
             gone = ""
-            with suppress(OSError):  # of whoever may not look
+            with suppress(OSError):  # this process may not look
                 gone = self._segments.removed() or self._index.removed()
             if gone:
                 with self._gate:
                     self._take(
                         Takes.READS,
                         f"{gone} was removed from {self._folder} while it was in use, so no more is stored there; the "
-                        f"space is free when this process ends: start again, and remove only what nobody has (asynckv "
-                        f"offload prune)",
+                        f"space is freed when this process ends: start again, and remove only directories without an "
+                        f"owner (asynckv offload prune)",
                     )
 
     def _is_due(self) -> bool:
@@ -505,7 +505,7 @@ class Worker:
         )
 
     def _commit(self) -> bool:
-        """Tell the index what has changed; False if it could not be told."""
+        """Write the changes to the index; return False if that failed."""
         stored, dropped = self._stored, self._dropped
         self._stored, self._dropped, self._pending_since = {}, set(), 0.0
         if stored or dropped:
@@ -529,7 +529,7 @@ class Worker:
 
     @contextmanager
     def _telling(self) -> Iterator[FileIndex]:
-        """Use the index. If that fails, what is stored is known to this process only, and no more is taken."""
+        """Use the index. If that fails, new records are known to this process only, and no more are taken."""
         assert self._index is not None
         try:
             yield self._index

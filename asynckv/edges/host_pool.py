@@ -18,15 +18,15 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
 HUGE_PAGE = 2 << 20
-POPULATE_WRITE = 23  # `MADV_POPULATE_WRITE`, which Python does not name: since Linux 5.14
-PIECE = 64 << 20  # what is taken at a time
+POPULATE_WRITE = 23  # `MADV_POPULATE_WRITE` of Linux 5.14 and later, which Python does not name
+PIECE = 64 << 20  # bytes that are populated at a time
 
 
 class HostPool:
-    """A range of host memory, zeroed; freed by `close`. Its length is rounded up to 4096.
+    """A range of host memory, zeroed; freed by `close`. Its length is rounded up to a multiple of 4096.
 
     All of it is taken from the system at once, 0.1 to 0.4 s per GB, so that no copy waits for a page. With a `device`
-    it is pinned for that GPU; memory that cannot be pinned serves as well, and slower (`how`).
+    it is pinned for that GPU. Memory that cannot be pinned is used as well, but is slower (`how`).
     """
 
     def __init__(self, num_bytes: int, *, device: int | None = None) -> None:
@@ -56,8 +56,8 @@ class HostPool:
                 self.how = f"not pinned for GPU {device}, so copies are slower: {exc}"
 
     def _populate(self) -> None:
-        # Not `mmap.madvise`, which keeps the interpreter's lock, and with it every thread, for seconds; and in pieces,
-        # because who maps memory meanwhile waits for the end of one.
+        # `mmap.madvise` would hold the interpreter's lock, and so stop every thread, for seconds. It is done in pieces,
+        # because a thread that maps memory meanwhile waits for the end of one.
         assert self.array is not None
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -73,7 +73,7 @@ class HostPool:
         return {"host_memory": self.how} if self.how else {}
 
     def close(self) -> None:
-        """Give the memory back, once nothing uses it: some ms per GB. Idempotent; may run on another thread."""
+        """Free the memory once nothing uses it: some ms per GB. Idempotent; may run on another thread."""
         if self._pinned is not None:
             self._pinned.release()
         self.array = None
@@ -84,7 +84,7 @@ class HostPool:
 def _lacking(num_bytes: int, why: str) -> BackendError:
     free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     return BackendError(
-        f"{num_bytes} bytes of host memory are not to be had ({why}; {free} bytes are free); lower host_bytes"
+        f"{num_bytes} bytes of host memory cannot be allocated ({why}; {free} bytes are free); lower host_bytes"
     )
 
 
@@ -100,7 +100,7 @@ def load_driver() -> Any:
 
 
 class Pinned:
-    """A range that is pinned until `release`, for a GPU as CUDA numbers those that this process may use."""
+    """A range that is pinned until `release`, for a GPU by CUDA's number among those that this process may use."""
 
     def __init__(self, address: int, num_bytes: int, device: int) -> None:
         self._driver, self._address, self._context = load_driver(), ctypes.c_void_p(address), ctypes.c_void_p()
@@ -120,7 +120,7 @@ class Pinned:
         if not self._is_pinned:
             return
         self._is_pinned = False
-        with suppress(BackendError), self._current():  # CUDA ends before us where an interpreter ends
+        with suppress(BackendError), self._current():  # CUDA may have ended already when the interpreter ends
             self._call("cuMemHostUnregister", self._address)
         self._leave()
 

@@ -1,9 +1,8 @@
-"""Keeps a NIXL agent alive in processes of their own: one serves, one stands by.
+"""Keeps a NIXL agent alive in child processes: one serves, one stands by.
 
 UCX ends the process on some paths when a connection that emulates remote reads breaks (`docs/reliability.md`). Here
-that process is a child, which maps the engine's memory at the same addresses and runs `NixlPlane`. Its end is the end
-of whatever could write: it is waited for, and only then told. Starting one takes about a second, so the next is started
-ahead.
+that process is a child, which maps the engine's memory at the same addresses and runs `NixlPlane`. Its end is reported
+only once it was waited for, when it can no longer write. A start takes about a second, so the next is started ahead.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from asynckv.errors import BackendError, EngineClosed
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
-SETTLE_S = 10.0  # after the engine's start, until the first one to stand by is started
-AHEAD_S = 1.0  # how long after another serves the next is started
+SETTLE_S = 10.0  # seconds from the engine's start until the first standby child is started
+AHEAD_S = 1.0  # seconds from a change of the serving child until the next standby child is started
 CPUCLOCK_SCHED = 2  # of Linux: a process's clock of CPU time, by its id
-CLOSE_S = 10.0  # how long a child may take to let go by itself; it is killed then
-KILL_S = 5.0  # how long the kernel may take to end a child that was killed
-MAX_NEWS = 64 * 1024 * 1024  # bytes of one frame that a child sends; what is longer is no frame
-MAX_COLLISIONS = 32  # how often in a row a child may find the addresses taken: chance, of some percent for 64 GB
+CLOSE_S = 10.0  # seconds that a child may take to end by itself before it is killed
+KILL_S = 5.0  # seconds that the kernel may take to end a child that was killed
+MAX_NEWS = 64 * 1024 * 1024  # bytes of the largest frame that a child may send
+MAX_COLLISIONS = 32  # children in a row that may find addresses taken, by a chance of some percent each for 64 GB
 DEATHS = 10
-DEATHS_S = 60.0  # more deaths than that within so many seconds, and the next one serves when the first of them is past
-STANDBY_S = 10.0  # after the end of one that stood by, until another is started: no reader waits for it
+DEATHS_S = 60.0  # after more than `DEATHS` within this time, the next child waits until the first of them is this old
+STANDBY_S = 10.0  # delay before a standby child that ended is replaced; no reader depends on it
 BEAT_S = 1.0
-HUNG_S = 10.0  # without an answer while somebody may be reading, and a child is killed: it may be stuck in NIXL
+HUNG_S = 10.0  # a child that does not answer for this long while readers may read is killed: it may be stuck in NIXL
 
 
 def check_processes() -> None:
-    """See whether children can be kept here at all: some sandboxes forbid it, some interpreters cannot be started."""
+    """Raise `BackendError` if no child can be kept: a sandbox may forbid it, or the interpreter cannot be started."""
     if not sys.executable:
         raise BackendError("this interpreter does not know its own path (sys.executable), so it cannot start another")
     try:
@@ -58,18 +57,18 @@ def check_processes() -> None:
 
 
 class _Process:
-    """One child, until it was waited for; `collisions` is how many before it found addresses taken."""
+    """One child, until it was waited for; `collisions` counts those before it that found the addresses taken."""
 
     def __init__(self, shares: Sequence[Share], fds: Sequence[int], setup: wire.Setup, collisions: int) -> None:
         self.name, self.collisions = setup.agent_name, collisions
         self.ready: wire.Ready | None = None
-        self.cause = ""  # what it had to say of its end
+        self.cause = ""  # the reason of its end, if it or the keeper gave one
         self.timer: asyncio.TimerHandle | None = None
         self.started_at = self.busy_at = time.monotonic()
-        self.cpu_s = 0.0  # what it had used when it was last seen to be busy
-        self.asked_at = math.inf  # since when it has not answered
+        self.cpu_s = 0.0  # CPU time when it was last seen to be busy
+        self.asked_at = math.inf  # time of the oldest question without an answer
         ours, theirs = socket.socketpair()
-        # Like the modules of this process, wherever it found them; never those of the current folder.
+        # The child finds the same modules as this process, and never those of the current folder.
         home = str(Path(__file__).parents[2])
         path = os.pathsep.join([home, *(entry for entry in sys.path if entry)])
         out = 2 if _is_open(2) else subprocess.DEVNULL
@@ -79,9 +78,9 @@ class _Process:
                 env=os.environ | {"PYTHONPATH": path},
                 pass_fds=(theirs.fileno(), *fds),
                 stdin=subprocess.DEVNULL,
-                stdout=out,  # never into what the engine's process prints
+                stdout=out,  # never mixed into the engine's stdout
                 stderr=out,
-                process_group=0,  # what the terminal sends is for the engine's process
+                process_group=0,  # signals of the terminal are for the engine's process only
             )
             try:
                 self.exit_fd = os.pidfd_open(self._popen.pid)
@@ -89,7 +88,7 @@ class _Process:
                 self._popen.kill()
                 self._popen.wait()
                 raise
-        except (OSError, TypeError, ValueError) as exc:  # TypeError: an interpreter that does not know where it is
+        except (OSError, TypeError, ValueError) as exc:  # TypeError: an interpreter that does not know its own path
             ours.close()
             raise BackendError(f"the data plane's process cannot be started: {exc}") from exc
         finally:
@@ -103,9 +102,9 @@ class _Process:
         return self._popen.pid
 
     def is_stuck(self, patience_s: float) -> bool:
-        """Say whether it has used no CPU for so long, or has not served for ten times as long."""
+        """Return True if it used no CPU for `patience_s`, or did not serve for ten times as long."""
         now = time.monotonic()
-        with suppress(OSError):  # it has ended, which is told by itself
+        with suppress(OSError):  # it has ended, which `_on_exit` handles
             if (cpu_s := time.clock_gettime(~self.pid << 3 | CPUCLOCK_SCHED)) > self.cpu_s:
                 self.busy_at, self.cpu_s = now, cpu_s
         return now > self.busy_at + patience_s or now > self.started_at + 10 * patience_s
@@ -116,7 +115,7 @@ class _Process:
     def wait(self, seconds: float) -> bool:
         if self._popen.returncode is not None:
             return True
-        poll = select.poll()  # descriptors may have any number
+        poll = select.poll()  # unlike `select`, it takes descriptors of any number
         poll.register(self.exit_fd, select.POLLIN)
         if not poll.poll(max(0.0, seconds) * 1e3):
             return False
@@ -155,17 +154,17 @@ def _is_open(fd: int) -> bool:
 
 
 class Keeper:
-    """One agent after the other, in processes of their own. Never blocks but in `close`.
+    """One agent after the other, in processes of their own. Only `close` blocks.
 
     Args:
-        name: Of the first agent; those that follow get a number.
-        hear: Called with what the child that serves has to say, and after that with None, once per turn.
-        lost: Called when it has ended, and was waited for: why, and the seconds until another may serve.
-        deaths: How many ends within a minute are followed by another at once.
-        has_spare: Another child stands by.
+        name: Name of the first agent; the next ones get a number.
+        hear: Called with each message of the serving child, and after that with None, once per turn.
+        lost: Called once that child was waited for after its end, with the reason and the seconds until another serves.
+        deaths: Most ends within a minute that are followed by another child at once.
+        has_spare: True to keep another child on standby.
     """
 
-    _loop: asyncio.AbstractEventLoop  # on which it was started last
+    _loop: asyncio.AbstractEventLoop  # the loop of the last start
 
     def __init__(
         self,
@@ -185,11 +184,11 @@ class Keeper:
         self._memories: tuple[Memory, ...] = ()
         self._current: _Process | None = None
         self._started: asyncio.Future[None] | None = None  # what `start` waits for
-        self._next: _Process | None = None  # the one that stands by
+        self._next: _Process | None = None  # the standby child
         self._ready = wire.Ready(AgentInfo("", b""))
-        self.name = name  # of the agent that serves, or served last
+        self.name = name  # the agent that serves, or served last
         self._orders: list[wire.Order] = []
-        self.is_closing = False  # no other follows
+        self.is_closing = False  # True if no other child may follow
         self._is_flush_due = self._has_settled = False
         self._ended = asyncio.Event()  # set when there is no child
         self._deaths: deque[float] = deque()
@@ -221,7 +220,7 @@ class Keeper:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self, memories: Sequence[Memory]) -> AgentInfo:
-        """Start a child and wait for its agent while it makes progress; after `SETTLE_S` another that stands by."""
+        """Start a child and wait for its agent while it makes progress; start a standby child after `SETTLE_S`."""
         if self._shares is not None:
             raise BackendError("a data plane in a process of its own serves already; `close()` first")
         self._loop = asyncio.get_running_loop()
@@ -280,7 +279,7 @@ class Keeper:
                 process.kill()
 
     def close(self) -> None:
-        """Let go of everything within `CLOSE_S`; `BackendError` if a child may still write. Idempotent."""
+        """Release everything within `CLOSE_S`; raise `BackendError` if a child may still write. Idempotent."""
         self._begin_to_close()
         deadline = time.monotonic() + CLOSE_S
         for process in (self._current, self._next):
@@ -316,14 +315,14 @@ class Keeper:
             self._flush()
         for process in (self._current, self._next):
             if process is not None and (process is self._next or process.ready is None):
-                process.kill()  # nobody knows it, and nothing is under way
+                process.kill()  # it has never served, so no transfer is in flight
 
     # -- deaths ------------------------------------------------------------------------------------
 
     def _on_exit(self, process: _Process) -> None:
         if not process.wait(0.0):
             return
-        self._take_news(process)  # what it said before
+        self._take_news(process)  # messages sent before its end
         is_current = process is self._current
         self._see_off(process)
         if not self.num_processes:
@@ -338,7 +337,7 @@ class Keeper:
             self._later(STANDBY_S, self._stand_by)
 
     def _note_death(self) -> float:
-        """Return the seconds until another may serve."""
+        """Count one death, and return the seconds until another child may serve."""
         now = time.monotonic()
         self._deaths.append(now)
         while len(self._deaths) > self._max_deaths + 1:
@@ -395,12 +394,12 @@ class Keeper:
         self._timers.append(self._loop.call_later(delay, call))
 
     def _look(self, process: _Process) -> None:
-        """Kill a child that is stuck before it serves; one that a busy host keeps waiting is waited for."""
+        """Kill a child that is stuck before it serves, but wait for one that makes slow progress on a busy host."""
         patience_s = self._config.process_start_s
         if process.is_stuck(patience_s):
             process.cause = (
-                f"did not serve, and made no progress for {patience_s:g} s: see its last words on stderr; raise "
-                f'NixlConfig(process_start_s=...) on a host that is so busy, or say NixlConfig(process="never")'
+                f"did not serve, and made no progress for {patience_s:g} s: see its output on stderr; raise "
+                f'NixlConfig(process_start_s=...) on a busy host, or set NixlConfig(process="never")'
             )
             process.kill()
         else:
@@ -410,7 +409,7 @@ class Keeper:
 
     def _on_news(self, process: _Process) -> None:
         if not self._take_news(process):
-            # It has closed its end: whatever it is about, it serves nobody, and its end is told by the kernel.
+            # The child closed its socket, so it can serve no reader. The kernel reports its end through `exit_fd`.
             self._loop.remove_reader(process.link.fileno())
             if not self.is_closing:
                 process.kill()
@@ -425,8 +424,8 @@ class Keeper:
             try:
                 said = wire.news.decode(frame)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-                # It is out of its mind: what it says from here on counts for nothing.
-                process.cause = f"said what cannot be understood: {exc}"
+                # A child that sends such a frame is broken, so the rest of its messages is ignored.
+                process.cause = f"sent a message that cannot be decoded: {exc}"
                 process.kill()
                 return False
             for news in said:
@@ -457,14 +456,14 @@ class Keeper:
         self._has_settled = True
 
     def watch(self, serving: bool) -> None:
-        """Somebody may be reading, or nobody is: the child makes progress for them, and is looked after."""
+        """Note whether remote readers may read: if so, the child makes progress for them, and must answer beats."""
         self._is_watched = serving
         self.order(wire.Watch(serving))
         if serving and self._beat_timer is None and self._shares is not None:
             self._beat()
 
     def _beat(self) -> None:
-        """Ask the child that serves whether it is there, and kill it if it has not answered for long."""
+        """Ask the serving child for an answer, and kill it if it has not answered for `HUNG_S`."""
         self._beat_timer = None
         if not self._is_watched or self.is_closing:
             return
@@ -475,14 +474,14 @@ class Keeper:
                 process.asked_at = now
                 self.order(wire.Beat())
             elif was_away:
-                process.asked_at = now  # its answer may wait for us
+                process.asked_at = now  # this loop was blocked, so the answer may already have arrived
             elif now > process.asked_at + HUNG_S:
                 process.cause = f"did not answer for {HUNG_S:g} s"
                 process.kill()
         self._beat_timer = self._loop.call_later(BEAT_S, self._beat)
 
     def order(self, order: wire.Order) -> None:
-        """Say something to the child that serves, with all else of this turn; nothing if none does."""
+        """Send an order to the serving child, in one frame with all others of this turn; drop it if none serves."""
         if not self.is_serving or self.is_closing:
             return
         self._orders.append(order)

@@ -1,8 +1,8 @@
-"""Where ranks keep their files, and what engines of another parallel or block size have left beside a rank's own.
+"""The directories of ranks, and those that engines of another parallel or block size have left beside a rank's own.
 
-Each form of records has a directory of its own. What others have left is only read, and never believed: a form is
-checked as everything is that comes from outside. One that cannot be used is told, with its cause, unless a process has
-it, which may be starting.
+Each form of records has a directory of its own. A directory of another engine is only read, and never trusted: its form
+is checked like all input from outside. One that cannot be used is reported with the cause, unless a process owns it,
+because that process may be starting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_FOLDERS = 4096
 
 
 class Left(NamedTuple):
-    """One rank's directory: how many bytes its files have, what a record is, and when something was stored last."""
+    """One rank's directory: the bytes of its files, the form of its records, and the time it last stored something."""
 
     folder: Path
     num_bytes: int
@@ -41,10 +41,10 @@ def rank_folder(directory: str | os.PathLike[str], form: Layout) -> Path:
 
 
 def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]:
-    """Return the directories that a rank needs of another engine's: of the one that stored last and left all of them.
+    """Return the directories that a rank needs, of the engine that stored last among those that left all of them.
 
-    A rank's own siblings are to open their directories themselves. What cannot be used, and is nobody's, is added to
-    `left_out`, with the reason.
+    Directories of the rank's own siblings are skipped, because these open them themselves. For each directory that
+    cannot be used and has no owner now, the reason is added to `left_out`.
     """
     mine, place = _engine(own), (own.tp_rank, own.pp_stage)
     engines: dict[tuple[object, ...], list[Left]] = defaultdict(list)
@@ -52,16 +52,16 @@ def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]
         try:
             left = _read(folder)
         except AsyncKVError as exc:
-            if not owner_of(folder)[1]:  # else it may be starting
+            if not owner_of(folder)[1]:  # a live owner may be starting
                 left_out.append(str(exc))
             continue
         if _engine(left.form) == mine and ((left.form.tp_rank, left.form.pp_stage) != place or left.form == own):
             continue
         engines[_engine(left.form)].append(left)
     for ranks in sorted(engines.values(), key=lambda ranks: -max(left.stored_at for left in ranks)):
-        # Of a rank that changed its memory order there may be two.
+        # A rank that changed its memory order may have left two.
         newest = {(left.form.tp_rank, left.form.pp_stage): left for left in sorted(ranks, key=lambda each: each[-1])}
-        with suppress(LayoutError):  # some are missing, or they hold something else
+        with suppress(LayoutError):  # some ranks are missing, or their records do not fit
             tables = kept_tables(own, [left.form for left in newest.values()], count(1))
             return tuple(left for left, some in zip(newest.values(), tables, strict=True) if some is not None)
     return ()
@@ -72,7 +72,7 @@ def _engine(form: Layout) -> tuple[object, ...]:
 
 
 def _folders(directory: Path) -> Iterator[Path]:
-    """Name the directories that have an index, and ranks' that may not be looked into."""
+    """Yield the directories that have an index, and those of ranks that this process may not look into."""
     with suppress(OSError):
         for folder in sorted(directory.iterdir())[:MAX_FOLDERS]:
             try:
@@ -93,7 +93,7 @@ def _read(folder: Path) -> Left:
         form = next((form for form in forms if folder == rank_folder(folder.parent, form)), None)
         num_bytes = min(said.facts["num_bytes"], _end(folder, said.facts["segment_bytes"]))
     except (OSError, ValueError, LookupError, AsyncKVError) as exc:
-        raise BackendError(f"{folder} says of its records what makes no sense: {exc!r:.200}") from None
+        raise BackendError(f"the description of the records in {folder} makes no sense: {exc!r:.200}") from None
     if form is None:
         raise BackendError(f"{folder} does not say what its records are")
     if num_bytes < ALIGN:
@@ -102,6 +102,6 @@ def _read(folder: Path) -> Left:
 
 
 def _end(folder: Path, segment_bytes: int) -> int:
-    """Say where the last of its files ends, whatever the index says; 0 if there is none."""
+    """Return the end of the last file, whatever the index says; 0 if there is no file."""
     last = max(folder.glob("segment-*.kv"), default=None)
     return int(last.stem.removeprefix("segment-")) * segment_bytes + last.stat().st_size if last is not None else 0

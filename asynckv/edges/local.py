@@ -1,9 +1,8 @@
-"""A socket of the host on which an engine answers what it holds, and nothing else: no address, no port, no keys.
+"""A local socket on which an engine answers questions for its status, and nothing else: no address, no port, no keys.
 
-The file system says who may ask: the socket is its user's alone (0600), in a directory that nobody else may write to.
-There is one socket per rank. It appears under its name only when somebody listens behind it, so one that refuses
-connections was left by a dead process, and the next engine removes it. A packet is preceded by its length, in four
-bytes.
+The file system decides which users may ask: only its user may use the socket (0600) or write to its directory. There is
+one socket per rank. It appears under its name only once an engine listens behind it. So a socket that refuses
+connections was left by a dead process, and the next engine removes it. Four bytes of length precede each packet.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from asynckv.edges.file_store import check_parents
 from asynckv.errors import BackendError, RemoteProtocolError
 
 SUFFIX = ".sock"
-MAX_PATH = 107  # bytes that the system has room for
+MAX_PATH = 107  # bytes that the system allows for the path of a socket
 MAX_GUESTS = 16  # connections at a time; more are closed at once
-MAX_STALE = 1024  # sockets that are looked at when an engine starts
-IDLE_S = 60.0  # a guest that says nothing for so long is sent away
-OnQuestion = Callable[[object, StatusRequest, Callable[[Status], None]], None]  # who asks, what, where to answer
+MAX_STALE = 1024  # sockets that are checked when an engine starts
+IDLE_S = 60.0  # a connection that is silent for this long is closed
+OnQuestion = Callable[[object, StatusRequest, Callable[[Status], None]], None]  # the guest, its question, the answer
 
 
 def socket_name(engine_id: str, pp_stage: int, tp_rank: int, incarnation: str) -> str:
-    """Name a rank's socket; what may not be in a file's name, or is too long, is left out."""
+    """Return the name of a rank's socket, without characters that a file's name may not have, and shortened."""
     engine = re.sub(r"[^A-Za-z0-9_-]", "_", engine_id)[:32]
     return f"{engine}.pp{pp_stage}.tp{tp_rank}.{incarnation[:8]}{SUFFIX}"
 
 
 def rank_of(path: Path) -> str:
-    """Return the rank that made a socket, as it is named in all logs; empty if the name is another one's."""
+    """Return the rank that made a socket, as all logs name it; empty if the name has another form."""
     found = re.fullmatch(r"([A-Za-z0-9_-]+)\.pp(\d+)\.tp(\d+)\.(\w+)" + re.escape(SUFFIX), path.name)
     if found is None:
         return ""
@@ -51,7 +50,7 @@ def write_packet(writer: asyncio.StreamWriter, packet: bytes) -> None:
 
 
 async def read_packet(reader: asyncio.StreamReader, most: int) -> bytes:
-    """Read a packet of so many bytes at most; raises `EOFError` at the end, `RemoteProtocolError` if it is longer."""
+    """Read a packet; raise `EOFError` at the end, and `RemoteProtocolError` if it has more than `most` bytes."""
     length = int.from_bytes(await reader.readexactly(4), "big")
     if length > most:
         raise RemoteProtocolError(f"a packet of {length} bytes; at most {most} are taken")
@@ -59,7 +58,7 @@ async def read_packet(reader: asyncio.StreamReader, most: int) -> bytes:
 
 
 def pid_of(connected: socket.socket) -> int:
-    """Return the process that listens behind a socket, even if it is stopped; 0 if it is in another namespace."""
+    """Return the id of the process that listens behind a socket, even if stopped; 0 if it is in another namespace."""
     size = struct.calcsize("3i")
     pid, _, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return max(int(pid), 0)
@@ -72,7 +71,7 @@ def is_left_behind(path: Path) -> bool:
         except ConnectionRefusedError:
             return True
         except OSError:
-            return False  # it is busy, or is not ours to say
+            return False  # it is busy, or this process may not find out
     return False
 
 
@@ -131,14 +130,14 @@ class LocalDoor:
         mode = stat.S_IMODE(found.st_mode)
         if found.st_uid != os.geteuid() or mode & 0o022:
             raise BackendError(
-                f"inspect.directory {str(directory)!r} is of user {found.st_uid} with mode {mode:04o}; it must be this "
-                f"user's ({os.geteuid()}), and nobody else's to write to: chmod go-w, or choose another"
+                f"inspect.directory {str(directory)!r} belongs to user {found.st_uid} with mode {mode:04o}; it must "
+                f"belong to this user ({os.geteuid()}), and no other may write to it: chmod go-w, or choose another"
             )
         for n, path in enumerate(directory.glob(f"*{SUFFIX}")):
             if n >= MAX_STALE:
                 break
             with contextlib.suppress(OSError):
-                # What others keep here is theirs, and a socket that has yet to get its name is about to be listened on.
+                # Other files here belong to other programs, and a socket without its final name is about to be used.
                 if rank_of(path) and not path.is_symlink() and path.is_socket() and is_left_behind(path):
                     path.unlink(missing_ok=True)
 
@@ -152,9 +151,9 @@ class LocalDoor:
         try:
             await self._serve(guest, reader, writer)
         except (OSError, EOFError, TimeoutError, RemoteProtocolError):
-            pass  # it left, or says what is not to be said here
+            pass  # the guest left, or sent a message that is not allowed here
         except asyncio.CancelledError:
-            pass  # the door closes; nobody waits for this task
+            pass  # `close` cancels this task, and needs no result of it
         finally:
             self._guests.discard(guest)
             writer.close()
@@ -166,7 +165,7 @@ class LocalDoor:
                 packet = decode_packet(await read_packet(reader, MAX_REQUEST_PACKET))
             (asked,) = packet.messages[:1] or (None,)
             if not isinstance(asked, StatusRequest) or len(packet.messages) != 1:
-                raise RemoteProtocolError("only one question for the status is taken here")
+                raise RemoteProtocolError("only one question for the status at a time is taken here")
             answered: asyncio.Future[Status] = loop.create_future()
 
             def answer(status: Status, to: asyncio.Future[Status] = answered) -> None:
@@ -174,7 +173,7 @@ class LocalDoor:
                     to.set_result(status)
 
             self._on_question(guest, asked, answer)
-            async with asyncio.timeout(IDLE_S):  # whatever has become of the question, a place is free again
+            async with asyncio.timeout(IDLE_S):  # a question without an answer must not keep its place
                 status = await answered
             write_packet(writer, encode_packet(self._incarnation, packet.sender, [status]))
             async with asyncio.timeout(IDLE_S):

@@ -1,9 +1,9 @@
-"""NIXL's metadata of a remote agent, looked at before NIXL loads it.
+"""A check of a remote agent's NIXL metadata before NIXL loads it.
 
-NIXL hands UCX's parts to UCX without their length, and UCX ends the process on a worker address of an unknown version
-and on a memory key that names more memory domains than there are (62 of 275 mutations). NIXL ends it by an unknown kind
-of memory. All three are refused here. UCX ends by the inside of some worker addresses too (8 of 12,000 mutations), so
-where nobody vouches for a peer, a process of its own loads the metadata first (`taster.py`).
+NIXL hands UCX's parts to UCX without their length. UCX ends the process on a worker address of an unknown version, and
+on a memory key that names more memory domains than there are (62 of 275 mutations). NIXL ends it on an unknown kind of
+memory. All three are refused here. UCX also ends on the contents of some worker addresses (8 of 12,000 mutations), so
+the metadata of a peer that is not trusted is loaded by a separate process first (`taster.py`).
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from asynckv.errors import BackendError
 
 MAGIC, LENGTH = b"nixlSerDes|", 8
 VERSIONS = {0, 1}  # of UCX's worker addresses: the low half of their first byte
-MEMORY_KINDS = {0, 1}  # host and device; NIXL looks others up in a table without an end
+MEMORY_KINDS = {0, 1}  # host and device; NIXL looks others up in a table without a bounds check
 DESCRIPTOR, DOMAINS, KEY_HEADER = 24, 32, 9  # bytes before the key; most memory domains; bytes before them
 
 
 class _Reader:
-    """Takes fields off a serialised form: a tag, a length, the bytes, a bar."""
+    """Take fields off a serialised form: a tag, a length, the bytes, a bar."""
 
     def __init__(self, blob: bytes) -> None:
         self.blob, self.at = blob, len(MAGIC)
         if not blob.startswith(MAGIC):
-            raise ValueError("it does not begin as NIXL's does")
+            raise ValueError("it does not begin with NIXL's mark")
 
     def take(self, tag: bytes, size: int | None = None) -> bytes:
         begin = self.at + len(tag) + LENGTH
         end = begin + int.from_bytes(self.blob[begin - LENGTH : begin], "little")
         if self.blob[self.at : begin - LENGTH] != tag or self.blob[end : end + 1] != b"|":
-            raise ValueError(f"field {tag.decode()!r} is not where it has to be, byte {self.at}")
+            raise ValueError(f"field {tag.decode()!r} is not at byte {self.at}, where it has to be")
         if size is not None and end - begin != size:
             raise ValueError(f"field {tag.decode()!r} has {end - begin} bytes, not {size}")
         self.at = end + 1
@@ -39,7 +39,7 @@ class _Reader:
 
 
 def _check(metadata: bytes) -> str:
-    """Return the agent's name; raises `ValueError` if something is not as NIXL writes it, or would end the process."""
+    """Return the agent's name; raise `ValueError` if a part is not as NIXL writes it, or would end the process."""
     reader = _Reader(metadata)
     name = reader.take(b"Agent").decode()
     for _ in range(reader.count(b"Conns")):
@@ -51,20 +51,20 @@ def _check(metadata: bytes) -> str:
     for _ in range(reader.count(b"nixlSecElms")):
         is_ucx, kind = reader.take(b"bknd") == b"UCX", reader.take(b"nixlDList")
         if kind != b"nixlSDList":
-            raise ValueError("its memory is not described as NIXL does it")
+            raise ValueError("its memory is not described in NIXL's form")
         if reader.count(b"t", 4) not in MEMORY_KINDS:
             raise ValueError("its memory is of a kind that NIXL does not know")
         for _ in range(reader.count(b"n")):
             descriptor = reader.take(b"")
             if len(descriptor) < DESCRIPTOR or (is_ucx and not _is_key(descriptor[DESCRIPTOR:])):
-                raise ValueError("a memory key of it is not whole")
+                raise ValueError("one of its memory keys is incomplete")
     if reader.at != len(metadata):
         raise ValueError(f"{len(metadata) - reader.at} bytes follow its end")
     return name
 
 
 def _is_key(key: bytes) -> bool:
-    """Say whether a memory key has all that its map of memory domains speaks of."""
+    """Return True if a memory key has all parts that its map of memory domains names."""
     domains, at = int.from_bytes(key[:LENGTH], "little"), KEY_HEADER
     for _ in range(domains.bit_count()):
         at += 1 + (key[at] if at < len(key) else len(key))
@@ -72,7 +72,7 @@ def _is_key(key: bytes) -> bool:
 
 
 def is_known(metadata: bytes) -> bool:
-    """Say whether this NIXL writes metadata in the form that is known here; ask it of one's own."""
+    """Return True if this NIXL writes metadata in the form that is known here; pass metadata of an own agent."""
     try:
         return bool(_check(metadata))
     except ValueError:
@@ -84,7 +84,7 @@ def renamed(metadata: bytes, name: str, alias: str) -> bytes:
     try:
         found = _check(metadata)
     except ValueError as exc:
-        raise BackendError(f"NIXL refuses the metadata of {name}, or would end by it: {exc}") from None
+        raise BackendError(f"NIXL refuses the metadata of {name}, or would end the process: {exc}") from None
     if found != name:
         raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
     head, own = MAGIC + b"Agent", alias.encode()

@@ -1,11 +1,11 @@
 """The data plane on NIXL: the only file that imports it.
 
-NIXL's progress thread stays off (it would spin on a core), so the event loop makes progress: when one of UCX's epoll
-descriptors fires, once after every post, and every 5 ms while transfers run or remote readers may need us. Without
-descriptors it polls, tightly at first and then up to once a millisecond.
+NIXL's progress thread stays off because it would spin on a core, so the event loop makes progress: when one of UCX's
+epoll descriptors fires, once after every post, and every 5 ms while transfers run or remote readers may need progress.
+Without descriptors it polls, tightly at first and then up to once a millisecond.
 
-A post can be a copy. So small reads are posted here, and bulk on posting threads (`posters.py`), each with an agent of
-its own. Remote readers reach the loop's agent. A remote agent is added to all agents at once and dropped from all.
+A post can be a copy. So the loop posts small reads itself, and hands bulk to posting threads (`posters.py`), each with
+an agent of its own. Remote readers reach the loop's agent. A remote agent is added to all agents and dropped from all.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-SAFETY_S = 0.005  # some wake-ups are missed; a timer this long finds what they would have told
-DOUBT_S = 0.25  # how often a transfer in doubt is asked again when nothing else runs
+SAFETY_S = 0.005  # some wake-ups are missed; a timer this long finds the ends that they would have announced
+DOUBT_S = 0.25  # seconds between two checks of a transfer in doubt when nothing else runs
 TIGHT_POLLS = 200
 DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
-MAX_KEPT = 64  # remote agents that are kept connected though nobody reads from them
+MAX_KEPT = 64  # remote agents that stay connected without a reader
 
 
 def _variant() -> str:
-    """Name the NIXL package that `import nixl` would choose, because two variants in one process abort it."""
+    """Return the NIXL package that `import nixl` would choose, because two variants in one process abort it."""
     for name in ("nixl_cu13", "nixl_cu12"):
         if f"{name}._bindings" in sys.modules:
             return name
@@ -83,18 +83,18 @@ def load_nixl() -> Any:
 
 
 def _is_reopenable(fd: int) -> bool:
-    """UCX opens its log file anew and empty: that must never be a file that somebody's stderr is kept in."""
+    """Return False if stderr is a file: UCX truncates its log file when it opens it, and would erase that file."""
     with suppress(OSError):
         return not stat.S_ISREG(os.fstat(fd).st_mode)
     return False
 
 
-PROBE_S = 1.0  # how often bulk goes the other way, to see whether that is better now
-PACE = 1.5  # how much slower a posting thread may copy than the loop would, which has other things to do
+PROBE_S = 1.0  # seconds between two bulk reads that try the other way, to measure whether it is faster now
+PACE = 1.5  # a posting thread may copy this much slower than the loop, because the loop has other work
 
 
 class Taster(Protocol):
-    """Tries peers before they are loaded here (`taster.py`)."""
+    """A trial of peers in another process before they are loaded here (`taster.py`)."""
 
     num_refused: int
 
@@ -111,10 +111,10 @@ class _Remote:
 
 
 class _Pace:
-    """Whether handing bulk over pays, found by doing both.
+    """A measurement of whether it is faster to hand bulk to threads, found by doing both.
 
-    After every post a thread waits for Python's lock: up to 5 ms if an event loop never sleeps. Then the loop copies
-    faster.
+    After every post a thread waits for Python's lock, up to 5 ms if an event loop never sleeps. In that case the loop
+    copies faster.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -127,7 +127,7 @@ class _Pace:
         return not self._loop or self._thread <= PACE * self._num_threads * self._loop
 
     def choose(self, now: float) -> bool:
-        """Say whether to hand the next read over; once in a while the other way is tried."""
+        """Return True if the next read should be handed over; try the other way once every `PROBE_S`."""
         if now - self._probed_at >= PROBE_S:
             self._probed_at = now
             return not self.favours_threads
@@ -151,10 +151,10 @@ class NixlPlane:
         self._api: Any = None
         self._agent: Agent | None = None
         self._posters = Posters(self._told, "a posting thread")
-        self._ending: Agent | None = None  # the loop's agent, which was closed and is not seen to be gone yet
+        self._ending: Agent | None = None  # the loop's agent once it was closed, until it is known to be gone
         self._pace = _Pace(config.num_posters)
         self._remotes: dict[str, _Remote] = {}
-        self._kept: OrderedDict[str, None] = OrderedDict()  # remote agents that nobody uses now, the oldest first
+        self._kept: OrderedDict[str, None] = OrderedDict()  # remote agents without a user now, the oldest first
         self._handed: set[TransferId] = set()  # reads that a posting thread took over, until their end is polled
         self._handed_doubtful: set[TransferId] = set()
         self._fds: tuple[int, ...] = ()
@@ -187,20 +187,20 @@ class NixlPlane:
             self._agent = self._make_agent(self._name, memories)
             self._listen(self._agent, self._loop)
             for number in range(1, self._config.num_posters + 1):
-                # Made here and not on its thread: that would wait for Python's lock some hundred times, each time for
-                # up to 5 ms where another thread never sleeps, and a handshake has a deadline.
+                # The agent is made here, because its thread would wait for Python's lock some hundred times, up to 5 ms
+                # each where another thread never sleeps, and a handshake has a deadline.
                 name = f"{self._name}-poster{number}"
                 self._posters.start(name, self._make_agent(name, memories))
             return self._agent.info()
         except BaseException:
-            with suppress(BackendError):  # it is the next start's to say
+            with suppress(BackendError):  # the next start reports it
                 self.close()
             raise
 
     def _listen(self, agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
         fds = []
         for fd in agent.fds:
-            # asyncio refuses descriptors that it cannot watch; polling serves then.
+            # asyncio refuses descriptors that it cannot watch; the plane polls in that case.
             with suppress(OSError, ValueError):
                 loop.add_reader(fd, self._woken)
                 fds.append(fd)
@@ -212,14 +212,14 @@ class NixlPlane:
         return agent
 
     async def quiesce(self) -> None:
-        """Stop posting threads, and wait for them off the loop, at most `CLOSE_S`; `close` waits no more then."""
+        """Stop posting threads and wait for them off the loop, at most `CLOSE_S`, so that `close` need not wait."""
         self._posters.stop()
         if self._taster is not None:
             await self._taster.quiesce()
         await self._posters.quiesce()
 
     def close(self) -> None:
-        """Let go of everything, or raise `BackendError`: something may still write. Idempotent."""
+        """Release everything, or raise `BackendError` if something may still write. Idempotent."""
         self._posters.stop()
         if self._loop is not None:
             for fd in self._fds:
@@ -243,7 +243,7 @@ class NixlPlane:
             raise BackendError(
                 f"{'; '.join(causes)}: memory that is read into may still be written; keep it, and call close() again"
             )
-        # Every agent is gone: nothing writes any more.
+        # Nothing writes any more, because every agent is gone.
         for each in (self._remotes, self._kept, self._handed, self._handed_doubtful, self._posters.inbox):
             each.clear()
 
@@ -252,7 +252,7 @@ class NixlPlane:
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         name, memories = agent.name, tuple(memories)
         if (known := self._remotes.get(name)) is not None:
-            # One process under several addresses, or met again.
+            # A process may be met again, or under several addresses.
             await known.ready.wait()
             is_same = (known.metadata, known.memories) == (agent.metadata, memories)
             if self._remotes.get(name) is not known or not is_same:
@@ -262,7 +262,7 @@ class NixlPlane:
             agents = (self._agent, *(poster.agent for poster in self._posters if poster.is_alive))
             if all(each is None or each.is_connected(name) for each in agents):
                 return
-            # It broke while a transfer was in doubt, which keeps the peer: others are read over another connection.
+            # The connection broke while a transfer in doubt keeps the peer, so new reads need another connection.
             known.ready.clear()
             try:
                 await self._load_remote(agent, memories)
@@ -289,9 +289,9 @@ class NixlPlane:
             raise BackendError("the data plane was closed")
         if not self._agent.is_connected(remote.name):
             self._agent.forget_broken(remote.name)
-            # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
+            # Opening the endpoint takes 4 to 14 ms, which would hold up the loop.
             await anyio.to_thread.run_sync(self._agent.load, remote, memories)
-        # Only what NIXL took once is given to it again.
+        # Posting threads load only metadata that NIXL has already accepted once.
         loads = [poster.load(remote, memories) for poster in self._posters if poster.is_alive]
         outcomes = await asyncio.gather(*map(asyncio.wrap_future, loads), return_exceptions=True)
         refused = [str(outcome) or repr(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -300,7 +300,7 @@ class NixlPlane:
             raise BackendError(refused[0])
 
     def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        """Forget a remote agent and its descriptor lists; `keep` one that may be met again, of the last `MAX_KEPT`.
+        """Forget a remote agent and its descriptor lists; `keep` one of the last `MAX_KEPT` that may be met again.
 
         UCX keeps a socket open on both sides for every agent that is removed while its process lives (NIXL 1.5.1).
         """
@@ -333,7 +333,7 @@ class NixlPlane:
         assert self._agent is not None
         self._counts["posts"] += 1
         config, num_bytes = self._config, 0
-        # Before NIXL merges them: that is what the post itself has to go through.
+        # Descriptors are counted before NIXL merges them, because the post itself has to go through all of them.
         if self._posters and (read.num_bytes >= config.bulk_bytes or len(read.local) >= config.bulk_descriptors):
             num_bytes = read.num_bytes
             if self._hand_over(transfer_id, name, read):
@@ -343,7 +343,7 @@ class NixlPlane:
         if num_bytes and ended is not None and ended.ending is Ending.DONE:
             self._pace.note(by_thread=False, num_bytes=num_bytes, seconds=time.monotonic() - began)
         if ended is None and not self._is_sweep_due and self._loop is not None:
-            # Posting makes progress and may have eaten another transfer's wake-up.
+            # A post makes progress, and may have consumed the wake-up of another transfer.
             self._is_sweep_due = True
             self._loop.call_soon(self._sweep_soon)
         if ended is None or ended.ending is Ending.IN_DOUBT:
@@ -353,7 +353,7 @@ class NixlPlane:
     def _hand_over(self, transfer_id: TransferId, name: str, read: ReadRequest) -> bool:
         if self._config.posting_threads == "auto" and not self._pace.choose(time.monotonic()):
             return False
-        # Among equals each has its turn.
+        # `num_taken` gives equally loaded threads a turn each.
         poster = min(self._posters, key=lambda each: (not each.is_alive, each.backlog, each.num_taken))
         if not poster.post(transfer_id, name, read):
             return False
@@ -406,7 +406,7 @@ class NixlPlane:
             self._timer = self._loop.call_later(delay, self._timed_out)
 
     def _delay(self) -> float:
-        """Seconds until transfers are asked without being told; negative for never."""
+        """Return the seconds until transfers are checked without a wake-up; negative for never."""
         if (agent := self._agent) is None:
             return -1.0
         if self._fds:
@@ -454,13 +454,13 @@ class NixlPlane:
         }
 
     def describe(self) -> dict[str, str]:
-        """Name versions and modes. What UCX negotiates per peer it tells only in its own log."""
+        """Return versions and modes. UCX reports the outcome of its negotiation with a peer only in its own log."""
         from importlib.metadata import PackageNotFoundError, version
 
         try:
             installed = version("nixl")
         except PackageNotFoundError:
-            installed = "unknown"  # a variant of it alone will do
+            installed = "unknown"  # a variant may be installed without the package `nixl`
         package = self._api.__package__ if self._api is not None else ""
         config = self._config
         return {

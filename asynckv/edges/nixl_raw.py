@@ -1,4 +1,4 @@
-"""NIXL with nothing around it: the loop that the engine is compared with. For benchmarks only.
+"""A plain NIXL loop that the engine is compared with. For benchmarks only.
 
 `NixlPlane` makes, registers and connects the agent. Descriptor lists are prepared before any clock starts.
 """
@@ -16,7 +16,7 @@ from asynckv.geometry.plan import ReadRequest
 
 class RawLoop(NixlPlane):
     def prepare_lists(self, name: str, requests: Sequence[Sequence[ReadRequest]]) -> Mapping[int, Any]:
-        """Have all descriptor lists that these requests' posts need, for `read_all`."""
+        """Prepare all descriptor lists that the posts of these requests need, for `read_all`."""
         assert self._agent is not None
         tables = {id(post.table): post.table for posts in requests for post in posts}
         return {key: self._agent.prepare(name, table) for key, table in tables.items()}
@@ -30,10 +30,10 @@ class RawLoop(NixlPlane):
         window_bytes: int,
         window_descriptors: int,
     ) -> list[float]:
-        """Read everything, blocking: a closed loop of requests, their posts in order, within the engine's windows.
+        """Read everything, blocking: a closed loop of requests, with posts in order, within the engine's windows.
 
         Returns:
-            When each request was complete, in seconds after the start.
+            Time at which each request was complete, in seconds after the start.
         """
         assert self._agent is not None
         raw, read = self._agent._raw, self._agent._read

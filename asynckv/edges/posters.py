@@ -1,10 +1,11 @@
 """Posting threads: bulk reads run here, so that neither a copy nor a drained socket holds up the event loop.
 
 Each thread has a NIXL agent of its own: its own UCX worker, connections and lock. (Several workers in one agent copy no
-faster, and share a lock on which the loop would wait.) It gives out no metadata, so remote readers never reach it.
+faster, and share a lock on which the loop would wait.) It publishes no metadata, so remote readers never reach it.
 
-The thread posts, asks and sleeps: in epoll, on UCX's descriptors and an eventfd. Orders come in by a queue; news goes
-out in batches, the first at once and then one per `TELL_S`. Its end destroys its agent, after which nothing writes.
+The thread posts reads, checks transfers, and sleeps in epoll on UCX's descriptors and an eventfd. Orders arrive by a
+queue. News leaves in batches, the first at once and then one per `TELL_S`. The thread's end destroys its agent, and
+nothing writes after that.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-MAX_QUEUED = 1024  # reads that wait for one thread, at most; the windows of the core are far below
-SAFETY_S = 0.005  # some wake-ups are missed; a sleep this short finds what they would have told
-POLL_S = 0.001  # how often all transfers are asked while bytes arrive, or where UCX has no descriptors to sleep on
-NAP_S = 0.00002  # pause after bytes that ended nothing: a tight loop keeps Python's lock from the event loop
-RESTLESS_S = 0.1  # for how long progress is made after a peer was dropped: without it UCX keeps the connection's socket
+MAX_QUEUED = 1024  # most reads that wait for one thread; the core's windows are far below
+SAFETY_S = 0.005  # some wake-ups are missed; a sleep this short finds the ends that they would have announced
+POLL_S = 0.001  # seconds between two checks of all transfers while bytes arrive, or if UCX has no descriptors
+NAP_S = 0.00002  # pause after bytes that ended no transfer: a tight loop would keep Python's lock from the event loop
+RESTLESS_S = 0.1  # progress is made for this long after a peer was dropped, or UCX would keep the connection's socket
 DOUBT_S = 0.25
 TELL_S = 0.0005
-CLOSE_S = 10.0  # how long `close` of a plane waits for its threads; one post takes milliseconds
+CLOSE_S = 10.0  # seconds that `close` of a plane waits for its threads; one post takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,11 @@ class Poster:
     """One posting thread.
 
     Args:
-        agent: Its own from here on; its memory is registered.
+        agent: The thread's agent, with its memory registered; the thread owns it from here on.
         tell: Called on the thread with news, in batches.
-        broke: Called on the loop when the thread ends by an exception. Everything it had is told before or after: what
-            was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is seen to be gone.
-        tell_s: How long news may wait for more while there is more to post.
+        broke: Called on the loop when the thread ends by an exception. All its reads are reported before or after:
+            unposted ones as `FAILED`, others as `IN_DOUBT`, and as `FAILED` once its agent is known to be gone.
+        tell_s: Seconds that news may wait for more while there is more to post.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class Poster:
         self.name = name
         self.agent, self._tell, self._loop, self._broke, self._tell_s = agent, tell, loop, broke, tell_s
         self._orders: deque[_Order] = deque()
-        self._gate = threading.Lock()  # held to order, and to end: what is ordered is either obeyed or refused
+        self._gate = threading.Lock()  # held to order and to end, so that every order is either obeyed or refused
         self._loading: Future[None] | None = None
-        self._mine: dict[TransferId, int] = {}  # bytes of the reads that were posted; none if in doubt
+        self._mine: dict[TransferId, int] = {}  # bytes of the reads that were posted; 0 for those in doubt
         self._news: list[TransferEnded] = []
         self._told_at = self._swept_at = 0.0
         self.num_taken = 0  # reads that were handed over
@@ -112,7 +113,7 @@ class Poster:
         self._is_alive = True
         self.posts = self.batches = self.wakeups = self.rescued = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # A daemon, or the interpreter would wait for a thread that nobody told to end before it runs `atexit`.
+        # The thread is a daemon, because the interpreter would otherwise wait for it before `atexit` tells it to end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         end_at_exit(self)
         self._thread.start()
@@ -121,7 +122,7 @@ class Poster:
 
     @property
     def is_alive(self) -> bool:
-        """Whether orders are still obeyed; not after a fork either, which no thread survives."""
+        """True if orders are still obeyed; False in the child of a fork, which no thread survives."""
         return self._is_alive and not self._is_stopping and self._thread.is_alive()
 
     @property
@@ -135,13 +136,13 @@ class Poster:
         return loaded
 
     def drop(self, name: str, *, keep: bool = False) -> None:
-        """Forget a remote agent, or only what was prepared for it, once what was ordered before is done."""
+        """Forget a remote agent, or with `keep` only its descriptor lists, after all earlier orders."""
         self._order(_Drop(name, keep))
 
     def post(
         self, transfer_id: TransferId, name: str, read: ReadRequest, is_off: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Take a read over; False if the thread is gone or has too many. It ends as `FAILED` if it `is_off` by then."""
+        """Take a read over, or return False if ended or full; it ends as `FAILED` if `is_off` is true at its turn."""
         if self.num_taken - self.posts >= MAX_QUEUED:
             return False
         if not self._order(_Post(transfer_id, name, read, is_off)):
@@ -163,14 +164,14 @@ class Poster:
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread's end, and see that its agent is gone, or raise `BackendError`."""
+        """Wait for the thread's end, and raise `BackendError` unless its agent is gone."""
         if not self.wait(timeout_s):
-            raise BackendError(f"{self.name} did not come out of NIXL in time")
+            raise BackendError(f"{self.name} did not return from NIXL in time")
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1
         if not self._is_alive:
-            # Else a fork left the thread behind, perhaps with its agent locked.
+            # If it is alive, a fork left the thread behind, perhaps with its agent locked.
             self.agent.close()
 
     def _order(self, order: _Order) -> bool:
@@ -192,11 +193,11 @@ class Poster:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as exc:  # whatever it is, transfers must hear of it
+        except BaseException as exc:  # transfers must be told whatever the exception is
             self._fail(exc)
         else:
             self._refuse(BackendError(f"{self.name} was closed"))
-            with suppress(BackendError):  # whoever joins looks again
+            with suppress(BackendError):  # `join` checks again
                 self.agent.close()
 
     def _work(self) -> None:
@@ -207,11 +208,11 @@ class Poster:
                 sleeper.register(fd, select.EPOLLIN)
             while not self._is_stopping:
                 self._obey(agent)
-                # Without transfers only UCX's events ask for progress.
+                # Without transfers, only events of UCX need progress.
                 if agent.is_busy or why is not _Woken.BY_ORDER:
                     found = self._ask(agent, why)
                     if why is _Woken.BY_UCX and agent.running and not found:
-                        # Bytes arrive: let some gather, and the loop have Python meanwhile.
+                        # Bytes are arriving, so let some gather, and let the event loop have Python's lock meanwhile.
                         time.sleep(NAP_S)
                 if self._news:
                     self._flush()
@@ -274,7 +275,7 @@ class Poster:
         except BackendError as exc:
             refused = str(exc)
         if refused:
-            # Anew: that one's traceback leads to this frame, which leads to it.
+            # A new exception, because the first one's traceback refers to this frame, which refers to it.
             loaded.set_exception(BackendError(refused))
         else:
             loaded.set_result(None)
@@ -299,7 +300,7 @@ class Poster:
             timeout = DOUBT_S
         self._is_asleep = True
         try:
-            # Whoever orders after this look sees that we sleep.
+            # An order after this check finds `_is_asleep` set, and so wakes the thread.
             if self._orders or self._is_stopping:
                 return _Woken.BY_ORDER
             events = sleeper.poll(timeout)
@@ -317,7 +318,7 @@ class Poster:
     # -- the thread's end --------------------------------------------------------------------------
 
     def _refuse(self, cause: BackendError) -> None:
-        """Nothing that waits will be done, and none of it was posted; nothing is taken from here on."""
+        """Fail all waiting orders, none of which was posted, and take no more from here on."""
         with self._gate:
             self._is_alive = False
             left = list(self._orders)
@@ -334,7 +335,7 @@ class Poster:
                     pass
 
     def _fail(self, exc: BaseException) -> None:
-        """End by an exception: say what becomes of every transfer, then of those that had been posted."""
+        """End by an exception: report every transfer, then again those that had been posted once the agent is gone."""
         cause = f"{self.name} ended by {exc!r}"
         if self._loading is not None and not self._loading.done():
             self._loading.set_exception(BackendError(cause))
@@ -343,15 +344,15 @@ class Poster:
         self._refuse(BackendError(cause))
         self._news += [TransferEnded(transfer_id, Ending.IN_DOUBT, cause) for transfer_id in posted]
         self._flush()
-        # The exception may be kept for ever, but not what refers to the agent.
+        # The exception may be kept for ever, and its frames refer to the agent.
         _clear_frames(exc)
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._broke, exc)
         try:
             self.agent.close()
         except BackendError:
-            return  # it lives: what was posted stays in doubt
-        # Nothing of it writes any more.
+            return  # the agent lives, so posted reads stay in doubt
+        # Posted reads can no longer write.
         self._news = [TransferEnded(transfer_id, Ending.FAILED, cause) for transfer_id in posted]
         self._flush()
 
@@ -379,7 +380,7 @@ class Posters(list[Poster]):
         self._told, self._what = told, what
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_told = False
-        self._close_by: float | None = None  # until when `join` may still wait, if the waiting was begun off the loop
+        self._close_by: float | None = None  # deadline of `join`, if `quiesce` has begun the wait off the loop
 
     def begin(self) -> None:
         self._loop, self._is_told, self._close_by = asyncio.get_running_loop(), False, None
@@ -393,7 +394,7 @@ class Posters(list[Poster]):
             poster.stop()
 
     async def quiesce(self, timeout_s: float | None = None) -> None:
-        """Stop all, and wait for them off the loop, at most `CLOSE_S` or so long; `join` waits no more then."""
+        """Stop all, and wait for them off the loop, at most `timeout_s` or `CLOSE_S`, so that `join` need not wait."""
         self.stop()
         if self:
             self._close_by = time.monotonic() + (CLOSE_S if timeout_s is None else timeout_s)
@@ -404,7 +405,7 @@ class Posters(list[Poster]):
             poster.wait(max(0.0, deadline - time.monotonic()))
 
     def join(self) -> list[str]:
-        """Wait for all, at most `CLOSE_S` or what `quiesce` has left of it; those stay that do not end, and say why."""
+        """Wait for all, at most `CLOSE_S` or the time that `quiesce` left; keep those that do not end; return why."""
         self.stop()
         deadline = self._close_by if self._close_by is not None else time.monotonic() + CLOSE_S
         self._close_by = None

@@ -1,7 +1,7 @@
-"""The data plane of which the part that can die inside UCX lives in a process of its own.
+"""A data plane that runs its serving part in a process of its own, because that part can die inside UCX.
 
-Remote readers reach the agent of a child (`keeper.py`), because UCX can end the owner's process. Our own reads are
-posted by a plane of this process. When the child ends, the engine is told (`AgentLost`, `AgentReplaced`).
+Remote readers reach the agent of a child (`keeper.py`), because UCX can end the owner's process. A plane of this
+process posts the engine's own reads. When the child ends, the engine is told (`AgentLost`, `AgentReplaced`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPla
 
 
 class ServingPlane:
-    """Reads here, by a plane of this process; remote readers reach an agent in a process of its own.
+    """A plane of this process for own reads, and an agent in a process of its own for remote readers.
 
     Args:
-        go_on: If the child cannot be started, it is told why, and remote readers reach the reader's agent; else the
-            start fails.
-        deaths: How many ends of the child within a minute are followed by another at once.
+        go_on: Called with the reason if the child cannot be started; remote readers then reach the reader's agent.
+            Without it the start fails.
+        deaths: Most ends of the child within a minute that are followed by another child at once.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class ServingPlane:
         serving = replace(config, process="never", posting_threads=0)
         self._keeper = Keeper(serving, agent_name, self._hear, self._lost, self._served, deaths)
         self._reader, self._go_on = reader, go_on
-        self._is_alone = False  # there is no child: remote readers reach the reader's agent
+        self._is_alone = False  # True without a child, when remote readers reach the reader's agent
         self._on_ready: Callable[[], None] = lambda: None
         self._inbox: list[DataNews] = []
         self._cause = ""
-        self._lost_at = 0.0  # since when there is no agent; 0 if there is one
+        self._lost_at = 0.0  # time at which the agent was lost; 0 if there is one
         self._num_restarts = 0
         self._stats: dict[str, int] = {}
 
@@ -101,7 +101,7 @@ class ServingPlane:
         return [*self._reader.poll(), *news]
 
     def statistics(self) -> dict[str, int]:
-        """Count reads here; what the present child counts (`serving.`) is up to a tenth of a second old."""
+        """Return the counts of this process's reads; those of the child (`serving.`) are up to 0.1 s old."""
         return {
             **self._reader.statistics(),
             **{f"serving.{key}": value for key, value in self._stats.items()},

@@ -1,7 +1,6 @@
-"""What runs in the data plane's own process: a `NixlPlane` on an event loop, obeying what comes over a socket.
+"""The program of the data plane's own process: a `NixlPlane` on an event loop that obeys orders from a socket.
 
-Each order becomes one call of the plane. A bug ends the process, and so does the end of the process that
-gives the orders: then nothing of it writes any more.
+Each order becomes one call of the plane. A bug ends the process, as does the engine's end; after that nothing writes.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from asynckv.edges import process_wire as wire
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
 
-STATS_S = 0.1  # how soon after a change gauges and counters are told
+STATS_S = 0.1  # seconds after a change within which gauges and counters are reported
 GROWTH = 1 << 29  # bytes that this process may grow by; it grows by some MiB
-BROKEN = 70  # exit status: a bug, of which a traceback was printed
+BROKEN = 70  # exit status: a bug; its traceback was printed
 
 
 class Child:
@@ -40,7 +39,7 @@ class Child:
         self._loop.remove_reader(self._link.fileno())
         if self._plane is not None:
             await self._plane.quiesce()
-            # A peer that is being loaded has the agent; nobody waits for it any more.
+            # A load in progress holds the agent, and the engine does not wait for it any more.
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -94,12 +93,12 @@ class Child:
         try:
             await self._plane.add_remote_agent(order.remote, order.memories)
         except Exception as exc:
-            cause = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)  # an empty one is none
+            cause = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)  # an empty cause means success
         self._say(wire.Loaded(cause))
 
     def _on_ready(self) -> None:
         if self._plane is not None:
-            self._plane.poll()  # which makes progress for readers
+            self._plane.poll()  # makes progress for remote readers
             self._tell_soon()
 
     def _tell_soon(self) -> None:
@@ -125,7 +124,7 @@ class Child:
 
 
 def _bound_growth() -> None:
-    """Let this process grow by `GROWTH` and no more: NIXL keeps notifications without a bound, and ends by that."""
+    """Let this process grow by `GROWTH` at most: NIXL keeps notifications without a bound, so a flood ends it."""
     now = re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
     if now is not None:
         most = int(now[1]) * 1024 + GROWTH
@@ -133,6 +132,6 @@ def _bound_growth() -> None:
 
 
 def _end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A bug: who has a clean end to report knows what was not done; a process that goes on would not."""
+    """End the process after a bug: its keeper can report a clean end, but not a process that goes on half broken."""
     loop.default_exception_handler(context)
     os._exit(BROKEN)

@@ -1,7 +1,7 @@
-"""The data plane's own process: maps the engine's memory where the engine has it, then runs `NixlPlane` for it.
+"""The data plane's own process: maps the engine's memory at the same addresses, then runs `NixlPlane` for it.
 
-`python -m asynckv.edges.process_main SOCKET`. What to map comes first, as JSON; it is mapped before anything large is
-imported, because nothing else may lie at those addresses. The process ends with its engine.
+`python -m asynckv.edges.process_main SOCKET`. The list of memory comes first, as JSON. It is mapped before any large
+import, because nothing else may lie at those addresses. The process ends with its engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from asynckv.edges.process_wire import Link
 
-COLLISION = 75  # exit status: addresses are taken; another process may fare better
+COLLISION = 75  # exit status: the addresses are taken; another process may find them free
 UNMAPPABLE = 76  # exit status: the system does not let this memory be mapped
 PR_SET_PDEATHSIG = 1
 MAP_SHARED = 0x01
@@ -28,14 +28,14 @@ EEXIST = 17
 
 
 def main() -> None:
-    # It ends with its engine, which may drain first: what is sent to all of a terminal or service is not for it.
+    # The engine may drain before it ends, so a signal to the whole terminal or service must not end this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     end = socket.socket(fileno=int(sys.argv[1]))
     _map(json.loads(_exactly(end, int.from_bytes(_exactly(end, 4), "little"))))
 
-    # Only now: what follows brings libraries and threads, which may lie anywhere.
+    # Imported only now, because this import brings libraries and threads, which may lie at any address.
     from asynckv.edges.process_wire import Link
 
     _serve(Link(end))
@@ -45,7 +45,7 @@ def _exactly(end: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         if not (more := end.recv(size - len(data))):
-            sys.exit(0)  # nobody is there any more
+            sys.exit(0)  # the engine's process has ended
         data += more
     return data
 
@@ -64,7 +64,7 @@ def _map(shares: list[tuple[int, int, int, int]]) -> None:
                 os._exit(COLLISION)
             print(f"{length} bytes of memory cannot be mapped: {os.strerror(error)}", file=sys.stderr)
             os._exit(UNMAPPABLE)
-        # The end of this process is what is expected of it: a core dump of the pool would delay that by minutes.
+        # This process is expected to crash, and a core dump of the pool would delay its end by minutes.
         libc.madvise(address, length, MADV_DONTDUMP)
     for fd in {share[0] for share in shares}:
         os.close(fd)

@@ -1,6 +1,6 @@
-"""What the engine's process and its data plane's say to each other: frames of messages over a socket pair.
+"""Messages between the engine's process and its data plane's process, in frames over a socket pair.
 
-One frame is four bytes of length and a list of messages. Orders are obeyed in order.
+A frame is four bytes of length and a list of messages. Orders are obeyed in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=7): ...
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The child answers by `Stats`, which shows that its loop turns."""
+    """A question that the child answers with `Stats`, which shows that its loop turns."""
 
 
 Order = Setup | Load | Drop | Watch | Close | Beat
@@ -59,7 +59,7 @@ class Unready(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    cause: str  # why it is not; empty if it is
+    cause: str  # the reason if the load failed; empty if it succeeded
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -71,7 +71,7 @@ news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(list[News])
 
 
 class Link:
-    """One end of the socket pair; never blocks. A frame of more than `most` bytes ends what is taken."""
+    """One end of the socket pair; never blocks. After a frame of more than `most` bytes it takes nothing more."""
 
     def __init__(self, end: socket.socket, most: int = (1 << 32) - 1) -> None:
         end.setblocking(False)
@@ -93,15 +93,15 @@ class Link:
         return self.flush()
 
     def flush(self) -> bool:
-        """Send what was kept; False if something is left. What the other end will never read is dropped."""
+        """Send kept bytes; return False if some are left. Drop them if the other end has gone."""
         while self._unsent:
             try:
-                # An application may have left SIGPIPE as it is.
+                # The application may not ignore SIGPIPE.
                 num_sent = self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return False
             except OSError:
-                self._unsent.clear()  # it has ended, which whoever receives finds out
+                self._unsent.clear()  # the other end has gone, which `receive` reports
                 return True
             if num_sent < len(self._unsent[0]):
                 self._unsent[0] = self._unsent[0][num_sent:]

@@ -1,6 +1,6 @@
-"""Memory that another process can map: how to allocate it, and how to find out whether registered memory is.
+"""Memory that another process can map: its allocation, and a check whether registered memory is of that kind.
 
-A region can be shared if it lies in `MAP_SHARED` mappings whose file can be opened again: by a descriptor of this
+A region can be shared if it lies in `MAP_SHARED` mappings of a file that can be opened again: by a descriptor of this
 process (a memfd, torch's `share_memory_()`), or by a path (`multiprocessing.shared_memory`, a file).
 """
 
@@ -26,28 +26,28 @@ REMEDY = (
 
 
 def shared_memory(num_bytes: int) -> mmap.mmap:
-    """Allocate memory, zeroed, that a data plane in a process of its own can map.
+    """Allocate zeroed memory that a data plane in a process of its own can map.
 
-    `torch.frombuffer` and `numpy.frombuffer` take the result, and keep it alive. Huge pages are asked for, which the
-    system gives to shared memory where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` allows it.
+    `torch.frombuffer` and `numpy.frombuffer` take the result, and keep it alive. Huge pages are requested; the system
+    gives them to shared memory where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` allows it.
 
     Args:
-        num_bytes: How much.
+        num_bytes: Number of bytes to allocate.
 
     Raises:
-        ConfigError: It is no number of bytes.
-        BackendError: The system has not so much.
+        ConfigError: `num_bytes` is not a number of bytes.
+        BackendError: The system does not have that much memory.
     """
     num_bytes = integer("num_bytes", num_bytes, 1, MAX_INTEGER, ConfigError)
     try:
         fd = os.memfd_create("asynckv", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
-            memory = mmap.mmap(fd, num_bytes)  # with a descriptor of its own
+            memory = mmap.mmap(fd, num_bytes)  # keeps a duplicate of the descriptor
         finally:
             os.close(fd)
     except (OSError, OverflowError) as exc:
-        raise BackendError(f"{num_bytes} bytes of shared memory are not to be had: {exc}") from exc
+        raise BackendError(f"{num_bytes} bytes of shared memory cannot be allocated: {exc}") from exc
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -74,7 +74,7 @@ class _Mapping:
 
 
 class Shares:
-    """The mappings under some regions, with descriptors of their own; `NotShared` names a region that has none."""
+    """The mappings under some regions, with descriptors of their own; raises `NotShared` for a region without one."""
 
     def __init__(self, memories: Sequence[Memory]) -> None:
         self.shares: list[Share] = []
@@ -102,7 +102,7 @@ class Shares:
         for number, memory in enumerate(memories):
             where = f"memory {number} ({memory.length} bytes)"
             if memory.kind != "cpu":
-                raise NotShared(f"{where} is {memory.kind} memory, which a data plane of its own process cannot map")
+                raise NotShared(f"{where} is {memory.kind} memory, which a data plane in its own process cannot map")
             for mapping in _under(memory, mappings, where):
                 needed[mapping.start] = mapping
                 if mapping.file in self._fds:
@@ -155,7 +155,7 @@ def _open_files() -> dict[tuple[int, int], int]:
 
 
 def _reopen(mapping: _Mapping, files: dict[tuple[int, int], int]) -> int:
-    """Return a new descriptor of a mapping's file; -1 if there is no way to it."""
+    """Return a new descriptor of a mapping's file; -1 if neither a descriptor nor a path leads to it."""
     with suppress(OSError):
         if mapping.file in files:
             return os.dup(files[mapping.file])

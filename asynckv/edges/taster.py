@@ -1,8 +1,8 @@
-"""Loads the metadata of peers that nobody vouches for in a process of its own first: what kills that kills no engine.
+"""Loads the metadata of peers that are not trusted in a separate process first, so that it cannot kill the engine.
 
-Only UCX can say whether it survives its part of the metadata (`metadata.py`). One process is kept for that, and takes
-one peer at a time, so that its end is one peer's fault. A peer that hangs it costs seconds, so hosts take turns, and
-those that were refused come last.
+Only UCX can show whether it survives its part of the metadata (`metadata.py`). One process is kept for that. It takes
+one peer at a time, so that its end has one cause. A peer that hangs it costs seconds, so hosts take turns, and those
+that were refused come last.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
-MAX_TRIED = 64  # peers after which another process tries: UCX keeps a socket of each until the process ends
-MAX_HOSTS = 1024  # hosts whose turns are remembered
-TRY_S = 2.0  # how long one load may take, which takes milliseconds; a process that hangs in it is killed
+MAX_TRIED = 64  # peers after which the process is replaced, because UCX keeps a socket for each until the process ends
+MAX_HOSTS = 1024  # hosts with remembered turns
+TRY_S = 2.0  # seconds that one load may take, which usually takes milliseconds; a process that hangs in it is killed
 
 
 class _Child:
@@ -32,15 +32,15 @@ class _Child:
     def __init__(self, config: NixlConfig, name: str) -> None:
         self.keeper = Keeper(config, name, self._hear, self._lost, lambda: None, deaths=0, has_spare=False)
         self._loaded: asyncio.Future[str] | None = None
-        self._cause = ""  # why its process has ended
+        self._cause = ""  # the reason of its process's end
 
     async def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> str:
-        """Return why a peer cannot be loaded, or what has become of the process meanwhile; empty if it was loaded."""
+        """Return why a peer cannot be loaded, or why the process ended meanwhile; empty if it was loaded."""
         if not self.keeper.is_serving:
             return self._cause or "its process has ended"
         self._loaded = asyncio.get_running_loop().create_future()
         self.keeper.order(wire.Load(remote, tuple(memories)))
-        cause = await self._loaded or self._cause  # it may have ended just after it said so
+        cause = await self._loaded or self._cause  # the process may have ended just after its answer
         self.keeper.order(wire.Drop(remote.name))
         return cause
 
@@ -58,7 +58,7 @@ class _Child:
 
 
 class Taster:
-    """Tries peers, one at a time. Without a process they go untried, which `go_on` is told, or are refused."""
+    """Try peers, one at a time. If no process can be started, call `go_on` and try none; without it, refuse all."""
 
     def __init__(self, config: NixlConfig, name: str, go_on: Callable[[str], None] | None) -> None:
         self._config, self._name, self._go_on = replace(config, process="never", posting_threads=0), name, go_on
@@ -77,7 +77,7 @@ class Taster:
                 async with self._turn:
                     if place is min(self._queue, key=lambda each: self._turns.get(self._queue[each], (0, 0))):
                         return await self._try(remote, memories)
-                await asyncio.sleep(0)  # one that was cancelled leaves the queue only now
+                await asyncio.sleep(0)  # a cancelled peer leaves the queue only now
         finally:
             del self._queue[place]
 
@@ -107,7 +107,7 @@ class Taster:
             async with asyncio.timeout(TRY_S):
                 cause = await child.load(remote, memories)
         except asyncio.CancelledError:
-            await self._end()  # it may hang, which is not to be the next peer's fault
+            await self._end()  # it may hang, and the next peer must not be blamed for that
             raise
         except TimeoutError:
             cause, has_hung = f"it hung for {TRY_S:g} s", True
@@ -115,7 +115,7 @@ class Taster:
             self.num_refused += 1
             self._turns[remote.host] = refusals + 1, self._num_turns
             if has_hung or not child.keeper.pid:
-                cause = f"it ends a process inside NIXL, as one that loaded it first has shown ({cause})"
+                cause = f"it ends a process inside NIXL, as a trial in a separate process has shown ({cause})"
                 await self._end()
             raise BackendError(f"NIXL refuses the metadata of {remote.name}: {cause}")
         self._tried += 1

@@ -1,7 +1,8 @@
-"""Tensors as registered memory, and when a GPU has written them: the only file that knows torch.
+"""Tensors as registered memory, and a wait until a GPU has written them: the only file that knows torch.
 
-Storages become the memories of a `Layout`, shapes and strides its views. NIXL asks no stream, so `synchronize` waits
-for the events behind what writes blocks before they are lent. torch is loaded on first use.
+Storages become the memories of a `Layout`; shapes and strides become its views. NIXL does not wait for any stream, so
+`synchronize` waits for the events recorded after the kernels that write blocks, before these are lent. torch is loaded
+on first use.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory,
 if TYPE_CHECKING:
     import torch
 
-    # For those who may not import it.
+    # For modules that may not import torch themselves.
     Tensor: TypeAlias = torch.Tensor
     Dtype: TypeAlias = torch.dtype
 
-MAX_DIMS = 9  # of a tensor: `block`, and as many as a part may have
+MAX_DIMS = 9  # dims of a tensor: `block`, and as many as a part may have
 
 
 def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Allocate a tensor of zeros in host memory that a data plane in a process of its own can map.
 
-    Use it for a KV cache in place of `torch.zeros`, whose memory no other process can map.
+    Use it for a KV cache in place of `torch.zeros`, because no other process can map the memory of the latter.
 
     Args:
         shape, dtype: As for `torch.zeros`.
 
     Raises:
-        ConfigError: The shape is empty or no shape.
-        BackendError: The system has not so much memory, or gives out none that can be shared.
+        ConfigError: The shape is empty, or is no shape.
+        BackendError: The system does not have that much memory, or none that can be shared.
     """
     import torch
 
@@ -59,7 +60,7 @@ def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> tor
 
 
 def shared_zeros() -> AbstractContextManager[Any]:
-    """Within it `torch.zeros` makes host tensors that can be shared, where the system gives out such memory."""
+    """Make `torch.zeros` allocate host tensors that can be shared within this context, where the system allows it."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -68,7 +69,7 @@ def shared_zeros() -> AbstractContextManager[Any]:
             kwargs = kwargs or {}
             if func is torch.zeros and torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu":
                 shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
-                with suppress(BackendError, ConfigError):  # what cannot be shared is allocated as ever
+                with suppress(BackendError, ConfigError):  # a tensor that cannot be shared is allocated as usual
                     return shared_tensor(shape, kwargs.get("dtype"))
             return func(*args, **kwargs)
 
@@ -84,22 +85,22 @@ class Event(Protocol):
 async def synchronize(*events: Event) -> None:
     """Wait until a GPU has passed these events, without holding the loop: `await synchronize(event); engine.lend(...)`.
 
-    Record one on every stream whose kernels write the blocks. NIXL reads the memory without asking any stream.
-    Make them with `torch.cuda.Event(blocking=True)`: then the thread that waits sleeps.
+    Record one event on every stream that runs kernels which write the blocks, because NIXL reads the memory without
+    waiting for any stream. Make the events with `torch.cuda.Event(blocking=True)`, so that the waiting thread sleeps.
 
     Raises:
-        LocalProtocolError: Something is no event; nothing was waited for.
+        LocalProtocolError: An argument is not an event; no event was waited for.
     """
     for event in events:
         if not (callable(getattr(event, "query", None)) and callable(getattr(event, "synchronize", None))):
-            raise LocalProtocolError(f"{shown(event)} is no event; give torch.cuda.Event, or what has its two methods")
+            raise LocalProtocolError(f"{shown(event)} is not an event; give a torch.cuda.Event (query, synchronize)")
     for event in events:
         if not event.query():
             await anyio.to_thread.run_sync(event.synchronize, abandon_on_cancel=True)
 
 
 class CudaMirror:
-    """A GPU's memory with a copy on the host, for whoever fills and compares it with the host's means."""
+    """A GPU's memory with a copy on the host, which code of the host can fill and compare."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         import torch
@@ -145,16 +146,16 @@ class TensorPart:
     Attributes:
         tensor: The whole tensor, or a slice, permutation or `as_strided` view of one: its storage is registered.
         order: Names of the tensor's dims. One is `block` (kernel blocks, or states); `token` counts entries along the
-            tokens; the others must be the same on both sides, whatever their order.
+            tokens; the others must be the same on both sides, in any order.
     """
 
-    layer: str  # the layer's name, by which both engines know it
-    name: str  # the part's name, by which both engines know it
+    layer: str  # name of the layer, the same in both engines
+    name: str  # name of the part, the same in both engines
     tensor: torch.Tensor
     order: Sequence[str]
     group: int = 0  # index of the group
     axis: str = ""  # the dim that tensor parallelism cuts; empty if every rank holds the same
-    held: tuple[int, int] = (0, 0)  # `[lo, hi)` of the whole model's axis: what this rank holds
+    held: tuple[int, int] = (0, 0)  # `[lo, hi)` that this rank holds of the whole model's axis
     extent: int = 0  # size of the whole model's axis
     tokens_per_entry: int = 1  # tokens that one entry along `token` covers
 
@@ -174,12 +175,12 @@ def register_parts(
 
     Args:
         parts: Every part of every layer of this rank.
-        groups: The cache groups, as the engine's configuration says; the same list on all ranks.
+        groups: The cache groups, as in the engine's configuration; the same list on all ranks.
         tp_rank, tp_size, pp_stage, pp_size, model: As for `Layout`.
         aliases: As for `register_tensors`.
 
     Raises:
-        LayoutError: Naming the layer, both numbers and the remedy.
+        LayoutError: The tensors do not fit the declaration; names the layer, both numbers and the remedy.
     """
     memories: dict[int, Memory] = {}
     views, owners = [], []
@@ -242,7 +243,7 @@ def _check_same(alias: str, tensor: torch.Tensor, layer: str, other: torch.Tenso
     ):
         raise LayoutError(
             f"layer {alias} is declared an alias of layer {layer!r}, but their tensors are not the same memory; give "
-            f"it the other layer's tensor or none, or do not declare it"
+            f"it the other layer's tensor or none, or do not declare it an alias"
         )
 
 
@@ -280,7 +281,7 @@ def _place(
     if base not in memories:
         memories[base] = Memory(base, length, *_kind(where, tensor))
     itemsize = tensor.element_size()
-    # A dim of one entry has any stride in torch; it is never stepped along.
+    # A dim of one entry may have any stride in torch, because it is never stepped along.
     strides = {name: max(stride, 1) * itemsize for name, stride in zip(order, tensor.stride(), strict=True)}
     return list(memories).index(base), tensor.data_ptr() - base, strides
 
@@ -307,18 +308,18 @@ def register_tensors(
             tensor is one part (keys and values packed in `dim`, or a latent); without `head` every rank holds the same
             (a latent).
         block_size: Tokens per block.
-        num_blocks: Blocks, as the engine's configuration says. Tensors may hold more.
+        num_blocks: Number of blocks in the engine's configuration. Tensors may hold more.
         heads: `[lo, hi)` of the model's KV heads that this rank holds (`asynckv.shard`).
         num_heads: KV heads of the model.
         ratio: Kernel blocks per block; the `block` dim counts kernel blocks of `block_size / ratio` tokens.
         tp_rank, tp_size: Place in tensor parallelism.
-        model: Name that both engines must agree on; empty to not compare.
-        aliases: Layers that use the KV of another one, as several models have it: `{"layers.20": "layers.18"}`. They
-            need not be among `tensors`; if they are, with the other's tensor. Its bytes move once, and land wherever
-            the other side has memory for either layer.
+        model: Name that must be the same in both engines; empty to not compare.
+        aliases: Layers that use the KV of another layer, as in several models: `{"layers.20": "layers.18"}`. They need
+            not be among `tensors`; if they are, then with the other layer's tensor. Its bytes move once, and land
+            wherever the other side has memory for either layer.
 
     Raises:
-        LayoutError: Naming the layer, both numbers and the remedy.
+        LayoutError: The tensors do not fit the declaration; names the layer, both numbers and the remedy.
     """
     if not isinstance(tensors, Mapping):
         raise LayoutError(f"tensors is {shown(tensors)}; give a mapping of layer names to tensors")

@@ -1,7 +1,7 @@
-"""Whether UCX has to emulate one-sided reads here: its code can end the process then, and gets one of its own.
+"""A check whether UCX has to emulate one-sided reads here, because its code for that can end the process.
 
-Over TCP a read is emulated: the owner's process sends the bytes (`docs/reliability.md`). RDMA reads without it, and so
-does CMA within one host. Many containers forbid CMA's system calls, so they are tried.
+Over TCP a read is emulated: the owner's process sends the bytes (`docs/reliability.md`). RDMA reads without that
+process, and so does CMA within one host. Many containers forbid CMA's system calls, so they are tried.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from asynckv.arguments import is_loopback_host
 
 SAME_HOST = ("cma", "knem", "xpmem", "sm", "shm")  # UCX's transports, and aliases, that read another process's memory
-QUEUES = ("tcp", "posix", "sysv", "mm")  # those that only carry messages
-RDMA = ("rc", "dc", "srd", "gga", "ib")  # and what begins so, such as `rc_mlx5`; `ud` sends messages only
+QUEUES = ("tcp", "posix", "sysv", "mm")  # transports that only carry messages
+RDMA = ("rc", "dc", "srd", "gga", "ib")  # also with a suffix, such as `rc_mlx5`; `ud` sends messages only
 USUAL = {SAME_HOST: ("cma", {"sm", "shm"}), QUEUES: ("tcp", set[str]()), RDMA: ("rc", {"ib"})}  # the usual, and aliases
 
 
@@ -26,14 +26,14 @@ YAMA_ADMIN, CAP_SYS_PTRACE = 2, 1 << 19
 
 
 def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bool, is_copied: bool = True) -> bool:
-    """Say whether reads of this engine's memory may have to be answered by its process.
+    """Return True if reads of this engine's memory may have to be answered by its process.
 
     Args:
-        tls: UCX's `TLS` setting; empty if all may be used.
+        tls: UCX's `TLS` setting; empty if all transports may be used.
         net_devices: UCX's `NET_DEVICES` setting, or empty.
         rdma: The RDMA devices of this host.
-        is_local: Only processes of this host can reach the engine.
-        is_copied: Processes of this host can copy from each other's memory (`has_cma`).
+        is_local: True if only processes of this host can reach the engine.
+        is_copied: True if processes of this host can copy from each other's memory (`has_cma`).
     """
     wanted = _entries(net_devices)
     has_rdma = any(
@@ -51,7 +51,7 @@ def _entries(setting: str) -> set[str]:
 
 
 def _allows(tls: str, transports: tuple[str, ...]) -> bool:
-    """Say whether a `TLS` setting allows any of some transports: a list of what may be used, or, after `^`, may not."""
+    """Return True if a `TLS` setting allows any of some transports: a list of allowed ones, or forbidden after `^`."""
     is_negated = tls.startswith("^")
     listed = {entry.partition(":")[0].lstrip("\\") for entry in _entries(tls.removeprefix("^"))}
     if not listed or (listed & {"all"} and not is_negated):
@@ -63,10 +63,10 @@ def _allows(tls: str, transports: tuple[str, ...]) -> bool:
 
 
 def ucx_setting(name: str, environment: Mapping[str, str], params: Mapping[str, str]) -> str:
-    """Return a UCX setting such as `TLS`: of the environment, which wins, or of NIXL's `engine_config`; else empty."""
+    """Return a UCX setting such as `TLS`: from the environment, else from NIXL's `engine_config`, else empty."""
     if (found := environment.get(f"UCX_{name}")) is not None:
         return found
-    # A list of KEY=VALUE, whose values may be lists as well.
+    # The parameter is a list of KEY=VALUE, and a value may be a list as well.
     match = re.search(rf"(?:^|,)(?:UCX_)?{name}=(.*?)(?=,\w+=|$)", params.get("engine_config", ""))
     return match[1] if match else ""
 
@@ -74,7 +74,7 @@ def ucx_setting(name: str, environment: Mapping[str, str], params: Mapping[str, 
 def rdma_devices(
     devices: Path = Path("/sys/class/infiniband"), verbs: Path = Path("/dev/infiniband")
 ) -> tuple[str, ...]:
-    """Name this host's RDMA devices that have a port that is up, where this process may open any."""
+    """Return this host's RDMA devices that have an active port; empty if this process may open none."""
     if not devices.is_dir() or not any(os.access(each, os.R_OK | os.W_OK) for each in verbs.glob("uverbs*")):
         return ()
     return tuple(sorted(each.name for each in devices.iterdir() if _is_up(each)))
@@ -102,7 +102,7 @@ def copy_from(pid: int, address: int, size: int, call: str = "process_vm_readv")
 
 
 def has_cma(yama: Path = Path("/proc/sys/kernel/yama/ptrace_scope"), status: Path = Path("/proc/self/status")) -> bool:
-    """Say whether UCX can copy between processes of this host: its calls are tried here."""
+    """Return True if UCX can copy between processes of this host, found by a trial of its system calls."""
     if any(os.path.exists(f"/dev/{module}") for module in ("knem", "xpmem")):
         return True
     place = ctypes.create_string_buffer(8)

@@ -1,12 +1,12 @@
 """The control plane on ZMQ: the only file that imports it.
 
-One ROUTER listens, one DEALER per remote address asks. ZMQ's descriptors are edge-triggered, so a reader goes on until
-nothing is left, and a socket is looked at once more after every send. Delivery is at most once and in order per link.
-Queues are bounded; what does not fit is dropped and counted, because the core repeats what matters.
+One ROUTER listens, and one DEALER per remote address sends requests. ZMQ's descriptors are edge-triggered, so the loop
+reads a socket until nothing is left, and checks it once more after every send. Delivery is at most once and in order
+per link. Queues are bounded. Packets that do not fit are dropped and counted; the core repeats important messages.
 
 With keys (`KeysConfig`) every link is CURVE: a connection is admitted when it has proven a key on the allow-list, and
-an address names the key that the listener will prove: `tcp://10.0.0.1:5555#<64 hex digits>`. ZMQ asks who may enter
-over a socket of its own (ZAP), and tells on another (a monitor) who was turned away.
+an address names the key that the listener will prove: `tcp://10.0.0.1:5555#<64 hex digits>`. ZMQ asks over a socket of
+its own (ZAP) whether a key may enter, and reports on another (a monitor) each connection that was turned away.
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ RECEIVE_BUFFER = MAX_REQUEST_PACKET  # of one connection of our listener, in the
 QUEUE = 8192  # packets per link that wait to be sent to a listener
 REPLY_QUEUE = 128  # packets that wait to be sent to one connection of our listener
 MAX_UNREAD, MAX_UNREAD_ALL, MAX_UNREAD_TOTAL, LOOK_UNREAD_S = 1024 * 1024, 2 * MAX_PACKET, 8 * MAX_PACKET, 0.1
-"""Bytes that the peers' kernels did not take, of one connection, one principal and all, and seconds between two
-looks. More are dropped and counted; one packet counts as half of a connection's at most."""
+"""Most bytes that the kernels of peers did not take, per connection, per principal and in all, and seconds between two
+checks. More are dropped and counted; one packet counts as at most half of a connection's bound."""
 
-TURN_S = 0.002  # that all sockets together may take of one turn of the loop; each handles one message even so
-DIRECT = 16  # packets of one turn that are handled as they come; the rest waits for the turns of their senders
+TURN_S = 0.002  # seconds of one loop turn that all sockets together may take; each handles at least one message
+DIRECT = 16  # packets of one turn that are handled as they arrive; the others wait for the turns of their senders
 MAX_WAITING, MAX_WAITING_ALL, MAX_WAITING_TOTAL = 4096, 16 * 1024 * 1024, 128 * 1024 * 1024
-"""Packets of one connection, bytes of one principal, and of all, that may wait so. More are dropped and counted."""
+"""Most packets of one connection, bytes of one principal and bytes in all that may wait for such a turn. More are
+dropped and counted."""
 
-WAITING_BYTES = 128  # bytes of memory that a packet needs beside its own
-SLICE = 512  # parts of a message that are dropped before the clock is looked at
-CURVE_BYTES = 33  # what CURVE adds to a frame: a name, a nonce, a code and flags
-MAX_ROUTES = 16_384  # connections of which the principal is remembered; of others libzmq is asked again
+WAITING_BYTES = 128  # memory that a packet needs in addition to its own bytes
+SLICE = 512  # parts of a message that are dropped between two looks at the clock
+CURVE_BYTES = 33  # bytes that CURVE adds to a frame: a name, a nonce, a code and flags
+MAX_ROUTES = 16_384  # connections with a remembered principal; for others libzmq is asked again
 LINGER_MS = 200
 RENEW_S = 0.5
 """Age from which a dead link is replaced: ZMQ never tries again once a listener refused the key or broke the
-protocol. A link that is full may as well be dead after `STUCK_S` of silence."""
+protocol. A link with a full queue is treated as dead after `STUCK_S` of silence."""
 
 STUCK_S = 10.0
 MAX_LINKS = 65_535  # peers that one rank may have; ZMQ's own default is 1,023
-NAMED_S = 5.0  # how long it is believed what a host's name stands for, or that nobody knows it, when a link is made
-MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 256, 8  # remembered; asked for at a time; packets that wait for one
-HANDSHAKE_IVL_MS = 5_000  # who has not proven a key (without keys: spoken ZMTP) by then is cut off
+NAMED_S = 5.0  # seconds for which the result of a name look-up, also a failed one, is used for new links
+MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 256, 8  # names kept; look-ups at a time; packets that wait for one
+HANDSHAKE_IVL_MS = 5_000  # a connection that has not proven a key (without keys: spoken ZMTP) by then is cut off
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asynckv"
 MONITOR_ENDPOINT = "inproc://asynckv-monitor-"
@@ -86,7 +87,7 @@ def make_pair() -> KeyPair:
 
 
 def _split(address: str) -> tuple[str, bytes | None]:
-    """Return what ZMQ is to connect to, and the public key that the listener has to prove."""
+    """Return the endpoint for ZMQ to connect to, and the public key that the listener has to prove."""
     endpoint, mark, text = address.partition(KEY_MARK)
     if not mark:
         return endpoint, None
@@ -109,7 +110,7 @@ def _host(address: str) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return where `tcp://host:port`, with a key behind it or not, is to be reached."""
+    """Return host and port of `tcp://host:port`, with or without a key behind it."""
     endpoint, _ = _split(address)
     host, port = _host(endpoint), endpoint.rpartition(":")[2]
     if port == "*" or not int(port):
@@ -126,7 +127,7 @@ def _is_wildcard(host: str) -> bool:
 
 
 def _load(keys: KeysConfig) -> tuple[KeyPair, AllowList]:
-    """Read an engine's keys; a `ConfigError` names the file and the remedy."""
+    """Read an engine's keys, or raise a `ConfigError` that names the file and the remedy."""
     path = Path(keys.secret)
     pair = read_pair(path)
     if zmq.curve_public(encode_z85(pair.secret).encode()) != encode_z85(pair.public).encode():
@@ -142,7 +143,7 @@ def _cause(event: int, value: int, has_keys: bool) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         if value == errno.EFAULT:
             return "unanswered"
-        # A ZMQ client without keys leaves by itself as soon as it sees what is asked for.
+        # A ZMQ client without keys leaves by itself as soon as it sees that a key is required.
         return ("no_key" if has_keys else "left") if value in _LEFT else "timeout"
     if value == zmq.Event.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
         return "wrong_key"
@@ -155,18 +156,18 @@ _REFUSALS = {
     "no_key": "its address names no key, and this engine has keys: give both engines keys, or neither",
     "needs_keys": "its address names a key, and this engine has none: set EngineConfig.keys",
     "unlisted_listener": "its key is not in this engine's directory of authorized keys: copy its .key file there",
-    "no_files": "this process has hardly a file descriptor left, and a connection takes four: raise ulimit -n",
+    "no_files": "this process has almost no file descriptors left, and a connection takes four: raise ulimit -n",
 }
-"""What keeps us from talking to a listener, and the remedy."""
+"""Reasons why this engine does not connect to a listener, each with the remedy."""
 
 
 class ZmqPlane:
-    """A ROUTER to be asked, and DEALERs to ask with.
+    """A ROUTER that listens, and a DEALER per remote listener.
 
     Args:
-        bind: Where to listen, such as `tcp://127.0.0.1:0`; port 0 lets the system choose. None: only ask.
-        advertise: What others are told, if it is not the bound address.
-        allow_insecure: Listen beyond loopback although nothing is encrypted.
+        bind: Address to listen at, such as `tcp://127.0.0.1:0`; port 0 lets the system choose. None: do not listen.
+        advertise: Address that peers are told, if it is not the bound address.
+        allow_insecure: True to listen beyond loopback although nothing is encrypted.
     """
 
     def __init__(
@@ -175,8 +176,8 @@ class ZmqPlane:
         for name, address in (("bind", bind or ""), ("advertise", advertise)):
             if KEY_MARK in address:
                 raise ConfigError(
-                    f"{name} {address!r:.200} carries a key, which the engine adds itself; leave out what begins with "
-                    f"{KEY_MARK!r}"
+                    f"{name} {address!r:.200} carries a key, which the engine adds itself; leave out the part from "
+                    f"{KEY_MARK!r} on"
                 )
         if bind is not None:
             self._check(bind, advertise, allow_insecure or keys is not None)
@@ -190,21 +191,21 @@ class ZmqPlane:
         self._router: _Link | None = None
         self._zap: _Link | None = None
         self._door: Door | None = None
-        self._ended = ""  # why nothing is sent or taken any more, if the plane was not closed
+        self._ended = ""  # the reason if the plane failed, and sends and takes nothing any more
         self._principals: OrderedDict[bytes, tuple[str, int]] = OrderedDict()  # with the connection's descriptor
-        self._unread: Counter[str] = Counter()  # bytes by principal; some may have been taken since the last look
+        self._unread: Counter[str] = Counter()  # bytes by principal; some may have been taken since the last check
         self._unread_all = 0
         self._events: zmq.Socket[bytes] | None = None
-        self._events_lock = threading.Lock()  # the loop connects monitors, the door's thread hears them
+        self._events_lock = threading.Lock()  # the loop connects monitors, and the door's thread reads them
         self._monitors = itertools.count()
         self._waiting = _Waiting()
         self._num_direct, self._look_at = 0, 0.0
         self._links: dict[Address, _Link] = {}
-        self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by host: when, and its IP address
+        self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by host: time of look-up, IP address
         self._resolving: set[str] = set()
         self._unresolved: dict[Address, list[bytes]] = {}  # packets that wait until the name in an address is resolved
         self._on_packet: OnPacket = lambda origin, data, principal: None
-        self._on_refused: OnRefused = lambda cause, who: None
+        self._on_refused: OnRefused = lambda cause, peer: None
         self._counts: Counter[str] = Counter()
 
     @staticmethod
@@ -212,9 +213,9 @@ class ZmqPlane:
         host = _host(bind)
         if not is_loopback(bind) and not is_protected:
             raise ConfigError(
-                f"bind {bind!r} is not a loopback address, and the control plane is not encrypted: anybody who reaches "
-                f"it could claim and release blocks; give keys (asynckv keygen makes them), bind to 127.0.0.1, or set "
-                f"allow_insecure=True in a trusted network"
+                f"bind {bind!r} is not a loopback address, and the control plane is not encrypted: any host that can "
+                f"reach it could claim and release blocks; give keys (asynckv keygen makes them), bind to 127.0.0.1, "
+                f"or set allow_insecure=True in a trusted network"
             )
         if _is_wildcard(host) and not advertise:
             raise ConfigError(f"bind {bind!r} is a wildcard, which peers cannot connect to; set advertise as well")
@@ -225,12 +226,12 @@ class ZmqPlane:
     def address(self) -> Address:
         return self._address
 
-    async def start(self, on_packet: OnPacket, on_refused: OnRefused = lambda cause, who: None) -> None:
+    async def start(self, on_packet: OnPacket, on_refused: OnRefused = lambda cause, peer: None) -> None:
         self._context, self._on_packet, self._on_refused = zmq.Context(), on_packet, on_refused
         self._turn = _Turn()
         self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
         events = self._context.socket(zmq.PULL)
-        # A queue with an end would make libzmq's thread wait for the door's.
+        # A bounded queue would make libzmq's thread wait for the door's.
         events.setsockopt(zmq.RCVHWM, 0)
         self._events = events
         loop = asyncio.get_running_loop()
@@ -250,8 +251,8 @@ class ZmqPlane:
             self._close_sockets()
             socket.close(0)
             raise
-        # From here on libzmq numbers all connections itself. An id that a peer chose would be another's, or the next
-        # of these numbers, for which libzmq aborts. The listener has copied its options, so it still speaks ZMTP.
+        # From here on libzmq numbers all connections itself, because a peer could choose the id of another one, or the
+        # next number, for which libzmq aborts. The listener has copied its options, so it still speaks ZMTP.
         socket.setsockopt(zmq.ROUTER_RAW, 1)
         self._router = _Link(socket, self._turn, 2, self._from_router, self._dropped, self._serve, self._door)
 
@@ -266,7 +267,7 @@ class ZmqPlane:
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
         if not self._advertise and _is_wildcard(_host(bound)):
-            # Spelled so that it did not look like one (`tcp://0:0`).
+            # Some spellings are only known as wildcards once bound (`tcp://0:0`).
             raise ConfigError(f"bind {bind!r} is a wildcard, which peers cannot connect to; set advertise as well")
         advertised = self._advertise or bound
         if advertised.endswith((":0", ":*")):
@@ -283,7 +284,7 @@ class ZmqPlane:
         else:
             link = self._links.get(Address(to)) or self._connect(Address(to))
             if link is not None and link.name and link.is_unheard():
-                self._number(link.name[0])  # libzmq connects to a number for ever, and the name may mean another now
+                self._number(link.name[0])  # libzmq retries the same IP address for ever, and the name may have moved
             sent = link is not None and not link.is_refused and link.send([packet])
             if link is None and to in self._unresolved and len(self._unresolved[Address(to)]) < MAX_UNRESOLVED:
                 self._unresolved[Address(to)].append(packet)
@@ -301,7 +302,7 @@ class ZmqPlane:
         principal, fd = self._principals.get(route, ("", -1))
         connection = self._door.connections.get(fd) if self._door is not None else None
         if connection is None:
-            return router.send([route, packet])  # the door has not seen it yet, or it has ended
+            return router.send([route, packet])  # the door has not seen the connection yet, or it has ended
         connection.principal, connection.route, size = principal, route, self._on_wire(len(packet))
         left = connection.sent - connection.taken
         if not self._has_room(principal, left, size) and not self._has_room(principal, self._look(connection), size):
@@ -315,13 +316,13 @@ class ZmqPlane:
         return sent
 
     def _has_room(self, principal: str, left: int, size: int) -> bool:
-        share = 2 if left else 1  # half is for connections of which nothing is unread
+        share = 2 if left else 1  # half is reserved for connections without unread bytes
         is_small = left + min(size, MAX_UNREAD // 2) <= MAX_UNREAD
         theirs, everybodys = self._unread[principal] + size, self._unread_all + size
         return is_small and theirs <= MAX_UNREAD_ALL // share and everybodys <= MAX_UNREAD_TOTAL // share
 
     def _look(self, connection: Connection) -> int:
-        """Return what a connection has not read; now and then all are looked at."""
+        """Return the bytes that a connection has not read; check all connections every `LOOK_UNREAD_S`."""
         if self._door is not None and (now := self._turn.now()) >= self._look_at:
             self._look_at, self._unread = now + LOOK_UNREAD_S, Counter()
             for each in [each for each in list(self._door.connections.values()) if each.sent > each.taken]:
@@ -330,7 +331,7 @@ class ZmqPlane:
         return connection.look_unread()
 
     def refusal(self, to: Address | ReplyTo) -> str:
-        """Say what keeps us from talking: an address's form or key, or that the connection or this plane has ended."""
+        """Return why nothing can be sent: the address's form, name or key, or an ended connection or plane; else ""."""
         if self._ended:
             return self._ended
         if isinstance(to, bytes):
@@ -343,11 +344,11 @@ class ZmqPlane:
             return str(exc)
         asked_at, number = self._numbers.get(host, (-math.inf, ""))
         if not number and self._context is not None and self._turn.now() - asked_at < NAMED_S:
-            return f"the name {host!r} is known to no resolver of this host; correct the endpoint, or the name service"
+            return f"no resolver of this host knows the name {host!r}; correct the endpoint, or the name service"
         return _REFUSALS.get(self._refusal(address, key) or "", "")
 
     def host(self, address: Address) -> str:
-        """Name the IP address that a link goes to; of IPv6 the network, because one host may have all of it."""
+        """Return the IP address that a link goes to; for IPv6 its /64 network, because one host may have all of it."""
         link = self._links.get(address)
         host = _host(link.endpoint) if link is not None else ""
         return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
@@ -385,13 +386,13 @@ class ZmqPlane:
 
     def _close_sockets(self) -> None:
         if self._zap is not None:
-            self._zap.close(0)  # first, so that nobody new is admitted
+            self._zap.close(0)  # first, so that no new connection is admitted
         for link in filter(None, [self._router, *self._links.values()]):
             link.close(LINGER_MS)
         self._zap, self._router, self._links = None, None, {}
 
     def _on_door_failed(self, cause: Exception) -> None:
-        if (door := self._door) is not None:  # else it is being closed
+        if (door := self._door) is not None:  # None while the plane is being closed
             self._ended = f"the control plane has ended, because its door keeper failed: {cause!r}; restart the engine"
             self._close_sockets()
             door.close()
@@ -407,13 +408,13 @@ class ZmqPlane:
             (zmq.SNDHWM, REPLY_QUEUE if is_listener else QUEUE),
             # libzmq aborts if a peer leaves while such a queue is full; the door bounds them.
             (zmq.RCVHWM, 0),
-            # What the kernel holds when a connection is cut off is still read.
+            # Bytes in the kernel's buffer are still read after a connection was cut off.
             (zmq.RCVBUF, RECEIVE_BUFFER if is_listener else -1),
             (zmq.LINGER, LINGER_MS),
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 1000),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_IVL_MS),
-            # A connection whose other side has vanished ends after half a minute. (ZMQ's own heartbeats abort, too.)
+            # Keep-alives end a connection half a minute after its peer vanished. (ZMQ's own heartbeats can abort, too.)
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, 10),
             (zmq.TCP_KEEPALIVE_INTVL, 5),
@@ -462,34 +463,34 @@ class ZmqPlane:
         return link
 
     def _number(self, host: str) -> str:
-        """Return the IP address of a host; empty if it has none, or is being asked for, in a thread of its own."""
+        """Return the IP address of a host; empty if it has none, or while a thread of its own looks it up."""
         with contextlib.suppress(ValueError):
-            return str(ip_address(host))  # as libzmq spells it when it tells of it
+            return str(ip_address(host))  # in the spelling that libzmq uses in its events
         if not re.fullmatch("[A-Za-z0-9_.-]+", host):
-            raise ConfigError(f"{host!r} is no name of a host")
+            raise ConfigError(f"{host!r} is not a host name")
         now = self._turn.now()
         asked_at, number = self._numbers.get(host, (-math.inf, ""))
         if now - asked_at < NAMED_S:
             return number
         if host not in self._resolving and len(self._resolving) < MAX_RESOLVING:
-            with contextlib.suppress(RuntimeError):  # there can be no more threads just now
+            with contextlib.suppress(RuntimeError):  # no thread can be started now
                 threading.Thread(target=self._resolve, args=(host,), daemon=True, name="asynckv-name").start()
                 self._resolving.add(host)
-        return number  # what it was last, until it is known what it is now
+        return number  # the last known address, until the new look-up ends
 
     def _resolve(self, host: str) -> None:
         try:
             found = getaddrinfo(host, None, type=SOCK_STREAM)
-            # As libzmq: a listener is on IPv4 unless its address has brackets.
+            # IPv4 comes first, as in libzmq: a listener is on IPv4 unless its address has brackets.
             numbers = [str(each[4][0]) for each in sorted(found, key=lambda each: each[0] != AF_INET)]
-        except Exception:  # whatever it is, the name can be asked for again
+        except Exception:  # after any error the name can be looked up again
             numbers = []
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._turn.loop.call_soon_threadsafe(self._resolved, host, numbers)
 
     def _resolved(self, host: str, numbers: list[str]) -> None:
         self._resolving.discard(host)
-        number = self._numbers.get(host, (0.0, ""))[1]  # one failure of the service makes no name unknown
+        number = self._numbers.get(host, (0.0, ""))[1]  # kept after a failed look-up, because the service may recover
         if numbers and number not in numbers:
             number = numbers[0]
         self._numbers[host] = self._turn.now(), number
@@ -510,14 +511,14 @@ class ZmqPlane:
             return "unlisted_listener"
         if address in self._links:
             return None
-        # Of the four that a link takes, two are taken by libzmq's threads, when the connection is there.
+        # A link takes four descriptors, two of them only later, when libzmq's threads have made the connection.
         coming = 2 * sum(link.is_new() for link in self._links.values())
         return "no_files" if free_files() - coming < SPARE_FILES // 2 else None
 
-    # -- who may connect ---------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def _guard(self, router: zmq.Socket[bytes]) -> None:
-        """Before it is bound, make the listener ask who may enter, and tell who was turned away."""
+        """Make the listener, before it is bound, ask about every key, and report connections that it turned away."""
         assert self._context is not None
         if self._pair is not None:
             zap = self._context.socket(zmq.ROUTER)
@@ -526,7 +527,7 @@ class ZmqPlane:
             zap.bind(ZAP_ENDPOINT)
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-            # Without this, libzmq lets everybody in whenever nobody answers its questions.
+            # Without this, libzmq admits every connection while no handler answers its questions.
             router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._watch(router, (zmq.EVENT_LISTENING, *_COUNTED, *_FAILED))
 
@@ -537,7 +538,7 @@ class ZmqPlane:
             assert self._events is not None
             self._events.connect(endpoint)
         if self._door is not None:
-            self._door.ring()  # libzmq announces nothing to a socket that has not looked yet
+            self._door.ring()  # libzmq signals no events on a socket that was not polled since it connected
 
     def _take_events(self, loop: asyncio.AbstractEventLoop) -> Iterator[Opened]:
         taken, others = list[list[bytes]](), list[tuple[zmq.Event, int, str, float]]()
@@ -557,7 +558,7 @@ class ZmqPlane:
                 gone = self._door.connections.get(value) if self._door is not None else None
                 yield Opened(value, "")
                 if gone is not None and not gone.is_accepted:
-                    continue  # only the listener's are counted
+                    continue  # only connections of the listener are counted
             if event != zmq.EVENT_CONNECTED:
                 others.append((event, value, endpoint.decode(), self._turn.now()))
         if others:
@@ -565,7 +566,7 @@ class ZmqPlane:
                 loop.call_soon_threadsafe(self._on_events, others)
 
     def _from_zap(self, frames: list[zmq.Frame]) -> None:
-        """Answer one question of libzmq's (ZAP, RFC 27): may the owner of this key enter?"""
+        """Answer one question of libzmq (ZAP, RFC 27): whether the owner of this key may enter."""
         route, _, version, request, _domain, _address, _identity, mechanism, *credentials = [x.bytes for x in frames]
         is_known = (
             self._peers is not None
@@ -595,7 +596,7 @@ class ZmqPlane:
                 if self._pair is not None and cause != "unlisted_key":
                     self._on_refused(cause, "")
         if self._router is not None:
-            self._router.look_again()  # if all was taken, ended connections have left nothing behind
+            self._router.look_again()  # once all is taken, `forgive` clears the bytes of ended connections
 
     def _from_router(self, frames: list[zmq.Frame]) -> None:
         if (fd := _fd_of(frames[1])) < 0:
@@ -607,7 +608,7 @@ class ZmqPlane:
         else:
             principal, _ = self._principals[route] = self._principal(frames[1]), fd
             if len(self._principals) > MAX_ROUTES:
-                del self._unread[self._principals.popitem(last=False)[1][0]]  # the next look counts what there is
+                del self._unread[self._principals.popitem(last=False)[1][0]]  # the next check counts them anew
         if self._num_direct < DIRECT and not self._waiting:
             self._num_direct += 1
             self._deliver(ReplyTo(route), packet, principal)
@@ -615,7 +616,7 @@ class ZmqPlane:
             self._counts["dropped_in"] += 1
 
     def _serve(self, until: float) -> bool:
-        """End a turn of the listener: hand over what waits, and say whether more does."""
+        """End a turn of the listener: hand over waiting packets, and return True if more wait."""
         self._num_direct = 0
         while self._waiting:
             principal, route, packet = self._waiting.take()
@@ -636,17 +637,17 @@ class ZmqPlane:
         return packet
 
     def _on_wire(self, size: int) -> int:
-        """Return how many bytes of a connection a frame takes, exactly: with more, a peer could be ahead unseen."""
+        """Return the exact bytes of a frame on a connection: with a larger count a peer could be ahead unseen."""
         size += CURVE_BYTES * (self._pair is not None)
         return size + (2 if size < 256 else 9)
 
     def _dropped(self, fd: int, parts: int, num_bytes: int, route: bytes = b"") -> None:
-        """A message had too many parts, or a peer of an older protocol sent it, of which libzmq tells nothing."""
+        """Count a dropped message: it had too many parts, or an older protocol that libzmq gives no descriptor for."""
         self._counts["dropped_frames"] += 1
         if self._door is None:
             return
         connection = self._door.deliver(fd, num_bytes + parts * self._on_wire(0), is_accepted=True)
-        # Not if somebody else has the descriptor by now, or what came before is still being dropped.
+        # Another connection may have the descriptor by now, or this one may be muted already.
         if connection is not None and connection.route in (b"", route) and not connection.muted_until:
             self._counts["muted"] += 1
             connection.mute()
@@ -660,7 +661,7 @@ class ZmqPlane:
         try:
             self._on_packet(origin, packet, principal)
         except Exception as exc:
-            # A bug in what handles packets; the listener lives.
+            # A bug in the handler of packets must not end the listener.
             self._turn.loop.call_exception_handler({"message": "a packet could not be handled", "exception": exc})
 
 
@@ -673,7 +674,7 @@ def _fd_of(frame: zmq.Frame) -> int:
 
 
 class _Waiting:
-    """Packets that have arrived faster than they are handled: a turn for each principal, then for each connection."""
+    """Packets that arrived faster than they are handled: principals take turns, and within one its connections."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, OrderedDict[ReplyTo, deque[bytes]]] = OrderedDict()
@@ -686,9 +687,9 @@ class _Waiting:
     def put(self, principal: str, route: ReplyTo, packet: bytes) -> bool:
         queues, size = self._queues.get(principal), len(packet) + WAITING_BYTES
         number = len(queues.get(route, ())) if queues is not None else 0
-        # Half of a principal's room is for connections of which nothing waits yet.
+        # Half of a principal's room is reserved for connections without a waiting packet.
         room = MAX_WAITING_ALL // (2 if number else 1)
-        is_full = self._total + size > MAX_WAITING_TOTAL // (2 if queues else 1)  # so is half of all room
+        is_full = self._total + size > MAX_WAITING_TOTAL // (2 if queues else 1)  # half is for other principals
         if number >= MAX_WAITING or self._bytes[principal] + size > room or is_full:
             return False
         self._bytes[principal] += size
@@ -697,7 +698,7 @@ class _Waiting:
         return True
 
     def take(self) -> tuple[str, ReplyTo, bytes]:
-        """Take the next packet; its connection and its principal go to the end of their lines."""
+        """Take the next packet; its connection and its principal go to the end of their queues."""
         principal, queues = self._queues.popitem(last=False)
         route, queue = queues.popitem(last=False)
         packet = queue.popleft()
@@ -734,10 +735,10 @@ class _Link:
     """One socket on the event loop.
 
     Args:
-        most: Parts of a message that are taken; a message of more is dropped.
-        on_dropped: Told of a message that was dropped: its connection's descriptor, its parts, their bytes, the first.
-        on_turn: Called when nothing more is taken in this turn, with its end; True if there is more to do.
-        door: Told when everything was taken.
+        most: Most parts of a message; a message with more is dropped.
+        on_dropped: Called for a dropped message with its connection's descriptor, its parts, their bytes, the first.
+        on_turn: Called with the end of this turn when nothing more is taken in it; returns True if there is more to do.
+        door: Notified when everything was taken.
     """
 
     def __init__(
@@ -754,14 +755,14 @@ class _Link:
         self._turn, self._on_turn, self._door, self._loop = turn, on_turn, door, turn.loop
         self._made_at = self._loop.time()
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.is_refused = False  # libzmq says so (`docs/reliability.md` has an exception)
-        self.name: tuple[str, str] | None = None  # if the address has one, and the number behind it
-        self._heard = 0, 0.0  # how much had been received when it was last seen to be more, and when that was
-        self.error = 0  # why the last send that failed did: `EHOSTUNREACH` if the connection has ended
+        self.is_refused = False  # as libzmq reports it (`docs/reliability.md` has an exception)
+        self.name: tuple[str, str] | None = None  # the host name and its IP address, if the address has a name
+        self._heard = 0, 0.0  # messages received at the last check that saw more, and its time
+        self.error = 0  # error number of the last failed send: `EHOSTUNREACH` if the connection has ended
         self._sent = self._received = 0
-        self._received_before = -1  # when a send failed after one that did not; -1 if the last one did not
+        self._received_before = -1  # messages received at the first of the present failed sends; -1 without one
         self._failing_since = 0.0
-        self._skipped = 0  # parts that were dropped of a message that has not ended
+        self._skipped = 0  # dropped parts of a message that has not ended
         self._skipped_bytes, self._first = 0, b""
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_due = False
@@ -772,7 +773,7 @@ class _Link:
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as exc:
-            self.error = exc.errno or 0  # full, or nobody there any more
+            self.error = exc.errno or 0  # the queue is full, or the connection has ended
             return False
         finally:
             self.look_again()
@@ -781,26 +782,26 @@ class _Link:
         return True
 
     def is_unheard(self) -> bool:
-        """Nothing has come for a while; asked whenever something is sent."""
+        """Return True if no message has arrived for `RENEW_S`; called whenever a packet is sent."""
         if self._received != self._heard[0]:
             self._heard = self._received, self._loop.time()
         return self._loop.time() - max(self._heard[1], self._made_at) >= RENEW_S
 
     def may_be(self, endpoint: str, at: float) -> bool:
-        """A handshake with this endpoint that failed then may have been this link's."""
+        """Return True if a handshake with `endpoint` that failed at `at` may have been this link's."""
         return self.endpoint == endpoint and self._made_at < at and not self._received
 
     def is_new(self) -> bool:
         return self._loop.time() - self._made_at < RENEW_S
 
     def is_dead(self) -> bool:
-        """After a send that failed: ZMQ has given the connection up, or it may as well have."""
+        """Return True, after a failed send, if ZMQ has given the connection up or is as good as stuck."""
         now = self._loop.time()
         if self._received != self._received_before:
             self._received_before, self._failing_since = self._received, now
         if self.is_new():
             return False
-        # As long as so few were sent, the queue cannot be full, so there is none.
+        # With fewer sends than the queue holds, it cannot be full, so ZMQ has no connection.
         return self.is_refused or self._sent < QUEUE or now - self._failing_since >= STUCK_S
 
     def close(self, linger_ms: int) -> None:
@@ -818,7 +819,7 @@ class _Link:
 
     def _receive(self) -> None:
         until = self._turn.until()
-        # Half of the time is for taking, if what was taken is handled afterwards.
+        # Half of the time is left for `on_turn`, which handles packets afterwards.
         take_until = until if self._on_turn is None else until - TURN_S / 2
         is_drained, orphaned = False, self._door.orphaned if self._door is not None else 0
         while not self.socket.closed:
@@ -842,7 +843,7 @@ class _Link:
             self.look_again()
 
     def _next(self) -> list[zmq.Frame]:
-        """Take a message, or raise `zmq.Again`; empty if it has too many parts, of which many may be left."""
+        """Take a message, or raise `zmq.Again`; return an empty list while parts of too long a message are dropped."""
         frames: list[zmq.Frame] = []
         if not self._skipped:
             frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))

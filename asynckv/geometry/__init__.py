@@ -1,5 +1,5 @@
-"""Geometry: which bytes of which prefill rank belong into which bytes of which decode rank (`docs/geometry.md`).
+"""Geometry: the mapping of the bytes of prefill ranks to the bytes of decode ranks (`docs/geometry.md`).
 
 Geometry is pure: it knows no messages, leases, clocks or NIXL, and imports only `errors` and `arguments`. A layout or a
-list of blocks may come from a stranger, so costs are bounded before they arise.
+list of blocks may come from an untrusted peer, so every cost is bounded before it arises.
 """

@@ -1,8 +1,8 @@
-"""Lists of block ids: what engines give, checked; as arrays to compute with, as runs to send.
+"""Lists of block ids from engines: checked, as arrays to compute with, and as runs to send.
 
-An engine gives a list, with `None` or its own `null_block` where there is no block. Ours become arrays with `NULL`
-there. Theirs cross the wire as runs `(first id, count)` (`BlockRuns`) and are never expanded: `LentBlocks` looks places
-up. No id outside a group ever becomes an address.
+An engine gives a list, with `None` or its own `null_block` where there is no block. Our lists become arrays with `NULL`
+there. Lent lists cross the wire as runs `(first id, count)` (`BlockRuns`) and are never expanded: `LentBlocks` looks
+places up. No id outside a group ever becomes an address.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from asynckv.geometry.layout import Group, Layout
 
 BlockIds = Sequence[int | None] | npt.NDArray[np.integer]  # block ids as an engine gives them
 BlockList = tuple[int, Int64s]  # first token, and the ids of our blocks from the one on that holds it
-SHORT = 160  # block ids that are checked one by one: faster than as an array, up to about so many
+SHORT = 160  # lists up to about this length are checked id by id, which is faster than as an array
 FEW = 40  # the same for writing them as runs
 PlainIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)]]  # msgspec checks it at 4 ns per id
 
 
 def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:
-    """Return block ids as an array, with `NULL` wherever a list says `None` or the engine's `null_block`."""
+    """Return block ids as an array, with `NULL` in place of `None` and of the engine's `null_block`."""
     is_flat = type(ids) is list or isinstance(ids, Sequence) or hasattr(ids, "__array__")
     if not is_flat or (type(ids) is not list and isinstance(ids, NO_SEQUENCE)):
         raise LayoutError(f"block ids are {shown(ids)}; give a flat list of integers")
@@ -63,7 +63,7 @@ def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:
         raise LayoutError("block ids must be a flat list of integers")
     if (bad := np.flatnonzero(((array < 0) & ~nulls) | (array > MAX_BLOCK_ID))).size:
         raise LayoutError(
-            f"block id {int(array[bad[0]])} is not a block's; a place without a block is None in the list"
+            f"block id {int(array[bad[0]])} is not one from 0 to {MAX_BLOCK_ID}; give None for a place without a block"
         )
     out = array.astype(np.int64)
     if null_block != NULL:
@@ -72,7 +72,7 @@ def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:
 
 
 def _plain_ids(ids: object) -> list[int] | None:
-    """Return a list of plain ids, placeholders not among them, as it is; None if one is anything else."""
+    """Return a list of plain ids unchanged; None if an entry is a placeholder or anything else."""
     try:
         return msgspec.convert(ids, PlainIds) if isinstance(ids, list | tuple) else None
     except msgspec.ValidationError:
@@ -80,7 +80,7 @@ def _plain_ids(ids: object) -> list[int] | None:
 
 
 def runs_of(block_ids: BlockIds, null_block: int = NULL) -> tuple[tuple[int, int], ...]:
-    """Write block ids as `(first, count)` runs of consecutive ids or of placeholders, keeping their order.
+    """Return block ids as `(first, count)` runs of consecutive ids or of placeholders, in the same order.
 
     >>> runs_of([None, None, 7, 8, 9, 3, 5, 6])
     ((-1, 2), (7, 3), (3, 1), (5, 2))
@@ -103,12 +103,12 @@ def runs_of(block_ids: BlockIds, null_block: int = NULL) -> tuple[tuple[int, int
     else:
         starts = np.concatenate(([0], starts))
         firsts, counts = ids[starts].tolist(), np.diff(starts, append=len(ids)).tolist()
-    # By way of a list: a tuple that grows is looked through by every garbage collection meanwhile.
+    # A list is made first, because every garbage collection would scan a growing tuple meanwhile.
     return tuple(list(zip(firsts, counts)))  # noqa: B905, C414
 
 
 def _few_runs(block_ids: Sequence[object], null_block: int) -> tuple[tuple[int, int], ...] | None:
-    """The same, id by id; None if one is no plain id."""
+    """Return the same as `runs_of`, id by id; None if an entry is neither a plain id nor None."""
     runs: list[tuple[int, int]] = []
     first, count, following = NULL, 0, NULL
     for given in block_ids:
@@ -147,8 +147,8 @@ def check_block_ids(
     """Refuse block lists that do not fit our own layout; return them as arrays, with `NULL` for placeholders.
 
     Args:
-        groups: Per group the first token, and the blocks from the one on that holds it.
-        num_tokens: Tokens that a list has to reach, if it has any block.
+        groups: Per group, the first token, and the blocks from the one on that holds it.
+        num_tokens: Number of tokens that a list with any block has to reach.
     """
     pairs: list[tuple[Any, Any]] = []
     try:
@@ -194,7 +194,7 @@ def _named(index: int, group: Group) -> str:
 
 
 def _is_plain(ids: object, group: Group) -> bool:
-    """A short list of different ids of blocks that there are, and nothing else: it needs no further check."""
+    """Return True for a short list of different, existing block ids and nothing else, which needs no further check."""
     if not isinstance(ids, list | tuple) or not 0 < len(ids) <= SHORT:
         return False
     for block in ids:
@@ -206,7 +206,7 @@ def _is_plain(ids: object, group: Group) -> bool:
 def check_covers(
     where: str, group: Group, offer: BlockRuns, num_tokens: int, columns: tuple[Int64s, Int64s] | None = None
 ) -> None:
-    """Refuse a lent list that ends before the tokens that it is said to hold; states may end anywhere."""
+    """Refuse a lent list that ends before its declared number of tokens; states may end anywhere."""
     first, counts = columns or as_columns(offer.runs)
     if group.kind == "state" or group.window == 1 or not (first != NULL).any():
         return
@@ -220,7 +220,7 @@ def check_covers(
 
 
 def check_blocks(where: str, group: Group, ids: Int64s) -> None:
-    """Refuse block ids outside a group, or given twice; `PlanRefused` names the id."""
+    """Refuse block ids outside a group, or given twice, with a `PlanRefused` that names the id."""
     real = ids[ids != NULL]
     if not len(real):
         return
@@ -242,11 +242,11 @@ class LentBlocks:
     def __init__(self, lent: BlockRuns) -> None:
         self.first_token = lent.first_token
         self._runs = lent.runs
-        self.is_one_run = len(lent.runs) == 1  # in which a later block has a greater id
+        self.is_one_run = len(lent.runs) == 1  # True if ids ascend from each block to the next
         self._index: tuple[Int64s, Int64s, Int64s] | None = None
 
     def kernel_blocks(self, first: int, begin: int, stop: int, group: Group) -> Int32s | None:
-        """Ids of kernel blocks `begin ... stop - 1` of the prompt, from token `first` on; None if one is not lent."""
+        """Return the ids of kernel blocks `begin ... stop - 1` of the prompt, or None if one of them is not lent."""
         if first < self.first_token:
             return None
         ratio = group.ratio
@@ -268,7 +268,7 @@ class LentBlocks:
         return None if np.maximum.reduce(out) > MAX_DESCRIPTORS else out.astype(np.int32)
 
     def _indexed(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Per run its first id, the place behind its last block, and what to add to a place to get the id there."""
+        """Return per run its first id, the place behind its last block, and the number to add to a place for its id."""
         if self._index is None:
             first, count = as_columns(self._runs)
             ends = np.add.accumulate(count)
@@ -284,7 +284,7 @@ class LentBlocks:
         return sum([count for first, count in self._runs if first == NULL])
 
     def lookup(self, places: Int64s) -> Int64s:
-        """Block ids at places of the list; `NULL` at placeholders and outside of it."""
+        """Return the block ids at places of the list; `NULL` at placeholders and outside of it."""
         if not self._runs:
             return np.full(len(places), NULL, np.int64)
         first, ends, shift = self._indexed()

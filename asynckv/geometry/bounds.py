@@ -1,7 +1,7 @@
-"""Bounded numbers and block runs that both pure rooms speak in.
+"""Bounded numbers and block runs that both pure rooms (geometry and core) use.
 
-What crosses the wire is checked by its type while it is decoded. The bounds are larger than anything real, and small
-enough that no product of two of them leaves 64 bits unseen.
+Messages from the wire are checked against these types while they are decoded. The bounds are larger than anything real,
+and small enough that no product of two of them leaves 64 bits unseen.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from asynckv.arguments import MAX_NAME
 MAX_RANKS = 65_536
 MAX_GROUPS = 64
 MAX_VIEWS = 2048
-MAX_RUNS = 1 << 17  # of all groups of one request: two groups of a million tokens whose blocks of 16 are all scattered
+MAX_RUNS = 1 << 17  # per request, in all groups: two groups of a million tokens in scattered blocks of 16
 MAX_TOKENS = 1 << 40
 MAX_BLOCK_ID = (1 << 31) - 1
 MAX_BYTES = 1 << 56
 MAX_DESCRIPTORS = (1 << 31) - 1  # NIXL's prepared lists are indexed with int32
-NULL = -1  # a placeholder where a list of blocks has none: outside a sliding window, a state that was not kept
+NULL = -1  # a placeholder for a place without a block: outside a sliding window, or a state that was not kept
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
@@ -39,8 +39,8 @@ class BlockRuns(Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         first_token: First token that the list is valid for. The first block of the list is the one
             that holds it, so `first_token` need not be a multiple of the block size.
-        runs: `(first block id, number of blocks)` in token order; a first id of `NULL` stands for so
-            many placeholders.
+        runs: `(first block id, number of blocks)` in token order; with a first id of `NULL` it is that
+            number of placeholders.
     """
 
     first_token: Tokens

@@ -1,10 +1,9 @@
-"""Refuse a layout that does not hold together, wherever it comes from.
+"""Checks that refuse an inconsistent layout, wherever it comes from.
 
-`decode_layout` takes bytes from a stranger, `valid_layout` a value that an engine built. Both apply the bounds of every
-field, and name a wrong field as people know it. `check_layout` then asks whether the fields agree with each other:
-products are bounded with Python's integers before numpy sees them, nothing is allocated by a declared count, parts fill
-their kernel blocks, views fit their memories, and no byte belongs to two things (`overlap`). After that the data path
-asserts nothing.
+`decode_layout` takes bytes from an untrusted peer, `valid_layout` a value that an engine built. Both apply the bounds
+of every field, and name a wrong field in words that users know. `check_layout` then compares fields: products are
+bounded with Python's integers before numpy sees them, nothing is allocated by a declared count, parts fill their
+kernel blocks, views fit their memories, and no byte belongs to two things (`overlap`). The data path checks no more.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_BYTES, MAX_GROUPS, MAX_VIE
 from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.overlap import Spot, check_overlap, check_pools, part_bytes, spot
 
-# Layouts come from strangers, and the event loop waits while one is decoded, checked and compared. The most that real
-# models need: 126 layers with keys, values and a scale of each, every part a view of its own under a long name, are 504
-# views and parts with 1,260 dims in 58 KB; the presets of `asynckv models` have up to 80 views, 256 parts and 18 KB.
-# Four times as much fits, and takes 17 ms; what costs most takes 41 (`python -m scripts.bench plan --layouts`).
+# Layouts come from untrusted peers, and the event loop is blocked while one is decoded, checked and compared. The most
+# that real models need: 126 layers with keys, values and a scale of each, every part a view of its own with long names,
+# are 504 views and parts with 1,260 dims in 58 KB. The presets of `asynckv models` have at most 80 views, 256 parts and
+# 18 KB. Four times as much fits, and takes 17 ms; the worst takes 41 ms (`python -m scripts.bench plan --layouts`).
 
-MAX_LAYOUT_BYTES = 256 * 1024  # bounds decoding, and is known before it
+MAX_LAYOUT_BYTES = 256 * 1024  # checked before decoding, and so bounds its time
 MAX_PARTS = 2048  # most parts in all views together
-MAX_LAYER_PARTS = 64  # most parts of one layer, of which the largest known has six
+MAX_LAYER_PARTS = 64  # most parts of one layer; the largest known has six
 MAX_DIMS = 8192  # most dims in all parts together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registration:
-    """A layout that was checked, with its memory.
+    """A checked layout, with its memory.
 
     Attributes:
-        layout: What this rank holds, and where.
+        layout: The parts that this rank holds, and their places.
         owners: Objects (tensors, buffers) that must live as long as the engine does.
     """
 
@@ -56,14 +55,14 @@ def register_memory(layout: Layout, owners: tuple[object, ...] = ()) -> Registra
 
     Args:
         layout: Addresses, groups, views and parts.
-        owners: Whatever must not be freed while the engine lives.
+        owners: Objects that must not be freed while the engine lives.
 
     Raises:
-        LayoutError: Naming the field, both numbers and the remedy.
+        LayoutError: The layout is inconsistent; names the field, both numbers and the remedy.
     """
     checked = valid_layout(layout)
     if not isinstance(owners, tuple | list):
-        raise LayoutError(f"owners is {shown(owners)}; give a tuple of whatever must not be freed")
+        raise LayoutError(f"owners is {shown(owners)}; give a tuple of the objects that must not be freed")
     check_layout(checked)
     return Registration(checked, tuple(owners))
 
@@ -72,21 +71,21 @@ _decoder: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 
 def decode_layout(data: bytes | memoryview) -> Layout:
-    """Decode what a remote rank says of itself, or raise `LayoutError`; `check_layout` is next."""
+    """Decode the layout of a remote rank, or raise `LayoutError`; call `check_layout` next."""
     _check_length(len(data))
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         said = f"a layout of {len(data)} bytes that cannot be decoded: {exc}"
         if isinstance(exc, msgspec.ValidationError):
-            # What is behind the wrong field may be no value at all.
+            # The bytes after the wrong field may not decode at all.
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError):
                 said = _blamed(exc, msgspec.msgpack.decode(data))
         raise LayoutError(said) from exc
 
 
 def valid_layout(layout: Layout) -> Layout:
-    """Hold a layout that was made by hand to the bounds of a decoded one; numpy's integers become Python's."""
+    """Apply the bounds of a decoded layout to one that was made by hand; numpy's integers become Python's."""
     try:
         made = msgspec.convert(msgspec.to_builtins(layout, builtin_types=(bytes,), enc_hook=_builtin), Layout)
         _check_length(len(msgspec.msgpack.encode(made)))
@@ -95,7 +94,7 @@ def valid_layout(layout: Layout) -> Layout:
     except UnicodeEncodeError as exc:
         raise LayoutError(f"a name in the layout cannot be encoded: {exc}") from exc
     except (TypeError, OverflowError, RecursionError) as exc:
-        raise LayoutError(f"the layout holds what none can: {exc}") from exc
+        raise LayoutError(f"the layout holds a value that cannot be encoded: {exc}") from exc
     return made
 
 
@@ -111,7 +110,7 @@ def _builtin(value: object) -> object:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        return {}  # no field takes that
+        return {}  # no field takes a mapping, so msgspec refuses it
 
 
 _NESTED: Mapping[tuple[type[Struct], str], tuple[type[Struct], str, str]] = {
@@ -124,7 +123,7 @@ _NESTED: Mapping[tuple[type[Struct], str], tuple[type[Struct], str, str]] = {
 
 
 def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
-    """Say which field is wrong, and its value; msgspec names places in arrays."""
+    """Return the name of the wrong field, and its value; msgspec itself gives only places in arrays."""
     told, _, path = str(exc).partition(" - at `$")
     kind: type[Struct] | None = Layout
     nested, value = None, layout
@@ -159,12 +158,12 @@ def _field(value: Any, kind: type[Struct], name: str) -> Any:
 
 
 def _entry(value: Any, at: int) -> Any:
-    # A stranger may say a field twice, of which msgspec blames one and keeps the other.
+    # A peer may send a field twice; msgspec then blames one and keeps the other.
     return value[at] if isinstance(value, list | tuple) and at < len(value) else None
 
 
 def check_layout(layout: Layout) -> None:
-    """Refuse a layout that does not hold together; afterwards all products fit and nothing overlaps."""
+    """Raise `LayoutError` for an inconsistent layout; afterwards all products fit and nothing overlaps."""
     _check_size(layout)
     if layout.tp_rank >= layout.tp_size:
         raise LayoutError(f"tp_rank {layout.tp_rank} is outside its group of tp_size {layout.tp_size}")
@@ -222,13 +221,13 @@ def _check_aliases(layout: Layout) -> None:
     known: set[str] = set()
     for alias, layer in layout.aliases:
         if alias in layers:
-            raise LayoutError(f"layer {alias!r} is an alias of {layer!r}, but has memory of its own; drop either")
+            raise LayoutError(f"layer {alias!r} is an alias of {layer!r}, but has memory of its own; drop one of them")
         if alias in known:
             raise LayoutError(f"layer {alias!r} is declared an alias twice")
         if layer not in layers:
             raise LayoutError(
-                f"layer {alias!r} is an alias of {layer!r}, which has no memory on this rank; name the layer whose "
-                f"memory it is"
+                f"layer {alias!r} is an alias of {layer!r}, which has no memory on this rank; name the layer that has "
+                f"the memory"
             )
         known.add(alias)
 
@@ -245,7 +244,7 @@ def _check_memories(layout: Layout) -> None:
 
 def _check_views(layout: Layout) -> list[Spot]:
     out = []
-    known: dict[tuple[int, Part], int] = {}  # by group: the bytes that a part spans, once for all layers
+    known: dict[tuple[int, Part], int] = {}  # by group and part: the bytes that it spans, once for all layers
     for view in layout.views:
         if view.memory >= len(layout.memories):
             raise LayoutError(
@@ -291,8 +290,8 @@ def _check_part(where: str, part: Part, group: Group) -> None:
         lo, hi = part.held
         if part.axis == TOKEN:
             raise LayoutError(
-                f"{where}: axis {TOKEN!r} cannot be the sharded one, for every rank holds whole blocks of tokens; name "
-                f"the dim that tensor parallelism cuts, or none (axis='') if every rank holds the same"
+                f"{where}: axis {TOKEN!r} cannot be sharded, because every rank holds whole blocks of tokens; name the "
+                f"dim that tensor parallelism cuts, or none (axis='') if every rank holds the same"
             )
         if part.axis not in dims:
             raise LayoutError(f"{where}: sharded axis {part.axis!r} is not one of its dims {', '.join(dims)}")

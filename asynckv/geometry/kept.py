@@ -1,7 +1,7 @@
-"""What is copied between the memory of a rank and the ranges in which blocks are only kept (`packed`).
+"""Plans of copies between the memory of a rank and the ranges in which blocks are only stored (`packed`).
 
-`plan_copies` copies block for block and slot for slot, to store or to load, where the range has the rank's own form.
-`plan_load` loads by tokens what ranks of another geometry stored, as a pull is planned.
+`plan_copies` copies blocks to slots one for one, to store or to load, where the range has the rank's own form.
+`plan_load` loads blocks that ranks of another geometry stored, by their tokens, like a pull.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ Ids = Sequence[int] | npt.NDArray[np.integer]
 
 
 def kept_tables(local: Layout, kept: Sequence[Layout], ids: Iterator[int]) -> tuple[PeerTables | None, ...]:
-    """Work out which bytes of which ranges belong into which bytes of a rank's memory; once per form.
+    """Map the bytes of ranges to the bytes of a rank's memory; once per form.
 
-    The ranges are the rank's own, or those of all ranks of an engine that together hold what it needs. Returns one per
-    range, None for one of which nothing is needed; raises `LayoutError` if they do not fit, or lack something.
+    The ranges are the rank's own, or those of all ranks of an engine that together hold all that it needs. Return one
+    entry per range, None if nothing of it is needed; raise `LayoutError` if they do not fit, or lack something.
     """
     for range_ in kept:
         if differences := compare(local, range_):
             raise LayoutError(
-                f"what tp{range_.tp_rank} of {range_.tp_size} stored does not fit: " + "; ".join(map(str, differences))
+                f"blocks that tp{range_.tp_rank} of {range_.tp_size} stored do not fit: "
+                + "; ".join(map(str, differences))
             )
     shares = assign(local, kept)
     return tuple(PeerTables(local, each, some, ids) if some else None for each, some in zip(kept, shares, strict=True))
 
 
 def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
-    """Say what is copied between blocks and slots one for one, where a range has the rank's own form.
+    """Plan copies between blocks and slots one for one, where a range has the rank's own form.
 
     Args:
-        blocks: Per group the blocks and, equally long, their slots.
+        blocks: Per group the blocks and, in a list of equal length, their slots.
     """
     if len(blocks) != len(tables.local.groups):
         raise PlanRefused(f"blocks of {len(blocks)} groups are given, but the layout has {len(tables.local.groups)}")
@@ -75,7 +76,7 @@ def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
 
 def _check_ids(where: str, group: Group, ids: Int64s) -> None:
     if int(ids.min()) < 0:
-        raise PlanRefused(f"{where}: {int(ids.min())} is no id")
+        raise PlanRefused(f"{where}: {int(ids.min())} is not an id")
     check_blocks(where, group, ids)
 
 
@@ -86,12 +87,12 @@ def _kernel_blocks(ids: Int64s, ratio: int) -> Int32s:
 
 
 def plan_load(tables: PeerTables, local: Sequence[BlockList], kept: Sequence[BlockRuns], num_tokens: int) -> Plan:
-    """Say what is loaded by tokens, out of the range of a rank whose geometry may be any.
+    """Plan a load by tokens from the range of a rank with any geometry.
 
     Args:
-        local: Per group of ours the first token to fill and the blocks, from `check_block_ids`.
+        local: Per group of ours, the first token to fill and the blocks, from `check_block_ids`.
         kept: Per group of that rank, the slots.
-        num_tokens: Tokens that are to be there afterwards.
+        num_tokens: Tokens that have to be present afterwards.
     """
-    # As if more were offered than is wanted: only states at the ends of blocks are kept, none after the last.
+    # One more token is offered than wanted, because states are stored only at block ends, not after the last token.
     return plan_read(tables, BlockLists(local, kept, num_tokens, num_tokens + 1))

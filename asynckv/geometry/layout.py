@@ -1,15 +1,15 @@
-"""What one rank holds in memory, declared: memories, groups, views and their parts. `check` checks it.
+"""The declaration of one rank's memory: memories, groups, views and their parts. `check` checks it.
 
 A **memory** is one registered range of addresses. A **group** is a set of layers that share block ids. A **view**
 places the blocks of one layer in a memory: block `b` begins at `offset + b * stride`. A block consists of **parts**
-(keys, values, scales, a latent, a convolution's state ...): arrays whose dims have names, sizes and byte strides. A
-part is *sharded* along one axis, and says which range of the whole model's axis is here, or *replicated*.
+(keys, values, scales, a latent, a convolution's state ...): arrays of dims with names, sizes and byte strides. A part
+is *replicated*, or *sharded* along one axis; then it names the range of the whole model's axis that is here.
 
 A group of *tokens* has blocks with the KV of `block_size` tokens. A group of *states* has blocks with a recurrent
 layer's state after some token: the one in place `i` after `(i + 1) * block_size` tokens, or after the last token.
 
 A block may consist of several **kernel blocks**, the unit that attention kernels address. Views, strides and plans
-speak of kernel blocks; only the lists that engines give speak of blocks.
+count kernel blocks; only the lists that engines give count blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asynckv.geometry.bounds import (
     Size,
 )
 
-TOKEN = "token"  # the dim along which a part covers tokens, one entry each
+TOKEN = "token"  # the dim along which a part covers tokens
 ONE_PER_REQUEST = MAX_TOKENS
 """The `block_size` of a `Group` of states in which a request has a single slot, whatever its length."""
 
@@ -60,8 +60,8 @@ class Memory(Struct, frozen=True, array_like=True):
 
     Attributes:
         base: The first address.
-        length: Bytes.
-        kind: Host memory, or a GPU's.
+        length: Number of bytes.
+        kind: `cpu` for host memory, `cuda` for memory of a GPU.
         device: Index of the GPU.
     """
 
@@ -75,8 +75,8 @@ class Dim(Struct, frozen=True, array_like=True):
     """One dim of a part.
 
     Attributes:
-        name: Such as `token`, `head` or `dim`; matched by name between engines.
-        size: Entries that this rank holds.
+        name: Name such as `token`, `head` or `dim`, by which engines match it.
+        size: Number of entries that this rank holds.
         stride: Bytes from one entry to the next.
     """
 
@@ -89,7 +89,7 @@ class Part(Struct, frozen=True, array_like=True):
     """One logical array inside a block.
 
     Attributes:
-        name: Such as `k` and `v`; matched by name between engines.
+        name: Name such as `k` or `v`, by which engines match it.
         dtype: Element type; must be equal on both sides.
         itemsize: Bytes per element.
         offset: Bytes from the start of the block to the first element.
@@ -122,11 +122,10 @@ class View(Struct, frozen=True, array_like=True):
     Attributes:
         memory: Index of the memory.
         group: Index of the group.
-        layer: The layer's name; matched by name between engines. A layer whose parts lie in several memories has a view
-            in each.
+        layer: The layer's name, by which engines match it. A layer with parts in several memories has a view in each.
         offset: Bytes from the memory's base to kernel block 0.
         stride: Bytes from one kernel block to the next.
-        parts: What a kernel block consists of.
+        parts: The parts of a kernel block.
     """
 
     memory: Annotated[int, Meta(ge=0, lt=MAX_VIEWS)]
@@ -141,17 +140,17 @@ class Group(Struct, frozen=True, array_like=True):
     """Layers that share block ids.
 
     Attributes:
-        name: For people.
-        block_size: Tokens per block, as the engine's block table counts them. For states: tokens from one state that is
-            kept to the next, or `ONE_PER_REQUEST`.
-        num_blocks: Blocks as the engine declares them, whatever the tensors' shapes say.
+        name: Name for logs and errors.
+        block_size: Tokens per block, as the engine's block table counts them. For states: tokens from one stored state
+            to the next, or `ONE_PER_REQUEST`.
+        num_blocks: Number of blocks that the engine declares; the tensors may have more.
         ratio: Kernel blocks per block: block `b` is kernel blocks `b*ratio ... b*ratio+ratio-1`.
         kind: `tokens`: a block holds the KV of tokens. `state`: a block holds a recurrent layer's state after some
             token.
         window: Sliding window in tokens: the next token attends to itself and the `window - 1` tokens before it, and no
-            more than these are read. 0: all tokens.
-        null_block: Id by which the engine's lists mark a place without a block (vLLM: 0); -1 if there is none. `None`
-            in a list always means that.
+            more than these are needed. 0: all tokens.
+        null_block: Id that marks a place without a block in the engine's lists (vLLM: 0); -1 if there is none. `None`
+            in a list always marks such a place.
     """
 
     name: Name
@@ -164,12 +163,12 @@ class Group(Struct, frozen=True, array_like=True):
 
     @property
     def kernel_size(self) -> int:
-        """Tokens per kernel block."""
+        """Number of tokens per kernel block."""
         return self.block_size // self.ratio
 
     @property
     def num_kernel_blocks(self) -> int:
-        """Kernel blocks that `num_blocks` blocks consist of."""
+        """Number of kernel blocks in `num_blocks` blocks."""
         return self.num_blocks * self.ratio
 
 
@@ -178,19 +177,19 @@ class Layout(Struct, frozen=True, kw_only=True):
 
     Attributes:
         schema: Version of this structure.
-        model: Name that both engines must agree on; empty to not compare.
+        model: Name that must be the same in both engines; empty to not compare.
         tp_rank: This rank's place among the ranks that share layers (tensor parallelism).
-        tp_size: How many these are.
+        tp_size: Number of these ranks.
         pp_stage: This rank's pipeline stage.
-        pp_size: How many stages there are.
+        pp_size: Number of pipeline stages.
         memories: Registered ranges of addresses.
         groups: Cache groups, the same on all ranks.
-        views: Where each layer's blocks lie.
+        views: Places of each layer's blocks.
         aliases: `(alias, layer)`: layers without memory of their own, because the model lets them use the KV of another
             one. The other side may have memory for both, or for the other of the two.
-        slotted: Groups share a memory as slots, each group with slots of its own size, and whoever hands out slots sees
-            to it that no two in use overlap. Then groups with blocks of different sizes may overlap, and a block id of
-            one group says nothing about another group's. The field is not encoded where this is not so.
+        slotted: True if groups share a memory as slots, each group with slots of its own size, and the allocator of
+            slots keeps those in use from overlapping. Then groups with blocks of different sizes may overlap, and a
+            block id of one group says nothing about another group's. The field is not encoded if it is left out.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
@@ -211,15 +210,15 @@ def fingerprint(layout: Layout) -> str:
 
 
 def shard(extent: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """Return the range `[lo, hi)` of an axis that a rank holds where engines cut it evenly.
+    """Return the range `[lo, hi)` of an axis that a rank holds if the engine cuts it evenly.
 
     If there are fewer entries than ranks, neighbouring ranks hold the same one (GQA replicas): 2 heads on 4 ranks are
     0, 0, 1, 1.
 
     Args:
-        extent: Entries of the whole axis, such as the model's KV heads.
+        extent: Number of entries of the whole axis, such as the model's KV heads.
         tp_rank: This rank.
-        tp_size: Ranks that share the axis.
+        tp_size: Number of ranks that share the axis.
 
     Raises:
         LayoutError: Neither `extent` nor `tp_size` divides the other; give each rank's `held` yourself.
@@ -252,9 +251,7 @@ def dense_part(
     extent: int = 0,
     tokens_per_entry: int = 1,
 ) -> Part:
-    """Declare a part whose dims lie densely one in another.
-
-    `register_memory` checks it with its layout.
+    """Declare a part with dims that lie densely one in another; `register_memory` checks it with its layout.
 
     Args:
         dtype: Element type: bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 or uint8.
@@ -299,10 +296,10 @@ def attention_view(
     """Declare one attention layer from the order of its dims.
 
     Args:
-        layer: Name by which both engines know the layer.
+        layer: Name of the layer, the same in both engines.
         order: A permutation of `block`, `kv`, `head`, `token`, `dim`, slowest first. Without `kv` the memory holds one
             part named `kv` (keys and values packed in `dim`, or a latent). Without `head` every rank holds the same (a
-            latent), so that none has a share of the heads.
+            latent), and none has a share of the heads.
         sizes: Entries per dim; `block` counts kernel blocks, `token` is the kernel block size.
         dtype: Element type, as for `dense_part`.
         heads: `[lo, hi)` of the global KV heads that this rank holds.
@@ -313,8 +310,8 @@ def attention_view(
         offset: Bytes from the memory's base to the first element.
 
     Raises:
-        LayoutError: The order is no permutation, or has no head for the heads that are given; sizes are missing, or the
-            dtype is unknown.
+        LayoutError: The order is no permutation, or has no `head` for the given heads; sizes are missing, or the dtype
+            is unknown.
     """
     order = texts("order", order, 16, 64, LayoutError)
     known = {"block", "kv", "head", TOKEN, "dim"}
@@ -324,8 +321,8 @@ def attention_view(
         )
     if "head" not in order and heads != (0, num_heads):
         raise LayoutError(
-            f"heads {shown(heads)} of num_heads {shown(num_heads)} are held, but the order {tuple(order)!r} has no "
-            f"head: every rank would be taken to hold the same; name the dim of the heads, or leave them out if it does"
+            f"heads {shown(heads)} of num_heads {shown(num_heads)} are given, but the order {tuple(order)!r} has no "
+            f"head, which means that every rank holds the same; name the dim of the heads, or give no heads"
         )
     itemsize = _itemsize(dtype)
     sizes = {

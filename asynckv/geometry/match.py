@@ -1,13 +1,13 @@
-"""Which remote rank a rank reads what from, and who releases whom.
+"""The remote ranks that a rank reads, the parts that it reads of each, and the ranks that it releases.
 
-**Who answers for whom** must be known before ranks have met: a lease has to know all readers that it is owed, including
-those that read nothing. So it depends on the tensor-parallel sizes alone: decode rank `d` of `T_D` answers for prefill
-rank `p` of `T_P` iff `[d/T_D, (d+1)/T_D)` overlaps `[p/T_P, (p+1)/T_P)`. Every decode stage answers for every prefill
-stage.
+**Releases** must be known before ranks have met, because a lease has to know all readers that it is owed, including
+those that read nothing. So they depend on the tensor-parallel sizes alone: decode rank `d` of `T_D` answers for prefill
+rank `p` of `T_P` if and only if `[d/T_D, (d+1)/T_D)` overlaps `[p/T_P, (p+1)/T_P)`. Every decode stage answers for
+every prefill stage.
 
-**What is read of whom** is known after the handshakes: our ranges are covered with those of the remote ranks
-(`assign`); among replicas the first is read. `predicted` says whom to shake hands with first. `compare` refuses what
-could not be planned at all. Views and parts meet by (layer, part), a layer by its own name and by its aliases.
+**Reads** are known after the handshakes: `assign` covers our ranges with those of the remote ranks, and among replicas
+the first is read. `predicted` names the ranks to shake hands with first. `compare` refuses layouts that cannot be
+planned at all. Views and parts are matched by (layer, part); a layer is matched by its own name and by its aliases.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MAX_DIFFERENCES = 16
 
 
 def overlapping(rank: int, size: int, other_size: int) -> range:
-    """Return the ranks of a group of `other_size` whose share of the unit interval overlaps ours."""
+    """Return the ranks of a group of `other_size` with a share of the unit interval that overlaps ours."""
     return range(rank * other_size // size, -(-(rank + 1) * other_size // size))
 
 
-remote_ranks = overlapping  # the prefill ranks that one decode rank must release, read or not
-owed_readers = overlapping  # the decode ranks whose release one prefill rank is owed
+remote_ranks = overlapping  # the prefill ranks that one decode rank must release, even if it does not read them
+owed_readers = overlapping  # the decode ranks that owe one prefill rank a release
 
 
 class Difference(NamedTuple):
@@ -48,7 +48,7 @@ class NotCovered(LayoutError):
 
 
 class Share(NamedTuple):
-    """What one rank reads of one part from one remote rank: `[lo, hi)` of the axis; 0, 0 if it is not sharded."""
+    """The range of one part that one rank reads from one remote rank: `[lo, hi)` of the axis; 0, 0 if not sharded."""
 
     local_view: View
     remote_view: View
@@ -59,8 +59,8 @@ class Share(NamedTuple):
 
 
 def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
-    """List every field in which two checked layouts differ so that nothing can be planned."""
-    found: dict[tuple[str, str, str], list[str]] = {}  # (field, local, remote) -> the layers that differ so
+    """Return every field in which two checked layouts differ in a way that prevents a plan."""
+    found: dict[tuple[str, str, str], list[str]] = {}  # (field, local, remote) -> the layers with this difference
     out: list[Difference] = []
     if local.model != remote.model:
         is_named = local.model and remote.model
@@ -71,7 +71,7 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     if local.pp_size == remote.pp_size == 1 and (only_local or only_remote):
         out.append(Difference("layers only on one side", _some(only_local), _some(only_remote)))
     elif local.pp_size == 1 and only_remote:
-        # Whatever the other stages hold: without stages of our own, every remote layer is one of ours.
+        # Without stages of our own, every layer of every remote stage must be one of ours.
         out.append(Difference("layers only on one side", "none", _some(only_remote)))
     for layer, local_parts in local_layers.items():
         if layer in remote_layers:
@@ -84,11 +84,11 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     return tuple(out[:MAX_DIFFERENCES])
 
 
-_Parts = dict[str, tuple[View, Part]]  # of one layer: part -> where it is
+_Parts = dict[str, tuple[View, Part]]  # the parts of one layer by name, each with its view
 
 
 def _layers(layout: Layout) -> dict[str, _Parts]:
-    """Layer or alias -> part -> where it is. A layer may lie in several views."""
+    """Return the parts of every layer and alias. A layer may lie in several views."""
     out: dict[str, _Parts] = {}
     for view in layout.views:
         parts = out.setdefault(view.layer, {})
@@ -142,13 +142,13 @@ def _compare_layers(
 
 
 def _said_as(part: Part, other: Part) -> Part:
-    """A part that every rank holds whole, said as the other side says it: as sharded, and held from end to end."""
+    """Describe a part that every rank holds whole as the other side does: as sharded, and held from end to end."""
     if part.axis or not other.axis:
         return part
     dims = {dim.name: dim.size for dim in part.dims}
     if dims.get(other.axis, 1) != other.extent:
         return part
-    # A dim of one entry is never stepped along, and may be left out.
+    # A dim of one entry may be left out, because it is never stepped along.
     more = () if other.axis in dims else (Dim(other.axis, 1, part.itemsize),)
     return structs.replace(part, dims=part.dims + more, axis=other.axis, held=(0, other.extent), extent=other.extent)
 
@@ -173,12 +173,12 @@ def _compare_parts(
 
 
 def _common_dims(part: Part) -> dict[str, int]:
-    """The dims that both sides must have alike: neither tokens nor the sharded axis, and more than one entry."""
+    """Return the dims that must be equal on both sides: all except tokens, the sharded axis and dims of one entry."""
     return {d.name: d.size for d in part.dims if d.size > 1 and d.name not in (TOKEN, part.axis)}
 
 
 def _dims(part: Part) -> str:
-    # Sorted: in which order the dims lie in memory is no difference.
+    # Sorted, because the order of dims in memory is no difference.
     return ", ".join(sorted(d.name if d.name in (TOKEN, part.axis) else f"{d.name}={d.size}" for d in part.dims))
 
 
@@ -187,7 +187,7 @@ def _axis(part: Part) -> str:
 
 
 def predicted(layout: Layout, ranks: Sequence[int], size: int) -> list[int]:
-    """Say which of the remote `ranks` will be read, if they share heads the usual way; else all of them."""
+    """Return the remote `ranks` that will be read if they share heads in the usual way; otherwise all of them."""
     chosen = set()
     for axis, (lo, hi), extent in {(p.axis, p.held, p.extent) for v in layout.views for p in v.parts}:
         if not axis:
@@ -222,9 +222,10 @@ def _cover(lo: int, hi: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[
 
 
 def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | None = None) -> list[tuple[Share, ...]]:
-    """Cover everything that this rank holds by what the remote ranks hold; per remote rank what is read of it.
+    """Cover all that this rank holds with ranges of the remote ranks; return per remote rank the shares read of it.
 
-    All layouts are checked and found comparable. `groups`: ours of which something is wanted. Raises `NotCovered`.
+    All layouts must be checked and comparable. `groups` are our groups with a wanted block. Raise `NotCovered` if a
+    layer or a range is missing.
     """
     held_by, names = [_layers(remote) for remote in remotes], layer_names(local)
     covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}  # for layers that are alike

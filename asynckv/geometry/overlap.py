@@ -1,14 +1,14 @@
-"""No byte may belong to two things of one group, and groups that share memory share its pages.
+"""A check that no byte belongs to two things of one group, and that groups in one memory share its pages.
 
-A part over all blocks is one strided array: the blocks are a dim like any other. Two such arrays, k and v:
+A part over all blocks is one strided array: the blocks are a dim like any other. Two such arrays, k and v, can lie:
 
-    kkkkkkkk vvvvvvvv                 apart: their ranges are, so they are
-    kv...... kv...... kv......        meshed along a dim that both have: one entry of it tells of all
-    k v k  vk  v                      meshed in another way: compared descriptor by descriptor
+    kkkkkkkk vvvvvvvv                 apart, because their ranges are apart
+    kv...... kv...... kv......        meshed along a dim that both have, so that one entry of it shows all
+    k v k  vk  v                      meshed in another way, so that they are compared descriptor by descriptor
 
-So ranges are sorted; those that mesh lose their common outermost dim, and are sorted again. That takes time by the
-number of parts, not of blocks. Little of the third kind is allowed (`MAX_CHECKED`). Different groups may lie in the
-same memory on purpose (`pools`), or share a range as slots of their own sizes (`Layout.slotted`).
+So ranges are sorted. Those that mesh lose their common outermost dim, and are sorted again. The time for that depends
+on the number of parts, not of blocks. Only a little of the third kind is allowed (`MAX_CHECKED`). Different groups may
+lie in the same memory on purpose (`pools`), or share a range as slots of their own sizes (`Layout.slotted`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.layout import Layout, Part, View
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
-MAX_CHECKED = 1 << 14  # descriptors that are compared one by one: of parts whose dims are not nested in each other
+MAX_CHECKED = 1 << 14  # descriptors that are compared one by one, of parts with dims that are not nested
 _Step = tuple[int, int, bool]  # byte stride, entries, and whether they are the blocks
 
 
@@ -33,7 +33,7 @@ class Spot(NamedTuple):
     hi: int  # behind the last byte
     view: View
     part: Part
-    steps: tuple[_Step, ...]  # the blocks and the dims, the largest stride first; what has one entry is left out
+    steps: tuple[_Step, ...]  # the blocks and the dims, the largest stride first; those of one entry are left out
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ def part_bytes(part: Part) -> int:
 
 
 def spot(view: View, part: Part, blocks: int, length: int) -> Spot:
-    """Say where a part that has `length` bytes in a block is in its memory, over so many kernel blocks."""
+    """Return the place in its memory of a part with `length` bytes per block, over `blocks` kernel blocks."""
     lo = view.offset + part.offset
     steps = [(d.stride, d.size, False) for d in part.dims if d.size > 1]
     if blocks > 1:
@@ -55,7 +55,7 @@ def spot(view: View, part: Part, blocks: int, length: int) -> Spot:
 
 
 def check_overlap(spots: Sequence[Spot]) -> None:
-    """Refuse a byte that belongs to two parts or two blocks of one group."""
+    """Raise `LayoutError` if a byte belongs to two parts or two blocks of one group."""
     places: dict[tuple[int, int], list[Spot]] = {}
     for each in spots:
         places.setdefault((each.view.group, each.view.memory), []).append(each)
@@ -65,7 +65,7 @@ def check_overlap(spots: Sequence[Spot]) -> None:
 
 
 def _check_apart(spots: list[Spot], budget: list[int]) -> None:
-    """No byte is in two of these arrays, nor twice in one; a common outermost dim is dropped where that shows it."""
+    """Refuse a byte in two of these arrays, or twice in one; drop a common outermost dim where one entry shows all."""
     for cluster in _clusters(spots):
         first = cluster[0]
         if len(cluster) == 1 and _is_nested(first):
@@ -103,7 +103,7 @@ def _is_nested(one: Spot) -> bool:
 
 
 def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
-    """Compare descriptor by descriptor. All must have one block stride: then one block, modulo it, tells of all."""
+    """Compare descriptor by descriptor. All need one block stride: then one block, modulo the stride, shows all."""
     view = cluster[0].view
     stride, blocks = next(((step, size) for step, size, is_block in cluster[0].steps if is_block), (view.stride, 1))
     starts, lengths, owners = [], [], []
@@ -114,7 +114,7 @@ def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
                 f"{stride} and {each.view.stride}; place them apart or give them one stride"
             )
         dims = [(size, step, step) for step, size, is_block in each.steps if not is_block]
-        # Each part costs some, however few its ranges are.
+        # Each part costs some time, however few ranges it has.
         budget[0] -= max(count_descriptors(each.part.itemsize, dims), 16)
         if budget[0] < 0:
             raise LayoutError(
@@ -130,8 +130,8 @@ def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
     start, length, owner = (np.concatenate(x) for x in (starts, lengths, owners))
     order = np.argsort(start, kind="stable")
     start, length, owner = start[order], length[order], owner[order]
-    # Modulo the stride, keys of all blocks and values of all blocks would seem to overlap. They do not: each is a run
-    # of its own, since all of its blocks together end before the next one begins.
+    # Modulo the stride, keys of all blocks and values of all blocks would seem to overlap. So each is a separate run,
+    # because all blocks of one end before the next one begins.
     reach = np.maximum.accumulate(start + length + (blocks - 1) * stride)
     run = np.concatenate(([0], np.cumsum(start[1:] >= reach[:-1])))
     if blocks > 1:
@@ -153,7 +153,7 @@ def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
 
 
 def pools(layout: Layout) -> tuple[int, ...]:
-    """Say per group the number of its pool: groups of one pool see the same pages, so an id means the same memory."""
+    """Return the pool number of each group: groups of one pool see the same pages, so an id means the same memory."""
     blocks = [group.num_kernel_blocks for group in layout.groups]
     return check_pools(
         layout, [spot(view, p, blocks[view.group], part_bytes(p)) for view in layout.views for p in view.parts]
@@ -161,13 +161,13 @@ def pools(layout: Layout) -> tuple[int, ...]:
 
 
 def check_pools(layout: Layout, spots: Sequence[Spot]) -> tuple[int, ...]:
-    """Sweep every memory from end to end, and say what `pools` says; refuse overlaps of pages of different sizes."""
+    """Sweep every memory from end to end, and return the same as `pools`; refuse overlaps with other page sizes."""
     pool = list(range(len(layout.groups)))
     if len(pool) == 1 or layout.slotted is True:
         return tuple(pool)
     rows = sorted([(s.view.memory, s.lo, s.hi, s.view.group, s.view.stride) for s in spots])
     here: list[tuple[int, int, int]] = []
-    """(end, group, page) of all that covers the byte where the sweep is; any two are of one group or one page size."""
+    """(end, group, page) of all that covers the byte of the sweep; any two share the group or the page size."""
     known: tuple[Counter[int], Counter[int]] = Counter(), Counter()
     swept = -1
     for memory, lo, hi, index, stride in rows:

@@ -1,18 +1,16 @@
-"""How blocks lie where they are only kept: packed, one record per block, in slots of a range of bytes.
+"""The layout of blocks that are only stored: packed, one record per block, in slots of a range of bytes.
 
-All that a block of one group consists of (every layer, every part, its kernel blocks one after another) is one
-**record**, dense and padded to whole pages. A record is what one read or write of a file moves, and what a checksum
-covers.
+All data of a block of one group (every layer, every part, its kernel blocks one after another) is one **record**, dense
+and padded to whole pages. One read or write of a file moves a record, and a checksum covers a record.
 
     device     layer 0  |b0 |b1 |b2 |b3 |...       a slot of group 0    | layer 0 | layer 1 | ... | pad |
                layer 1  |b0 |b1 |b2 |b3 |...       a slot of group 1    | layer 7 | layer 8 | pad |
 
-Slot `s` of a group begins at `s` times the group's record size. All groups see the same range, and whoever hands out
-slots keeps those in use apart (`Layout.slotted`). So a range is a layout like any other, and storing and loading are
-planned as reads are. Records keep the device's order of layers, parts and dims where they can, for few descriptors.
+Slot `s` of a group begins at `s` times the group's record size. All groups see the same range, and the allocator of
+slots keeps those in use apart (`Layout.slotted`). So a range is a layout like any other, and stores and loads are
+planned like reads. Records keep the device's order of layers, parts and dims where they can, for few descriptors.
 
-A record's *form* (`record_form`) has one slot per group; it is written down beside stored bytes. `placed` gives it a
-range.
+A record's *form* (`record_form`) has one slot per group, and is stored with the bytes. `placed` gives it a range.
 """
 
 from __future__ import annotations
@@ -31,20 +29,20 @@ from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Layout, Memory, Part, View
 from asynckv.geometry.overlap import part_bytes
 
-ALIGN = 4096  # records are padded to pages, as files are read without the page cache
+ALIGN = 4096  # records are padded to pages, because files are read without the page cache
 
 
 class RecordSize(NamedTuple):
-    num_bytes: int  # bytes that its parts have, in all kernel blocks; 0 for a group without a layer on this rank
+    num_bytes: int  # bytes of its parts in all kernel blocks; 0 for a group without a layer on this rank
     stride: int  # bytes from slot to slot
-    num_slots: int  # slots that the range has, if no other group had any of it
+    num_slots: int  # slots that the range would have if this group had it alone
 
 
 def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | None = None) -> Layout:
-    """Say what one block of each group becomes, wherever it is kept: a layout with one slot per group, at address 0.
+    """Return the form of one stored block of each group: a layout with one slot per group, at address 0.
 
     Args:
-        align: What record sizes are a multiple of.
+        align: Unit of record sizes, in bytes.
         strides: Bytes from slot to slot per group, where ranks with records of different sizes have the same slots.
     """
     align = integer("align", align, 1, MAX_BYTES, LayoutError)
@@ -53,8 +51,8 @@ def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | 
     views: list[View] = []
     for index, group in enumerate(layout.groups):
         mine = [view for view in layout.views if view.group == index]
-        # It is kernel blocks that follow each other at one stride, so each of them is padded, by as little as makes a
-        # block a whole number of `align` bytes.
+        # Kernel blocks follow each other at one stride, so each is padded, by as little as makes a block a multiple of
+        # `align`.
         unit = align // math.gcd(align, group.ratio)
         size = sum(_payload(part) for view in mine for part in view.parts)
         stride = -(-size // unit) * unit
@@ -79,7 +77,7 @@ def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | 
 
 
 def placed(form: Layout, base: int, capacity: int) -> Layout:
-    """Give a form, or a packed layout that was somewhere else, a range: as many slots of each group as it holds."""
+    """Place a form, or a packed layout, in a range of memory, with as many slots of each group as it holds."""
     capacity = integer("capacity", capacity, 1, MAX_BYTES, LayoutError)
     strides = [record.stride for record in record_sizes(form)]
     for view in form.views:
@@ -87,15 +85,15 @@ def placed(form: Layout, base: int, capacity: int) -> Layout:
         if view.memory or view.stride * form.groups[view.group].ratio != strides[view.group] or reach > view.stride:
             raise LayoutError(
                 f"layer {view.layer!r} lies in memory {view.memory} with stride {view.stride} up to byte {reach}: that "
-                f"is no record of group {form.groups[view.group].name!r}; make the form with record_form"
+                f"is not a record of group {form.groups[view.group].name!r}; make the form with record_form"
             )
     if capacity < max(strides):
         index = strides.index(max(strides))
         raise LayoutError(
-            f"{capacity} bytes have not room for one block of group {form.groups[index].name!r}, which takes "
+            f"{capacity} bytes have no room for one block of group {form.groups[index].name!r}, which takes "
             f"{strides[index]}; give {sum(strides)} or more, so that each group may have one"
         )
-    # A group without a layer here takes nothing: it has as many slots as any, for other ranks may have its layers.
+    # A group without a layer here takes no bytes. It gets the most slots of any, as other ranks may have its layers.
     slots = [
         min(capacity // stride, MAX_BLOCK_ID // group.ratio) if stride else 0
         for stride, group in zip(strides, form.groups, strict=True)
@@ -110,7 +108,7 @@ def placed(form: Layout, base: int, capacity: int) -> Layout:
 
 
 def record_sizes(layout: Layout) -> tuple[RecordSize, ...]:
-    """Say per group of a packed layout, or of a form, how large its records are, and how many slots there are."""
+    """Return, per group of a packed layout or a form, the size of its records and the number of slots."""
     size, stride = [0] * len(layout.groups), [0] * len(layout.groups)
     for view in layout.views:
         ratio = layout.groups[view.group].ratio
@@ -125,9 +123,9 @@ def _payload(part: Part) -> int:
 
 def _pack(views: Sequence[View], stride: int) -> list[View]:
     """Put the parts of one group's kernel block one behind the other, and the views in the order of their addresses."""
-    # Which number a memory has says nothing of a block: the layers do, by which of them comes first.
+    # Memories are ordered by their first layer, because a memory's number says nothing about its blocks.
     memories = {memory: at for at, memory in enumerate(dict.fromkeys(view.memory for view in views))}
-    # Parts can be one row of a table where they follow each other on the device, in one memory and with one stride.
+    # Parts that follow each other on the device, in one memory and with one stride, can be one row of a table.
     places = sorted(
         (memories[view.memory], view.stride, view.offset + part.offset, number, at)
         for number, view in enumerate(views)
@@ -156,7 +154,7 @@ def _pack(views: Sequence[View], stride: int) -> list[View]:
     return out
 
 
-_Placed = tuple[int, Part, tuple[int, int]]  # where a part of kernel block 0 begins, the part, and which it is
+_Placed = tuple[int, Part, tuple[int, int]]  # begin of a part in kernel block 0, the part, and its (view, index)
 
 
 def _meshed(parts: Sequence[_Placed]) -> Iterator[list[_Placed]]:
@@ -172,7 +170,7 @@ def _meshed(parts: Sequence[_Placed]) -> Iterator[list[_Placed]]:
 
 
 def _dense(part: Part) -> tuple[Dim, ...]:
-    """The dims of a part without what lies between its elements, the order of its strides kept."""
+    """Return the dims of a part without gaps between elements, in the order of its strides."""
     steps, step = {}, part.itemsize
     for dim in sorted(part.dims, key=lambda dim: (dim.stride, dim.size)):
         steps[dim.name] = step

@@ -1,19 +1,19 @@
-"""Once per request: our blocks and the lent ones, paired by the tokens that they cover.
+"""Pairs our blocks with the lent ones by the tokens that they cover, once per request.
 
-Both sides say per group `(first token, blocks)`; the two lists are never matched by place. The wanted tokens are cut at
-*both* sides' kernel block boundaries. What lies between two cuts is in one kernel block here and in one there, at some
-offset in each: a `Span`. Blocks of one span go together into a `Pairs`. One pairing serves every remote rank whose
-groups look the same.
+Both sides give per group `(first token, blocks)`; the two lists are never matched by place. The wanted tokens are cut
+at the kernel block boundaries of *both* sides. The tokens between two cuts are in one kernel block here and in one
+there, at some offset in each: a `Span`. Blocks of one span go together into a `Pairs`. One pairing serves all remote
+ranks with equal groups.
 
-With numbers: our kernel blocks have 16 tokens, theirs 32. Tokens 40 to 99 are wanted; the first 40 are cached.
+An example: our kernel blocks have 16 tokens, theirs 32. Tokens 40 to 99 are wanted; the first 40 are cached.
 
     tokens     32      40      48              64              80              96  100         112
     local      | 2             |       3       |       4       |       5       |       6       |
     remote     |               1               |               2               |       3
     spans              |8,8,8  |  0,16,16      |  0,0,16       |  0,16,16      |  0,0,16       |
 
-*Tokens*: every wanted token of a block that we were given is read, from the window on if there is one. `_pair_aligned`
-is a shortcut for the usual case. *States*: exactly one block is read, the one after the last wanted token.
+*Tokens*: every wanted token of a given block is read, from the sliding window on if there is one. `_pair_aligned` is a
+shortcut for the usual case. *States*: exactly one block is read, with the state after the last wanted token.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Padding(NamedTuple):
 
     Attributes:
         group: Index of the cache group.
-        block_id: The block.
-        first_token: The first of these tokens, counted from the block's begin.
-        num_tokens: How many they are.
+        block_id: Id of the block.
+        first_token: The first of these tokens, counted from the begin of the block.
+        num_tokens: Number of these tokens.
     """
 
     group: int
@@ -53,14 +53,14 @@ class Pairs(NamedTuple):
 
 
 class BlockLists:
-    """The blocks of one request on both sides, and how they pair; made once, used for every remote rank.
+    """The blocks of one request on both sides, and their pairs; made once, used for every remote rank.
 
     Args:
-        local: Per group of ours the first token to fill and where. Nothing below `first_token` is written, and nothing
-            is wanted where the list has a placeholder.
-        remote: Per group of theirs what was lent.
-        num_tokens: Tokens that are wanted.
-        offered_tokens: Tokens whose KV was lent; `num_tokens` if left out.
+        local: Per group of ours, the first token to fill and the blocks. Nothing below `first_token` is written, and
+            nothing is wanted where the list has a placeholder.
+        remote: Per group of theirs, the lent blocks.
+        num_tokens: Number of tokens that are wanted.
+        offered_tokens: Number of tokens with lent KV; `num_tokens` if left out.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class BlockLists:
         for group, (first, ids) in enumerate(self.local):
             if first < num_tokens and len(ids) and (ids[0] != NULL or ids.max() > NULL):
                 wanted.append(group)
-        self.wanted = tuple(wanted)  # our groups in which something is to be filled
-        self.is_empty = not wanted  # no block is to be filled: a full prefix hit
+        self.wanted = tuple(wanted)  # our groups with a block to fill
+        self.is_empty = not wanted  # True if no block is to be filled: a full prefix hit
 
     def pairs(self, tables: PeerTables, pair: GroupPair) -> Sequence[Pairs]:
         if (known := self._pairs.get(pair.key)) is not None:
@@ -97,7 +97,7 @@ class BlockLists:
         return found
 
     def padding(self, layout: Layout) -> Iterator[Padding]:
-        """What of our blocks is not filled; tokens before a sliding window, and states, are not listed."""
+        """Yield the tokens of our blocks that are not filled, except states and tokens before a sliding window."""
         for index, (group, (first, ids)) in enumerate(zip(layout.groups, self.local, strict=False)):
             if group.kind == "state":
                 continue
@@ -145,7 +145,7 @@ class BlockLists:
         block = lent.lookup(source // there.ratio - lent.first_token // there.block_size)
         block[block == there.null_block] = NULL
         if here.window and block.min() == NULL:
-            # What is read beyond the window for the sake of whole blocks is not needed, and may be gone there.
+            # Tokens before the window are read only to fill whole blocks, so they may be missing on the other side.
             needed = (block != NULL) | (np.minimum(start + tokens, self.num_tokens) > inside)
             start, tokens, kernel, at = start[needed], tokens[needed], kernel[needed], at[needed]
             source, block = source[needed], block[needed]
@@ -164,16 +164,16 @@ class BlockLists:
         return tuple(_by_span(pair, start - kernel * mine, start - source * theirs, tokens, local, remote))
 
     def _window(self, pair: GroupPair, listed: int, lent_from: int) -> tuple[int, int]:
-        """Say from which token on a group with a sliding window is read, and from which on it is needed."""
-        # `inside` is the first token that is needed: a window of 1,024 at token 5,000 begins at 3,977. `wider` is where
-        # reading begins if those tokens are there: one earlier, for an engine that computes the last token again (vLLM
-        # does after a full hit), and from the start of its block, so that there are fewer kinds of spans, and so that
-        # no block is filled in part: an engine's prefix cache gives it to a prompt that ends sooner as well.
+        """Return the first token that is read of a group with a sliding window, and the first that is needed."""
+        # `inside` is the first token that is needed: a window of 1,024 at token 5,000 begins at 3,977. The read begins
+        # earlier if those tokens were lent. `wider` is one token earlier, for an engine that computes the last token
+        # again (vLLM does after a full hit). `whole` is the start of its block, which makes fewer kinds of spans, and
+        # fills no block in part, because an engine's prefix cache also gives that block to a prompt that ends sooner.
         inside = max(0, self.num_tokens - pair.local.window + 1)
         wider = max(0, inside - 1)
         whole = wider - wider % pair.local.block_size
         wider -= wider % (pair.local_size if pair.local_size == pair.remote_size else pair.entry)
-        if inside < self.num_tokens:  # a window of one token needs none
+        if inside < self.num_tokens:  # not for a window of one token, which needs no earlier token
             inside -= inside % pair.entry
         inside = max(listed, inside)
         for first in (whole, wider):
@@ -182,7 +182,7 @@ class BlockLists:
         return inside, inside
 
     def _pair_aligned(self, pair: GroupPair, first: int, end: int) -> Sequence[Pairs]:
-        """Pair kernel blocks one to one where both sides' have one size and none is missing; else return nothing."""
+        """Pair kernel blocks one to one if both sides have one size and none is missing; else return nothing."""
         (listed, ids), lent, size = self.local[pair.local_index], self._lent[pair.remote_index], pair.local_size
         here = pair.local
         begin, stop = first // size, -(-end // size)
@@ -193,7 +193,7 @@ class BlockLists:
             ids = (ids[:, None] * here.ratio + np.arange(here.ratio)).ravel()
         skipped = begin - listed // here.block_size * here.ratio
         mine = ids[skipped : skipped + stop - begin].astype(np.int32)
-        # Ufuncs' own `reduce` and methods: numpy's functions and `min` are several Python calls each.
+        # The `reduce` of a ufunc is used, because numpy's functions and `min` are several Python calls each.
         if np.minimum.reduce(mine) <= NULL:
             return ()
         if (most := int(theirs[-1] if lent.is_one_run else np.maximum.reduce(theirs))) >= pair.remote_blocks:
@@ -220,7 +220,7 @@ class BlockLists:
         if not at < len(ids) or ids[at] == NULL:
             what = "a placeholder" if at < len(ids) else f"beyond the {len(ids)} that were given"
             raise PlanRefused(
-                f"group {pair.local_index} ({here.name!r}): the state after {tokens} tokens belongs into place {at} "
+                f"group {pair.local_index} ({here.name!r}): the state after {tokens} tokens belongs in place {at} "
                 f"of the list from token {first} on ({here.block_size} tokens per state), which is {what}; give a "
                 f"block there"
             )
@@ -271,10 +271,10 @@ def _by_span(
 
 
 def common_prefix(local: Sequence[str], remote: Sequence[str], hash_tokens: int, num_tokens: int) -> int:
-    """Count the tokens at the start of a prompt on which two chains of hashes agree.
+    """Return the number of tokens at the start of a prompt on which two chains of hashes agree.
 
-    Every hash covers all tokens before it as well. Tokens after the last whole hash are taken on trust if both chains
-    are the same; where one chain is longer, they are not.
+    Every hash covers all tokens before it as well. Tokens after the last whole hash are counted on trust if both chains
+    are the same, but not if one chain is longer.
     """
     same = next(
         (i for i, (a, b) in enumerate(zip(local, remote, strict=False)) if a != b), min(len(local), len(remote))

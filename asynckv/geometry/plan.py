@@ -1,9 +1,9 @@
-"""What one request reads of one remote rank, cut into the read requests that are posted.
+"""The plan of all that one request reads of one remote rank, cut into the read requests that are posted.
 
-A plan has, per span of tokens, pairs of kernel blocks (`pairing`) and a table of descriptors (`tables`): every pair
-times every row of the table is one descriptor. Both stay small, however long the prompt is; only what is posted next is
-expanded. NIXL merges consecutive indices whose bytes touch on both sides, so rows come one after the other, blocks
-ascend within a row, and a plan is cut between rows wherever it can be.
+A plan has, per span of tokens, pairs of kernel blocks (`pairing`) and a table of descriptors (`tables`): each pair with
+each row of the table is one descriptor. Both stay small, however long the prompt is; only the next posts are expanded.
+NIXL merges consecutive indices if their bytes touch on both sides. So rows follow one another, blocks ascend within a
+row, and a plan is cut between rows where possible.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class Section:
     remote: Int32s
 
     def breaks(self) -> npt.NDArray[np.bool_]:
-        """Whether the ids of pair `i + 1` do not both follow those of pair `i`: a descriptor ends there."""
+        """Return, per pair `i`, True if a descriptor ends there: the ids of pair `i + 1` do not both follow its ids."""
         a, b = self.local, self.remote
         found: npt.NDArray[np.bool_] = np.logical_or(a[1:] - a[:-1] != 1, b[1:] - b[:-1] != 1)
         return found
 
     def num_merged(self) -> tuple[int, int]:
-        """Stretches in which both ids step by one, and the descriptors of the section after NIXL's merging."""
+        """Return the number of runs in which both ids step by one, and of descriptors after NIXL's merging."""
         table, blocks = self.table, len(self.local)
-        # `np.count_nonzero` is two Python calls, which a few blocks need not pay.
+        # `np.count_nonzero` is two Python calls, which are slow for a few blocks.
         runs = 1 + int(np.add.reduce(self.breaks(), dtype=np.int64)) if blocks > 1 else blocks
         return runs, runs * table.num_dense + blocks * (table.num_rows - table.num_dense)
 
 
 class Plan:
-    """What one pull reads from one remote rank; `num_descriptors` are counted before merging."""
+    """All reads of one pull from one remote rank; `num_descriptors` are counted before merging."""
 
     __slots__ = ("num_bytes", "num_descriptors", "sections")
 
@@ -65,10 +65,10 @@ class Plan:
     def posts(self, max_bytes: int, max_descriptors: int) -> Iterator[ReadRequest]:
         """Cut the plan into transfers, lazily: nothing is expanded before it is asked for.
 
-        A post holds at least one descriptor, and only one of a single descriptor may exceed the bounds, in bytes.
+        A post holds at least one descriptor. Only a post of a single descriptor may exceed `max_bytes`.
         """
         if self.num_bytes <= max_bytes and self.num_descriptors <= max_descriptors:
-            # So little that each section is one transfer and all may be expanded at once: no generators to resume.
+            # In a small plan each section is one transfer, and all are expanded at once to save the generators.
             small = []
             for section in self.sections:
                 small.append(_expand_whole(section))  # noqa: PERF401 - a comprehension is one more call
@@ -76,13 +76,13 @@ class Plan:
         return (_expand(part) for s in self.sections for part in _split(s, max_bytes, max_descriptors))
 
     def count_posts(self, max_bytes: int, max_descriptors: int) -> tuple[int, int]:
-        """Count what `posts` would yield, and the descriptors in all of it, without expanding any."""
+        """Return the number of transfers that `posts` would yield, and of their descriptors, without expanding any."""
         counts = [part.num_descriptors for s in self.sections for part in _split(s, max_bytes, max_descriptors)]
         return len(counts), sum(counts)
 
 
 def plan_read(tables: PeerTables, lists: BlockLists) -> Plan:
-    """Say what is read of one remote rank for one request; `RemoteTooShort` if the prefill side offers less."""
+    """Plan the reads of one request from one remote rank; raise `RemoteTooShort` if the prefill side offers less."""
     sections = []
     for pair in tables.group_pairs:
         for span, local, remote in lists.pairs(tables, pair):
@@ -101,7 +101,7 @@ class _Part(NamedTuple):
 
 
 def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_Part]:
-    """Cut a section so that every part is within bounds: between rows, and within a row that is too large alone."""
+    """Cut a section so that every part is within bounds: between rows, and within a row that is too large by itself."""
     table, blocks = section.table, len(section.local)
     runs, num_descriptors = section.num_merged()
     num_bytes = table.block_bytes * blocks
@@ -110,9 +110,9 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
         return
     dense, length = table.dense, table.length
     per_row = np.where(dense, runs, blocks)
-    # Consecutive rows go together while their whole block lists fit; a row too large alone is split.
+    # Consecutive rows go together while their whole block lists fit; a row that is too large by itself is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
-    ends: Int64s | None = None  # where runs end
+    ends: Int64s | None = None  # ends of runs
     row = 0
     while row < table.num_rows:
         end = min(
@@ -144,7 +144,7 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
 def _expand(part: _Part) -> ReadRequest:
     section = part.section
     table, local, remote = section.table, section.local[part.lo : part.hi], section.remote[part.lo : part.hi]
-    if part.end > 1:  # the first row's indices are the blocks themselves
+    if part.end > 1:  # the indices of the first row are the blocks themselves
         local = (table.local_index[part.row : part.end] + local).ravel()
         remote = (table.remote_index[part.row : part.end] + remote).ravel()
     return ReadRequest(table, local, remote, part.num_bytes, part.num_descriptors)

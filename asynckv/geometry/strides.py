@@ -1,8 +1,8 @@
-"""An array that lies in two memories, as byte ranges that are contiguous in both: one descriptor each.
+"""The cut of an array that lies in two memories into byte ranges that are contiguous in both: one descriptor each.
 
 An array is given by its dims, each as `(entries, byte stride in a, byte stride in b)`, in any order. A descriptor
-begins as one element; a dim whose stride on both sides is the length so far makes it as many times longer. The dims
-that are left are stepped along. So the same memory order on both sides makes one descriptor of a whole array.
+begins as one element. A dim with a stride equal to the present length on both sides multiplies the length by its
+entries. The other dims are stepped along. So the same memory order on both sides gives one descriptor for the array.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import Int64s
 
 StridedDim = tuple[int, int, int]  # `(entries, byte stride in a, byte stride in b)`
-MAX_RANGES = 65_536  # of one part of one block, at most: the strides are a stranger's
+MAX_RANGES = 65_536  # per part of one block, because the strides come from an untrusted peer
 
 
 def count_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> int:
@@ -24,7 +24,7 @@ def count_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> int:
 
 
 def _fold(itemsize: int, dims: Sequence[StridedDim]) -> tuple[int, list[StridedDim]]:
-    """Join the dims that are contiguous on both sides; the length of a descriptor, and the dims that remain."""
+    """Join the dims that are contiguous on both sides; return the length of a descriptor, and the other dims."""
     length, rest = itemsize, [d for d in dims if d[0] > 1]
     while folds := [d for d in rest if d[1] == length and d[2] == length]:
         length *= folds[0][0]

@@ -1,16 +1,16 @@
-"""Once per peer: the descriptors of every span of tokens, in tables that NIXL prepares and requests index.
+"""The descriptors of every span of tokens, in tables that NIXL prepares and requests index; made once per peer.
 
-What is read of a peer (its `Share`s) is, per layer and part, an array that lies in two memories with two sets of
-strides. Of one pair of kernel blocks it makes a number of **descriptors**, byte ranges that are contiguous on both
-sides, which are the same for every other pair but for `block * stride`. A `DescTable` holds one row per descriptor.
+Each `Share` that is read of a peer is, per layer and part, an array that lies in two memories with two sets of strides.
+One pair of kernel blocks gives a number of **descriptors**, byte ranges that are contiguous on both sides. They are the
+same for every other pair, except for `block * stride`. A `DescTable` holds one row per descriptor.
 
-Which tokens of the two blocks meet is a **span**: `(offset here, offset there, tokens)`. There is a table per span: the
-regular ones are made when the peer is first met, others when a request needs them. The remote strides are a stranger's,
-so what a table may cost is counted before it is made.
+The tokens that two blocks have in common are a **span**: `(offset here, offset there, tokens)`. There is a table per
+span: regular ones are made when the peer is first met, others when a request needs them. The remote strides come from
+an untrusted peer, so the cost of a table is counted before it is made.
 
-With numbers: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these; a kernel block is 16
+An example: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these; a kernel block is 16
 tokens. With tokens within heads, the 4 heads are 4 x 16 x 128 x 2 = 16 KiB, one row. With heads within tokens they are
-contiguous only within one token, 1 KiB, and it is 16 rows.
+contiguous only within one token, 1 KiB, which takes 16 rows.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from asynckv.geometry.layout import TOKEN, Group, Layout
 from asynckv.geometry.match import Share
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
-# What a stranger's layout may cost is bounded step by step:
+# The cost of an untrusted peer's layout is bounded step by step:
 #
 #     spans of two block sizes        MAX_KINDS     before they are listed
 #     spans x shapes of parts         MAX_SHAPES    before any row is counted
 #     rows of all regular tables      MAX_ROWS      counted before any is made; later for each table by itself
-#     tables made beforehand          MAX_REGULAR   per pair of groups that has more of them, none is
+#     tables made beforehand          MAX_REGULAR   none for a pair of groups that has more of them
 #     tables kept, and their rows     MAX_TABLES, MAX_KEPT_ROWS    after each plan
 
 MAX_TABLES = 1024  # most tables kept per peer; the least recently used go first
-MAX_KINDS = 1024  # most kinds of spans of two block sizes; sizes that share no boundary for longer are refused
-MAX_SHAPES = 4096  # kinds of spans times shapes of parts, at most: the strides there are a stranger's
+MAX_KINDS = 1024  # most kinds of spans of two block sizes; sizes that share boundaries too rarely are refused
+MAX_SHAPES = 4096  # most kinds of spans times shapes of parts, because the strides come from an untrusted peer
 MAX_REGULAR = 64  # most tables that are made for a pair of groups before any request needs them
-MAX_ROWS = 1 << 18  # of all tables made for a peer beforehand, and of one made later: so many take 50 ms
-MAX_KEPT_ROWS = 4 * MAX_ROWS  # of all tables kept per peer, some 70 MB
-WARN_ROWS = 8  # per layer, beyond which an operator is told of small pieces
+MAX_ROWS = 1 << 18  # most rows of all tables made for a peer beforehand, and of one made later: these take 50 ms
+MAX_KEPT_ROWS = 4 * MAX_ROWS  # most rows of all tables kept per peer, some 70 MB
+WARN_ROWS = 8  # rows per layer beyond which the operator is warned of small pieces
 SMALL_PIECE = 4096  # bytes below which a descriptor costs more: over UCX 1 KiB took 5 us and 16 KiB 9 us
 
 
@@ -63,8 +63,8 @@ class Span(NamedTuple):
 class DescTable:
     """The descriptors of one span, on both sides; row `i` of block `b` is descriptor `i * blocks + b`."""
 
-    table_id: int  # unique among all tables of this rank: two peers may be one process under two addresses
-    span: Span  # which tokens of two kernel blocks it is for
+    table_id: int  # unique among all tables of this rank, because two peers may be one process under two addresses
+    span: Span  # the tokens of two kernel blocks that it is for
     length: Int64s  # bytes per descriptor, int64 `[rows]`
     local: Int64s  # int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride
     remote: Int64s
@@ -92,27 +92,27 @@ class DescTable:
 
 
 class GroupPair:
-    """A group of ours and one of theirs that share layers, and what pairing their blocks has to know."""
+    """A group of ours and one of theirs that share layers, with all facts that the pairing of their blocks needs."""
 
     def __init__(self, local_index: int, remote_index: int, local: Group, remote: Group, entry: int) -> None:
         self.local_index, self.remote_index = local_index, remote_index
         self.local, self.remote = local, remote
-        self.entry = entry  # the first token to be read must be a multiple, because a scale's entry is read whole
+        self.entry = entry  # the first token read must be a multiple of it, because a scale's entry is read whole
         self.local_size, self.remote_size = local.kernel_size, remote.kernel_size  # in tokens
         self.remote_blocks = remote.num_kernel_blocks  # kernel blocks of the remote group
         self.whole = Span(local_index, remote_index, 0, 0, self.local_size if local.kind == "tokens" else 0)
-        self.key = (local_index, remote_index, remote, entry)  # equal for ranks whose pairs of blocks are the same
+        self.key = (local_index, remote_index, remote, entry)  # equal for ranks with the same pairs of blocks
 
 
 class PeerTables:
-    """How what is read of one remote rank maps onto our memory; made once per peer.
+    """The mapping of all that is read of one remote rank to our memory; made once per peer.
 
     Args:
-        shares: What is read of it, from `assign`.
-        ids: Where table ids come from, for all peers.
+        shares: The shares that are read of it, from `assign`.
+        ids: Source of table ids for all peers.
 
     Raises:
-        LayoutError: The two memory orders would need absurdly many descriptors.
+        LayoutError: The two memory orders would need too many descriptors.
     """
 
     def __init__(self, local: Layout, remote: Layout, shares: Sequence[Share], ids: Iterator[int]) -> None:
@@ -198,7 +198,7 @@ class PeerTables:
         return len(self._tables) > MAX_TABLES or self._num_kept_rows > MAX_KEPT_ROWS
 
     def evict(self, in_use: set[int]) -> list[DescTable]:
-        """Forget tables beyond what is kept, the least recently used first, and return them; those in use stay."""
+        """Forget tables beyond the limits, the least recently used first, and return them; those in use stay."""
         if not self.is_full:
             return []
         kept = in_use | {table.table_id for table in self.regular}
@@ -234,7 +234,7 @@ def _entry(share: Share, group: Group) -> int:
 
 
 class _Shape(NamedTuple):
-    """What parts that fall into the same descriptors have in common: layers are much alike, so that there are few."""
+    """The shape of parts that fall into the same descriptors; there are few shapes, because layers are much alike."""
 
     itemsize: int
     tokens_per_entry: int
@@ -255,7 +255,7 @@ class _Alike:
         return count_descriptors(self._shape.itemsize, self._dims(span))
 
     def rows(self, span: Span) -> Int64s:
-        """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one span."""
+        """Return rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one span."""
         in_local, in_remote, length = strided_descriptors(self._shape.itemsize, self._dims(span))
         each, (local_stride, remote_stride) = self._shape.tokens_per_entry, self._shape.token
         rows = np.empty((len(self.places), len(in_local), 7), np.int64)
@@ -273,7 +273,7 @@ def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
         local_start, remote_start = local_view.offset + local.offset, remote_view.offset + remote.offset
         dims, token = [], (0, 0)
         for dim in local.dims:
-            # A dim of one entry may be missing.
+            # The other side may leave out a dim of one entry.
             twin, size = twins.get(dim.name, dim), dim.size
             if dim.name == TOKEN:
                 token = (dim.stride, twin.stride)
@@ -294,7 +294,7 @@ def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
 
 
 def _merge(rows: Int64s) -> Int64s:
-    """Join rows that continue each other on both sides, whatever parts or layers they belong to."""
+    """Join rows that continue each other on both sides, also across parts and layers."""
     rows = rows[np.lexsort((rows[:, 1], rows[:, 2], rows[:, 0]))]
     row, following = rows[:-1], rows[1:]
     same = (row[:, (0, 2, 3, 5)] == following[:, (0, 2, 3, 5)]).all(axis=1)

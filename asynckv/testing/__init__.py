@@ -1,4 +1,4 @@
-"""For testing what is built on asynckv: a manual clock and simulated planes, without pytest, NIXL or ZMQ."""
+"""Tools for tests of programs that use asynckv: a manual clock and simulated planes, without pytest, NIXL or ZMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A clock that moves when it is told to."""
+"""A clock that moves only when a test advances it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Timer:
 
 
 class ManualClock:
-    """Time stands still between calls of `advance`."""
+    """A clock that stands still between calls of `advance`."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self._now = now
@@ -37,23 +37,23 @@ class ManualClock:
 
     @property
     def next_at(self) -> float | None:
-        """When the next timer is due, if any is set."""
+        """Time of the next timer, or None if none is set."""
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
     def call_at(self, when: float, callback: Callable[[], None]) -> _Timer:
-        """Call back once the clock is advanced to `when` or beyond; in the loop's next turn if it is."""
+        """Call `callback` once the clock is advanced to `when` or beyond; in the loop's next turn if it already is."""
         timer = _Timer(callback)
         if when <= self._now:
-            with contextlib.suppress(RuntimeError):  # no loop: the next `advance` will do
+            with contextlib.suppress(RuntimeError):  # without a loop the next `advance` calls it
                 asyncio.get_running_loop().call_soon(timer.fire)
                 return timer
         heapq.heappush(self._timers, (when, next(self._order), timer))
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Move time forward, calling due timers in order, each at its own time."""
+        """Move time forward, and call due timers in order, each at its own time."""
         if not seconds >= 0:
             raise ValueError(f"a clock cannot move by {seconds} seconds: it never goes back")
         end, left = self._now + seconds, MOST_PER_ADVANCE

@@ -1,12 +1,12 @@
-"""The one simulated network and the one simulated NIC, on which every test of more than one rank stands.
+"""The one simulated network and the one simulated NIC for all tests of more than one rank.
 
-A `Fabric` joins ranks. Packets go from `Port` to `Port`, reads from `Nic` to `Nic`: `Nic.prepare` finds the bytes that
-a read means on both sides, and `Transfer.land` copies them. Every index and address is checked against what was
-registered, so a mistake of the core is a `Violation` and not a crash.
+A `Fabric` joins ranks. Packets go from `Port` to `Port`, and reads from `Nic` to `Nic`: `Nic.prepare` finds the bytes
+of a read on both sides, and `Transfer.land` copies them. Every index and address is checked against the registered
+memory, so a mistake of the core is a `Violation` and not a crash.
 
-Whoever drives a fabric decides when, and what goes wrong: `carry` has a packet that has left, and a transfer that is
-prepared lands, and ends, when its driver says so. `SimNetwork`, `SimControl` and `SimData` drive one for real engines
-on any asyncio loop; `tests.lab.world` drives another through seeded faults in virtual time.
+The driver of a fabric decides the times and the faults: `carry` gets each packet that was sent, and a prepared transfer
+lands and ends when the driver says so. `SimNetwork`, `SimControl` and `SimData` drive one for real engines on any
+asyncio loop; `tests.lab.world` drives another through seeded faults in virtual time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
 
 Bytes = npt.NDArray[np.uint8]
-Origin = Address | ReplyTo  # an address that is asked, or the route of whoever asked
+Origin = Address | ReplyTo  # the address of a listener, or the route back to a peer that connected
 
 
 def bytes_at(memory: Memory) -> Bytes:
@@ -43,7 +43,7 @@ class Violation(AssertionError): ...
 
 
 class Fabric:
-    """What connects ranks: who listens, by address, who asks, by route, and agents by name."""
+    """The connections of ranks: listening ports by address, asking ports by route, and agents by name."""
 
     def __init__(self) -> None:
         self.ports: dict[Origin, Port] = {}
@@ -54,7 +54,7 @@ class Fabric:
 
 
 class Port:
-    """A control plane: where one rank's packets leave and arrive; `links` are the addresses that it has asked."""
+    """The control plane of one rank, which sends and receives packets; `links` are the addresses that it has asked."""
 
     def __init__(self, fabric: Fabric, address: str, name: str) -> None:
         self.fabric, self.name = fabric, name
@@ -71,13 +71,13 @@ class Port:
     async def start(
         self,
         on_packet: Callable[[Origin, bytes, str], None],
-        on_refused: Callable[[str, str], None] = lambda cause, who: None,
+        on_refused: Callable[[str, str], None] = lambda cause, peer: None,
     ) -> None:
         self._on_packet = on_packet
         self.open()
 
     def send(self, to: Origin, packet: bytes) -> bool:
-        """Hand a packet to the fabric; False if it cannot arrive: we are closed, or whoever asked has hung up."""
+        """Hand a packet to the fabric; return False if it cannot arrive: this port is closed, or the asker hung up."""
         if not self.is_open:
             return False
         receiver = self.fabric.ports.get(to)
@@ -120,52 +120,53 @@ class Port:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One read that was posted, or is about to be; from `landed` on it is for the driver to keep."""
+    """One read that was posted, or is about to be; the driver maintains the fields from `landed` on."""
 
     transfer_id: TransferId
-    owner: Nic  # whose memory it reads
+    owner: Nic  # the NIC with the memory that it reads
     agent_name: str
-    pieces: list[tuple[Bytes, Bytes]]  # what is copied where: our bytes and theirs
-    spots: list[tuple[int, int, int]]  # where it lands: memory, start, length
+    pieces: list[tuple[Bytes, Bytes]]  # target and source of each copy: our bytes and theirs
+    spots: list[tuple[int, int, int]]  # its targets: memory, start, length
     owner_ends: int  # the owner's `ends` when it was posted
     landed: int = 0
-    is_over: bool = False  # nothing will be written, and its end was reported
-    is_dead: bool = False  # nothing will be written any more
-    done_at: float = math.inf  # when it is done, if that is certain
+    is_over: bool = False  # True if it writes no more, and its end was reported
+    is_dead: bool = False  # True if it writes no more
+    done_at: float = math.inf  # time at which it is done, if that is certain
 
     @property
     def is_cut(self) -> bool:
         return self.owner.ends != self.owner_ends
 
     def land(self, upto: int | None = None) -> None:
-        """Copy the next pieces, all that are left or up to one."""
+        """Copy the next pieces, all that are left or those before `upto`."""
         upto = len(self.pieces) if upto is None else upto
         for target, source in self.pieces[self.landed : upto]:
             target[:] = source
         self.landed = max(self.landed, upto)
 
 
-_Row = tuple[int, Bytes, int, int, Bytes, int, int, int]  # memory, bytes, offset, stride; theirs; length
+_Row = tuple[int, Bytes, int, int, Bytes, int, int, int]  # memory, bytes, offset, stride; the peer's; length
 
 
 @dataclass(slots=True)
 class _Remote:
     nic: Nic
-    memories: tuple[Memory, ...]  # as we were told of them
+    memories: tuple[Memory, ...]  # as the peer announced them
     users: int = 0
     tables: dict[int, tuple[DescTable, list[_Row]]] = field(default_factory=dict)  # an entry holds its table
 
 
 class Nic:
-    """A data plane but for when its reads end: registered memory, the agent that serves it, the remote agents it knows.
+    """A data plane without the ends of its reads: registered memory, the agent that serves it, known remote agents.
 
     Args:
-        name: Of the first agent; those that follow have its name and a number.
-        host: The process that it is in.
-        arrays: The bytes of its memory. Without them they are where the memory says.
+        name: Name of the first agent; the next ones have this name and a number.
+        host: Name of the process that it is in.
+        arrays: The bytes of its memory. Without them, the bytes at the addresses of the memory are used.
 
     Attributes:
-        ends: How often reads of its memory were cut off; counted by a driver whose transfers may outlive their owner.
+        ends: Number of times that reads of its memory were cut off; counted by a driver with transfers that may outlive
+            their owner.
     """
 
     def __init__(self, fabric: Fabric, name: str, host: str = "", arrays: Sequence[Bytes] = ()) -> None:
@@ -205,7 +206,7 @@ class Nic:
             del self.fabric.nics[self.name]
 
     def close(self) -> None:
-        """Leave; as with NIXL, without its agent nothing is written any more."""
+        """Leave the fabric; as with NIXL, nothing is written any more without its agent."""
         self.leave()
         self.memories = ()
         for what in (self.running, self.remotes, self._news):
@@ -220,7 +221,7 @@ class Nic:
         self.load(agent.name, nic, memories)
 
     def lose(self, owner: Nic) -> None:
-        """The agent of an owner, whom we may be reading from, has ended: its driver says how that shows."""
+        """Note that the agent of `owner`, from which this NIC may read, has ended; drivers override this."""
 
     def load(self, name: str, nic: Nic, memories: Sequence[Memory]) -> None:
         self.remotes.setdefault(name, _Remote(nic, tuple(memories))).users += 1
@@ -236,12 +237,12 @@ class Nic:
             del self.remotes[name]
 
     def prepare(self, transfer_id: TransferId, name: str, read: ReadRequest) -> Transfer:
-        """Find the bytes of a read from an agent that was loaded.
+        """Find the bytes of a read from a loaded agent.
 
         Raises:
-            BackendError: Its table names memory that is not there.
-            IndexError: It names descriptors that its table does not have.
-            Violation: It reads or writes what is not registered.
+            BackendError: The read's table names memory that does not exist.
+            IndexError: The read names descriptors that its table does not have.
+            Violation: The read would touch bytes that are not registered.
         """
         remote, table = self.remotes[name], read.table
         if (known := remote.tables.get(id(table))) is None:
@@ -261,12 +262,12 @@ class Nic:
         return Transfer(transfer_id, remote.nic, name, pieces, spots, remote.nic.ends)
 
     def _rows(self, remote: _Remote, table: DescTable) -> list[_Row]:
-        """What the rows of a table mean, found on its first read as descriptor lists are prepared."""
+        """Return the bytes behind the rows of a table; called on its first read, as NIXL prepares lists then."""
         found: list[_Row] = []
         rows = zip(table.local.tolist(), table.remote.tolist(), table.length.tolist(), strict=True)
         for (memory, offset, stride), (other, remote_offset, remote_stride), length in rows:
             if memory >= len(self.arrays) or other >= len(remote.memories):
-                raise BackendError(f"table {table.table_id} names memory that is not there")
+                raise BackendError(f"table {table.table_id} names memory that does not exist")
             source, begin = remote.nic._registered(remote.memories[other])
             found.append(
                 (memory, self.arrays[memory], offset, stride, source, begin + remote_offset, remote_stride, length)
@@ -303,23 +304,23 @@ Fate = Literal["deliver", "drop", "hold", "repeat"]
 
 
 class SimNetwork(Fabric):
-    """Connects simulated planes of one process.
+    """A network that connects simulated planes of one process.
 
     Attributes:
-        fate: Decides over every packet, given who sends it to whom; delivers by default.
+        fate: Decides over every packet, given the addresses of sender and receiver; delivers by default.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fate: Callable[[str, str, bytes], Fate] = lambda sender, to, packet: "deliver"
-        self.held: list[Callable[[], None]] = []  # packets that `hold` kept back, as calls that deliver them
+        self.held: list[Callable[[], None]] = []  # calls that deliver the packets that `hold` kept back
         self._addresses = itertools.count(1)
 
     def new_address(self) -> Address:
         return Address(f"sim://{next(self._addresses)}")
 
     def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
-        """Let fate decide over one packet; what arrives does so in the loop's next turn."""
+        """Let `fate` decide over one packet; a delivered packet arrives in the loop's next turn."""
         deliver = partial(receiver.hear, origin, packet)
         fate = self.fate(sender.address, receiver.address, packet)
         if fate == "hold":
@@ -328,13 +329,13 @@ class SimNetwork(Fabric):
             asyncio.get_running_loop().call_soon(deliver)
 
     def release(self) -> None:
-        """Deliver what was held, in order."""
+        """Deliver the held packets, in order."""
         held, self.held = self.held, []
         for deliver in held:
             asyncio.get_running_loop().call_soon(deliver)
 
     def crash(self, agent_name: str) -> None:
-        """End a data plane without a word: reads from it fail, those that run as well."""
+        """End a data plane without a message to peers; reads from it fail, including those in flight."""
         owner = self.nics[agent_name]
         owner.leave()
         for nic in self.nics.values():
@@ -355,7 +356,7 @@ class SimData(Nic):
     def __init__(self, network: SimNetwork, agent_name: str) -> None:
         super().__init__(network, agent_name)
         self._network = network
-        self.deferred = False  # reads stay running until `finish`; otherwise they are done when posted
+        self.deferred = False  # if True, reads run until `finish`; otherwise they are done when posted
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         self.posts += 1
@@ -376,7 +377,7 @@ class SimData(Nic):
         return TransferEnded(transfer_id, Ending.DONE)
 
     def finish(self, transfer_id: TransferId | None = None) -> None:
-        """Let one read, or all, land and be done."""
+        """Complete one read, or all."""
         for one in [transfer_id] if transfer_id is not None else list(self.running):
             self.running.pop(one).land()
             self.report(TransferEnded(one, Ending.DONE))
@@ -386,16 +387,16 @@ class SimData(Nic):
         self.report(TransferEnded(transfer_id, Ending.FAILED, "failed on request", peer_lost))
 
     def doubt(self, transfer_id: TransferId) -> None:
-        """Report trouble with a read that goes on: `finish` may still land it."""
+        """Report trouble with a read that goes on, so that `finish` may still complete it."""
         self.report(TransferEnded(transfer_id, Ending.IN_DOUBT, "in doubt on request"))
 
     def lose(self, owner: Nic) -> None:
-        """Whoever reads from a process that died hears so at once."""
+        """Fail all reads from `owner` at once, because its process died."""
         for transfer in [t for t in self.running.values() if t.owner is owner]:
             self.fail(transfer.transfer_id, peer_lost=True)
 
     def lose_agent(self, *, reads: bool = True) -> None:
-        """End by itself, as a process that dies: reads from here fail, and unless `reads` is false our own as well."""
+        """End like a process that dies: reads from this plane fail, and its own as well unless `reads` is false."""
         self._network.crash(self.name)
         if reads:
             for one in list(self.running):
@@ -404,7 +405,7 @@ class SimData(Nic):
         self.report(AgentLost("killed on request", 0.0, reads))
 
     def replace_agent(self) -> None:
-        """Serve again after `lose_agent`, by another name."""
+        """Serve again after `lose_agent`, under another name."""
         self.starts += 1
         self.report(AgentReplaced(self.join(), "killed on request", 0.0, 0))
 
