@@ -1,8 +1,10 @@
-"""Write docs/logging.md from the types of events; a test compares."""
+"""Write the section Events of docs/logging.md from the types of events. A test compares the two."""
 
 from __future__ import annotations
 
+import functools
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,9 @@ from msgspec import Struct, structs
 from asynckv.core.told import EVENTS, Line
 from scripts.draw.drawing import DOCS, between
 
-
 KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object"}
+SHARED = 3
+"""A field that stands in this many places is explained once, and only named there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,8 @@ class Field:
     """One field of an event.
 
     Attributes:
-        always: Every event of its kind has it.
-        of: The fields of what a list of objects holds.
+        always: True if every event of its kind has the field.
+        of: Fields of the objects in a list.
     """
 
     name: str
@@ -49,51 +52,86 @@ def _field(field: structs.FieldInfo, kind: Any, meaning: str) -> Field:
     return Field(field.name, KINDS[get_origin(kind) or kind], meaning, field.required, of)
 
 
+@functools.cache
+def shared() -> dict[str, tuple[str, str]]:
+    """Return type and meaning, by name, of the fields that many events have."""
+    fields = [field for event in EVENTS.values() for field in fields_of(event)]
+    fields += [inner for field in fields for inner in field.of]
+    counts = Counter((field.name, field.kind, field.meaning) for field in fields)
+    most = {said[0]: said for said, _ in reversed(counts.most_common())}  # one meaning of each name
+    return {
+        name: (kind, meaning)
+        for (name, kind, meaning), number in counts.items()
+        if number >= SHARED and most[name] == (name, kind, meaning)
+    }
+
+
+def _is_shared(field: Field) -> bool:
+    return shared().get(field.name) == (field.kind, field.meaning)
+
+
 def rows(fields: Iterable[Field], within: str = "") -> Iterator[str]:
-    """Lines of a table of fields."""
+    """Yield the lines of a table of fields."""
     for field in fields:
         name = f"{within}{field.name}"
-        yield f"| {f'`{name}`' if field.always else f'*`{name}`*'} | {field.kind} | {_cell(field.meaning)} |"
-        yield from rows(field.of, f"{name}[].")
+        yield f"| {_name(field, name)} | {field.kind} | {_cell(field.meaning)} |"
+        yield from rows([x for x in field.of if not _is_shared(x)], f"{name}[].")
+
+
+def _name(field: Field, name: str = "") -> str:
+    return f"`{name or field.name}`" if field.always else f"*`{name or field.name}`*"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+HEAD = "| field | type | meaning |\n|---|---|---|"
+
+
 def table(fields: Iterable[Field]) -> str:
-    """A table of fields."""
-    return "\n".join(["| field | type | meaning |", "|---|---|---|", *rows(fields)]) + "\n"
+    """Return a table of fields."""
+    return "\n".join([HEAD, *rows(fields)]) + "\n"
+
+
+def explained(fields: tuple[Field, ...]) -> Iterator[str]:
+    """Yield a table of the fields that are an event's own, and a line with the names of all others."""
+    if own := [field for field in fields if not _is_shared(field)]:
+        yield table(own)
+    names = [_name(field) for field in fields if _is_shared(field)]
+    for field in fields:
+        names += [_name(x, f"{field.name}[].{x.name}") for x in field.of if _is_shared(x)]
+    if names:
+        yield textwrap.fill(f"[Shared](#shared-fields): {', '.join(names)}.", 120, break_on_hyphens=False) + "\n"
 
 
 SIDES = {"prefill": "prefill side", "decode": "decode side", "both": "both sides"}
 
 
 def meaning(event: type[Struct]) -> str:
-    """Return what an event means, in one line."""
+    """Return the meaning of an event, in one line."""
     return " ".join((event.__doc__ or "").split())
 
 
 def overview() -> str:
-    """A line for each event, with the first sentence of its meaning."""
-    lines = ["| event | logged by | level | what happened |", "|---|---|---|---|"]
+    """Return a table with one line for each event."""
+    lines = ["| event | logged by | level |", "|---|---|---|"]
     for name, event in EVENTS.items():
-        first = meaning(event).partition(". ")[0].rstrip(".")
-        lines.append(f"| [`{name}`](#{name}) | {SIDES[event.side]} | {', '.join(event.levels)} | {_cell(first)} |")
+        lines.append(f"| [`{name}`](#{name}) | {SIDES[event.side]} | {', '.join(event.levels)} |")
     return "\n".join(lines) + "\n\n"
 
 
 def page() -> str:
-    """The section from its overview on."""
+    """Return the section from its overview on."""
     parts = [f"{overview()}### Fields of every event\n\n{table(fields_of(Line))}"]
+    lines = [f"| `{name}` | {kind} | {_cell(said)} |" for name, (kind, said) in shared().items()]
+    parts.append("\n".join(["### Shared fields\n", HEAD, *lines, ""]))
     for name, event in EVENTS.items():
-        said = f"{SIDES[event.side].capitalize()}, {' or '.join(event.levels)}. {meaning(event)}"
-        parts.append(f"### {name}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}\n")
-        if fields := fields_of(event):
-            parts.append(table(fields))
+        parts.append(f"### {name}\n\n{textwrap.fill(meaning(event), 120, break_on_hyphens=False)}\n")
+        parts += explained(fields_of(event))
     return "\n".join(parts)
 
 
 def files() -> dict[Path, str]:
-    """The page with its section made anew."""
+    """Return the page with its section made anew."""
     return between(DOCS / "logging.md", "events", page())
