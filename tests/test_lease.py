@@ -353,7 +353,7 @@ def test_a_table_that_leads_in_a_circle_is_seen_and_not_followed(monkeypatch: py
     rows = {LeaseState.ENDING: {lease_module.no_grant_runs: LeaseState.LENT}}
     rows |= {LeaseState.LENT: {lease_module.no_grant_runs: LeaseState.ENDING}}
     monkeypatch.setattr(lease_module, "WHEN", dict(lease_module.WHEN) | rows)
-    with pytest.raises(AssertionError, match="lead round in a circle"):
+    with pytest.raises(AssertionError, match="have a cycle through"):
         lend().tick(AT)
 
 
