@@ -29,8 +29,8 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
         kind: `lease`, `announced`, `pull` or `retrying`; for an offload `store` or `load`.
         phase: For a lease `unclaimed` (no reader was heard of), `granted` (a grant runs), `lapsed` (a reader was heard
             of, no grant runs) or `ending`; otherwise the state, see `docs/structure.md`. A failed pull whose blocks
-            may still be written is `quarantined`, and `retired` once they were given up. A store or load is the same,
-            and before that `storing` or `loading`.
+            may still be written is `quarantined`, and `retired` once they were given up. A failed store or
+            load is named the same way, and before that `storing` or `loading`.
         number: Number of all such requests, not only of those in the account.
         oldest_s: Age of the oldest.
     """
@@ -42,10 +42,8 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
-    """A prefill rank that this one reads from.
-
-    `pulls` have something owed or held there, and `transfers` run or are in doubt. `failures` counts handshakes that
-    failed in a row, and `cause` says why the last one failed, or why the rank is gone.
+    """A prefill rank that this one reads from. `pulls` have something owed or held there, and `transfers` run or are in
+    doubt. `failures` counts failed handshakes in a row; `cause` says why the last one failed, or why the rank is gone.
     """
 
     rank: str
@@ -61,9 +59,7 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
 
 
 class Lag(Struct, frozen=True, kw_only=True):
-    """Delays of the engine's event loop. `counts` has the number in each bucket, by its upper bound (seconds as text, or
-    `inf`), and `was_away` the number above `log.away_s`.
-    """
+    """Delays of the event loop: number by bucket (upper bound in seconds as text, or `inf`), and above `log.away_s`."""
 
     last_s: float = 0.0
     most_s: float = 0.0

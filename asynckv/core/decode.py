@@ -401,7 +401,7 @@ class DecodeSide:
     # -- inside: pulls -------------------------------------------------------------------------------
 
     def _carry_out(self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False) -> None:
-        """Carry out the effects of a pull's transition, in order. With `at_once` the pull reads now if there is room."""
+        """Carry out the effects of a pull's transition, in order. With `at_once` it reads now if there is room."""
         for effect in effects:
             match effect:
                 case DO.SEND:
@@ -469,8 +469,8 @@ class DecodeSide:
     def _abandon(self, pull: Pull, now: float) -> None:
         """Fail a pull that has read nothing, because its embedder stands still and others may need the blocks."""
         text = (
-            f"the embedder took no results and sent no commands for {now - self.alive_at:.0f} s, so the request was let "
-            f"go; compute it or prefill it anew, and call take_finished in every step"
+            f"the embedder took no results and sent no commands for {now - self.alive_at:.0f} s, so the request was "
+            f"let go; compute it or prefill it anew, and call take_finished in every step"
         )
         self.abandoned[pull.params.key] = text
         if len(self.abandoned) > MAX_ABANDONED:

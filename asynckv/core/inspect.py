@@ -54,8 +54,7 @@ class RankStatus:
     """One side's knowledge of one rank of the other side, in one request.
 
     Attributes:
-        rank: Name as in the logs of both sides (`decode/tp0@5c3acdd9`); `*` for a decode engine that was never heard
-            of.
+        rank: Name as in the logs of both sides (`decode/tp0@5c3acdd9`); `*` for a decode engine never heard of.
         state: For a prefill rank that is pulled from: `connecting`, `unreachable`, `silent`, `met`, `not_lent`,
             `granted`, `landed` (all bytes are there), `proven`, `only_released` (nothing is read from it), `releasing`,
             `released`. For a reader: `unclaimed`, `granted`, `lapsed` (its grant ran out), `gone` (its grant ran out,
@@ -63,8 +62,7 @@ class RankStatus:
         address: Address of a prefill rank.
         pull_id: Newest attempt of a reader.
         granted_s: Seconds that the newest grant still runs, by this side's clock; None if there is no grant.
-        heard_s: Seconds since the last message: any from a prefill rank, one about this request from a reader; None if
-            there was none.
+        heard_s: Seconds since any message of a prefill rank, or a reader's last one on this request; None without one.
         bytes_read: Bytes that have landed.
         bytes_planned: Bytes that are to be read from this rank.
         transfers: Transfers under way, or in doubt.
@@ -249,7 +247,7 @@ class Inspector:
         expected |= {p.pull_id for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
         for holder in sorted(holders ^ expected):
             name = f"request {names[holder]!r}" if holder in names else holder
-            wrong.append(f"{name} {'holds blocks without a lease, pull or job' if holder in holders else 'holds no blocks'}")
+            wrong.append(f"{name} holds {'blocks without a lease, pull or job' if holder in holders else 'no blocks'}")
         return wrong
 
     def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:

@@ -77,7 +77,7 @@ def time_is_up(lease: Lease, now: float) -> bool:
 
 
 def no_grant_runs(lease: Lease, now: float) -> bool:
-    """What was granted has been released, or has run out."""
+    """All grants have been released, or have run out."""
     return not lease.grants
 
 

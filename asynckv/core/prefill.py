@@ -344,7 +344,7 @@ class PrefillSide:
         return is_asked and is_silent and self._readers.is_replaced(stray.sender, lease.keys.get(stray.reader, ""))
 
     def _engine_of(self, lease: Lease) -> str:
-        """Return the claiming engine, by the key that it proved if it has one, because a reader chooses its own name."""
+        """Return the claiming engine, by its proven key if there is one, because a reader chooses its own name."""
         for key in lease.keys.values():
             return key
         for sender in lease.names:
@@ -357,8 +357,8 @@ class PrefillSide:
         match self._ended.get(key):
             case None if self.spent.num_given_up:
                 return (
-                    f"was lent or withdrawn before, or was open for too long: later requests have passed over more than "
-                    f"{self.spent.max_gaps:,} gaps of requests that were never lent (withdraw aborted requests)"
+                    f"was lent or withdrawn before, or was open for too long: later requests have passed over more "
+                    f"than {self.spent.max_gaps:,} gaps of requests that were never lent (withdraw aborted requests)"
                 )
             case None:
                 return "was lent or withdrawn before"

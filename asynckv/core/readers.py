@@ -31,10 +31,7 @@ MAX_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The names of this rank, once its data plane is up.
-
-    Nonces start at random, so that no nonce can be guessed from an older run.
-    """
+    """The names of this rank, once its data plane is up. Nonces start at random, not to be guessed from older runs."""
 
     engine_id: str
     incarnation: str
@@ -140,11 +137,9 @@ class Readers:
                 return
         self.refuse(reader, what, route, source, answer)
 
-    def refuse(
-        self, reader: str, what: str, route: ReplyTo, source: str, answer: wire.Refused | wire.Unwelcome
-    ) -> None:
+    def refuse(self, name: str, what: str, route: ReplyTo, source: str, answer: wire.Refused | wire.Unwelcome) -> None:
         self._outbox.send(route, source, answer)
-        self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, short(answer.detail)))
+        self._outbox.commands.append(ReaderRefused(name, what, answer.reason, short(answer.detail)))
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -222,10 +222,7 @@ class DrainIncomplete(Incomplete):
 
 
 class PeerChanged(Told):
-    """The state of a remote rank changed.
-
-    A lost rank is a warning, unless it said goodbye and no pull failed with it.
-    """
+    """A remote rank's state changed; a warning if it was lost, unless it said goodbye and no pull failed with it."""
 
     side, levels = "decode", ("info", "warning")
     peer: Peer
@@ -268,10 +265,7 @@ class ReaderRefused(Told):
 
 
 class Refused(Told):
-    """The listener rejected a connection, or this engine refused to connect to an address.
-
-    At most ten lines at once, then one per second.
-    """
+    """A connection was rejected, or this engine refused to connect. At most ten lines at once, then one per second."""
 
     levels, most = ("warning",), (1.0, 10.0)
     cause: Annotated[str, "Name of the counter `control.*` (`docs/security.md`)."]
@@ -311,10 +305,9 @@ class HeldLease(Struct, frozen=True, omit_defaults=True):
 
 
 class LeaseHeld(Told, kw_only=True):
-    """Requests have been lent for a third of their lease (`log.held_fraction`), or for 2, 4 ... times as long.
-
-    Requests that wait for the same share a line, and there are a few lines in ten seconds. The level is info while all
-    readers renew.
+    """Requests have been lent for a third of their lease (`log.held_fraction`), or for 2, 4 ... times as long. Those
+    that wait for the same share a line, and there are a few lines in ten seconds. The level is info while all readers
+    renew.
     """
 
     side, levels = "prefill", ("warning", "info")
@@ -325,10 +318,7 @@ class LeaseHeld(Told, kw_only=True):
 
 
 class LeaseEnded(OfLease):
-    """The blocks belong to the prefill engine again.
-
-    Sampled if all readers released. Any other end is a warning, and always logged.
-    """
+    """The blocks belong to the prefill engine again. Sampled if all readers released; else a warning, always logged."""
 
     levels = ("info", "warning")
     cause: Annotated[str, "`released`, `expired`, `revoked`, or `closed` (the engine ended before the lease)."]
@@ -397,9 +387,8 @@ class PullHeld(Told, kw_only=True):
 
 
 class PullRefused(Told):
-    """This engine itself refused to pull or announce a request, and began nothing.
-
-    At most ten lines at once, then one per second.
+    """This engine itself refused to pull or announce a request, and began nothing. At most ten lines at once, then one
+    per second.
     """
 
     side, levels, most = "decode", ("warning",), (1.0, 10.0)
@@ -421,10 +410,9 @@ class PullRetried(OfPull):
 
 
 class PullEnded(OfPull):
-    """A pull ended, or a request was discharged without one, announced or not.
-
-    Successes are sampled. A failed pull is a warning, and always logged; a slow one is a warning. The line is short if
-    another pull failed in the same words within the last second.
+    """A pull ended, or a request was discharged without one, announced or not. Successes are sampled. A failed pull is
+    a warning, and always logged; a slow one is a warning. The line is short if another pull failed in the same words
+    within the last second.
     """
 
     levels = ("info", "warning")
@@ -442,9 +430,9 @@ class PullEnded(OfPull):
     posts: Annotated[int | None, "Posted transfers."] = None
     rereads: Annotated[int | None, "Reads that were repeated because they had begun too early."] = None
     phases: Annotated[dict[str, float] | None, "Phase -> seconds (`docs/logging.md`)."] = None
-    held_transfers: Annotated[
-        int | None, "Transfers that may still write the pull's blocks; `blocks_returned` follows."
-    ] = None
+    held_transfers: Annotated[int | None, "Transfers that may still write its blocks; `blocks_returned` follows."] = (
+        None
+    )
     blocks: Annotated[int | None, "Blocks that transfers may still write."] = None
     unanswered: Annotated[list[str] | None, "Lost ranks: the release was sent once, and may not have arrived."] = None
     history: History = None
@@ -476,9 +464,7 @@ class ReleaseRefused(OfPull):
 
 
 class ReleaseUnanswered(OfPull):
-    """Prefill ranks never acknowledged a pull's release, and it is not sent again. If the ranks live, their leases will
-    expire.
-    """
+    """Prefill ranks never acknowledged a pull's release, which is not sent again. If they live, their leases expire."""
 
     levels = ("warning",)
     cause: Annotated[str, "`timeout` (`release_timeout_s`), `engine_closed`, or why the rank is gone."]
@@ -508,9 +494,8 @@ class BlocksRetired(OfPull):
 
 
 class OffloadStarted(Told):
-    """The offload started: blocks are kept outside the accelerator from now on.
-
-    The line also has the fields of `Offload.describe`, which say on what the tiers run.
+    """The offload started: blocks are kept outside the accelerator from now on. The line also has the fields of
+    `Offload.describe`.
     """
 
     host_bytes: Annotated[int, "Size of the host memory tier."]
@@ -521,10 +506,8 @@ class OffloadStarted(Told):
 
 
 class OffloadMoved(Told):
-    """Moves between the tiers since the last such line.
-
-    Logged after one second, two, four and so on, later at most once a minute. There is no line while nothing moves, and
-    one at the end.
+    """Moves between the tiers since the last such line. Logged after one second, two, four and so on, later at most
+    once a minute. There is no line while nothing moves, and one at the end.
     """
 
     seconds: Annotated[float, "Time since the last such line, or the start."]
@@ -541,9 +524,8 @@ class OffloadStopped(Told):
 
 
 class OffloadFailed(Told):
-    """A store or load failed, took too long, or found no room; its blocks are misses.
-
-    At most ten lines at once, then one per second; one per minute for stores without room; always if `held` is 1.
+    """A store or load failed, took too long, or found no room; its blocks are misses. At most ten lines at once, then
+    one per second; one per minute for stores without room; always if `held` is 1.
     """
 
     levels = ("warning",)
@@ -577,18 +559,14 @@ class OffloadReturned(OffloadLate):
 
 
 class OffloadRetired(OffloadLate):
-    """A copy did not end within `offload.held_s` after its store or load had failed.
-
-    The blocks of a load must never be used again.
-    """
+    """A copy did not end within `offload.held_s` after its job had failed. A load's blocks must never be used again."""
 
     levels = ("error",)
 
 
 class OffloadFilesLost(Told):
-    """The file tier takes no more writes, or is off: the disk is full or broken, or files were removed.
-
-    Host memory goes on.
+    """The file tier takes no more writes, or is off: the disk is full or broken, or files were removed. Host memory
+    goes on.
     """
 
     levels = ("warning",)
@@ -597,9 +575,7 @@ class OffloadFilesLost(Told):
 
 
 class OffloadFilesDamaged(Told):
-    """The file tier did not find all expected blocks at its start; they are misses, nothing else. Logged once per
-    start.
-    """
+    """At its start the file tier found fewer blocks than expected; the rest are misses, nothing else."""
 
     levels = ("warning",)
     folder: Annotated[str, "The rank's directory."]
@@ -633,10 +609,9 @@ class OffloadBroken(Told):
 
 
 class LoopWasAway(Told):
-    """The event loop did not run the engine for longer than `log.away_s`, so no message was answered.
-
-    The loop was away for the `seconds` before the line's timestamp, and up to 2.5 s longer if nothing was under way.
-    At most three lines at once, then one in ten seconds, and any that is half as long again as the last one logged.
+    """The event loop did not run the engine for longer than `log.away_s`, so no message was answered. The loop was away
+    for the `seconds` before the line's timestamp, and up to 2.5 s longer if nothing was under way. At most three lines
+    at once, then one in ten seconds, and any that is half as long again as the last one logged.
     """
 
     levels = ("warning",)
@@ -649,9 +624,8 @@ class LoopWasAway(Told):
 
 
 class InternalError(Told):
-    """asynckv has a bug.
-
-    The engine dropped the work at hand and goes on. At most ten lines at once, then one per second.
+    """asynckv has a bug. The engine dropped the work at hand and goes on. At most ten lines at once, then one per
+    second.
     """
 
     levels, most = ("error",), (1.0, 10.0)

@@ -54,55 +54,33 @@ def _field(field: structs.FieldInfo, kind: Any, meaning: str) -> Field:
 
 @functools.cache
 def shared() -> dict[str, tuple[str, str]]:
-    """Return type and meaning, by name, of the fields that many events have."""
-    fields = [field for event in EVENTS.values() for field in fields_of(event)]
-    fields += [inner for field in fields for inner in field.of]
-    counts = Counter((field.name, field.kind, field.meaning) for field in fields)
-    most = {said[0]: said for said, _ in reversed(counts.most_common())}  # one meaning of each name
-    return {
-        name: (kind, meaning)
-        for (name, kind, meaning), number in counts.items()
-        if number >= SHARED and most[name] == (name, kind, meaning)
-    }
+    """Return type and meaning, by name, of the fields that many events have: one meaning of each name."""
+    fields = (field for event in EVENTS.values() for _, field in flat(fields_of(event)))
+    counts = Counter((field.name, field.kind, field.meaning) for field in fields).most_common()
+    return {name: (kind, meaning) for (name, kind, meaning), number in reversed(counts) if number >= SHARED}
 
 
-def _is_shared(field: Field) -> bool:
-    return shared().get(field.name) == (field.kind, field.meaning)
-
-
-def rows(fields: Iterable[Field], within: str = "") -> Iterator[str]:
-    """Yield the lines of a table of fields."""
+def flat(fields: Iterable[Field], within: str = "") -> Iterator[tuple[str, Field]]:
+    """Yield all fields, also those of the objects in lists, each with its full name as the page shows it."""
     for field in fields:
         name = f"{within}{field.name}"
-        yield f"| {_name(field, name)} | {field.kind} | {_cell(field.meaning)} |"
-        yield from rows([x for x in field.of if not _is_shared(x)], f"{name}[].")
+        yield f"`{name}`" if field.always else f"*`{name}`*", field
+        yield from flat(field.of, f"{name}[].")
 
 
-def _name(field: Field, name: str = "") -> str:
-    return f"`{name or field.name}`" if field.always else f"*`{name or field.name}`*"
+def table(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Return a table of names, types and meanings."""
+    lines = ("| {} | {} | {} |\n".format(name, kind, meaning.replace("|", "\\|")) for name, kind, meaning in rows)
+    return "".join(["| field | type | meaning |\n|---|---|---|\n", *lines])
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-HEAD = "| field | type | meaning |\n|---|---|---|"
-
-
-def table(fields: Iterable[Field]) -> str:
-    """Return a table of fields."""
-    return "\n".join([HEAD, *rows(fields)]) + "\n"
-
-
-def explained(fields: tuple[Field, ...]) -> Iterator[str]:
+def explained(fields: Iterable[Field]) -> Iterator[str]:
     """Yield a table of the fields that are an event's own, and a line with the names of all others."""
-    if own := [field for field in fields if not _is_shared(field)]:
+    rows = [(name, field.kind, field.meaning, shared().get(field.name)) for name, field in flat(fields)]
+    if own := [row[:3] for row in rows if row[1:3] != row[3]]:
         yield table(own)
-    names = [_name(field) for field in fields if _is_shared(field)]
-    for field in fields:
-        names += [_name(x, f"{field.name}[].{x.name}") for x in field.of if _is_shared(x)]
-    if names:
-        yield textwrap.fill(f"[Shared](#shared-fields): {', '.join(names)}.", 120, break_on_hyphens=False) + "\n"
+    if others := [row[0] for row in rows if row[1:3] == row[3]]:
+        yield textwrap.fill(f"[Shared](#shared-fields): {', '.join(others)}.", 120, break_on_hyphens=False) + "\n"
 
 
 SIDES = {"prefill": "prefill side", "decode": "decode side", "both": "both sides"}
@@ -123,9 +101,9 @@ def overview() -> str:
 
 def page() -> str:
     """Return the section from its overview on."""
-    parts = [f"{overview()}### Fields of every event\n\n{table(fields_of(Line))}"]
-    lines = [f"| `{name}` | {kind} | {_cell(said)} |" for name, (kind, said) in shared().items()]
-    parts.append("\n".join(["### Shared fields\n", HEAD, *lines, ""]))
+    common = table((name, field.kind, field.meaning) for name, field in flat(fields_of(Line)))
+    parts = [f"{overview()}### Fields of every event\n\n{common}"]
+    parts.append(f"### Shared fields\n\n{table((f'`{name}`', *said) for name, said in sorted(shared().items()))}")
     for name, event in EVENTS.items():
         parts.append(f"### {name}\n\n{textwrap.fill(meaning(event), 120, break_on_hyphens=False)}\n")
         parts += explained(fields_of(event))

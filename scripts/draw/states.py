@@ -112,8 +112,8 @@ MACHINES = (
     Machine(
         "Request",
         attempts,
-        "One request over its attempts, each of which is a pull. If the prefill ranks expect another attempt, OVER tells "
-        "them that none follows.",
+        "One request over its attempts, each of which is a pull. If the prefill ranks expect another attempt, OVER "
+        "tells them that none follows.",
     ),
     Machine(
         "Engine",
@@ -124,8 +124,8 @@ MACHINES = (
     Machine(
         "Stored block",
         entry,
-        "One block in one tier of the offload: host memory, or files. LEAVING hides the block from searches; GONE frees "
-        "its slot.",
+        "One block in one tier of the offload: host memory, or files. LEAVING hides the block from searches; GONE "
+        "frees its slot.",
     ),
     Machine(
         "Store or load",
