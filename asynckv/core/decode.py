@@ -148,8 +148,7 @@ class DecodeSide:
             return
         if not pull.route.ready:
             self._make_way(pull, now)
-        # Attach all sources first, because meeting one may end the pull, and `_tell` treats a rank without a peer as
-        # gone.
+        # Attach all first, because meeting one may end the pull, and `_tell` treats a rank without a peer as gone.
         for source in pull.sources:
             self._attach(pull, source, now)
         if pull.params.key in self.abandoned and pull.kind in (KIND.PULL, KIND.ANNOUNCEMENT):

@@ -21,8 +21,7 @@ from asynckv.geometry.bounds import NULL, Int64s
 Kind = Literal["lent", "writing"]
 
 FEW = 16
-"""Number of blocks up to which a loop is faster than an array, because each array operation costs as much as several
-blocks."""
+"""Blocks up to which a loop is faster than an array, because one array operation costs as much as several of them."""
 
 ONE = np.int32(1)
 """One in the type of the counts, because numpy takes a hundred times as long with a Python integer."""

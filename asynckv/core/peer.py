@@ -280,9 +280,8 @@ class Peer:
     def _heartbeat(self, config: PullConfig, now: float) -> list[Due]:
         ping_at = self._ping_at(config)
         if now > ping_at + config.heartbeat_s:
-            # This process was away (stopped, asleep, busy) since then. That time is no silence of the peer, whose
-            # messages may wait unread. Earlier silence still counts, or a process that is always late would never find
-            # a peer silent.
+            # This process was away (stopped, asleep, busy) since then, and messages may wait unread, so this time is no
+            # silence. Earlier silence still counts, or a process that is always late would find no peer silent.
             self.watched_at = max(self.heard_at, self.watched_at) + now - ping_at
             ping_at = self._ping_at(config)
         silent_s = self.silent_s(now)

@@ -127,8 +127,7 @@ ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
     S.QUARANTINED: dict.fromkeys((E.SETTLED, E.ENDED, E.TRANSFER_FAILED), S.QUARANTINED),
     S.RELEASED: {},
 }
-"""The events that each state takes. Most only add knowledge, and `WHEN` decides the next state. Late events are
-normal."""
+"""Events that each state takes. Most only add knowledge, and `WHEN` decides what follows. Late events are normal."""
 
 
 def has_nothing_to_read(pull: Pull, now: float) -> bool:

@@ -23,8 +23,7 @@ from asynckv.geometry.tables import PeerTables
 MAX_ENDPOINTS = 65_536
 
 MAX_SOURCES = 128
-"""Remote ranks that one pull answers for at most, because each costs a link and a handshake, and strangers can make
-params."""
+"""Most remote ranks of one pull, because each costs a link and a handshake, and strangers can make params."""
 
 MAX_CHOICES = 4096
 

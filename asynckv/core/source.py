@@ -236,9 +236,7 @@ class Source:
             self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
 
     def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str] | None:
-        """Take a refusal, and return why the attempt fails, if it does. `reads_yet` is True if the pull reads, or waits
-        for room.
-        """
+        """Take a refusal, and return why the attempt fails, if it does. `reads_yet`: the pull reads or is queued."""
         if answer.nonce < self.granted_nonce:
             return None  # late or repeated, because a later claim was granted
         # A lender that revokes gets its blocks back at once if the pull has begun nothing.
