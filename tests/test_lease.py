@@ -386,7 +386,7 @@ def test_who_asks_for_nothing_is_refused_for_that_and_not_for_the_time_that_has_
     for seconds in (0.0, 0.0009):
         answer = Reading(lend()).claim(0.0, seconds).answer
         assert isinstance(answer, Refused)
-        assert answer.detail == f"{seconds:g} s were asked for, and a grant is of milliseconds"
+        assert answer.detail == f"{seconds:g} s were asked for, but the shortest grant is 1 ms"
 
 
 def test_who_comes_late_is_served_if_nobody_has_noticed_and_never_after() -> None:

@@ -561,7 +561,7 @@ class DecodeSide:
                 if pull.kind in (KIND.HIT, KIND.DISCHARGE):
                     break
                 if not self._widen(pull, now):
-                    self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, "no rank holds anything of ours")), now)
+                    self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, "no prefill rank holds our data")), now)
                 continue
             known = [source for source in sources if self.peers.by_place[source.rank.place].is_loaded]
             for source in known:

@@ -486,7 +486,7 @@ class Lease:
         left = min(self.lent.grant_s, ask.seconds, self.lent_at + self.lent.max_lease_s - now)
         seconds = math.floor(left * 1000) / 1000
         if seconds <= 0:
-            too_short = f"{ask.seconds:g} s were asked for, and a grant is of milliseconds"
+            too_short = f"{ask.seconds:g} s were asked for, but the shortest grant is 1 ms"
             too_long = f"lent for longer than max_lease_s {self.lent.max_lease_s}"
             return refused(ask, Reason.EXPIRED, too_short if ask.seconds < 0.001 else too_long)
         pull_id = PullId(ask.pull_id)
@@ -558,7 +558,7 @@ class Lease:
             return refused(
                 message,
                 Reason.WRONG_COHORT,
-                f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size} not served",
+                f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size}: too high",
             )
         owed = owed_readers(self.lent.tp_rank, self.lent.tp_size, cohort.tp_size)
         if len(owed) * cohort.pp_size > MAX_READERS:

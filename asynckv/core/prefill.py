@@ -147,7 +147,7 @@ class PrefillSide:
             raise LocalProtocolError(
                 f"the params of request {lent.request_id!r} are of memory epoch {key.memory_epoch}, but the memory "
                 f"was registered anew (epoch {self.memory_epoch}); make new params for it, with a PrefillRanks of the "
-                f"engine's endpoint and memory_epoch as they are now"
+                f"engine's current endpoint and memory_epoch"
             )
         if len(lent.groups) != len(self._layout.groups):
             raise LocalProtocolError(
@@ -489,7 +489,7 @@ def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s
     real = firsts != NULL
     firsts, counts = firsts[real], counts[real]
     if int(counts.sum()) > group.num_blocks:
-        raise LocalProtocolError(f"request {lent.request_id!r} names more blocks than the {group.num_blocks} there are")
+        raise LocalProtocolError(f"request {lent.request_id!r} names more blocks than the group's {group.num_blocks}")
     blocks = expanded(firsts, counts)
     check_blocks(where, group, blocks)
     return blocks

@@ -792,4 +792,4 @@ _CLAIMS = (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
 
 def _since(seconds: float) -> str:
     """Return words for the age of an answer that should have been repeated since."""
-    return f" (as it said {seconds:.0f} s ago, and nothing since)" if seconds > 2 * MAX_CLAIM_PAUSE_S else ""
+    return f" (its last answer was {seconds:.0f} s ago)" if seconds > 2 * MAX_CLAIM_PAUSE_S else ""

@@ -159,8 +159,8 @@ class RankCore:
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
             raise refusal(
                 request.request_id,
-                f"request {request.request_id[:200]!r} is lent by this very rank, and no transfer leads from a NIXL "
-                f"agent to itself; use the blocks where they are, or discharge it",
+                f"request {request.request_id[:200]!r} is lent by this very rank, and a NIXL agent cannot read from "
+                f"itself; use the blocks in place, or discharge the request",
             )
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Only the stages themselves know their layers, so any of them may turn out to hold nothing of ours.

@@ -89,7 +89,7 @@ REFUSED = frozenset(
 
 def _check_reason(reason: Reason, sayable: frozenset[Reason]) -> None:
     if reason not in sayable:  # in a packet, msgspec makes this an error of its own
-        raise ValueError(f"reason {reason.value!r} is not for a peer to give")
+        raise ValueError(f"reason {reason.value!r} cannot come from a peer")
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
