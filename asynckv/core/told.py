@@ -44,7 +44,7 @@ SuccessesNotLogged = Annotated[int | None, "Requests that ended well, or were le
 History = Annotated[list[tuple[float, str]] | None, "Every transition and note: `[seconds since the first, words]`."]
 HeldState = Annotated[str, "State of the lease or pull; left out if the line covers several states."]
 Waits = Annotated[str, "The reason for waiting, in words."]
-Requests = Annotated[int, "Number of requests in the line."]
+Requests = Annotated[int, "Number of requests that the line covers."]
 LayoutPrint = Annotated[str, "Fingerprint of the memory layout."]
 Parked = Annotated[int, "Claims and releases that wait for their request to be lent."]
 HeldFor = Annotated[float, "Time for which the blocks were held."]
@@ -325,7 +325,9 @@ class LeaseEnded(OfLease):
     seconds: Annotated[float, "Time for which the request was lent."]
     readers: Annotated[dict[str, str], "Reader -> outcome of its release: `complete`, `failed` or `cancelled`."]
     blocks: Annotated[int, "Number of blocks."]
-    owed: Annotated[list[str] | None, "Readers that never released; `*` is a decode engine never heard of."] = None
+    owed: Annotated[list[str] | None, "Readers that never released; `*`: a decode engine that was never heard of."] = (
+        None
+    )
     claims: Annotated[
         dict[str, LastClaim] | None,
         "Reader in `owed` -> `pull_id`, `claimed_s` and `heard_s` (both since it was lent) of its last attempt.",
