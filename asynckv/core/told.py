@@ -325,9 +325,7 @@ class LeaseEnded(OfLease):
     seconds: Annotated[float, "Time for which the request was lent."]
     readers: Annotated[dict[str, str], "Reader -> outcome of its release: `complete`, `failed` or `cancelled`."]
     blocks: Annotated[int, "Number of blocks."]
-    owed: Annotated[list[str] | None, "Readers that never released; `*`: a decode engine that was never heard of."] = (
-        None
-    )
+    owed: Annotated[list[str] | None, "Readers that never released; `*`: a decode engine not heard of at all."] = None
     claims: Annotated[
         dict[str, LastClaim] | None,
         "Reader in `owed` -> `pull_id`, `claimed_s` and `heard_s` (both since it was lent) of its last attempt.",
