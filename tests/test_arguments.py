@@ -691,5 +691,5 @@ def test_an_engine_may_have_as_long_a_name_as_is_said_and_one_of_numpys() -> Non
 
 def test_params_that_hold_numpys_text_are_refused_by_name() -> None:
     params = asynckv.PrefillRanks("p", [asynckv.Endpoint(0, "tcp://127.0.0.1:1", "i")]).make_params("r", [(0, [1])], 16)
-    with pytest.raises(asynckv.RemoteProtocolError, match="what cannot be sent"):
+    with pytest.raises(asynckv.RemoteProtocolError, match="a value cannot be sent"):
         decode_params(params | {"engine_id": np.str_("p")})

@@ -108,6 +108,6 @@ async def test_what_real_engines_log_is_documented(tmp_path: Path) -> None:
 def test_the_page_names_every_field_once() -> None:
     text = page()
     for name, event in EVENTS.items():
-        (section,) = re.findall(rf"^## {name}$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+        (section,) = re.findall(rf"^### {name}$(.*?)(?=^### |\Z)", text, re.DOTALL | re.MULTILINE)
         for field in fields_of(event):
-            assert len(re.findall(rf"^\| \*?`{field.name}`", section, re.MULTILINE)) == 1
+            assert len(re.findall(rf"(?:^\| |[:,]\s)\*?`{field.name}`", section, re.MULTILINE)) == 1

@@ -209,7 +209,7 @@ def test_all_ages_in_an_answer_are_of_one_moment() -> None:
 @pytest.mark.parametrize("place", ["x", "-1", "0x1", "1.0", "1 2", " 1", "\0"])
 def test_a_place_that_is_none_is_refused(place: str) -> None:
     world = World()
-    assert "a place that is none" in account(world, prefill_rank(world), after=place).refused
+    assert "the cursor (after) is not a number" in account(world, prefill_rank(world), after=place).refused
 
 
 def test_a_place_of_somebody_elses_making_is_only_a_number() -> None:

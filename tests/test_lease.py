@@ -353,7 +353,7 @@ def test_a_table_that_leads_in_a_circle_is_seen_and_not_followed(monkeypatch: py
     rows = {LeaseState.ENDING: {lease_module.no_grant_runs: LeaseState.LENT}}
     rows |= {LeaseState.LENT: {lease_module.no_grant_runs: LeaseState.ENDING}}
     monkeypatch.setattr(lease_module, "WHEN", dict(lease_module.WHEN) | rows)
-    with pytest.raises(AssertionError, match="lead round in a circle"):
+    with pytest.raises(AssertionError, match="have a cycle through"):
         lend().tick(AT)
 
 
@@ -386,7 +386,7 @@ def test_who_asks_for_nothing_is_refused_for_that_and_not_for_the_time_that_has_
     for seconds in (0.0, 0.0009):
         answer = Reading(lend()).claim(0.0, seconds).answer
         assert isinstance(answer, Refused)
-        assert answer.detail == f"{seconds:g} s were asked for, and a grant is of milliseconds"
+        assert answer.detail == f"{seconds:g} s were asked for, but the shortest grant is 1 ms"
 
 
 def test_who_comes_late_is_served_if_nobody_has_noticed_and_never_after() -> None:

@@ -740,7 +740,7 @@ def by_arrays(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:
     check_covers(where, group, offer, lent.num_tokens)
     runs = [run for run in offer.runs if run[0] != NULL]
     if sum(count for _, count in runs) > group.num_blocks:
-        raise LocalProtocolError(f"request 'r' names more blocks than the {group.num_blocks} there are")
+        raise LocalProtocolError(f"request 'r' names more blocks than the group's {group.num_blocks}")
     blocks = expanded(*as_columns(runs))
     check_blocks(where, group, blocks)
     return blocks

@@ -524,7 +524,7 @@ def test_an_answer_that_should_have_been_repeated_since_is_published_with_its_ag
     world.letters.clear()
     world.advance(9.5)
     assert it.reason is Reason.NOT_LENT_YET
-    assert "(as it said 9 s ago, and nothing since) when the deadline passed" in it.detail
+    assert "(its last answer was 9 s ago) when the deadline passed" in it.detail
 
 
 def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:

@@ -1,8 +1,8 @@
-"""What a rank says of itself to people and tools: bounded plain values.
+"""A rank's account of itself, for people and tools: bounded plain values.
 
-An *account* travels as bytes inside a `Status` (`core/wire.py`), so that engines and tools of different versions
-understand each other: fields are only added, with defaults, and unknown ones are skipped. It holds no secret: no key's
-token, no metadata, no address in memory.
+An *account* travels as bytes inside a `Status` (`core/wire.py`). Engines and tools of different versions understand
+each other, because fields are only added, with defaults, and unknown fields are skipped. An account holds no secret: no
+key's token, no metadata, no address in memory.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.errors import RemoteProtocolError
 
 MAX_ACCOUNT = 4 * 1024 * 1024
-"""Bytes; whoever asks takes no more of an answer."""
+"""Largest account in bytes that `decode_account` takes."""
 
 Count = Annotated[int, Meta(ge=0)]
 
 
 class PhaseCount(Struct, frozen=True, kw_only=True):
-    """How many requests are at the same.
+    """The number of requests of one kind in one phase.
 
     Attributes:
-        kind: `lease`, `announced`, `pull` or `retrying`; of an offload `store` or `load`.
-        phase: Of a lease `unclaimed` (no reader has spoken up), `granted` (a promise runs), `lapsed` (a reader has
-            spoken up, no promise runs) or `ending`; of others the state, see `docs/structure.md`. A pull that failed
-            and whose blocks something may still write is `quarantined`, and `retired` if they were given up. Of a
-            store or load the same, and before that `storing` or `loading`.
-        number: Of them all, not only of those that are told.
-        oldest_s: For how long the oldest is there.
+        kind: `lease`, `announced`, `pull` or `retrying`; for an offload `store` or `load`.
+        phase: For a lease `unclaimed` (no reader was heard of), `granted` (a grant runs), `lapsed` (a reader was heard
+            of, no grant runs) or `ending`; otherwise the state, see `docs/structure.md`. A failed pull whose blocks
+            may still be written is `quarantined`, and `retired` once they were given up. A failed store or
+            load is named the same way, and before that `storing` or `loading`.
+        number: Number of all such requests, not only of those in the account.
+        oldest_s: Age of the oldest.
     """
 
     kind: str
@@ -42,8 +42,8 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
-    """A prefill rank that this one reads from. `pulls` have something owed or held there, `transfers` run or are in
-    doubt, `failures` are handshakes that failed in a row, and `cause` says why the last failed, or why it is gone.
+    """A prefill rank that this one reads from. `pulls` have something owed or held there, and `transfers` run or are in
+    doubt. `failures` counts failed handshakes in a row; `cause` says why the last one failed, or why the rank is gone.
     """
 
     rank: str
@@ -59,7 +59,7 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
 
 
 class Lag(Struct, frozen=True, kw_only=True):
-    """How late the engine's event loop came; how often at most so late (seconds as text, or `inf`), or `log.away_s`."""
+    """Delays of the event loop: number by bucket (upper bound in seconds as text, or `inf`), and above `log.away_s`."""
 
     last_s: float = 0.0
     most_s: float = 0.0
@@ -68,8 +68,8 @@ class Lag(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """What only the engine around a rank knows: its state, what `Engine.describe` and `Engine.statistics` say, and the
-    first of `num_retrying` requests that wait for another attempt.
+    """Facts that only the engine around a rank knows: its state, the values of `Engine.describe` and
+    `Engine.statistics`, and the first of `num_retrying` requests that wait for another attempt.
     """
 
     version: str = ""
@@ -89,18 +89,18 @@ class Account(Struct, frozen=True, kw_only=True):
     """One rank, as it sees itself.
 
     Attributes:
-        refused: Why nothing else is said; empty if something is.
-        retry_s: Ask again after so long; 0 if that is of no use.
-        closed_as: How it takes nothing new; empty while it does.
+        refused: Why the account has nothing else; empty if it has.
+        retry_s: Seconds after which to ask again; 0 if asking again is of no use.
+        closed_as: Why the rank takes nothing new; empty while it does.
         counts: All requests by kind and phase.
-        counted_s: Seconds since that was counted.
-        requests: Some of the requests, the oldest first.
-        holds: The blocks of these, with as many ids as there is room for.
+        counted_s: Seconds since the requests were counted.
+        requests: Some of the requests, oldest first.
+        holds: Blocks of these requests, with as many ids as there is room for.
         after: Cursor that continues this answer; empty if nothing follows.
-        num_peers: All peers by state.
-        peers: Some peers: busy or troubled ones first.
-        num_readers: Process starts that shook hands, to read from this rank.
-        budgets: Used and available, by name.
+        num_peers: Number of peers by state.
+        peers: Some of the peers, busy or troubled ones first.
+        num_readers: Process starts that shook hands in order to read from this rank.
+        budgets: Used and available amounts, by name.
     """
 
     refused: str = ""
@@ -135,7 +135,7 @@ def encode_account(account: Account) -> bytes:
 
 
 def decode_account(data: bytes) -> Account:
-    """Decode what an engine said of itself, or raise `RemoteProtocolError`."""
+    """Decode an engine's account, or raise `RemoteProtocolError`."""
     if len(data) > MAX_ACCOUNT:
         raise RemoteProtocolError(f"an account of {len(data)} bytes; at most {MAX_ACCOUNT} are taken")
     try:

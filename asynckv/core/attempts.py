@@ -1,11 +1,11 @@
-"""One request over its attempts: whether it is tried again, when, and who is told that it is not.
+"""One request over its attempts: whether another attempt follows, when, and which ranks hear that none does.
 
     TRYING -> PAUSING -> TRYING ...
          \\_______\\-> OVER
 
-Every attempt is a pull with its own id, and begins when nothing of the one before can write its blocks any more. So a
-late first attempt can neither complete nor overwrite the second. While an attempt may follow, the prefill ranks keep
-the request lent to this reader; `take_discharge` says when they have to be told that none does.
+Every attempt is a pull with its own id. It begins once nothing of the attempt before it can write the blocks any more,
+so a late first attempt can neither complete nor overwrite the second. While an attempt may follow, the prefill ranks
+keep the request lent to this reader; `take_discharge` says when they must hear that none follows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import NULL
 
 RETRYABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
-"""What the same params may get over: the lease may still stand, and another connection serve."""
+"""Failures after which the same params may work: the lease may still stand, and another connection may serve."""
 
 MAX_PAUSE_S = 2.0
 
@@ -28,7 +28,7 @@ MAX_PAUSE_S = 2.0
 class RequestState(enum.StrEnum):
     TRYING = "trying"
     PAUSING = "pausing"
-    """Until its next attempt may begin, and nothing can write the blocks of the last one any more."""
+    """The next attempt may not begin yet, or the last one may still write its blocks."""
     OVER = "over"
 
 
@@ -38,11 +38,11 @@ class RequestEvent(enum.StrEnum):
     FAILED = "failed"
     """An attempt failed, and none follows."""
     FAILED_FOR_NOW = "failed_for_now"
-    """An attempt failed, and another may do better."""
+    """An attempt failed, and another may succeed."""
     TIME = "time"
     """The pause is over, and the blocks are free."""
     GIVEN_UP = "given_up"
-    """It was cancelled, the engine closes, the deadline passed, or its blocks never came back."""
+    """The request was cancelled, the engine closes, the deadline passed, or the blocks never came back."""
 
 
 S, E = RequestState, RequestEvent
@@ -51,17 +51,17 @@ ON_EVENT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     S.PAUSING: {E.TIME: S.TRYING, E.GIVEN_UP: S.OVER},
     S.OVER: {},
 }
-"""What each state takes, and where it leads; anything else raises before anything has changed."""
+"""The events that each state takes, and where each leads. Any other event raises before anything has changed."""
 
 
 def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
-    """Name the blocks that a pull fills, by group."""
+    """Return the ids of the blocks that a pull fills, by group."""
     lists = pull.lists.local if pull.lists else ()
     return {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(lists) if len(ids)}
 
 
 class Request:
-    """The attempts at one request, with a pause of `pause_s` before the first retry, then doubling to `MAX_PAUSE_S`."""
+    """The attempts at one request. The pause before a retry is `pause_s`, then doubles up to `MAX_PAUSE_S`."""
 
     def __init__(self, wanted: PullRequest, retries: int, pause_s: float, deadline: float, now: float) -> None:
         self.state = S.TRYING
@@ -70,15 +70,15 @@ class Request:
         self.pull: Pull | None = None
         self.next_at = math.inf
         self.stopped: Reason | None = None
-        """Why no attempt may follow, if somebody has said so."""
+        """Why no attempt may follow, once the request was stopped."""
         self._retries, self._pause_s = retries, pause_s
         self._given_up_for: Reason | None = None
-        """What is told instead of why the last attempt failed."""
+        """Reason that is reported instead of the last attempt's failure."""
         self._discharge: Reason | None = None
 
     @property
     def retryable(self) -> frozenset[Reason]:
-        """Return the failures of this attempt after which another follows."""
+        """Return the failures of this attempt after which another attempt follows."""
         return RETRYABLE if self.attempts <= self._retries else frozenset()
 
     @property
@@ -86,7 +86,7 @@ class Request:
         return self.pull is not None and self.pull.reason in self.pull.retryable
 
     def take_discharge(self) -> Reason | None:
-        """Return, once, why the prefill ranks are to be told that no attempt follows after all; else None."""
+        """Return, once, the reason to give the prefill ranks because no attempt follows after all; else None."""
         found, self._discharge = self._discharge, None
         return found
 
@@ -96,13 +96,13 @@ class Request:
         self.pull = pull
 
     def refused(self) -> None:
-        """An attempt could not begin: the outcome of the one before is final."""
+        """Note that an attempt could not begin, so that the outcome of the one before is final."""
         after = self._allow(E.FAILED)
         self._given_up_for = Reason.UNPLANNABLE
         self._enter(after)
 
     def abandoned(self, now: float) -> None:
-        """The attempt has its outcome, but its caller is gone, so none follows."""
+        """Note that the attempt has its outcome, but no other follows because the caller is gone."""
         self._given_up_for = Reason.CANCELLED
         self.ended(now)
         if self.state is not S.OVER:
@@ -125,7 +125,7 @@ class Request:
 
     def time(self, now: float) -> None:
         after = self._allow(E.TIME)
-        # Whatever was waited for may come late: no attempt begins when its caller waits no longer.
+        # The end of the last attempt may come late, and no attempt begins once its caller has stopped waiting.
         if self.stopped is None and now < self.deadline:
             self._enter(after)
         else:
@@ -152,7 +152,7 @@ class Request:
         if after is S.TRYING:
             self.attempts += 1
         elif after is S.OVER:
-            # The ranks that were told that another attempt would follow are told that none does.
+            # Ranks that expect another attempt must hear that none follows.
             pull, is_last = self.pull, self.wanted.is_last or self.stopped is Reason.CANCELLED
             if pull is not None and pull.reason is not None and self.was_promised and is_last:
                 self._discharge = self.stopped or self._given_up_for or pull.reason

@@ -1,10 +1,10 @@
-"""The decode side of one rank: its pulls, the peers that they read from, and which pull reads next.
+"""The decode side of one rank: its pulls, the peers that they read from, and the choice of the pull that reads next.
 
-Effects of pulls (`core/pull.py`) and what is due of peers (`core/peer.py`) are carried out here, in order. What happens
-to one peer touches only the pulls that read from it.
+This module carries out, in order, the effects of pulls (`core/pull.py`) and the duties of peers (`core/peer.py`). An
+event at one peer touches only the pulls that read from that peer.
 
-A pull first meets the ranks that the usual rule predicts. If what they hold does not cover what we hold, it meets all
-ranks that we answer for, any of which may be missing.
+A pull first meets the ranks that the usual rule predicts. If the memory of those ranks does not cover ours, the pull
+meets all ranks that this rank answers for, and any of them may be missing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from asynckv.geometry.tables import PeerTables
 S, P = members(PeerState), members(PullState)
 
 MAX_ABANDONED = 1024
-"""Requests remembered as abandoned during a standstill; the oldest is forgotten."""
+"""Requests that are remembered as abandoned during a standstill; beyond that the oldest is forgotten."""
 
 
 @dataclass(slots=True)
@@ -87,9 +87,9 @@ class DecodeSide:
         self.transfers: dict[TransferId, _Transfer] = {}
         self.admission = Admission(config.total_requests, config.window_requests)
         self.alive_at = math.inf
-        """When the embedder showed life last; infinite where the loop that runs this is its own."""
+        """When the embedder last gave a sign of life; infinite if the embedder itself runs this loop."""
         self.abandoned: dict[Key, str] = {}
-        """Requests that were let go because the embedder stood still, and what is told of them."""
+        """Requests that were let go because the embedder stood still, with the text of their failure."""
         self.posting = Posting(config.total_bytes, config.total_descriptors)
         self.routes = Routes(layout, self._tables_made)
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
@@ -107,7 +107,7 @@ class DecodeSide:
 
     def start(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
         """Give a new or announced pull its blocks, which the ledger has just found free."""
-        # A full prefix hit reads nothing, so nothing is remembered of those.
+        # A full prefix hit reads nothing, so routes remember nothing about it.
         ready = pull.route.ready.get(lists.wanted)
         if ready is not None and (ready.num_changes != self.peers.num_changes or pull.params.key in self.abandoned):
             ready = None
@@ -116,11 +116,11 @@ class DecodeSide:
             if pull.failure is not None:
                 return
         else:
-            pull.arrival = next(self._arrivals)  # among other pulls its turn is that of its blocks
+            pull.arrival = next(self._arrivals)  # an announced pull queues from the moment that it has blocks
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         self.started.add(pull.pull_id)
         effects = pull.start(lists, deadline, now)
-        # Where there is room the plan is made at once, in the caller's time: a turn of the loop is for all pulls.
+        # If there is room, plan now, at the caller's expense, because a turn of the loop is shared by all pulls.
         if ready is not None:
             for peer in ready.peers:
                 self.peers.attach(peer, pull.pull_id, now)
@@ -130,7 +130,7 @@ class DecodeSide:
         self._carry_out(pull, effects, now)
         for source in () if lists.is_empty else pull.sources:
             if source.role is ROLE.RELEASE_ONLY and source.tables is None and pull.failure is None:
-                # It could not be met while the request was only announced; that may be long ago.
+                # The rank could not be met while the request was only announced, perhaps long ago: try once more.
                 source.wanted()
                 self._meet(pull, source, now)
         self._route(pull, now, at_once=True)
@@ -148,7 +148,7 @@ class DecodeSide:
             return
         if not pull.route.ready:
             self._make_way(pull, now)
-        # All are attached first: `_tell` takes a rank without a peer for gone, and meeting one may end the pull.
+        # Attach all first, because meeting one may end the pull, and `_tell` treats a rank without a peer as gone.
         for source in pull.sources:
             self._attach(pull, source, now)
         if pull.params.key in self.abandoned and pull.kind in (KIND.PULL, KIND.ANNOUNCEMENT):
@@ -169,13 +169,13 @@ class DecodeSide:
         self._carry_out(pull, pull.fail(reason, detail, now), now)
 
     def _make_way(self, pull: Pull, now: float) -> None:
-        """Let ranks that never answered give way to those of a new pull that were never met; see `MAX_UNMET`."""
+        """Drop ranks that never answered, so that unmet ranks of a new pull have room; see `MAX_UNMET`."""
         for peer in self.peers.in_the_way(pull.params.engine_id, pull.route.ranks):
             text = f"{peer.where} has not answered, and gave way to others that were named since; correct the endpoints"
             for other in self._pulls_of(peer):
                 source = _source_at(other, peer.address)
                 if source is not None and source.reads and not source.proven and other.reason is None:
-                    # Other ranks might hold the same, but to meet them takes the room that is to be made.
+                    # Other ranks might hold the same, but meeting them would take the room that is needed here.
                     other.could_not_meet(now + self._config.backoff_s)
                     self.fail(other, Reason.UNREACHABLE, text, now)
             self._lose(peer, Reason.UNREACHABLE, text, now)
@@ -189,7 +189,7 @@ class DecodeSide:
             if self.can_read(pull):
                 self._carry_out(pull, self._read(pull, now), now)
                 return pull
-            self.admission.leave(pull_id)  # it asks again when its ranks are heard of
+            self.admission.leave(pull_id)  # the pull asks again when its ranks are heard of
         return None
 
     def next_read(self, now: float) -> PostRead | None:
@@ -216,7 +216,7 @@ class DecodeSide:
             self._outbox.counters["transfers.late_news"] += 1
             return
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
-        # What is in doubt may stay so for ever: it must not take room from others.
+        # A transfer in doubt may stay in doubt for ever, so it must not take room from others.
         self.posting.left(peer.line, transfer_id)
         in_doubt = ending is ENDING.IN_DOUBT
         if in_doubt:
@@ -230,7 +230,7 @@ class DecodeSide:
         if ending is ENDING.DONE:
             counters["bytes.read"] += transfer.num_bytes
         elif ending is ENDING.REFUSED:
-            # Before the pull hears of its transfer, so that it fails for what is wrong with the rank.
+            # The pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
             self._outbox.commands.append(told.TableRefused(peer.name, cause))
             self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
         if peer_lost:
@@ -247,24 +247,24 @@ class DecodeSide:
         if peer.state is S.GONE:
             self.peers.reap(peer)
 
-    # -- what the data plane and the control plane say -------------------------------------------------
+    # -- events of the data plane and the control plane ------------------------------------------------
 
     def load_ended(self, peer: Peer, failure: str, now: float) -> None:
-        """The data plane has loaded a peer, or says why it could not."""
+        """Take the end of loading a peer in the data plane; `failure` is empty if it was loaded."""
         if not self.peers.load_ended(peer, now, is_loaded=not failure):
             return
         if failure:
             self._failed(peer, Reason.UNREACHABLE, failure, now)
             return
         for other in self.peers.at(peer.address):
-            # One address serves one start of a process at a time.
+            # One address serves one process start at a time.
             if other is not peer and other.state in (S.READY, S.SUSPECT):
                 self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now)
         self._ready(peer, now)
 
     def unloaded(self, cause: str, now: float) -> None:
-        """Meet all peers anew, because our own data plane has lost them after the end of every transfer. The remote
-        processes live, so what they are owed is still said to them.
+        """Meet all peers anew, because our own data plane has lost them, and every transfer has ended. The remote
+        processes live, so releases that are owed to them are still sent.
         """
         for peer in self.peers.by_place.values():
             if peer.line.is_set_aside and peer.state is not S.GONE:
@@ -278,15 +278,15 @@ class DecodeSide:
             self.ended(TransferEnded(transfer_id, ENDING.FAILED, "its agent was destroyed"), 0.0, now)
 
     def forget(self, address: Address, now: float) -> None:
-        """Take a router's word that the rank at an address is gone."""
+        """Treat the rank at an address as gone, because a router says so."""
         for peer in [p for p in self.peers.by_place.values() if p.state is not S.GONE]:
-            # With keys an address names its key after a mark; a router may know only what is before it.
+            # With keys an address ends in `#` and its key; a router may know only the part before the mark.
             if address in (peer.address, peer.address.partition("#")[0]):
                 peer.is_orderly = True
                 self._lose(peer, Reason.PEER_LOST, "forgotten by request", now)
 
     def leave(self, now: float, detail: str = "this side has closed its connections") -> None:
-        """Part from everybody, because our memory, process or control plane is going."""
+        """Lose all peers, because our memory, process or control plane is about to end."""
         for peer in [p for p in self.peers.by_place.values() if p.state is not S.GONE]:
             peer.is_orderly = True
             self._lose(peer, Reason.ENGINE_CLOSED, detail, now)
@@ -318,7 +318,7 @@ class DecodeSide:
                     peer, reason, detail = refused
                     serve_no_more = self._lose if reason in FINAL else self._failed
                     serve_no_more(peer, reason, detail, now)
-            case wire.Ping():  # it owes us nothing, and wonders whether we have ended
+            case wire.Ping():  # a lender checks whether this process still lives
                 self._outbox.send(address, sender, wire.Pong(message.nonce))
             case wire.Pong() | wire.Status():
                 pass
@@ -383,7 +383,7 @@ class DecodeSide:
     def can_read(self, pull: Pull) -> bool:
         """True if none of the ranks that a pull reads has fallen silent."""
         for source in pull.sources:
-            if source.role is ROLE.READ and not source.proven:  # what is proven is not read again
+            if source.role is ROLE.READ and not source.proven:  # a proven source is not read again
                 peer = self.peers.by_place.get(source.rank.place)
                 if peer is None or not peer.line.is_open:
                     return False
@@ -394,13 +394,13 @@ class DecodeSide:
 
     @property
     def num_waiting(self) -> int:
-        """Pulls that were asked for and do not read: they meet their ranks, queue, or wait to be lent or proven."""
+        """Number of started pulls that do not read: they meet their ranks, queue, or wait to be lent or proven."""
         return len(self.started) - self.admission.num[READING]
 
     # -- inside: pulls -------------------------------------------------------------------------------
 
     def _carry_out(self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False) -> None:
-        """Do what a transition of a pull brings about, in order; with `at_once` it reads at once if there is room."""
+        """Carry out the effects of a pull's transition, in order. With `at_once` it reads now if there is room."""
         for effect in effects:
             match effect:
                 case DO.SEND:
@@ -418,7 +418,7 @@ class DecodeSide:
                 case DO.LEAVE:
                     self.admission.leave(pull.pull_id)
                 case DO.EXPECT:
-                    if not at_once:  # else it asks in the same breath
+                    if not at_once:  # else QUEUE follows in this same list of effects
                         self.admission.expect(pull.route.flow, pull.pull_id)
                 case DO.TELL:
                     effects += self._tell(pull, now)
@@ -440,7 +440,7 @@ class DecodeSide:
             self._timers.wake(pull, when)
 
     def _queue(self, pull: Pull) -> None:
-        """Queue a pull. If one of its ranks is silent it gets no place; `_ready` queues it later."""
+        """Queue a pull. A pull with a silent rank gets no place yet; `_ready` queues it later."""
         if not self.admission.waits(pull.pull_id) and self.can_read(pull):
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
 
@@ -462,14 +462,14 @@ class DecodeSide:
             self._outbox.counters["descriptors.planned"] += plan.num_descriptors
             plans.append((source, plan))
             if source.tables.is_full:
-                source.tables.evict(set())  # a plan holds the tables that it reads with
+                source.tables.evict(set())  # safe, because a plan itself holds the tables that it reads with
         return pull.admitted(plans, now)
 
     def _abandon(self, pull: Pull, now: float) -> None:
-        """Let go of a pull that has read nothing, because its embedder stands still and others may need the blocks."""
+        """Fail a pull that has read nothing, because its embedder stands still and others may need the blocks."""
         text = (
-            f"the embedder took no results and gave no orders for {now - self.alive_at:.0f} s, so the request was let "
-            f"go; compute it or prefill it anew, and call take_finished in every step"
+            f"the embedder took no results and sent no commands for {now - self.alive_at:.0f} s, so the request was "
+            f"let go; compute it or prefill it anew, and call take_finished in every step"
         )
         self.abandoned[pull.params.key] = text
         if len(self.abandoned) > MAX_ABANDONED:
@@ -487,10 +487,10 @@ class DecodeSide:
         for source in pull.sources:
             peer = self.peers.by_place.get(source.rank.place)
             if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
-                # It may live after all: one word costs nothing, and its lease need not run out.
+                # The rank may still be alive. Send one release anyway, so that its lease need not expire.
                 self._outbox.send(*source.rank.place, pull.make_release(source, now))
                 pull.unanswered += (source.name,)
-                if peer is None:  # it gave way, and nothing else would close the link
+                if peer is None:  # the rank gave way, and nothing else would close the link
                     self.peers.unlink(source.address)
                 effects += pull.settled(source, "the rank is gone", now)
             elif peer is not None:
@@ -500,16 +500,16 @@ class DecodeSide:
         return effects
 
     def _make_room(self, source: Source) -> None:
-        """Give back the room of transfers whose pull has its outcome, because they may never end."""
+        """Give back the room of a source's transfers. The pull has its outcome, and the transfers may never end."""
         for transfer_id in source.running:
-            if (transfer := self.transfers.get(transfer_id)) is not None:  # else it has ended just now
+            if (transfer := self.transfers.get(transfer_id)) is not None:  # else the transfer has just ended
                 self.posting.left(transfer.peer.line, transfer_id)
         if (peer := self.peers.by_place.get(source.rank.place)) is not None:
             self.posting.take_turn(peer.line)
 
     def _let_go(self, pull: Pull, source: Source, now: float) -> None:
-        """Detach a pull from a rank that was told, once nothing from there can write or is waited for."""
-        # What may still write keeps the peer in the data plane after its pull was retired, but not its heartbeat.
+        """Detach a pull from a released rank, once no transfer from there can write or is waited for."""
+        # After retirement a transfer that may still write keeps the peer in the data plane, but not its heartbeat.
         if source.is_settled and (pull.is_retired or not (source.running or source.doubtful)):
             self.peers.detach(source.rank.place, pull.pull_id, now)
 
@@ -550,10 +550,10 @@ class DecodeSide:
         if source.release is RELEASE.SETTLED and not pull.is_over:
             self._let_go(pull, source, now)
 
-    # -- inside: which ranks are read ----------------------------------------------------------------
+    # -- inside: the choice of ranks -----------------------------------------------------------------
 
     def _route(self, pull: Pull, now: float, *, at_once: bool = False) -> None:
-        """Once every rank that may be read is ready: decide what is read of which, and claim."""
+        """Choose what is read of which rank, and claim, once every rank that may be read is ready."""
         effects: list[Effect] = []
         while pull.failure is None and pull.state in (P.ANNOUNCED, P.CONNECTING):
             sources = [source for source in pull.sources if source.role is ROLE.READ]
@@ -561,7 +561,7 @@ class DecodeSide:
                 if pull.kind in (KIND.HIT, KIND.DISCHARGE):
                     break
                 if not self._widen(pull, now):
-                    self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, "no rank holds anything of ours")), now)
+                    self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, "no prefill rank holds our data")), now)
                 continue
             known = [source for source in sources if self.peers.by_place[source.rank.place].is_loaded]
             for source in known:
@@ -569,8 +569,8 @@ class DecodeSide:
             if pull.lists is None or pull.state is not P.CONNECTING:
                 break
             if any(source.tables is None for source in sources):
-                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. But if we
-                # have no stages, every remote stage holds layers of ours, and must have said so (docs/design.md).
+                # The ranks that have answered may be enough, because a rank that holds nothing of ours need not be
+                # waited for. But without stages here, every remote stage holds layers of ours, and must have answered.
                 if len(known) < len(sources):
                     stages = {source.rank.pp_stage for source in known}
                     whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
@@ -594,9 +594,9 @@ class DecodeSide:
         self._carry_out(pull, effects, now, at_once=at_once)
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
-        """Note what is read of each rank for the requests that follow, if all of the route's ranks are ready."""
+        """Remember what is read of each rank for later requests, if all of the route's ranks are ready."""
         if pull.unmet is not None:
-            return  # a rank that could not be met is to be tried again
+            return  # a rank that could not be met must be tried again
         ready: list[Peer] = []
         for source, read in zip(pull.sources, tables, strict=True):
             peer = self.peers.by_place.get(source.rank.place)
@@ -628,7 +628,7 @@ class DecodeSide:
         if peer is None or peer.state is S.GONE:
             before, peer = peer, self.peers.find(pull.params.engine_id, source.rank, now)
             if before is not None and before is not peer:
-                # Who owes a release there owes it to the same process start still.
+                # A release that is owed there is still owed to the same process start.
                 for pull_id in before.pulls:
                     other = _source_at(self.pulls[pull_id], source.address)
                     if other is not None and not other.is_settled:
@@ -639,13 +639,13 @@ class DecodeSide:
         return peer
 
     def _meet(self, pull: Pull, source: Source, now: float) -> None:
-        # Since the pull began, the peer may have been lost, and met anew for another.
+        # Since the pull began, the peer may have been lost, and met anew for another pull.
         peer = self._attach(pull, source, now)
         if (failure := self.peers.meet(peer, pull.params.engine_id, source.rank, now)) is not None:
             self._unmet(pull, source, *failure, now)
 
     def _unmet(self, pull: Pull, source: Source, reason: Reason, detail: str, now: float) -> None:
-        """Fail a pull because a rank cannot be read, unless others hold the same. Another geometry always fails it."""
+        """Fail a pull because a rank cannot be read, unless others hold the same. A wrong geometry always fails it."""
         peer = self.peers.by_place.get(source.rank.place)
         pull.could_not_meet(peer.not_before if peer is not None else now)
         if source.tables is None and reason is not Reason.GEOMETRY:
@@ -654,16 +654,16 @@ class DecodeSide:
             self.fail(pull, reason, detail, now)
 
     def _pulls_of(self, peer: Peer) -> list[Pull]:
-        """Return the pulls that have something owed or held at a peer, in order of arrival."""
+        """Return the pulls that owe or hold something at a peer, in order of arrival."""
         return sorted((self.pulls[p] for p in peer.pulls), key=lambda pull: pull.arrival)
 
     def _ready(self, peer: Peer, now: float) -> None:
-        """Let all pulls go on that waited for a peer."""
+        """Continue all pulls that waited for a peer."""
         self.posting.take_turn(peer.line)
         for pull in self._pulls_of(peer):
             for source in () if pull.is_published else pull.sources:
                 if source.rank.place == peer.place and source.role is ROLE.READ:
-                    self._meet(pull, source, now)  # it may have named another while the handshake was under way
+                    self._meet(pull, source, now)  # the pull may name another rank than the one that answered
             self._route(pull, now)
             if pull.is_queued:
                 self._queue(pull)
@@ -687,31 +687,31 @@ class DecodeSide:
                 if source.rank.place != peer.place:
                     continue
                 if pull.is_published:
-                    there = self.peers.by_place.get(source.rank.place)  # another, if it was met anew
+                    there = self.peers.by_place.get(source.rank.place)  # another peer, if the rank was met anew
                     if source.release is not RELEASE.SETTLED and (there is None or there.state is S.GONE):
                         unanswered = told.release_unanswered(pull, (source.name,), reason, now, detail)
                         self._outbox.commands.append(unanswered)
                         self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
                 elif source.role is ROLE.READ:
-                    # A rank that was read nothing from never fails a pull.
+                    # A rank from which nothing is read never fails a pull.
                     if reason is Reason.WRONG_TARGET and not peer.is_named(pull.params.engine_id, source.rank):
-                        self._meet(pull, source, now)  # the wrong name was another pull's
+                        self._meet(pull, source, now)  # another pull used the wrong name
                     else:
                         self._unmet(pull, source, reason, detail, now)
                     self._route(pull, now)
             peer.num_failed += was_well and pull.failure is not None
 
     def _set_aside(self, peer: Peer) -> None:
-        """Let a peer from which nothing comes take no room from others."""
+        """Stop counting the transfers of a peer that sends nothing, so that others have the room."""
         if not peer.line.is_set_aside:
             self._outbox.counters["peers.set_aside"] += 1
             self.posting.set_aside(peer.line, peer.transfers)
             for pull_id in peer.pulls:
-                if self._is_aside(self.pulls[pull_id]):  # not who only releases there, or has its bytes
+                if self._is_aside(self.pulls[pull_id]):  # not a pull that only releases there, or has its bytes
                     self.admission.count(pull_id, False)
 
     def _take_back(self, peer: Peer) -> None:
-        """Let a peer that goes on take room again, for pulls without an outcome."""
+        """Count the transfers of a peer that sends again, for pulls without an outcome."""
         running = ((t, self.transfers[t]) for t in peer.transfers)
         self.posting.take_back(
             peer.line,
@@ -726,7 +726,7 @@ class DecodeSide:
                 self.admission.count(pull_id, True)
 
     def _is_aside(self, pull: Pull) -> bool:
-        """True if the pull waits for a rank from which nothing comes."""
+        """True if the pull waits for a rank that sends nothing."""
         for source in pull.sources:
             if source.role is ROLE.READ and not source.proven:
                 peer = self.peers.by_place.get(source.rank.place)

@@ -1,7 +1,7 @@
-"""What the data plane says of transfers.
+"""Reports of the data plane about transfers.
 
 A transfer is one read that was handed to the data plane. A block may be used again only once nothing can write it any
-more. `DONE`, `FAILED` and `REFUSED` prove that; `IN_DOUBT` says nothing of its bytes.
+more. `DONE`, `FAILED` and `REFUSED` prove that. `IN_DOUBT` says nothing about its bytes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from asynckv.core.types import TransferId, members
 
 
 class Ending(enum.StrEnum):
-    """What is known about a transfer that is no longer simply running."""
+    """The known end of a transfer, or the doubt about it."""
 
     DONE = "done"
     """All bytes are in place."""
     FAILED = "failed"
-    """It failed, and it is proven that nothing will be written any more."""
+    """The transfer failed, and it is proven that it writes nothing any more."""
     IN_DOUBT = "in_doubt"
-    """It failed, but it may still write. `DONE` or `FAILED` may follow, or nothing at all."""
+    """The transfer failed, but may still write. `DONE` or `FAILED` may follow, or nothing at all."""
     REFUSED = "refused"
-    """It was not posted, because no descriptor lists can be prepared for its table; nor can any other read of it be."""
+    """The transfer was not posted, because no descriptor lists can be prepared for its table. The same holds for all
+    other reads of that table."""
 
 
 ENDING = members(Ending)
@@ -33,4 +34,4 @@ class TransferEnded(NamedTuple):
     ending: Ending
     cause: str = ""
     peer_lost: bool = False
-    """The failure says that the remote process is gone."""
+    """True if the failure says that the remote process is gone."""

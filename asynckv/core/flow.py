@@ -1,4 +1,4 @@
-"""Which pulls may read at all, and whose read request is posted next.
+"""Queues that decide which pulls may read, and which source posts its next read request.
 
 - **Requests** are budgeted where a pull is admitted (`Admission`), in all and per prefill engine. Pulls of one prefill
   engine wait in one *flow*, in order of priority and arrival. Flows take turns: the best priority goes first, then the
@@ -8,8 +8,8 @@
   a *line* of sources with reads to post, first come first served, and lines take turns. A pull that is larger than all
   budgets streams through them.
 
-Pulls and bytes at ranks from which nothing arrives count against their own flow only. Pulls are ids here, peers are
-their lines.
+Pulls and bytes at ranks that send nothing count only against their own flow. This module knows pulls by their ids, and
+peers by their lines.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from asynckv.core.types import Place, PullId, TransferId
 from asynckv.geometry.plan import ReadRequest
 
 FlowKey = tuple[Place, ...]
-"""The places of all ranks that a pull answers for: one prefill engine, as this rank sees it."""
+"""Places of all ranks that a pull answers for: one prefill engine, as this rank sees it."""
 
 
 # -- pulls -------------------------------------------------------------------------------------------
 
 
 COMING, WAITING, READING = range(3)
-"""Rooms of a pull: it meets its ranks; it waits for its turn; it was admitted."""
+"""Rooms of a pull: it meets its ranks, waits for its turn, or was admitted."""
 
 NO_PULLS = (0, 0, 0)
 
@@ -45,7 +45,7 @@ class PullPlace(Struct, eq=False):
     flow: Flow
     room: int
     counts: bool
-    """True if it takes room from others."""
+    """True if the pull takes room from others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,13 +53,13 @@ class Flow:
     key: FlowKey
     num: list[int] = field(default_factory=partial(list, NO_PULLS))
     order: list[tuple[int, int, PullId]] = field(default_factory=list)
-    """Heap of `(priority, arrival, pull)`; those that left the queue are skipped."""
+    """Heap of `(priority, arrival, pull)`. Entries of pulls that left the queue are skipped."""
     ticket: tuple[int, int] | None = None
-    """Its priority and a running number, while it is among the flows that may go on: the smallest goes first."""
+    """Priority and running number while the flow may go on. The flow with the smallest ticket goes first."""
 
 
 class Admission:
-    """The queue in front of a rank's reads: `total` in flight at most, `window` per prefill engine."""
+    """The queue in front of a rank's reads: at most `total` pulls in flight, and `window` per prefill engine."""
 
     def __init__(self, total: int, window: int) -> None:
         self._total, self._window = total, window
@@ -67,11 +67,11 @@ class Admission:
         self._flows: dict[FlowKey, Flow] = {}
         self.num, self._num_counted = list(NO_PULLS), 0
         self.turns: list[tuple[tuple[int, int], FlowKey]] = []
-        """Flows that may go on, a heap by their tickets; empty if no pull waits."""
+        """Heap of the flows that may go on, by ticket; empty if no pull waits."""
         self._numbers = itertools.count()
 
     def _move(self, pull_id: PullId, flow: Flow, room: int | None) -> None:
-        """Put a pull into a room of its flow, or into none. Nothing else changes where it is."""
+        """Put a pull into a room of its flow, or into none. No other method moves a pull."""
         before = self._places.pop(pull_id, None)
         if before is not None:
             flow.num[before.room] -= 1
@@ -84,7 +84,7 @@ class Admission:
             self._places[pull_id] = PullPlace(flow, room, room == READING)
 
     def expect(self, key: FlowKey, pull_id: PullId) -> None:
-        """Note a pull that will `ask` once its ranks are met."""
+        """Note that a pull will `ask` once its ranks are met."""
         if pull_id not in self._places:
             self._move(pull_id, self._flow(key), COMING)
 
@@ -104,7 +104,7 @@ class Admission:
         return True
 
     def ask(self, key: FlowKey, pull_id: PullId, priority: int, arrival: int) -> None:
-        """Queue a pull at its place by priority and arrival; `next` says when it may go on."""
+        """Queue a pull by priority and arrival. `next` returns it when it may go on."""
         flow = self._flow(key)
         self._move(pull_id, flow, WAITING)
         heapq.heappush(flow.order, (priority, arrival, pull_id))
@@ -118,14 +118,14 @@ class Admission:
         while self.turns and self._num_counted < self._total:
             ticket, key = heapq.heappop(self.turns)
             if not self._is_current(ticket, key):
-                continue  # it has a better ticket by now, or is gone
+                continue  # the flow has a better ticket by now, or is gone
             flow = self._flows[key]
             flow.ticket = None
             head = self._head(flow)
             if head is None or flow.num[READING] >= self._window:
                 continue
             if head[0] != ticket[0]:
-                self._enlist(flow)  # its urgent ones were cancelled
+                self._enlist(flow)  # the urgent pulls of this flow were cancelled
                 continue
             heapq.heappop(flow.order)
             self._move(head[1], flow, READING)
@@ -147,7 +147,7 @@ class Admission:
         self._enlist(flow)
 
     def count(self, pull_id: PullId, counts: bool) -> None:
-        """Say whether a pull in flight takes room from others; it does not while its rank sends nothing."""
+        """Set whether a pull in flight takes room from others. It does not while its rank sends nothing."""
         place = self._places.get(pull_id)
         if place is not None and place.room == READING:
             self._num_counted += counts - place.counts
@@ -159,7 +159,7 @@ class Admission:
         return (flow.order[0][0], flow.order[0][2]) if flow.order else None
 
     def _enlist(self, flow: Flow) -> None:
-        """Give a flow that could go on a ticket, or a better one than it has."""
+        """Give a flow that can go on a ticket, or a better ticket than it has."""
         if not flow.num[WAITING] or flow.num[READING] >= self._window:
             return
         head = self._head(flow)
@@ -180,7 +180,7 @@ class Admission:
 
 
 class InFlight:
-    """Transfers in flight, and how much they may be; one that is larger than all of it goes alone."""
+    """Transfers in flight, with a budget of bytes and descriptors. A transfer beyond the whole budget goes alone."""
 
     def __init__(self, max_bytes: float = math.inf, max_descriptors: float = math.inf) -> None:
         self._max_bytes, self._max_descriptors = max_bytes, max_descriptors
@@ -197,7 +197,7 @@ class InFlight:
         )
 
     def enter(self, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
-        """Count a transfer that is posted, or takes room again; harmless if it does already."""
+        """Count a transfer that is posted, or takes room again. Counting it twice has no effect."""
         if transfer_id not in self._sizes:
             self._sizes[transfer_id] = num_bytes, num_descriptors
             self.num_bytes += num_bytes
@@ -212,13 +212,13 @@ class InFlight:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One peer's posters, in order of arrival, and what is in flight from it."""
+    """One peer's posters, in order of arrival, and the transfers in flight from the peer."""
 
     in_flight: InFlight
     posters: deque[Source] = field(default_factory=deque)
     is_open: bool = False
     is_set_aside: bool = False
-    """Nothing comes from it: what is in flight takes no room from others."""
+    """True while the peer sends nothing, so that its transfers in flight take no room from others."""
     has_turn: bool = False
 
     def clear(self) -> None:
@@ -231,23 +231,23 @@ class Posting:
     def __init__(self, max_bytes: float, max_descriptors: float) -> None:
         self.in_flight = InFlight(max_bytes, max_descriptors)
         self.turns: deque[Line] = deque()
-        """Lines that may post; empty if nobody has anything to post."""
+        """Lines that may post; empty if no line has anything to post."""
 
     def offer(self, line: Line, poster: Source) -> None:
-        """Put a poster into its peer's line; harmless if it stands there already, or has nothing to post."""
+        """Put a poster into its peer's line, unless it stands there already or has nothing to post."""
         if not poster.is_waiting and poster.may_post and not poster.not_lent_yet and poster.next_read is not None:
             poster.is_waiting = True
             line.posters.append(poster)
             self.take_turn(line)
 
     def take_turn(self, line: Line) -> None:
-        """Let a line post when its turn comes, because something has changed for it."""
+        """Give a line a turn to post, because something has changed for it."""
         if line.posters and not line.has_turn:
             line.has_turn = True
             self.turns.append(line)
 
     def next(self) -> Source | None:
-        """Return who posts its next read request now; `posted` says that it did."""
+        """Return the source that posts its next read request now. The caller then calls `posted`."""
         while self.turns:
             line = self.turns[0]
             posters = line.posters
@@ -259,7 +259,7 @@ class Posting:
             read = posters[0].next_read if posters and line.is_open else None
             fits = read is not None and line.in_flight.fits(read)
             if fits and read is not None and not self.in_flight.fits(read):
-                return None  # it keeps its turn
+                return None  # the line keeps its turn
             self.turns.popleft()
             line.has_turn = False
             if fits:
@@ -280,7 +280,7 @@ class Posting:
         self.in_flight.leave(transfer_id)
 
     def set_aside(self, line: Line, transfers: Iterable[TransferId]) -> None:
-        """Let a peer's transfers take no room from others, because nothing comes from it."""
+        """Stop counting a peer's transfers against others, because the peer sends nothing."""
         line.is_set_aside = True
         for transfer_id in transfers:
             self.in_flight.leave(transfer_id)

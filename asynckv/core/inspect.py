@@ -1,7 +1,7 @@
-"""Which requests hold which blocks, for how long, and what they wait for, as plain values; and what does not add up.
+"""Questions about a rank: which requests hold which blocks, for how long, and what they wait for, as plain values.
 
-`holds` is about blocks (entries of the ledger), `requests` is about leases, announcements and pulls, with blocks or
-without. Nothing here changes anything.
+`holds` lists blocks (entries of the ledger). `requests` lists leases, announcements and pulls, with blocks or without.
+`check_integrity` finds contradictions. Nothing in this module changes any state.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MAX_DETAIL = 200
 
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
-    """Blocks that are not the engine's to use now, as an operator asks for them.
+    """Blocks that the engine must not use now, for an operator.
 
     Attributes:
         request_id: This side's id of the request.
-        reason: `lent` or `ending` (a lease), what a pull is at (`reading` ...), `storing` or `loading` (an offload's),
-            `quarantined` (the pull or load has failed, something may still write) or `retired`.
+        reason: `lent` or `ending` (a lease), the state of a pull (`reading` ...), `storing` or `loading` (an offload),
+            `quarantined` (the pull or load has failed, and a transfer may still write) or `retired`.
         blocks: Group -> block ids.
-        held_s: For how long.
-        left_s: How long this can last at most, if nobody asks for more; infinite if nothing bounds it.
-        waits_for: Readers that are owed, or remote ranks whose transfers run, as they are written in the logs.
-        pull_id: Of a pull, as in the logs; of an offload's, its job.
+        held_s: Seconds for which the blocks have been held.
+        left_s: Seconds that this can last at most, unless a reader asks for more; infinite if nothing bounds it.
+        waits_for: Readers that are owed, or remote ranks with running transfers, as the logs write them.
+        pull_id: Id of the pull, as in the logs; for an offload, its job.
     """
 
     request_id: str
@@ -51,22 +51,21 @@ class HeldBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What one side knows of one rank of the other, in one request.
+    """One side's knowledge of one rank of the other side, in one request.
 
     Attributes:
-        rank: Its name, as in the logs of both sides (`decode/tp0@5c3acdd9`); `*` for a decode engine that never spoke
-            up.
-        state: Of a prefill rank that is pulled from: `connecting`, `unreachable`, `silent`, `met`, `not_lent`,
-            `granted`, `landed` (all bytes are there), `proven`, `only_released` (nothing is read of it), `releasing`,
-            `released`. Of a reader: `unclaimed`, `granted`, `lapsed` (it let its promise run out), `gone` (that,
-            and its process has ended), `retrying`, or how it released: `complete`, `failed`, `cancelled`.
-        address: Of a prefill rank.
-        pull_id: Of a reader's newest attempt.
-        granted_s: How long the newest promise still runs, as this side counts; None if there is none.
-        heard_s: For how long nothing was heard: of a prefill rank at all, of a reader for this request; None if never.
+        rank: Name as in the logs of both sides (`decode/tp0@5c3acdd9`); `*` for a decode engine never heard of.
+        state: For a prefill rank that is pulled from: `connecting`, `unreachable`, `silent`, `met`, `not_lent`,
+            `granted`, `landed` (all bytes are there), `proven`, `only_released` (nothing is read from it), `releasing`,
+            `released`. For a reader: `unclaimed`, `granted`, `lapsed` (its grant ran out), `gone` (its grant ran out,
+            and its process has ended), `retrying`, or the outcome of its release: `complete`, `failed`, `cancelled`.
+        address: Address of a prefill rank.
+        pull_id: Newest attempt of a reader.
+        granted_s: Seconds that the newest grant still runs, by this side's clock; None if there is no grant.
+        heard_s: Seconds since any message of a prefill rank, or a reader's last one on this request; None without one.
         bytes_read: Bytes that have landed.
         bytes_planned: Bytes that are to be read from this rank.
-        transfers: Under way, or in doubt.
+        transfers: Transfers under way, or in doubt.
     """
 
     rank: str
@@ -86,21 +85,21 @@ class RequestStatus:
 
     Attributes:
         kind: `lease` (lent by this rank), `announced`, `pull`, or `retrying` (between two attempts).
-        request_id: This side's id.
-        prefill_request_id: The prefill side's.
-        state: Of the lease or the pull, see `docs/structure.md`.
-        age_s: How long ago it was lent, announced or asked for.
-        state_s: For how long it has been in this state.
-        left_s: How long this can last at most, if nobody asks for more; None if nothing bounds it.
-        blocks: How many blocks of this engine it holds.
-        waits: What it waits for, in words.
-        ranks: The ranks of the other side, by stage and rank.
-        pull_id: As in the logs.
-        attempt: Which attempt at the request this is.
-        sequence: Of the key under which it is lent; the same on all ranks of both sides.
-        refused: Of a lease, messages that were turned down: how long ago, what (`claim`, `renew`, `release`), for which
-            reason, whose, and in which words.
-        history: What happened to it, and how long after it began; only where it is asked for alone.
+        request_id: This side's id of the request.
+        prefill_request_id: The prefill side's id of the request.
+        state: State of the lease or the pull, see `docs/structure.md`.
+        age_s: Seconds since the request was lent, announced or asked for.
+        state_s: Seconds in this state.
+        left_s: Seconds that this can last at most, unless a reader asks for more; None if nothing bounds it.
+        blocks: Number of this engine's blocks that the request holds.
+        waits: Reason for waiting, in words.
+        ranks: Ranks of the other side, by stage and rank.
+        pull_id: Attempt, as in the logs.
+        attempt: Number of the attempt.
+        sequence: Number of the key under which the request is lent; the same on all ranks of both sides.
+        refused: Messages about a lease that were refused: seconds ago, kind (`claim`, `renew`, `release`), reason,
+            sender and words.
+        history: Events and the seconds at which they happened after the begin; only if one request is asked for alone.
     """
 
     kind: str
@@ -122,7 +121,7 @@ class RequestStatus:
 
 @dataclass(slots=True)
 class Tally:
-    """What can only be told of pulls by looking at every one of them."""
+    """Counts that need a look at every pull."""
 
     unanswered: int = 0
     transfers_in_doubt: int = 0
@@ -138,7 +137,7 @@ class Tally:
 
 
 class Guest(Protocol):
-    """A holder of blocks beside leases and pulls: an offload's `store` or `load`, as `what` says."""
+    """A holder of blocks that is neither a lease nor a pull: an offload's `store` or `load`, as `what` says."""
 
     @property
     def what(self) -> str: ...
@@ -148,23 +147,23 @@ class Guest(Protocol):
 
     @property
     def held_as(self) -> tuple[str, float]:
-        """Why it holds them, and until when at most."""
+        """Return why the guest holds its blocks, and until when at most."""
 
     def waits_for(self) -> tuple[str, ...]: ...
 
 
 class Inspector:
-    """What a rank holds and owes, as its ledger and its two sides know it."""
+    """Everything that a rank holds and owes, from its ledger and its two sides."""
 
     def __init__(self, ledger: Ledger, prefill: PrefillSide, decode: DecodeSide) -> None:
         self._ledger, self._prefill, self._decode = ledger, prefill, decode
         self.guests: dict[str, Guest] = {}
-        """Who else holds blocks, by the holder's name in the ledger."""
+        """Other holders of blocks, by their name in the ledger."""
         self.beside: Callable[[], Mapping[str, int]] = dict
-        """Gauges of whoever uses the memory beside this rank; the engine puts its own function here."""
+        """Function that returns the gauges of other users of the memory. The engine sets it."""
 
     def gauges(self, tally: Tally | None = None) -> dict[str, int]:
-        """Return what is owed and held right now; `tally` if every pull was counted already."""
+        """Return counts of what is owed and held now. `tally` saves the count if every pull was counted already."""
         if tally is None:
             tally = Tally()
             for pull in self._decode.pulls.values():
@@ -243,16 +242,16 @@ class Inspector:
         wrong = self._ledger.audit()
         holders = {hold.holder for hold in self._ledger}
         leases = {key.token: lease.lent.request_id for key, lease in self._prefill.leases.items()}
-        names = leases | {hold.holder: hold.request_id for hold in self._ledger}  # a token is nobody's to see
+        names = leases | {hold.holder: hold.request_id for hold in self._ledger}  # a token must stay secret
         expected = set(leases) | set(self.guests)
         expected |= {p.pull_id for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
         for holder in sorted(holders ^ expected):
-            who = f"request {names[holder]!r}" if holder in names else holder
-            wrong.append(f"{who} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
+            name = f"request {names[holder]!r}" if holder in names else holder
+            wrong.append(f"{name} holds {'blocks without a lease, pull or job' if holder in holders else 'no blocks'}")
         return wrong
 
     def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:
-        """Return what is still under way: holders of blocks, and pulls that have yet to be begun or released."""
+        """Return everything under way: holders of blocks, and pulls that have yet to be begun or released."""
         holds = self.holds(now)
         known = {hold.pull_id for hold in holds}
         others = [
@@ -271,7 +270,7 @@ class Inspector:
         return holds + tuple(others)
 
     def between_attempts(self, requests: Iterable[Request], now: float) -> tuple[HeldBlocks, ...]:
-        """Return what requests hold that wait for another attempt."""
+        """Return the blocks of requests that wait for another attempt."""
         return tuple(
             HeldBlocks(
                 request_id=request.wanted.request_id,
@@ -309,7 +308,7 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
     ranks = []
     for name, state, grant in lease.readers():
         if state == "granted" and grant is not None and grant.until <= now:
-            state = "lapsed"  # though nobody has noticed it yet
+            state = "lapsed"  # the lease itself notices at its next event
         granted = grant.until - now if grant is not None and state == "granted" else None
         heard = max(now - grant.asked_at, 0.0) if grant is not None else None
         pull_id = grant.pull_id if grant is not None else ""

@@ -1,16 +1,16 @@
-"""One lent request, as its prefill rank sees it: who may read, who is owed, when the blocks return.
+"""One lent request, as its prefill rank sees it: which readers may read, which are owed, and when the blocks return.
 
 A lease (Gray and Cheriton, 1989) runs out by itself, so that a dead holder costs time and never memory. Three sets
 decide everything:
 
 - **owed**: the readers that have not released. A request is lent to `Lent.readers` cohorts, usually one. A cohort's
-  first message binds the lease to it, and to its exact set of readers. A cohort that has not spoken up is owed as well
-  (`*` in lists). A message that is repeated, late or forged changes nothing.
-- **grants**: what was promised to which pull, until when. Revoking only stops new ones: the blocks return at the
-  holders' releases or after the last granted deadline. No grant is ever shortened.
-- **final**: the pulls that have released. Only an attempt that will not be tried again strikes its reader off.
+  first message binds the lease to that cohort and to its exact set of readers. A cohort that was not heard of yet is
+  owed as well (`*` in lists). A message that is repeated, late or forged changes nothing.
+- **grants**: for each pull, the deadline until which the blocks are promised. Revoking only stops new grants. The
+  blocks return when the holders release, or after the last granted deadline. No grant is ever shortened.
+- **final**: the pulls that have released. A reader is struck off only by an attempt that is not tried again.
 
-No lease outlives `max_lease_s`. A lease ends before `lease_s` only if all that it waits for is readers that are *gone*:
+No lease outlives `max_lease_s`. A lease ends before `lease_s` only if it waits for nothing but readers that are *gone*:
 their last grant has run out, and their process is known to have ended. `core/prefill.py` sends, frees and wakes.
 """
 
@@ -35,11 +35,11 @@ from asynckv.geometry.match import owed_readers
 NOWHERE = ReplyTo(b"")
 MAX_READERS = 4096
 MAX_WAYS = 4
-"""Connections that are remembered of one attempt of a reader; a repeated packet may come by another's."""
+"""Connections that are remembered for one attempt of a reader, because repeats may come over another connection."""
 
 MAX_HISTORY = 1024
 PROBE_S = 1.0
-"""A reader whose grant has run out is looked at again after this, then after twice as long."""
+"""Seconds until a reader without a running grant is looked at again. The time doubles after each look."""
 
 MAX_REFUSALS = 8
 
@@ -47,7 +47,7 @@ MAX_SHOWN_ID = 80
 MAX_NAMED = 4
 
 MAX_ATTEMPTS = 64
-"""Grants and releases of one reader that one lease takes. What a message costs grows with them."""
+"""Grants and releases of one reader that one lease takes, because the cost of a message grows with their number."""
 
 
 class LeaseState(enum.StrEnum):
@@ -59,11 +59,11 @@ class LeaseState(enum.StrEnum):
 
 
 class Revoke:
-    """The engine wants its blocks back."""
+    """The engine takes its blocks back."""
 
 
 class Gone:
-    """The processes of readers whose grants have run out have ended."""
+    """The processes of readers without a running grant have ended."""
 
 
 def everybody_has_released(lease: Lease, now: float) -> bool:
@@ -77,7 +77,7 @@ def time_is_up(lease: Lease, now: float) -> bool:
 
 
 def no_grant_runs(lease: Lease, now: float) -> bool:
-    """What was granted has been released, or has run out."""
+    """All grants have been released, or have run out."""
     return not lease.grants
 
 
@@ -89,7 +89,7 @@ ON_EVENT: Mapping[LeaseState, Mapping[type, LeaseState]] = {
     L.EXPIRED: {},
     L.REVOKED: {},
 }
-"""Messages and calls. What has ended takes none: `core/prefill.py` answers for it."""
+"""Messages and calls that each state takes. An ended lease takes none; `core/prefill.py` answers for it."""
 
 WHEN: Mapping[LeaseState, Mapping[Callable[[Lease, float], bool], LeaseState]] = {
     L.LENT: {everybody_has_released: L.RELEASED, time_is_up: L.EXPIRED},
@@ -98,12 +98,12 @@ WHEN: Mapping[LeaseState, Mapping[Callable[[Lease, float], bool], LeaseState]] =
     L.EXPIRED: {},
     L.REVOKED: {},
 }
-"""Entered at once when the condition holds; the first that holds counts. They are looked at after an event: a claim
-that comes late, but before anybody has looked, is granted, for the blocks are still what they were."""
+"""States that are entered as soon as a condition holds; the first that holds counts. Conditions are checked after an
+event, so a late claim is granted if it comes before the check, because the blocks are still unchanged."""
 
 
 class Lent(Struct, frozen=True, kw_only=True, gc=False):
-    """What a lease is about; fixed when it is lent."""
+    """The subject of a lease, fixed when the request is lent."""
 
     key: Key
     request_id: RequestId
@@ -114,7 +114,7 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     grant_s: float
     max_lease_s: float
     readers: int
-    """Cohorts that may read, and are waited for: 1, or more for siblings and routers that retry elsewhere."""
+    """Number of cohorts that may read and are waited for; above 1 for siblings and for routers that retry elsewhere."""
     tp_rank: int
     tp_size: int
     warn_s: float = math.inf
@@ -123,7 +123,7 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Reader(Struct, frozen=True, order=True, gc=False):
-    """One decode rank of one cohort, whichever start of its process speaks up for it."""
+    """One decode rank of one cohort, over all starts of its process."""
 
     cohort: str
     tp_rank: int
@@ -137,9 +137,9 @@ class Reader(Struct, frozen=True, order=True, gc=False):
 
 
 class Grant(Struct):
-    """What was promised to one pull of the process start `sender`, which alone may renew and release it.
+    """A promise to one pull of the process start `sender`, which alone may renew and release it.
 
-    `ways` are the last connections over which it was spoken of. They are pinged once the grant has run out.
+    `ways` are the last connections that messages about the grant came over. They are pinged once it has run out.
     """
 
     pull_id: PullId
@@ -163,7 +163,7 @@ class Discharge(Struct, frozen=True, gc=False):
 
 
 class Refusal(Struct, frozen=True, gc=False):
-    """A message about this request that was turned down: the first of its kind (`claim`, `renew` or `release`)."""
+    """A refused message about this request, the first of its kind (`claim`, `renew` or `release`)."""
 
     at: float
     what: str
@@ -173,7 +173,7 @@ class Refusal(Struct, frozen=True, gc=False):
 
 
 class BoundCohort(Struct):
-    """A cohort that spoke up: its readers here, and which of them are still owed."""
+    """A cohort that the lease is bound to: its readers here, and those of them that are still owed."""
 
     sizes: tuple[int, int]
     readers: frozenset[Reader]
@@ -181,7 +181,7 @@ class BoundCohort(Struct):
 
 
 class Effects(Struct, frozen=True, gc=False):
-    """What a transition brings about outside the lease; `first_grant` is a pull that held no grant before."""
+    """Effects of a transition outside the lease. `first_grant` is a pull that held no grant before."""
 
     wake_at: float
     answer: Granted | Refused | Ack | None = None
@@ -192,42 +192,42 @@ class Effects(Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The state machine of one lent request. Its fields are everybody's to read, and nobody else's to write."""
+    """The state machine of one lent request. Other code may read its fields, but never writes them."""
 
     lent: Lent
     lent_at: float
     number: int = 0
-    """Of all leases and pulls of the rank, in the order in which they began."""
+    """Place among all leases and pulls of the rank, in the order in which they began."""
     state: LeaseState = L.LENT
     since: float = field(init=False)
     expires_at: float = field(init=False)
-    """When its time is up. A grant may prolong it; giving that grant back does not shorten it."""
+    """Time at which the lease expires. A grant may postpone it; an early release of that grant does not undo this."""
     look_at: float = field(init=False)
-    """When to see whether a grant has run out, and whether its reader is gone."""
+    """Time of the next check for grants that have run out, and for readers that are gone."""
     warn_at: float = field(init=False)
-    """When it has been lent for long enough to warn; doubles each time."""
+    """Time of the next warning that the request is held for long. The interval doubles each time."""
     digest: bytes = field(init=False)
     history: notes.History = field(init=False)
     cohorts: dict[str, BoundCohort] = field(default_factory=dict)
     grants: dict[PullId, Grant] = field(default_factory=dict)
     deadlines: list[tuple[float, PullId]] = field(default_factory=list)
-    """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
+    """Heap of the times at which each grant is checked. A renewed grant gets a later entry only at that check."""
     names: dict[str, str] = field(default_factory=dict)
-    """Process start -> name for people, of those that were granted the blocks."""
+    """Process start -> name for people, for every process that was granted the blocks."""
     past: dict[Reader, Grant] = field(default_factory=dict)
     final: set[PullId] = field(default_factory=set)
     attempts: dict[Reader, int] = field(default_factory=dict)
-    """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
+    """Number of grants to each reader and of its releases without a grant, only to limit attempts."""
     keys: dict[Reader, str] = field(default_factory=dict)
-    """The key with which each reader spoke up. Nothing is taken from another one in that reader's name."""
+    """Key of each reader's first message. Messages in that reader's name under another key are refused."""
     discharged: dict[Reader, Discharge] = field(default_factory=dict)
     gone: set[Reader] = field(default_factory=set)
-    """Readers that are owed, but whose last grant has run out and whose process has ended."""
+    """Owed readers that have no running grant and whose process has ended."""
     refused: list[Refusal] = field(default_factory=list)
     revoked_by: str = ""
     scheduled_at: float = math.inf
     is_sampled: bool = False
-    """Its end is logged even if all is well."""
+    """True if the end is logged even if all is well."""
 
     def __post_init__(self) -> None:
         lent, now = self.lent, self.lent_at
@@ -240,7 +240,7 @@ class Lease:
     def receive(
         self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
     ) -> Effects:
-        """Take a message of the process start `sender`, over the connection `reply_to`, with the key that it proved."""
+        """Take a message of the process start `sender`. `proven` is the key that its connection `reply_to` proved."""
         after = ON_EVENT[self.state].get(type(message)) or self._impossible(type(message))
         num_grants = len(self.grants)
         answer: Granted | Refused | Ack
@@ -253,21 +253,22 @@ class Lease:
                 answer = self._renew(message, sender, now, proven, reply_to)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
         if type(answer) is Refused and len(self.refused) < MAX_REFUSALS:
-            self.turned_down(Refusal(now, WHAT[type(message)], answer.reason, self.who(message, sender), answer.detail))
+            name = self.name_of(message, sender)
+            self.turned_down(Refusal(now, WHAT[type(message)], answer.reason, name, answer.detail))
         self._go_on(after, now)
         if not ON_EVENT[self.state]:
             return Effects(math.inf, answer, first, True)
         return Effects(self.wake_at, answer, first)
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
-        """Stop granting; the blocks return when no grant runs any more. `by` is for people."""
+        """Stop granting. The blocks return when no grant runs any more. `by` is a word for people."""
         after = ON_EVENT[self.state].get(Revoke) or self._impossible(Revoke)
         self.revoked_by = self.revoked_by or by
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
     def lose(self, readers: Iterable[Reader], now: float) -> Effects:
-        """Take note that the processes of these `strays` have ended."""
+        """Note that the processes of these `strays` have ended."""
         after = ON_EVENT[self.state].get(Gone) or self._impossible(Gone)
         for reader in readers:
             self.gone.add(reader)
@@ -276,7 +277,7 @@ class Lease:
         return Effects(self.wake_at, has_ended=self.is_over)
 
     def strays(self) -> list[Grant]:
-        """Return the last grants of the readers that are owed, hold none now, and are not known to be gone."""
+        """Return the last grants of owed readers that hold no grant now, and are not known to be gone."""
         if not self.past:
             return []
         holding = {grant.reader for grant in self.grants.values()} | self.gone
@@ -297,12 +298,12 @@ class Lease:
         return Effects(self.wake_at, is_overdue=is_overdue)
 
     def turned_down(self, refusal: Refusal) -> None:
-        """Remember a message that was turned down, because it may be why a reader stays owed."""
+        """Remember a refused message, because it may be the reason why a reader stays owed."""
         kind = refusal.what, refusal.reason, refusal.who
         if len(self.refused) < MAX_REFUSALS and all((x.what, x.reason, x.who) != kind for x in self.refused):
             self.refused.append(refusal)
 
-    def who(self, message: Claim | Renew | Release, sender: str) -> str:
+    def name_of(self, message: Claim | Renew | Release, sender: str) -> str:
         if not isinstance(message, Renew):
             cohort = message.cohort
             return rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
@@ -314,7 +315,7 @@ class Lease:
         )
 
     def _go_on(self, after: LeaseState, now: float) -> None:
-        """Enter the state that an event leads to, and what follows by itself."""
+        """Enter the state that an event leads to, then the states whose conditions hold."""
         if after is not self.state:
             self._enter(after, now)
         if self.deadlines and self.deadlines[0][0] <= now:
@@ -326,17 +327,17 @@ class Lease:
                     break
             else:
                 return
-        raise AssertionError(f"the tables lead round in a circle by {self.state.name}")
+        raise AssertionError(f"the tables have a cycle through {self.state.name}")
 
     def _enter(self, after: LeaseState, now: float) -> None:
         self.state, self.since = after, now
         if after is L.ENDING:
             self._note(now, notes.Revoked(len(self.owed()), len(self.grants)))
         else:
-            self.history.append((now, after))  # the last word is always said
+            self.history.append((now, after))  # the end is noted even beyond MAX_HISTORY
 
     def _lapse(self, now: float) -> None:
-        """Forget the grants that have run out: they bind nobody, and their readers know, for they counted faster."""
+        """Forget grants that have run out. Their readers know, because a reader counts a shorter time."""
         while self.deadlines and self.deadlines[0][0] <= now:
             pull_id = heapq.heappop(self.deadlines)[1]
             grant = self.grants.get(pull_id)
@@ -349,10 +350,10 @@ class Lease:
             self._note(now, notes.Lapsed(grant.name, pull_id))
 
     def _note(self, now: float, note: notes.Note) -> None:
-        if len(self.history) < MAX_HISTORY:  # what a reader can repeat is not kept without end
+        if len(self.history) < MAX_HISTORY:  # bounded, because a reader can repeat messages without end
             self.history.append((now, note))
 
-    # -- what it looks like from outside -----------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -367,25 +368,25 @@ class Lease:
         if self.state is L.LENT and self.is_owed():
             wake_at = self.expires_at if self.expires_at < self.warn_at else self.warn_at
             return wake_at if wake_at < self.look_at else self.look_at
-        # Only the last grant matters. To look for it would cost more with every grant, so each is looked at in turn.
+        # Only the last grant matters, but finding it costs more with every grant, so each is checked in turn.
         return min(self.deadlines[0][0], self.warn_at) if self.grants else math.inf
 
     @property
     def until(self) -> float:
-        """When the blocks return at the latest, if nobody asks for more."""
+        """Return when the blocks return at the latest, unless a reader asks for more."""
         lapse = max([grant.until for grant in self.grants.values()], default=-math.inf)
         return lapse if self.state is L.ENDING else max(self.expires_at, lapse)
 
     def is_owed(self) -> bool:
         if len(self.cohorts) < self.lent.readers:
             return True
-        for bound in self.cohorts.values():  # not any(): a generator is a call more for every message
+        for bound in self.cohorts.values():  # not any(), because a generator adds a call to every message
             if bound.owed:
                 return True
         return False
 
     def is_forsaken(self) -> bool:
-        """All readers that are owed are gone, and nobody holds a grant."""
+        """Return True if all owed readers are gone, and no grant runs."""
         owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
         return not self.grants and len(self.cohorts) == self.lent.readers and owed <= self.gone
 
@@ -394,12 +395,12 @@ class Lease:
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 
     def waits_for(self) -> tuple[str, ...]:
-        """Name the readers that are owed or hold a grant, with the process that was last granted the blocks."""
+        """Return the names of the readers that are owed or hold a grant, with the process that was granted last."""
         return tuple([name for name, state, _ in self.readers() if state in _WAITS])
 
     def readers(self) -> Iterator[tuple[str, str, Grant | None]]:
-        """Yield of every reader its name, its last grant, and `unclaimed`, `granted`, `lapsed`, `retrying`, `gone` or
-        how it released.
+        """Yield name, state and last grant of every reader. The state is `unclaimed`, `granted`, `lapsed`, `retrying`,
+        `gone` or the outcome of the release.
         """
         known = self.past | {grant.reader: grant for grant in self.grants.values()}
         owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
@@ -421,13 +422,13 @@ class Lease:
             yield "*", "unclaimed", None
 
     def is_orderly(self, now: float) -> bool:
-        """Every reader that is owed renews what it was promised."""
+        """Return True if every owed reader renews its grant."""
         renewed = {x.reader for x in self.grants.values() if now - x.asked_at <= self.lent.grant_s / 2}
         is_known = self.state is L.LENT and len(self.cohorts) == self.lent.readers
         return is_known and all(bound.owed <= renewed for bound in self.cohorts.values())
 
     def waits(self, now: float) -> str:
-        """What this waits for, in words."""
+        """Return in words what the lease waits for."""
         said: dict[str, list[str]] = {}
         for name, state, grant in self.readers():
             if name == "*":
@@ -485,7 +486,7 @@ class Lease:
         left = min(self.lent.grant_s, ask.seconds, self.lent_at + self.lent.max_lease_s - now)
         seconds = math.floor(left * 1000) / 1000
         if seconds <= 0:
-            too_short = f"{ask.seconds:g} s were asked for, and a grant is of milliseconds"
+            too_short = f"{ask.seconds:g} s were asked for, but the shortest grant is 1 ms"
             too_long = f"lent for longer than max_lease_s {self.lent.max_lease_s}"
             return refused(ask, Reason.EXPIRED, too_short if ask.seconds < 0.001 else too_long)
         pull_id = PullId(ask.pull_id)
@@ -501,7 +502,7 @@ class Lease:
             if now + seconds < self.look_at:
                 self.look_at = now + seconds
         else:
-            # A shorter one takes nothing back: its reader may go by the longer one still.
+            # A shorter grant takes nothing back, because its reader may still rely on the longer one.
             grant.until, grant.asked_at = max(grant.until, now + seconds), now
             if reply_to != grant.ways[0]:
                 grant.came_by(reply_to)
@@ -532,13 +533,13 @@ class Lease:
             since, ways = (now, ()) if grant is None else (grant.since, grant.ways)
             self.past[reader] = Grant(pull_id, reader, sender, name, now, since, now, ways)
             self.past[reader].came_by(reply_to)
-            self.gone.discard(reader)  # a later start of its process says that it goes on
+            self.gone.discard(reader)  # a later start of the process has taken over
             self.look_at = min(self.look_at, now + self.lent.grant_s)
         self._note(now, notes.Released(name, pull_id, release.outcome))
         return Ack(release.key, pull_id)
 
     def _bind(self, message: Claim | Release, reader: Reader, proven: str) -> Refused | None:
-        """Bind the lease to the message's cohort, or say why not; a refusal leaves nothing behind."""
+        """Bind the lease to the message's cohort, or return a refusal. A refusal changes nothing."""
         cohort, sizes = message.cohort, (message.cohort.tp_size, message.cohort.pp_size)
         if message.request_id != self.lent.request_id:
             return refused(
@@ -557,7 +558,7 @@ class Lease:
             return refused(
                 message,
                 Reason.WRONG_COHORT,
-                f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size} not served",
+                f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size}: too high",
             )
         owed = owed_readers(self.lent.tp_rank, self.lent.tp_size, cohort.tp_size)
         if len(owed) * cohort.pp_size > MAX_READERS:
@@ -590,7 +591,7 @@ class Lease:
         return None
 
 
-_OTHER_KEY = "this reader spoke up with another key"
+_OTHER_KEY = "this reader used another key before"
 WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
 _WAITS = {
     "granted": "claimed and renewed by",

@@ -1,10 +1,10 @@
-"""Who holds which block, why, and since when.
+"""The holders of every block, with reason and time.
 
-Lenders share: one cached block may be lent to many requests. A writer is exclusive, and a block that something may
-still write stays in its holding, however long that takes. Which blocks are free is the engine's business.
+Lenders share, so one cached block may be lent for many requests. A writer is exclusive. A block that a transfer may
+still write stays in its holding, however long that takes. The engine, not the ledger, knows which blocks are free.
 
-Arrays beside the holdings count lenders and mark writers, to find conflicts cheaply. Groups that see the same pages
-share their arrays.
+Besides the holdings, arrays count lenders and mark writers, so that conflicts are found cheaply. Groups that see the
+same pages share their arrays.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from asynckv.geometry.bounds import NULL, Int64s
 Kind = Literal["lent", "writing"]
 
 FEW = 16
-"""Blocks that are looked at one by one: faster than as an array, whose every operation costs as much as several."""
+"""Blocks up to which a loop is faster than an array, because one array operation costs as much as several of them."""
 
 ONE = np.int32(1)
-"""Of the type of the counts: with a Python integer numpy takes a hundred times as long."""
+"""One in the type of the counts, because numpy takes a hundred times as long with a Python integer."""
 
 
 class Holding(Struct, frozen=True, eq=False):
@@ -43,7 +43,7 @@ class Holding(Struct, frozen=True, eq=False):
 
 
 class Ledger:
-    """Every block's holders. Groups that see the same pages share a pool, where an id is one block."""
+    """The holders of every block. Groups that see the same pages share a pool, in which an id is one block."""
 
     def __init__(self, num_blocks: Sequence[int], pools: Sequence[int] = ()) -> None:
         self._holdings: dict[str, Holding] = {}
@@ -85,7 +85,7 @@ class Ledger:
     def hold(
         self, holder: str, kind: Kind, request_id: str, blocks: Mapping[int, Int64s], now: float, what: str = ""
     ) -> None:
-        """Record what `check` has just returned."""
+        """Record a holding of blocks that `check` has just returned."""
         if holder in self._holdings:
             raise LocalProtocolError(f"request {request_id[:200]!r} holds blocks already")
         for group, ids in blocks.items():
@@ -100,7 +100,7 @@ class Ledger:
         self._holdings[holder] = Holding(holder, kind, request_id, now, blocks, what)
 
     def check(self, kind: Kind, groups: Mapping[int, Sequence[int] | Int64s]) -> dict[int, Int64s]:
-        """Return the blocks as arrays, or raise `LocalProtocolError` if a block is held in a way that excludes this."""
+        """Return the blocks as arrays, or raise `LocalProtocolError` if another holding excludes this kind of use."""
         blocks: dict[int, Int64s] = {}
         for group, given in groups.items():
             ids = np.asarray(given, np.int64)
@@ -150,7 +150,7 @@ class Ledger:
             said.append(f"{verb} {', '.join(some)}")
         return LocalProtocolError(
             f"block {block} of group {group} cannot be {'read' if kind == 'lent' else 'filled'}: it is "
-            f"{' and '.join(said) or 'held by nobody'}; wait until it is returned or released"
+            f"{' and '.join(said) or 'held by no request'}; wait until it is returned or released"
         )
 
     def holders_of(self, group: int, block: int) -> list[Holding]:

@@ -1,7 +1,7 @@
 """The life of an engine, as one table.
 
-In SUSPENDING and CLOSING pulls are cancelled and leases revoked, while promises that run are kept. In SHUT the planes
-are being closed. STUCK: something is still inside the data plane and may write. CLOSED: nothing can write any more.
+SUSPENDING and CLOSING cancel pulls and revoke leases, but keep the grants that run. SHUT closes the planes. In STUCK
+the data plane did not end and may still write. In CLOSED nothing can write any more.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class LifeEvent(enum.StrEnum):
     STARTED = "started"
     """Both planes are up, and the memory is registered."""
     DRAIN = "drain"
-    """The owner wants nothing new to be taken."""
+    """The owner asks the engine to take nothing new."""
     SUSPEND = "suspend"
-    """The owner wants the memory let go of, for a while."""
+    """The owner asks the engine to release its memory for a while."""
     LET_GO = "let_go"
     """The agent is destroyed: nothing reads or writes the memory until the engine is resumed."""
     RESUMED = "resumed"
-    """There is a new agent, and the memory is registered anew."""
+    """A new agent has registered the memory anew."""
     CLOSE = "close"
-    """The owner wants it to end."""
+    """The owner asks the engine to end."""
     SHUT = "shut"
     """The planes are about to be closed."""
     STUCK = "stuck"
-    """Something did not come out of the data plane."""
+    """The data plane did not end, and may still write."""
     DESTROYED = "destroyed"
     """The data plane is gone."""
 
@@ -57,7 +57,7 @@ ON_EVENT: Mapping[LifeState, Mapping[LifeEvent, LifeState]] = {
     S.STUCK: {E.DRAIN: S.STUCK, E.SHUT: S.SHUT},
     S.CLOSED: {E.DRAIN: S.CLOSED},
 }
-"""What each state takes, and where it leads; anything else raises before anything has changed."""
+"""The events that each state takes, and where each leads. Any other event raises before anything has changed."""
 
 _SHUT = {S.SHUT, S.STUCK, S.CLOSED}
 
@@ -66,13 +66,13 @@ class Lifecycle:
     def __init__(self) -> None:
         self.state = S.NEW
         self.is_shut = False
-        """No turn is taken any more."""
+        """True once the engine takes no turn any more."""
 
     def takes(self, event: LifeEvent) -> bool:
         return event in ON_EVENT[self.state]
 
     def receive(self, event: LifeEvent) -> None:
-        """Take an event; one that is impossible here raises, and changes nothing."""
+        """Take an event. An event that is impossible in this state raises, and changes nothing."""
         after = ON_EVENT[self.state].get(event)
         if after is None:
             raise LocalProtocolError(f"{event.name} while the engine is {self.state.name}")

@@ -1,4 +1,4 @@
-"""Notes: what stands in the history of a lease or a pull beside its states. Words are made where they are shown."""
+"""Notes in the history of a lease or a pull, between its states. A note becomes words only where it is shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asynckv.core.types import Outcome, PullId, Reason
 
 
 class Note(Struct, frozen=True):
-    """Something that happened to a lease or a pull; `words` are its words, with its fields in braces."""
+    """An event in the life of a lease or a pull. `words` is its text, with the fields in braces."""
 
     words: ClassVar[str]
 
@@ -19,7 +19,7 @@ class Note(Struct, frozen=True):
 
 
 History = list[tuple[float, str | Note]]
-"""States and notes, each with its time."""
+"""States and notes, each with a time."""
 
 
 class Granted(Note, frozen=True):

@@ -1,8 +1,8 @@
 """Messages, commands and events that the core leaves for its driver.
 
-The engine empties the outbox once per turn of its loop: messages first, because a claim has to leave before its read;
-then commands; then it posts. Releases may wait for the next turn, because only the end of a lease waits for one. Reads
-to post are asked for one by one (`DecodeSide.next_read`).
+The engine empties the outbox once per turn of its loop. It sends messages first, because a claim has to leave before
+its read, then carries out commands, then posts. Releases may wait for the next turn, because only the end of a lease
+waits for them. The engine asks for reads to post one by one (`DecodeSide.next_read`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from asynckv.geometry.plan import ReadRequest
 
 
 class LoadPeer(Struct, frozen=True):
-    """Load the peer's metadata, then say `load_ended`."""
+    """Load the peer's metadata, then call `load_ended`."""
 
     peer: Peer
     metadata: bytes
 
 
 class RemovePeer(Struct, frozen=True):
-    """Forget a peer in the data plane; none of its transfers is running or in doubt."""
+    """Forget a peer in the data plane. None of its transfers is running or in doubt."""
 
     peer: Peer
     keep: bool = False
-    """Its process lives: the connection may be kept for when it is met again."""
+    """True if the process lives, so that the connection may be kept for the next meeting."""
 
 
 class Disconnect(Struct, frozen=True):
@@ -54,7 +54,7 @@ class Disconnect(Struct, frozen=True):
 
 
 class PostRead(Struct, frozen=True):
-    """Post a read, then say how it ended if that is known at once."""
+    """Post a read, then report its end if that is known at once."""
 
     transfer_id: TransferId
     agent_name: str
@@ -72,7 +72,7 @@ class BlocksReturned(Struct, frozen=True):
 
 
 class BlocksRetired(Struct, frozen=True):
-    """Something may still write this pull's blocks after so long a time that they should be given up."""
+    """A transfer may still write this pull's blocks after `held_s`, so that they should be given up."""
 
     pull: Pull
 
@@ -82,7 +82,7 @@ class PullOver(Struct, frozen=True):
 
 
 class HeldForLong(Struct, frozen=True):
-    """Requests have been held for long, all in one state and waiting for the same; some that are held longest."""
+    """Requests that have been held for long, in one state and waiting for the same thing, with the oldest of them."""
 
     state: str
     waits: str
@@ -102,7 +102,7 @@ class PeerChanged(Struct, frozen=True):
 
 
 class Traced(Struct, frozen=True):
-    """New entries of a pull's or lease's history; only asked for when tracing."""
+    """New entries of a pull's or lease's history. They are only made while tracing."""
 
     subject: Pull | Lease
     entries: tuple[tuple[float, str | Note], ...]
@@ -130,30 +130,30 @@ _SENT = {kind: f"sent.{kind.__name__.lower()}" for kind in get_args(Message)}
 
 @dataclass(slots=True)
 class Outbox:
-    """Messages to send, commands to execute, and what was counted."""
+    """Messages to send, commands to execute, and counters."""
 
     incarnation: str
     trace: bool = False
     commands: list[Command] = field(default_factory=list)
     counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     is_urgent: bool = False
-    """Somebody waits for one of the messages, which is no release."""
+    """True if one of the messages is no release, because a peer waits for it."""
     messages: dict[tuple[Address | ReplyTo, str], list[Message]] = field(default_factory=dict)
-    """What is to be sent: by address, or way back, and the process start that is meant."""
+    """Messages to send, by address or way back, and by the process start that they are for."""
 
     def send(self, to: Address | ReplyTo, target: str, message: Message) -> None:
-        """Send a message to a process start, with all others of this turn."""
+        """Send a message to a process start, together with all others of this turn."""
         kind = type(message)
         if kind is not Release:
             self.is_urgent = True
             if isinstance(message, _DETAILED) and len(message.detail) > MAX_DETAIL:
-                # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
+                # Cut a detail that quotes a stranger's long ids, because a malformed message would say nothing at all.
                 message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
-        whom = to, target
-        if whom in self.messages:
-            self.messages[whom].append(message)
+        receiver = to, target
+        if receiver in self.messages:
+            self.messages[receiver].append(message)
         else:
-            self.messages[whom] = [message]
+            self.messages[receiver] = [message]
         self.counters[_SENT[kind]] += 1
 
     def take_packets(self) -> list[tuple[Address | ReplyTo, bytes]]:
@@ -168,7 +168,7 @@ class Outbox:
         try:
             packet = encode_packet(self.incarnation, target, messages)
         except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError):
-            # A bug of ours, and no reason to say nothing to anybody else.
+            # This is a bug of ours, but messages to other peers must still leave.
             self.counters["internal_errors"] += 1
             return []
         if len(packet) <= SOFT_PACKET or len(messages) == 1:

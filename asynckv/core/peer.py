@@ -1,15 +1,16 @@
-"""One start of a remote rank, as a reader knows it: `NEW -> CONNECTING -> LOADING -> READY <-> SUSPECT -> GONE`.
+"""One start of a remote rank, as this rank sees it: `NEW -> CONNECTING -> LOADING -> READY <-> SUSPECT -> GONE`.
 
 A restarted engine is a new peer. A peer owns the conversation with its process: the handshake and its repeats, the
-back-off after a failure, the heartbeat while something is owed or held there, and its end.
+back-off after a failure, the heartbeat while something is owed or held there, and the end.
 
 - A failed handshake goes back to NEW with a back-off, during which every request fails at once with the same cause. A
   refusal that cannot change (geometry, wrong engine) leads to GONE.
 - SUSPECT stops new work and fails nothing. GONE needs evidence, or a long silence.
 - A lost peer may still be alive (perhaps only its connection broke), but usually is not. So the next message to it is a
-  *probe* with a ping. Without an answer within `suspect_s` it is GONE again, and nobody waits for `handshake_s`.
-- What is GONE is remembered for `TOMBSTONE_S`. After that, or sooner if only the connection was lost, the same place is
-  met as a new `Peer`.
+  *probe* with a ping. Without an answer within `suspect_s` the peer is GONE again, so that no pull waits for
+  `handshake_s`.
+- A peer in GONE is remembered for `TOMBSTONE_S`. After that, or sooner if only the connection was lost, the same place
+  is met as a new `Peer`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.geometry.tables import PeerTables
 
 TOMBSTONE_S = 60.0
-"""How long a peer that is gone is remembered, so that late requests fail with the same cause."""
+"""Seconds that a peer in GONE is remembered, so that late requests fail with the same cause."""
 
 FINAL = {Reason.GEOMETRY, Reason.WRONG_TARGET, Reason.PROTOCOL, Reason.RESTARTED}
 """Refusals that no further handshake with this start of the process can change."""
@@ -47,21 +48,21 @@ class PeerState(enum.StrEnum):
 
 class PeerEvent(enum.StrEnum):
     WANTED = "wanted"
-    """Something is to be read from it."""
+    """A pull needs to read from the peer."""
     WELCOMED = "welcomed"
-    """It answered our hello: it says what it holds."""
+    """The peer answered our hello with its layout."""
     LOADED = "loaded"
-    """The data plane knows it."""
+    """The data plane has loaded the peer."""
     FAILED = "failed"
-    """This handshake failed; another may do better."""
+    """This handshake failed; another may succeed."""
     HEARD = "heard"
-    """It speaks again."""
+    """The peer answers again."""
     SILENT = "silent"
-    """It has said nothing for a while, though it was asked."""
+    """The peer sent nothing for a while, in spite of pings."""
     UNLOADED = "unloaded"
-    """Our own data plane has lost all that it had loaded; the process is met again when it is needed."""
+    """Our own data plane lost everything it had loaded; the process is met again when it is needed."""
     LOST = "lost"
-    """Evidence that this process start serves us no more, or a refusal for good."""
+    """There is evidence that this process start no longer serves us, or its refusal is final."""
 
 
 S, E = members(PeerState), members(PeerEvent)
@@ -73,7 +74,7 @@ ON_EVENT: Mapping[PeerState, Mapping[PeerEvent, PeerState]] = {
     S.SUSPECT: {E.HEARD: S.READY, E.UNLOADED: S.NEW, E.LOST: S.GONE},
     S.GONE: {},
 }
-"""What each state takes, and where it leads; anything else raises before anything has changed."""
+"""The events that each state takes, and where each leads. Any other event raises before anything has changed."""
 
 
 class Due(enum.Enum):
@@ -83,11 +84,11 @@ class Due(enum.Enum):
     PING = enum.auto()
     SILENT = enum.auto()
     STALLED = enum.auto()
-    """It answers, and yet nothing arrives."""
+    """The peer answers, but no bytes arrive."""
     LOST = enum.auto()
-    """It has been silent for so long that it is given up."""
+    """The peer was silent for so long that it is given up."""
     IDLE = enum.auto()
-    """Nothing was read from it for long: the connection is closed."""
+    """The connection is closed, because nothing was read from the peer for long."""
     FORGET = enum.auto()
 
 
@@ -101,23 +102,23 @@ class Peer:
     address: Address
     incarnation: str
     line: Line
-    """Whose turn it is to read from it."""
+    """Queue of the sources that read from the peer."""
     state: PeerState = S.NEW
     told_as: PeerState = S.NEW
-    """The state that others were told of last."""
+    """State in the last event about the peer."""
 
     nonce: int = 0
     deadline: float = math.inf
     load_by: float = math.inf
-    """When it fails even if others were loaded all the time."""
+    """Time at which loading fails even if the data plane was busy with other peers."""
     is_doubted: bool = False
-    """It was lost before, and has said nothing since."""
+    """True if the peer was lost before, and was not heard of since."""
     word_by: float = math.inf
-    """When a probe fails, if it says nothing."""
+    """Time at which a probe fails without an answer."""
     retry_at: float = math.inf
     hellos: int = 0
     hint: str = ""
-    """What may keep the handshake under way from being answered."""
+    """Possible reason why the handshake under way is not answered."""
     not_before: float = -math.inf
     failures: int = 0
     reason: Reason = Reason.UNREACHABLE
@@ -132,21 +133,21 @@ class Peer:
     pulls: set[PullId] = field(default_factory=set)
     transfers: set[TransferId] = field(default_factory=set)
     watched_at: float = math.inf
-    """Since when something is owed or held here; silence counts from then."""
+    """Time since which something is owed or held here. Silence counts from then."""
     unused_at: float = math.inf
-    """Since when nothing is owed or held here."""
+    """Time since which nothing is owed or held here."""
     heard_at: float = -math.inf
     pinged_at: float = -math.inf
     moved_at: float = -math.inf
-    """When something was last posted while nothing ran, or arrived."""
+    """Last time at which bytes arrived, or a read was posted while none ran."""
 
     is_draining: bool = False
     is_orderly: bool = False
-    """It said goodbye, or we did: nobody need look into its end."""
+    """True if either side said goodbye, so that the end needs no attention."""
     keep_connected: bool = False
-    """Its process lives: the data plane may keep the connection for when it is met again."""
+    """True if the process lives, so that the data plane may keep the connection for the next meeting."""
     num_failed: int = 0
-    """Pulls that its last failure, or its end, took along."""
+    """Number of pulls that failed with the peer's last failure or end."""
     gone_at: float = math.inf
     scheduled_at: float = math.inf
 
@@ -165,7 +166,7 @@ class Peer:
         return f"{self.name} ({self.address})"
 
     def is_named(self, engine_id: str, rank: RemoteRank | Layout) -> bool:
-        """Whether this is the rank of that engine; until it has answered, it is whom params say that it is."""
+        """Return True if this is the rank of that engine. Until the peer has answered, params say which rank it is."""
         return (self.engine_id, self.pp_stage, self.tp_rank) == (engine_id, rank.pp_stage, rank.tp_rank)
 
     @property
@@ -175,7 +176,7 @@ class Peer:
     # -- events ------------------------------------------------------------------------------------
 
     def receive(self, event: PeerEvent) -> bool:
-        """Take an event; True if the state changed. One that is impossible here raises, and changes nothing."""
+        """Take an event, and return True if the state changed. An impossible event raises, and changes nothing."""
         after = ON_EVENT[self.state].get(event)
         if after is None:
             raise LocalProtocolError(f"{event.name} while the peer {self.name} is {self.state.name}")
@@ -201,7 +202,7 @@ class Peer:
         self.await_load(config, now)
 
     def await_load(self, config: PullConfig, now: float) -> None:
-        """It is loaded from now on, as far as is known: whatever the data plane had to do before is not its fault."""
+        """Start the deadline of loading anew, because the data plane was busy with other peers until now."""
         self.deadline = min(now + config.handshake_s, self.load_by)
 
     def loaded(self, now: float) -> None:
@@ -214,7 +215,7 @@ class Peer:
         self.not_before = now + self.take_pause(config)
 
     def take_pause(self, config: PullConfig) -> float:
-        """Return the pause after a handshake that failed; the next one is longer."""
+        """Return the pause after a failed handshake. The next pause is longer."""
         pause_s: float = min(config.backoff_s * 2**self.failures, config.max_backoff_s)
         self.failures = min(self.failures + 1, 16)
         return pause_s
@@ -242,7 +243,7 @@ class Peer:
             self.moved_at = now
 
     def transfer_ended(self, transfer_id: TransferId, ending: Ending, now: float) -> None:
-        """A transfer of it ended, or fell in doubt and may still write; only one that is done shows that it moves."""
+        """Take the end of a transfer, or its doubt. Only a transfer that is done shows that the peer makes progress."""
         if ending is ENDING.DONE:
             self.moved_at = now
         if ending is not ENDING.IN_DOUBT:
@@ -272,15 +273,15 @@ class Peer:
 
     def _says_nothing(self, config: PullConfig, now: float) -> bool:
         if self.word_by + config.heartbeat_s < now < self.deadline:
-            # We were away: what it said may wait unread.
+            # This process was away, so the peer's answer may still wait to be read.
             self.word_by = now + config.suspect_s
         return now >= self.word_by
 
     def _heartbeat(self, config: PullConfig, now: float) -> list[Due]:
         ping_at = self._ping_at(config)
         if now > ping_at + config.heartbeat_s:
-            # We were away (stopped, asleep, busy) since then: that is no silence of theirs, and what they said may wait
-            # unread. What was silence before stays so, or who is always late would never miss anybody.
+            # This process was away (stopped, asleep, busy) since then, and messages may wait unread, so this time is no
+            # silence. Earlier silence still counts, or a process that is always late would find no peer silent.
             self.watched_at = max(self.heard_at, self.watched_at) + now - ping_at
             ping_at = self._ping_at(config)
         silent_s = self.silent_s(now)
@@ -300,16 +301,16 @@ class Peer:
         return Ping(nonce)
 
     def silent_s(self, now: float) -> float:
-        """How long it has said nothing, of the time that it was watched."""
+        """Return for how long the peer sent nothing, of the time that it was watched."""
         return now - max(self.heard_at, self.watched_at)
 
     def _ping_at(self, config: PullConfig) -> float:
-        # One expression for the wish and the check: with two, rounding could wake it for ever.
+        # One expression for the timer and the check, because rounding of two could wake the peer for ever.
         return max(self.heard_at, self.watched_at, self.pinged_at) + config.heartbeat_s
 
     def _forget_at(self, config: PullConfig) -> float:
-        # It could not be met, or was only released: then the link is kept, for whoever hits the same prefix again. One
-        # that never said anything may be made up.
+        # The peer could not be met, or was only released. In the second case the link is kept for the next hit of the
+        # same prefix, unless the peer never answered, because such an endpoint may be made up.
         if self.failures:
             return self.not_before
         return max(self.not_before, self.unused_at + (0.0 if self.heard_at == -math.inf else config.idle_s))
@@ -329,7 +330,7 @@ class Peer:
             case S.NEW if not self.is_loading:
                 return self._forget_at(config)
             case S.GONE if not self.pulls and not self.transfers:
-                # Not before: a tombstone that cannot be cleared yet must not be woken for it again and again.
+                # Only now, because a tombstone that cannot be cleared yet must not be woken again and again.
                 return self.gone_at + TOMBSTONE_S
             case _:
                 return math.inf

@@ -1,13 +1,13 @@
-"""All remote ranks that this rank has to do with: met once for everybody, watched while needed, forgotten in the end.
+"""All remote ranks that this rank deals with: met once for all pulls, watched while needed, forgotten in the end.
 
     meet            Hello ->
     hello_answered  <- Welcome: its layout is checked here, then the data plane loads its metadata
     load_ended      READY: it can be read
-    tick            the hello again, a ping; silence and idleness are for the caller to see to
+    tick            the hello again, a ping; the caller handles silence and idleness
     lost, reap      GONE: out of the data plane once nothing of it can write, forgotten after a while
 
-A `Peer` (`core/peer.py`) knows its own conversation. The caller sees to the pulls: a method that ends the service of a
-peer says so in what it returns.
+A `Peer` (`core/peer.py`) knows its own conversation. The caller handles the pulls: the return value of a method says if
+the peer no longer serves them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from asynckv.geometry.match import compare
 S = members(PeerState)
 
 MAX_UNMET = 512
-"""Ranks, a quarter of one engine, that may be known by endpoint alone: each has a link, though it may be made up. The
-engine is their params' word as well, so for one rank more the oldest gives way."""
+"""Ranks that may be known by endpoint alone, a quarter of them of one engine. Each costs a link, though params may have
+made it up. For one more rank the oldest gives way, because the engine's name comes from the params as well."""
 
 
 class Peers:
@@ -51,12 +51,12 @@ class Peers:
     ) -> None:
         self.by_place: dict[Place, Peer] = {}
         self.num_changes = 0
-        """How often any of them ceased to be ready, was lost or forgotten: what was found out holds until the next."""
+        """Number of times that a peer ceased to be ready, was lost or forgotten. A `Ready` holds until the next."""
         self._layout, self._cohort, self._config = layout, cohort, config
         self._outbox, self._timers, self._nonces, self._routes = outbox, timers, nonces, routes
         self._hellos: dict[int, Peer] = {}
 
-    # -- who is where ------------------------------------------------------------------------------
+    # -- places ------------------------------------------------------------------------------------
 
     def at(self, address: Address) -> list[Peer]:
         return [p for p in self.by_place.values() if p.address == address and p.state is not S.GONE]
@@ -65,17 +65,17 @@ class Peers:
         return [p for p in self.by_place.values() if p.address == address and p.state is S.CONNECTING]
 
     def find(self, engine_id: str, rank: RemoteRank, now: float) -> Peer:
-        """Return the peer at a rank's place; a new one if there is none that may be met again."""
+        """Return the peer at a rank's place, or a new one if the place must be met anew."""
         peer, lost = self.by_place.get(rank.place), None
         if peer is not None and peer.state is S.GONE:
-            # The connection broke, but the process may live; or other params named it wrongly.
+            # The connection broke, but the process may live; or other params used a wrong name.
             is_other = not peer.is_named(engine_id, rank)
             again = is_other or (peer.reason not in FINAL and now >= peer.not_before)
             if peer.reason is Reason.PEER_LOST and not is_other:
                 lost = peer
             if again and not peer.is_loading:
-                # Transfers that may never end keep the old one in the data plane, which then reads over the same
-                # connection for the new one, or makes another if that one broke.
+                # Transfers that may never end keep the old peer in the data plane. The data plane then reads for the
+                # new peer over the same connection, or over another if that one broke.
                 self._timers.forget(peer)
                 peer = None
         if peer is None:
@@ -83,18 +83,18 @@ class Peers:
             peer = Peer(engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
             if lost is not None:
                 peer.is_doubted, peer.failures = True, lost.failures
-            self.by_place.pop(rank.place, None)  # they are in the order in which they were found
+            self.by_place.pop(rank.place, None)  # the order is that of finding
             self.by_place[rank.place] = peer
-            # What is said to it from now on must not be lost with the link of whoever was forgotten there just before.
+            # A peer that was just forgotten here must not take the link along that the new one needs.
             unlink = Disconnect(peer.address)
             self._outbox.commands[:] = [c for c in self._outbox.commands if c != unlink]
         return peer
 
     def in_the_way(self, engine_id: str, ranks: Sequence[RemoteRank]) -> list[Peer]:
-        """Return the ranks that never answered and give way to those of these ranks that were never met.
+        """Return the ranks that never answered and must make room for the unmet ones among `ranks`.
 
-        The oldest of the engine that has most of them goes first. A rank that is only told of a release goes before one
-        that is to be read.
+        The oldest rank of the engine that has most of them goes first. A rank that only gets a release goes before a
+        rank that is to be read.
         """
         num_new = len([rank for rank in ranks if rank.place not in self.by_place])
         if not num_new:
@@ -106,14 +106,14 @@ class Peers:
                 by_engine[peer.engine_id].append(peer)
         theirs = by_engine[engine_id]
         num_theirs = len([p for p in unmet if p.engine_id == engine_id])
-        # As many as one request may name have room, so there are always enough of others.
+        # The ranks of one request always fit, so there are always enough other ranks to drop.
         going = theirs[: max(num_theirs + num_new - MAX_UNMET // 4, 0)]
         del theirs[: len(going)]
         for _ in range(len(unmet) - len(going) + num_new - MAX_UNMET):
             going.append(max(by_engine.values(), key=len).pop(0))
         return going
 
-    # -- who needs whom ----------------------------------------------------------------------------
+    # -- pulls at peers ----------------------------------------------------------------------------
 
     def attach(self, peer: Peer, pull_id: PullId, now: float) -> None:
         if not peer.pulls:
@@ -132,17 +132,17 @@ class Peers:
         if peer.state is S.GONE:
             self.reap(peer)
         elif not peer.pulls and peer.scheduled_at == math.inf:
-            self.wake(peer)  # else it is woken earlier, and finds out
+            self.wake(peer)  # else an earlier timer wakes the peer
 
     # -- handshakes --------------------------------------------------------------------------------
 
     def meet(self, peer: Peer, engine_id: str, rank: RemoteRank, now: float) -> tuple[Reason, str] | None:
-        """Make sure that a rank to read from is, or is becoming, ready; return why it cannot be."""
+        """Make sure that a rank to read from is ready or becomes ready, or return why it cannot."""
         failure: tuple[Reason, str] | None = None
         if peer.may_be_met and peer.layout is None:
-            # Nobody has said who is there: params that name it wrongly, and are only released, keep no others away.
+            # The process has not named itself yet, so a wrong name in params that were only released must not stay.
             peer.engine_id, peer.pp_stage, peer.tp_rank = engine_id, rank.pp_stage, rank.tp_rank
-        # Until it has answered, either of two names may be right.
+        # Until the peer has answered, either of two names may be right.
         if not peer.is_named(engine_id, rank) and peer.state is not S.CONNECTING:
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
@@ -160,7 +160,7 @@ class Peers:
     def hello_answered(
         self, message: Welcome | Unwelcome, address: Address, sender: str, now: float
     ) -> tuple[Peer, Reason, str] | None:
-        """Take the answer to a hello; return who serves us not, and why."""
+        """Take the answer to a hello. Return the peer, reason and detail if the rank does not serve us."""
         peer = self._hellos.get(message.nonce)
         if peer is None or peer.state is not S.CONNECTING or peer.address != address:
             self._outbox.counters["dropped.stale_answer"] += 1
@@ -179,7 +179,7 @@ class Peers:
         return None
 
     def _inspect(self, peer: Peer, welcome: Welcome, sender: str) -> Layout | tuple[Reason, str]:
-        """Return what a remote rank holds, or the final reason to refuse it."""
+        """Return the layout of a remote rank, or the final reason to refuse it."""
         if sender != peer.incarnation:
             there = rank_name(welcome.engine_id, peer.tp_rank, peer.pp_stage, sender)
             return Reason.RESTARTED, f"{there} answers there now"
@@ -200,7 +200,7 @@ class Peers:
         return layout
 
     def probe(self, peer: Peer, now: float) -> None:
-        """Ping a rank that was lost before, because somebody waits for its acknowledgement."""
+        """Ping a rank that was lost before, because a pull waits for its acknowledgement."""
         if peer.may_be_met and peer.is_doubted and peer.word_by == math.inf:
             peer.word_by = now + self._config.suspect_s
             self._send(peer, peer.make_ping(next(self._nonces), now))
@@ -209,8 +209,8 @@ class Peers:
     # -- their states ------------------------------------------------------------------------------
 
     def load_ended(self, peer: Peer, now: float, *, is_loaded: bool) -> bool:
-        """The data plane is through with a peer, for which others may have waited; False if it was lost, or given up,
-        meanwhile.
+        """Take the end of loading a peer, for which others may have waited. Return False if the peer was lost or given
+        up meanwhile.
         """
         peer.is_loading = False
         for other in self.by_place.values():
@@ -227,7 +227,7 @@ class Peers:
         return True
 
     def unloaded(self, detail: str, now: float) -> list[Peer]:
-        # What was to be done with what is lost must not be done with what follows.
+        # Pending removals are for the lost connections, and must not remove the ones that follow.
         self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, RemovePeer)]
         self._routes.clear()
         known = [p for p in self.by_place.values() if p.state in (S.LOADING, S.READY, S.SUSPECT)]
@@ -243,7 +243,7 @@ class Peers:
         self.wake(peer)
 
     def lost(self, peer: Peer, reason: Reason, detail: str, pause_s: float, now: float) -> bool:
-        """It serves us no more; False if that is known. `reap` it when those who read from it have heard."""
+        """Mark a peer as lost; return False if it was already. The caller tells its pulls, then calls `reap`."""
         if peer.state is S.GONE:
             return False
         self._hellos.pop(peer.nonce, None)
@@ -252,7 +252,7 @@ class Peers:
         return True
 
     def reap(self, peer: Peer) -> None:
-        """Take a peer that is gone out of the data plane, once nothing of it can write any more."""
+        """Take a lost peer out of the data plane, once nothing of it can write any more."""
         if peer.is_loaded and not peer.transfers:
             peer.is_loaded = False
             self._outbox.commands.append(RemovePeer(peer, peer.keep_connected))
@@ -263,7 +263,7 @@ class Peers:
     def drop(self, peer: Peer) -> None:
         self._timers.forget(peer)
         self.num_changes += 1
-        if self.by_place.get(peer.place) is peer:  # else it was met anew, and this is what came before
+        if self.by_place.get(peer.place) is peer:  # else the place was met anew
             del self.by_place[peer.place]
         self.unlink(peer.address)
 
@@ -274,7 +274,7 @@ class Peers:
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, peer: Peer, now: float) -> list[Due]:
-        """Let time pass for a peer; return what is for the caller to see to, in order, before it is woken again."""
+        """Let time pass for a peer. Return what the caller must handle, in order, before the peer is woken again."""
         left: list[Due] = []
         for due in peer.due(self._config, now):
             match due:
@@ -295,7 +295,7 @@ class Peers:
         return left
 
     def wake(self, peer: Peer) -> None:
-        """Tell of a peer's state if it has changed, and note when time will have something to do with it."""
+        """Report a peer's state if it has changed, and set its timer."""
         if peer.state is not peer.told_as:
             before, peer.told_as = peer.told_as, peer.state
             self.num_changes += before is S.READY or peer.state is S.GONE
@@ -307,7 +307,7 @@ class Peers:
     def _say_hello(self, peer: Peer, now: float) -> None:
         self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
         if peer.is_doubted:
-            # A process without an agent answers a hello when it has another one, and a ping at once.
+            # A process without an agent answers a hello only once it has another one, but a ping at once.
             self._send(peer, peer.make_ping(next(self._nonces), now))
 
     def _send(self, peer: Peer, message: Message) -> None:

@@ -1,19 +1,19 @@
-"""The prefill side of one rank: its leases, what has ended, and what came too early.
+"""The prefill side of one rank: its leases, ended requests, and messages that came too early.
 
-A reader's claim may come before, while and after its request is lent. The first of these that holds for its key
-answers:
+A reader's claim may come before its request is lent, while it is lent, or after. The first case that holds for the key
+decides the answer:
 
-- **lent**: the lease (`core/lease.py`);
-- **ended**: refused with how that was, as long as that is remembered;
-- **stale**: the memory was registered anew since the key was minted; refused;
-- **spent**: lent or withdrawn once (`core/spent.py`); refused;
-- **closed**: the engine lends nothing new; refused;
-- **nowhere**: it may be lent yet. A claim is answered `NotYet` and *parked*, a release is acknowledged and parked.
-  Room for both is bounded, in all and per connection, and so is their time.
+- **lent**: the lease answers (`core/lease.py`);
+- **ended**: refused with the way it ended, as long as that is remembered;
+- **stale**: refused, because the memory was registered anew since the key was minted;
+- **spent**: refused, because the key was lent or withdrawn once (`core/spent.py`);
+- **closed**: refused, because the engine lends nothing new;
+- **nowhere**: the request may still be lent. A claim is answered `NotYet` and *parked*; a release is acknowledged and
+  parked. The room for both is bounded, in all and per connection, and so is the time.
 
-A reader that was killed renews no more. Once its last grant has run out it is *gone* if its connections have ended, or
-if a later start of its rank has shaken hands and it does not answer. To find out, the rank sends a `Ping`, and hears
-from the control plane that one could not be sent (`unreachable`).
+A killed reader renews no more. Once its last grant has run out, the reader is *gone* if its connections have ended, or
+if a later start of its rank has shaken hands and the reader does not answer. To find out, this rank sends a `Ping`, and
+the control plane reports pings that could not be sent (`unreachable`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from asynckv.geometry.layout import Group, Layout
 MAX_ENDED = 8192
 
 PARKED_TEXT = 1024
-"""Letters of a request id that fit in one parking place; a longer id takes more places."""
+"""Characters of a request id that fit in one parking place. A longer id takes more places."""
 
 MAX_NAMED = 4
 
@@ -61,7 +61,7 @@ _ENDED_AS = {
 
 
 ParkingPlace = tuple[str, str, ReplyTo]
-"""Pull, process start and connection. A release takes the place of its pull's claim."""
+"""Pull, process start and connection. A release replaces its pull's claim."""
 
 
 class ParkedMessage(Struct, frozen=True):
@@ -72,18 +72,18 @@ class ParkedMessage(Struct, frozen=True):
     proven: str
 
     @property
-    def whose(self) -> str | ReplyTo:
-        """What shares its room: the connections of one key share, and without keys each has its own."""
+    def sharer(self) -> str | ReplyTo:
+        """Return the owner of the room: connections of one key share room, and without keys each has its own."""
         return self.proven or self.reply_to
 
     @property
     def room(self) -> int:
-        """How many of the places it takes: one, but for who has a long name for its request."""
+        """Return the number of places that the message takes: one, unless its request id is long."""
         return 1 + len(self.message.request_id) // PARKED_TEXT
 
 
 class Ended(Struct, frozen=True, gc=False):
-    """How a request ended; of one that was read, how many decode engines read it, and the names of the first."""
+    """The end of a request; if it was read, also the number of decode engines and the names of the first."""
 
     reason: Reason
     readers: int = 0
@@ -111,23 +111,23 @@ class PrefillSide:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = memory_epoch
         self.closed_as = ""
-        """How the engine takes nothing new, for people; empty while it does. Nothing is parked then."""
+        """Why the engine takes nothing new, in a word; empty while it is open. A closed engine parks nothing."""
         self._layout, self._ledger, self._outbox, self._timers = layout, ledger, outbox, timers
         self._config, self._readers, self._arrivals = config, readers, arrivals
         self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
         self.next_at = math.inf
-        """When a parked message may fall due."""
+        """Time at which a parked message may fall due."""
         self._parked_by: Counter[str | ReplyTo] = Counter()
-        """Keys, or connections without keys, and the room of their parked messages: a name is the peer's own word."""
+        """Room of the parked messages by key, or by connection without keys, because a peer chooses its own name."""
         self._ended: OrderedDict[Key, Ended] = OrderedDict()
         self._forgotten: OrderedDict[Key, Refusal] = OrderedDict()
-        """Releases that were parked for too long: the reason why a request expires that is lent later."""
+        """Releases that were parked for too long. They explain why a request that is lent later expires."""
         self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
         self._answered: OrderedDict[ReplyTo, float] = OrderedDict()
         self._read_at: OrderedDict[str, float] = OrderedDict()
-        """When a request of each reader engine ended last; by its key, or without keys by its name."""
+        """Time at which a request of each reader engine ended last, by its key, or without keys by its name."""
         self.spent = SpentKeys()
 
     @property
@@ -137,7 +137,7 @@ class PrefillSide:
     # -- calls -------------------------------------------------------------------------------------
 
     def lend(self, lent: Lent, now: float) -> Lease:
-        """Lend a request's blocks, and answer whoever came before."""
+        """Lend a request's blocks, and answer the messages that came before."""
         key = lent.key
         if key in self.spent or key in self.leases or key in self._ended:
             raise LocalProtocolError(
@@ -147,7 +147,7 @@ class PrefillSide:
             raise LocalProtocolError(
                 f"the params of request {lent.request_id!r} are of memory epoch {key.memory_epoch}, but the memory "
                 f"was registered anew (epoch {self.memory_epoch}); make new params for it, with a PrefillRanks of the "
-                f"engine's endpoint and memory_epoch as they are now"
+                f"engine's current endpoint and memory_epoch"
             )
         if len(lent.groups) != len(self._layout.groups):
             raise LocalProtocolError(
@@ -158,7 +158,7 @@ class PrefillSide:
         for index, (group, offer) in enumerate(zip(self._layout.groups, lent.groups, strict=True)):
             blocks[index] = _blocks_of(index, group, offer, lent)
         self._ledger.take(key.token, "lent", lent.request_id, blocks, now)
-        # A rank that was restarted while others slept has memory as new as theirs.
+        # A rank that was restarted while others slept has memory that is as new as theirs.
         self.memory_epoch = key.memory_epoch
         lease = self.leases[key] = Lease(lent, now, next(self._arrivals))
         self.spent.add(key)
@@ -175,7 +175,7 @@ class PrefillSide:
         return lease
 
     def withdraw(self, key: Key, now: float) -> tuple[str, ...] | None:
-        """Never lend a request; see `RankCore.withdraw`."""
+        """Make sure that a request is never lent; see `RankCore.withdraw`."""
         if (lease := self.leases.get(key)) is not None:
             self.revoke(lease, now, "withdraw")
             return None
@@ -186,7 +186,7 @@ class PrefillSide:
         self._outbox.counters["requests.withdrawn"] += 1
         waited = []
         for parked in self._take_parked(key):
-            if isinstance(parked.message, Claim):  # releases were acknowledged when they came
+            if isinstance(parked.message, Claim):  # parked releases were acknowledged before
                 waited.append(parked.message.pull_id)
                 self._refuse(parked.message, parked.reply_to, parked.sender, Reason.WITHDRAWN)
         return tuple(waited)
@@ -197,13 +197,13 @@ class PrefillSide:
             self._follow(lease, lease.revoke(now, by), noted)
 
     def reclaim(self, num_blocks: int, now: float) -> tuple[Lease, ...]:
-        """Revoke requests until so many blocks are to return: the oldest of the reader engine that holds most, first.
+        """Revoke requests until `num_blocks` are about to return, first the oldest of the engine that holds most.
 
-        A request is kept for the length of one grant, and each reader engine that holds something keeps an equal share
-        of all blocks. So the only reader engine loses nothing, and neither does one that reads in time. Requests that
-        no reader has claimed count as those of one engine more, and so do all engines together that have read lately
-        and hold nothing: without keys an engine is a name, and one reader has many. Grants are kept, so blocks return
-        later than this.
+        A request is kept for the length of one grant, and each reader engine that holds blocks keeps an equal share of
+        all blocks. Therefore a single reader engine loses nothing, and neither does one that reads in time. Requests
+        that no reader has claimed count as one more engine. All engines that have read lately and hold nothing also
+        count as one, because without keys an engine is a name, and one reader can use many. Grants are kept, so blocks
+        return later than this call.
         """
         held: defaultdict[str, list[tuple[Lease, int]]] = defaultdict(list)
         for key, lease in self.leases.items():
@@ -222,7 +222,7 @@ class PrefillSide:
                 break
             lease, size = held[engine].pop(0)
             if now - lease.lent_at < lease.lent.grant_s:
-                del sizes[engine]  # all others of it are newer
+                del sizes[engine]  # all other requests of this engine are newer
                 continue
             sizes[engine] -= size
             num_blocks -= size
@@ -231,7 +231,7 @@ class PrefillSide:
         return tuple(revoked)
 
     def shut(self, how: str) -> None:
-        """Lend nothing any more, and tell readers that wait for a request that was not lent."""
+        """Lend nothing any more, and refuse readers that wait for a request that was not lent."""
         self.closed_as = how
         parked = [p for waiting in self._parked.values() for p in waiting.values()]
         self._parked.clear()
@@ -246,9 +246,9 @@ class PrefillSide:
     def receive(
         self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str = ""
     ) -> None:
-        """Take a reader's message, as the process start `sender` said it over the connection `reply_to`.
+        """Take a reader's message from the process start `sender`, over the connection `reply_to`.
 
-        `proven` is the key that this connection proved; it is empty without keys.
+        `proven` is the key that this connection proved, and empty without keys.
         """
         if self._unreachable:
             self._unreachable.pop(reply_to, None)
@@ -263,8 +263,8 @@ class PrefillSide:
         if type(answer) is Refused:
             self._outbox.counters[f"refused.{answer.reason}"] += 1
             if answer.reason is Reason.FOREIGN_PULL:
-                who, what, detail = lease.who(message, sender), WHAT[type(message)], short(answer.detail)
-                self._outbox.commands.append(ReaderRefused(who, what, answer.reason, detail))
+                reader, what, detail = lease.name_of(message, sender), WHAT[type(message)], short(answer.detail)
+                self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
         self._follow(lease, effects, noted)
 
@@ -336,15 +336,15 @@ class PrefillSide:
             self._answered.popitem(last=False)
 
     def _is_gone(self, lease: Lease, stray: Grant, now: float) -> bool:
-        """True if all its connections have ended, or its rank has started anew and it does not answer."""
+        """Return True if all connections of a grant have ended, or its rank has restarted and it does not answer."""
         if all(way in self._unreachable for way in stray.ways):
             return True
         is_silent = all(self._answered.get(way, -math.inf) < stray.probed_at for way in stray.ways)
-        is_asked = now - stray.probed_at >= PROBE_S / 2  # a lease is woken for other reasons as well
+        is_asked = now - stray.probed_at >= PROBE_S / 2  # a lease is woken for other reasons too, perhaps too early
         return is_asked and is_silent and self._readers.is_replaced(stray.sender, lease.keys.get(stray.reader, ""))
 
     def _engine_of(self, lease: Lease) -> str:
-        """Tell which engine has claimed: by the key that it proved, for a name is a reader's own word."""
+        """Return the claiming engine, by its proven key if there is one, because a reader chooses its own name."""
         for key in lease.keys.values():
             return key
         for sender in lease.names:
@@ -357,8 +357,8 @@ class PrefillSide:
         match self._ended.get(key):
             case None if self.spent.num_given_up:
                 return (
-                    f"was lent or withdrawn before, or was open for too long: {self.spent.max_gaps:,} times others "
-                    f"were lent beyond one that never was (withdraw those that are aborted)"
+                    f"was lent or withdrawn before, or was open for too long: later requests have passed over more "
+                    f"than {self.spent.max_gaps:,} gaps of requests that were never lent (withdraw aborted requests)"
                 )
             case None:
                 return "was lent or withdrawn before"
@@ -388,7 +388,7 @@ class PrefillSide:
             if reason is None:
                 self._park(message, reply_to, sender, now, proven)
                 return
-            # Nothing is owed any more; saying so ends the repeats.
+            # Nothing is owed any more, and an acknowledgement ends the repeats.
             self._outbox.counters["release.late"] += 1
             self._outbox.send(reply_to, sender, Ack(key, message.pull_id))
         elif reason is not None or isinstance(message, Renew):
@@ -401,47 +401,47 @@ class PrefillSide:
         if reason is Reason.ENGINE_CLOSED:
             detail = f"the engine is {self.closed_as}"
         if reason is Reason.WITHDRAWN and self._readers.minor_versions.get((sender, reply_to), 0) < 2:
-            reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # it does not know that reason
+            reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # an old reader does not know that reason
         self._outbox.send(reply_to, sender, Refused(message.key, message.pull_id, message.nonce, reason, detail))
 
-    # -- what came early ---------------------------------------------------------------------------
+    # -- early messages ----------------------------------------------------------------------------
 
     def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float, proven: str) -> None:
         place = (message.pull_id, sender, reply_to)
         waiting = self._parked.get(message.key, {})
         known = waiting.get(place)
-        # Half of the room is for whoever comes first. Then no connection goes beyond an eighth of all, so that one that
-        # floods us leaves room for others.
+        # Half of the room is first come, first served. Beyond that no connection gets more than an eighth of all, so
+        # that a connection that floods us leaves room for others.
         most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
         taken = self.num_parked
         full = taken >= most or (taken >= most // 2 and self._parked_by[proven or reply_to] >= share)
         if full and (known is None or len(message.request_id) > len(known.message.request_id)):
             self._outbox.counters["parked.refused"] += 1
             if isinstance(message, Claim):
-                # Not remembered; its sender repeats it.
+                # The claim is not kept, because its sender repeats it.
                 self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
             return
         until, kept = now + self._config.parked_s, message
         if known is not None:
             if isinstance(known.message, Release):
-                kept = known.message  # a claim that comes behind it is late: it wants the request no more
+                kept = known.message  # a claim that arrives after the release is late, and no longer wanted
             self._unpark(known)
         if known is not None and type(kept) is type(known.message):
-            until = known.until  # a lifetime of its own: repeats do not extend it
+            until = known.until  # repeats do not extend the time
         else:
-            # A release is repeated no more once it is acknowledged: it has all of its time, whatever came before.
+            # A release gets its whole time even after a claim, because no reader repeats an acknowledged release.
             self._parked_order.append((until, message.key, place))
             self.next_at = min(self.next_at, until)
         parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(
             kept, reply_to, sender, until, proven
         )
-        self._parked_by[parked.whose] += parked.room
+        self._parked_by[parked.sharer] += parked.room
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
             self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
         else:
-            # Taken: it will be applied when the request is lent, or the lease will expire.
+            # The release is applied when the request is lent; if it is dropped before, the lease will expire.
             self._outbox.send(reply_to, sender, Ack(message.key, message.pull_id))
 
     def _take_parked(self, key: Key) -> list[ParkedMessage]:
@@ -451,22 +451,22 @@ class PrefillSide:
         return parked
 
     def _forget(self, key: Key, release: Release, sender: str, now: float) -> None:
-        """Give up a release that was acknowledged and never applied."""
+        """Give up a release that was acknowledged and never applied, but remember it for the log."""
         cohort = release.cohort
-        who = rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
+        reader = rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
         detail = f"it came before the request was lent, and was kept for parked_s {self._config.parked_s:g}"
-        self._forgotten[key] = Refusal(now, "release", "parked_too_long", who, detail)
+        self._forgotten[key] = Refusal(now, "release", "parked_too_long", reader, detail)
         if len(self._forgotten) > MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
 
     def _unpark(self, parked: ParkedMessage) -> None:
-        self._parked_by[parked.whose] -= parked.room
-        if not self._parked_by[parked.whose]:
-            del self._parked_by[parked.whose]
+        self._parked_by[parked.sharer] -= parked.room
+        if not self._parked_by[parked.sharer]:
+            del self._parked_by[parked.sharer]
 
 
 def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:
-    """Return the blocks that one group's list names, without its placeholders, if they fit the group."""
+    """Return the blocks in one group's list, without its placeholders. Raise if they do not fit the group."""
     end = offer.first_token // group.block_size * group.block_size
     few: list[int] = []
     for first, count in offer.runs:
@@ -477,7 +477,7 @@ def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s
             break
         few += range(first, first + count)
     else:
-        # Most requests name a few blocks, and nothing is wrong with them: that is seen without any array.
+        # Most requests name a few valid blocks, which can be checked without an array.
         if end >= lent.num_tokens and (
             not few or (max(few) < group.num_blocks and len(set(few)) == len(few) and group.null_block not in few)
         ):
@@ -485,11 +485,11 @@ def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s
     where = f"group {index} ({group.name!r})"
     firsts, counts = columns = as_columns(offer.runs)
     check_covers(where, group, offer, lent.num_tokens, columns)
-    # The sum is bounded before anything is allocated by it.
+    # Bound the sum before allocating that much.
     real = firsts != NULL
     firsts, counts = firsts[real], counts[real]
     if int(counts.sum()) > group.num_blocks:
-        raise LocalProtocolError(f"request {lent.request_id!r} names more blocks than the {group.num_blocks} there are")
+        raise LocalProtocolError(f"request {lent.request_id!r} names more blocks than the group's {group.num_blocks}")
     blocks = expanded(firsts, counts)
     check_blocks(where, group, blocks)
     return blocks

@@ -1,18 +1,18 @@
-"""One attempt to read one request, from the first word to the last block returned.
+"""One attempt to read one request, from the first message to the last returned block.
 
     ANNOUNCED -> CONNECTING -> QUEUED -> READING -> CONFIRMING -> NOTIFYING -> RELEASED
 
-is the usual way. A failure before NOTIFYING leads to DRAINING, then NOTIFYING. QUARANTINED comes after NOTIFYING if
-something may still write. `docs/structure.md` has all ways, drawn from the tables.
+is the usual path. A failure before NOTIFYING leads to DRAINING, then NOTIFYING. QUARANTINED follows NOTIFYING if a
+transfer may still write. `docs/structure.md` has all paths, drawn from the tables.
 
-The **outcome** is bounded by the caller's deadline. The **custody** of the blocks is not: NIXL cannot cancel a
-transfer, so blocks go back only when nothing can write them any more. DRAINING waits for both, QUARANTINED for custody.
+The **outcome** is bounded by the caller's deadline. The **custody** of the blocks is not, because NIXL cannot cancel a
+transfer: blocks go back only when nothing can write them any more. DRAINING waits for both, QUARANTINED for custody.
 
-`ON_EVENT` and `WHEN` are the machine, and nothing else changes the state. A transition returns what it brings about for
-others, as `Effect`s, in order.
+`ON_EVENT` and `WHEN` are the machine, and nothing else changes the state. A transition returns its effects on others,
+as `Effect`s, in order.
 
 A pull claims and renews from the moment its ranks are known, so that a long queue (`core/flow.py`) costs no lease. It
-goes back to QUEUED, out of others' way, while its request is not lent yet.
+goes back to QUEUED while its request is not lent yet, so that others can read.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
 MAX_ASKED_S = 86_400.0
-"""No claim asks for more at once, however far the deadline is; renewals ask again."""
+"""Seconds that one claim asks for at most. If the deadline is later, renewals ask again."""
 
 MAX_HISTORY = 256
 
 
 class Kind(enum.Enum):
     ANNOUNCEMENT = enum.auto()
-    """Ranks are met and the lease is renewed; it becomes one of the next two when its caller asks for the blocks."""
+    """Meets ranks and renews the lease. It becomes one of the next two kinds when its caller asks for the blocks."""
     PULL = enum.auto()
-    """Blocks are to be filled."""
+    """Fills blocks."""
     HIT = enum.auto()
-    """Nothing is to be filled: all ranks are only released."""
+    """Fills nothing, and only releases all ranks."""
     DISCHARGE = enum.auto()
-    """All ranks are told that no attempt follows after all; there is no caller."""
+    """Tells all ranks that no attempt follows after all. It has no caller."""
 
 
 class PullState(enum.StrEnum):
@@ -69,41 +69,41 @@ class PullEvent(enum.StrEnum):
     STARTED = "started"
     """The caller gave the blocks to fill."""
     ROUTED = "routed"
-    """Every rank to read is ready, and it is known what is read of which."""
+    """Every rank to read is ready, and the reads are assigned to ranks."""
     ADMITTED = "admitted"
-    """There is room: it may read now."""
+    """There is room to read."""
     POSTED = "posted"
     """A transfer is about to be posted."""
     ANSWERED = "answered"
-    """A claim or renewal was answered, before there is an outcome."""
+    """A claim or renewal was answered before the outcome."""
     REFUSED = "refused"
-    """So it was, and the answer is the end of the attempt."""
+    """A refused claim or renewal ends the attempt."""
     ENDED = "ended"
     """A transfer ended well."""
     TRANSFER_FAILED = "transfer_failed"
     """A transfer failed, or fell in doubt."""
     FAILED = "failed"
-    """A plan was refused, or a peer is lost."""
+    """A plan was refused, or a peer was lost."""
     CANCELLED = "cancelled"
-    """The caller wants it no more, or needs nothing of it."""
+    """The caller cancelled the request, or needs nothing of it."""
     TIME_UP = "time_up"
     """The deadline has passed."""
     SETTLED = "settled"
-    """A rank needs no release any more: it has acknowledged it, refused it, or is gone."""
+    """A rank acknowledged or refused the release, or is gone."""
 
 
 class Effect(enum.Enum):
     EXPECT = enum.auto()
-    """It will want to read once its ranks are met."""
+    """The pull will ask to read once its ranks are met."""
     QUEUE = enum.auto()
     POST = enum.auto()
     LEAVE = enum.auto()
-    """It needs no room any more, and no place in the queue."""
+    """The pull needs no room and no place in the queue any more."""
     SEND = enum.auto()
     RETURN = enum.auto()
     TELL = enum.auto()
     FINISH = enum.auto()
-    """It is over: every rank was told, every block returned."""
+    """The pull is over: every rank is settled, and every block has returned."""
 
 
 S, E, DO, KIND = members(PullState), members(PullEvent), members(Effect), members(Kind)
@@ -127,7 +127,7 @@ ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
     S.QUARANTINED: dict.fromkeys((E.SETTLED, E.ENDED, E.TRANSFER_FAILED), S.QUARANTINED),
     S.RELEASED: {},
 }
-"""What each state takes. Most events only add to what is known: `WHEN` decides what follows. Late ones are normal."""
+"""Events that each state takes. Most only add knowledge, and `WHEN` decides what follows. Late events are normal."""
 
 
 def has_nothing_to_read(pull: Pull, now: float) -> bool:
@@ -145,8 +145,8 @@ def has_landed(pull: Pull, now: float) -> bool:
 
 def waits_to_be_lent(pull: Pull, now: float) -> bool:
     """It is not lent yet, and nothing runs."""
-    # It makes room, or both may wait for ever: the prefill engine may need the blocks of request A, which is lent and
-    # queued behind this one, before it can compute this one.
+    # The pull must make room, or two requests may wait for each other for ever: the prefill engine may need the blocks
+    # of request A, which is lent and queued behind this one, before it can compute this one.
     waits = False
     for source in pull.sources:
         if source.running:
@@ -209,12 +209,12 @@ WHEN: Mapping[PullState, Mapping[Condition, PullState]] = {
     S.QUARANTINED: {is_out_of_quarantine: S.RELEASED},
     S.RELEASED: {},
 }
-"""Acted upon at once: the first condition that holds, until none does."""
+"""Conditions that act at once. The first that holds is taken, until none holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """What a caller wants pulled, as `Engine.pull` takes it; the same for all attempts."""
+    """A caller's request, as `Engine.pull` takes it. It is the same for all attempts."""
 
     request_id: str
     groups: Sequence[tuple[int, BlockIds]]
@@ -237,7 +237,7 @@ class Pull:
     digest: bytes
     sources: list[Source]
     route: Route
-    """The ranks of its prefill group; also says whose budget it takes."""
+    """The ranks of the prefill group, and the flow whose budget the pull uses."""
     limits: PullConfig
     called_at: float
     deadline: float
@@ -246,26 +246,26 @@ class Pull:
     attempt: int = 1
     retryable: frozenset[Reason] = frozenset()
     is_last: bool = True
-    """If it fails no other attempt follows: the reader is discharged."""
+    """True if no other attempt follows a failure, so that the reader is discharged."""
     kind: Kind = KIND.PULL
 
     state: PullState = S.ANNOUNCED
     lists: BlockLists | None = None
-    """What to fill, and from which blocks; None while only announced."""
+    """Blocks to fill, and blocks to read; None while only announced."""
     reason: Reason | None = None
-    """The outcome, once there is one (COMPLETE or why not)."""
+    """The outcome, once there is one: COMPLETE, or the reason of the failure."""
     detail: str = ""
     failure: tuple[Reason, str] | None = None
     unmet: tuple[Reason, str] | None = None
     """Why a rank that might have been read was not met."""
     not_before: float = -math.inf
-    """Another attempt would meet a rank in its back-off until then."""
+    """Time until which another attempt would meet a rank in its back-off."""
     drain_by: float = math.inf
     is_returned: bool = False
     is_retired: bool = False
     """True once the blocks were held for `held_s`: they are never reused in this process."""
     number: int = 0
-    """Of all leases and pulls of the rank, in the order in which they began."""
+    """Place among all leases and pulls of the rank, in the order in which they began."""
     arrival: int = 0
 
     begun_at: float = math.inf
@@ -278,7 +278,7 @@ class Pull:
     failed_in: str = ""
     waited_for: str = ""
     unanswered: tuple[str, ...] = ()
-    """Ranks that were given up before they acknowledged the release."""
+    """Ranks that did not acknowledge the release before it was given up."""
     published_at: float = math.inf
     released_at: float = math.inf
     warn_at: float = math.inf
@@ -291,7 +291,7 @@ class Pull:
     rereads: int = 0
     history: notes.History = field(default_factory=list)
     num_traced: int = 0
-    """History entries that were reported one by one."""
+    """Number of history entries that were reported one by one."""
     scheduled_at: float = math.inf
     _effects: list[Effect] = field(default_factory=list)
 
@@ -315,15 +315,15 @@ class Pull:
 
     @property
     def not_lent_yet(self) -> bool:
-        """A rank has said that the request is not lent yet: reading now would be in vain."""
-        for source in self.sources:  # asked often: no generator
+        """Return True if a rank has said that the request is not lent yet, so that reading now would be useless."""
+        for source in self.sources:  # no generator, because this is called often
             if source.not_lent_yet and source.role is ROLE.READ:
                 return True
         return False
 
     @property
     def is_answered(self) -> bool:
-        """Every rank that is to be read has granted the request."""
+        """Return True if every rank that is to be read has granted the request."""
         return all(source.covered_until > -math.inf for source in self.sources if source.reads)
 
     @property
@@ -366,8 +366,8 @@ class Pull:
         return self.published_at + self.limits.held_s if held else math.inf
 
     def is_abandoned(self, silent_s: float) -> bool:
-        """True if nothing was read and its embedder was silent for about a lease: it is renewed no more."""
-        # One renewal early, because what is noticed at the next would outlast the lease.
+        """Return True if nothing was read and the embedder was silent for about a lease, so that renewals stop."""
+        # One renewal early, because a silence that is noticed at the next renewal would outlast the lease.
         patience_s = max(self.params.lease_s - self.params.renew_s, self.params.lease_s / 2)
         return silent_s >= patience_s and self.state in _UNREAD and not self.num_posted and self.failure is None
 
@@ -377,7 +377,7 @@ class Pull:
 
     @property
     def until(self) -> float:
-        """When this state ends at the latest; infinite if nothing bounds it."""
+        """Return when this state ends at the latest; infinite if nothing bounds it."""
         if self.state is S.DRAINING:
             return min(self.drain_by, self.deadline)
         if self.is_published:
@@ -387,23 +387,23 @@ class Pull:
 
     @property
     def held_as(self) -> tuple[str, float]:
-        """Why the blocks are held, in a word, and when that ends at the latest."""
+        """Return in a word why the blocks are held, and when that ends at the latest."""
         if self.is_published:
             return "retired" if self.is_retired else "quarantined", self.retire_at
         return self.state.value, self.deadline
 
     def is_orderly(self, now: float) -> bool:
-        """True if it is only announced, and has time left until it is to be pulled."""
+        """Return True if the pull is only announced, and its deadline has not passed."""
         return self.lists is None and not self.is_published and now < self.deadline
 
     def take_warning(self, now: float) -> bool:
-        """Say once that it has been in one state for `warn_s`, and again at each doubling."""
+        """Return True once after `warn_s` in one state, and again at each doubling of that time."""
         if now < self.warn_at:
             return False
         since = self.since
         self.warn_at = since + self.warn_s
         if now < self.warn_at:
-            return False  # it has moved on
+            return False  # the state has changed since
         while self.warn_at <= now:
             self.warn_at = since + 2 * (self.warn_at - since)
         return True
@@ -425,7 +425,7 @@ class Pull:
         return self._settle(after, now)
 
     def routed(self, tables: Sequence[PeerTables | None], now: float) -> list[Effect]:
-        """It is known what is read of each source, None of some; those are ready, and claimed beside the read."""
+        """Take the tables to read from each source, or None for a source that is only released. Claim with the read."""
         after = ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED)
         if now < self.ready_at:
             self.ready_at = now
@@ -438,21 +438,21 @@ class Pull:
         return self._settle(after, now)
 
     def could_not_meet(self, not_before: float) -> None:
-        """A rank could not be met, and not before a certain time again."""
+        """Note that a rank could not be met, and may not be met again before a certain time."""
         self.not_before = max(self.not_before, not_before)
 
     def goes_without(self, source: Source, reason: Reason, detail: str) -> None:
-        """A rank that might have been read is not, since it could not be met; others may hold the same."""
+        """Give up reading a rank that could not be met, because others may hold the same."""
         source.not_wanted()
         self.unmet = self.unmet or (reason, detail)
 
     def unplannable(self, reason: Reason, detail: str, now: float) -> list[Effect]:
-        """There is room for it, but its plan cannot be made; see `admitted`."""
+        """Fail an admitted pull, because its plan cannot be made; see `admitted`."""
         self.admitted_at = min(self.admitted_at, now)
         return self.fail(reason, detail, now)
 
     def admitted(self, plans: Iterable[tuple[Source, Plan]], now: float) -> list[Effect]:
-        """It may read, according to these plans of sources that have none yet."""
+        """Begin to read, with these plans for the sources that have none yet."""
         after = ON_EVENT[self.state].get(E.ADMITTED) or self._impossible(E.ADMITTED)
         for source, plan in plans:
             source.start(plan, self.limits.max_post_bytes, self.limits.max_post_descriptors)
@@ -469,14 +469,14 @@ class Pull:
         return self._settle(after, now)
 
     def met(self, source: Source, now: float) -> list[Effect]:
-        """A rank that will be read is ready: claim at once, beside the read."""
+        """Claim at once from a rank that will be read and is ready, so that the claim leaves with the read."""
         if source.claim_at < math.inf or source.nonces or self.state not in _CLAIMS:
             return []
         source.claim_at = now
         return [DO.SEND]
 
     def answered(self, source: Source, answer: Granted | NotYet | Refused, now: float) -> list[Effect] | None:
-        """Take an answer to a claim or renewal; None if it changes nothing (stale, repeated, forged)."""
+        """Take an answer to a claim or renewal. Return None if it changes nothing (stale, repeated, forged)."""
         if answer.nonce not in source.nonces or self.reason is not None:
             return None
         event = E.ANSWERED
@@ -508,7 +508,7 @@ class Pull:
         return self._settle(ON_EVENT[self.state][event], now)
 
     def posted(self, source: Source, transfer_id: TransferId, before: float) -> ReadRequest:
-        """Take the next read of a source, which is about to be posted; `before` was read before that."""
+        """Return the next read of a source, which is about to be posted. `before` is a time before that."""
         after = ON_EVENT[self.state].get(E.POSTED) or self._impossible(E.POSTED)
         if after is not self.state:
             self._enter(after, before)
@@ -522,7 +522,7 @@ class Pull:
     def ended(
         self, source: Source, transfer: TransferEnded, num_bytes: int, detect_s: float, now: float
     ) -> list[Effect]:
-        """Take the end of a transfer, observed before `now`; it was found at most `detect_s` after it ended."""
+        """Take the end of a transfer, observed before `now`. The transfer ended at most `detect_s` earlier."""
         is_done = transfer.ending is ENDING.DONE
         event = E.ENDED if is_done else E.TRANSFER_FAILED
         after = ON_EVENT[self.state].get(event) or self._impossible(event)
@@ -545,7 +545,7 @@ class Pull:
         return self._settle(after, now)
 
     def cancel(self, now: float, reason: Reason = Reason.CANCELLED) -> list[Effect]:
-        """Its caller wants it no more; or needs nothing of it (`DISCHARGED`)."""
+        """End the pull, because the caller cancelled it or needs nothing of it (`DISCHARGED`)."""
         after = ON_EVENT[self.state].get(E.CANCELLED) or self._impossible(E.CANCELLED)
         self._fail(reason, reason.value, now)
         return self._settle(after, now)
@@ -608,11 +608,11 @@ class Pull:
             case Reason.COMPLETE | Reason.DISCHARGED:
                 return Outcome.COMPLETE
             case Reason.STANDSTILL:
-                return Outcome.FAILED  # else the lease would stand for a reader that does not come
+                return Outcome.FAILED  # else the lease would wait for a reader that does not come back
             case reason if not self.is_last or reason in self.retryable:
                 return Outcome.RETRY
             case reason if self.kind is KIND.ANNOUNCEMENT and reason not in (Reason.CANCELLED, Reason.TIMEOUT):
-                # Only announced: whoever announced it has not given up, and may still ask for the blocks.
+                # The caller has only announced the request, and may still ask for the blocks.
                 return Outcome.RETRY
             case Reason.CANCELLED:
                 return Outcome.CANCELLED
@@ -635,7 +635,7 @@ class Pull:
             else:
                 break
         else:
-            raise AssertionError(f"the conditions of pull {self.pull_id} lead round in a circle by {self.state.name}")
+            raise AssertionError(f"the conditions of pull {self.pull_id} have a cycle through {self.state.name}")
         if self.state is S.CONFIRMING:
             self._ask_for_proof(now)
         effects, self._effects = self._effects, []
@@ -661,7 +661,7 @@ class Pull:
             case S.CONFIRMING:
                 self._effects.append(DO.LEAVE)
             case S.NOTIFYING:
-                if before is not S.CONFIRMING:  # else it has left
+                if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
                     self._effects.append(DO.LEAVE)
                 self._publish(now)
             case S.QUARANTINED:
@@ -695,7 +695,7 @@ class Pull:
     def _fail(self, reason: Reason, detail: str, now: float) -> None:
         if self.failure is not None or self.reason is not None:
             return
-        assert reason is not Reason.COMPLETE  # that is for whom nothing failed
+        assert reason is not Reason.COMPLETE
         self.failure = (reason, detail)
         self.failed_at, self.failed_in, self.waited_for = now, self._phase, self._waiting_for(now)[1]
         is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
@@ -710,7 +710,7 @@ class Pull:
                 self.rereads += 1
 
     def _ask_for_proof(self, now: float) -> None:
-        """It is too late for every promise so far: claim once more, now that everything has landed."""
+        """Claim once more, now that everything has landed, because no grant so far covers the read."""
         for source in self.sources:
             if source.role is not ROLE.READ or source.proven:
                 continue
@@ -737,7 +737,7 @@ class Pull:
 
     @property
     def _phase(self) -> str:
-        """What this is at, or was when it began to drain, by the names of `asynckv.observe.log.phases`."""
+        """Return the phase of the pull, or its phase before DRAINING, as `asynckv.observe.log.phases` names it."""
         states = (text for _, text in reversed(self.history) if isinstance(text, PullState) and text is not S.DRAINING)
         match next(states, S.ANNOUNCED):
             case S.ANNOUNCED:
@@ -754,7 +754,7 @@ class Pull:
                 return "queue"
 
     def _waiting_for(self, now: float) -> tuple[Reason, str]:
-        """Say what a pull waits for, and why it fails if that does not come in time."""
+        """Return the reason if the deadline passes now, and in words what the pull waits for."""
         if self.state is S.ANNOUNCED:
             return Reason.TIMEOUT, "announced and never pulled"
         if self.state is S.CONNECTING:
@@ -782,8 +782,8 @@ class Pull:
             lambda source: source.reads and not source.proven
         )
 
-    def _names(self, chosen: Callable[[Source], bool], nobody: str = "nobody") -> str:
-        return ", ".join(source.where for source in self.sources if chosen(source)) or nobody
+    def _names(self, chosen: Callable[[Source], bool], default: str = "no rank") -> str:
+        return ", ".join(source.where for source in self.sources if chosen(source)) or default
 
 
 _UNREAD = (S.ANNOUNCED, S.CONNECTING, S.QUEUED)
@@ -791,5 +791,5 @@ _CLAIMS = (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
 
 
 def _since(seconds: float) -> str:
-    """Say how old an answer is, if it should have been repeated since."""
-    return f" (as it said {seconds:.0f} s ago, and nothing since)" if seconds > 2 * MAX_CLAIM_PAUSE_S else ""
+    """Return words for the age of an answer that should have been repeated since."""
+    return f" (its last answer was {seconds:.0f} s ago)" if seconds > 2 * MAX_CLAIM_PAUSE_S else ""

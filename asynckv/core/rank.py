@@ -1,4 +1,4 @@
-"""One engine rank put together: calls, packets and time come in, messages and commands go out.
+"""One engine rank as a whole: calls, packets and time come in, messages and commands go out.
 
     calls     lend, withdraw                   -> prefill side
               announce, pull, cancel, discharge, let_go -> decode side
@@ -7,7 +7,7 @@
               of ranks that we read             -> decode side
     time      tick                              -> the parts that asked to be woken
 
-Everything comes with `now`. What the planes say of transfers, peers and addresses goes to `RankCore.decode` directly.
+Every input comes with `now`. Reports of the planes on transfers, peers and addresses go directly to `RankCore.decode`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from asynckv.geometry.overlap import pools
 from asynckv.geometry.pairing import BlockLists, common_prefix
 
 AGAIN_S = 1.0
-"""When something is woken again whose turn met a bug."""
+"""Seconds until an item is woken again after its turn met a bug."""
 
 MALFORMED = 100
-"""What a malformed packet costs its sender, in messages."""
+"""Cost of a malformed packet to its sender, in messages."""
 
 
 _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
@@ -84,14 +84,14 @@ class RankCore:
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._hellos_of_one = Limiter(limits.hellos_per_s / 4, limits.hello_burst / 4)
-        """Of a connection: without keys a whole host shares the other budget."""
+        """Limit of each connection, because without keys a whole host shares the other limit."""
         self._pull_ids = itertools.count(1)
         self._pull_prefix = f"{identity.incarnation[:16]}-"
 
     # -- calls -------------------------------------------------------------------------------------
 
     def lend(self, params: KVTransferParams, readers: int, now: float) -> Lease:
-        """Lend what the params describe."""
+        """Lend the request that the params describe."""
         if self.prefill.closed_as:
             self._check_open()
         check_lease(params.lease_s, self.config.lease.max_lease_s)
@@ -116,8 +116,8 @@ class RankCore:
         return self.prefill.lend(lent, now)
 
     def withdraw(self, params: KVTransferParams, now: float) -> tuple[str, ...] | None:
-        """Never lend a request; revoke it if it is lent. Return the pulls that waited; None if it was lent or withdrawn
-        before.
+        """Make sure that a request is never lent, and revoke it if it is. Return the pulls that waited, or None if the
+        request was lent or withdrawn before.
         """
         self._check_ours(params)
         return self.prefill.withdraw(params.key, now)
@@ -132,7 +132,7 @@ class RankCore:
             )
 
     def announce(self, request_id: str, params: KVTransferParams, cohort_id: str, wait_s: float, now: float) -> Pull:
-        """Start a pull without blocks: handshake, claim and renewals happen from here on, for `wait_s` at most."""
+        """Start a pull without blocks. Handshake, claim and renewals begin now, and last for `wait_s` at most."""
         pull = self.decode.by_request.get(RequestId(request_id))
         if pull is not None and pull.lists is None:
             self._check_announced(pull, PullRequest(request_id, (), params, cohort_id))
@@ -159,11 +159,11 @@ class RankCore:
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
             raise refusal(
                 request.request_id,
-                f"request {request.request_id[:200]!r} is lent by this very rank, and no transfer leads from a NIXL "
-                f"agent to itself; use the blocks where they are, or discharge it",
+                f"request {request.request_id[:200]!r} is lent by this very rank, and a NIXL agent cannot read from "
+                f"itself; use the blocks in place, or discharge the request",
             )
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
-        # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
+        # Only the stages themselves know their layers, so any of them may turn out to hold nothing of ours.
         predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
         return Pull(
             pull_id=pull_id,
@@ -195,8 +195,8 @@ class RankCore:
         attempt: int = 1,
         retryable: frozenset[Reason] = frozenset(),
     ) -> Pull:
-        """Fill blocks: continue what was announced under this id, or start anew. `retryable`: failures after which
-        another attempt follows.
+        """Fill blocks: continue the pull that was announced under this id, or start a new one. Another attempt follows
+        the failures in `retryable`.
         """
         request_id, params = request.request_id, request.params
         pull = self.decode.by_request.get(RequestId(request_id))
@@ -206,7 +206,7 @@ class RankCore:
         if request.num_tokens is not None or request.hashes is not None:
             wanted = self._wanted_tokens(request)
         blocks = check_block_ids(self.identity.layout, request.groups, wanted)
-        # Before anything is started: a caller who got a block wrong may ask again with another.
+        # Check before anything is started, so that a caller with a wrong block may ask again with another.
         held = self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         most = self.config.pull.max_queued
@@ -224,13 +224,13 @@ class RankCore:
             self._check_announced(pull, request)
             pull.wanted(request.is_last, request.priority, retryable)
         else:
-            # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
+            # A full prefix hit reads no rank, so no rank need be met, and all ranks are released.
             kind = KIND.HIT if lists.is_empty else KIND.PULL
             pull = self._make_pull(request, timeout_s, now, kind, attempt=attempt, retryable=retryable)
         try:
             self.decode.start(pull, lists, held, now + timeout_s, now)
         except BaseException:
-            # Whoever is told that it failed must not have his blocks filled behind his back.
+            # After an error the caller reuses its blocks, so nothing may fill them any more.
             if self.decode.pulls.get(pull.pull_id) is pull and pull.reason is None:
                 self.decode.cancel(pull, now)
             raise
@@ -277,7 +277,7 @@ class RankCore:
     def discharge(self, request_id: str, params: KVTransferParams, cohort_id: str, now: float) -> None:
         """Tell all ranks of a request that this reader needs nothing of it, announced or not.
 
-        Nobody is met for it, and nothing new begins: so it may come while the engine drains.
+        No rank is met and nothing new begins, so this is allowed while the engine drains.
         """
         request = PullRequest(request_id, (), params, cohort_id)
         pull = self.decode.by_request.get(RequestId(request_id))
@@ -291,14 +291,14 @@ class RankCore:
         self.decode.cancel(pull, now, Reason.DISCHARGED)
 
     def let_go(self, request: PullRequest, reason: Reason, now: float) -> None:
-        """Tell all ranks of a request that its last attempt was the last; no pull of it may be without an outcome."""
+        """Tell all ranks of a request that no attempt follows. No pull of the request may be without an outcome."""
         request = replace(request, is_last=True)
         pull = self._make_pull(request, self.config.pull.timeout_s, now, KIND.DISCHARGE)
         self.decode.announce(pull, now)
         self.decode.fail(pull, reason, "no attempt follows", now)
 
     def close(self, now: float, how: str = "closed") -> None:
-        """Take nothing new, cancel every pull, revoke every lease; say goodbye once that has settled."""
+        """Take nothing new, cancel every pull, and revoke every lease. Goodbye follows once that has settled."""
         self.shut(how)
         for pull in list(self.decode.by_request.values()):
             self.decode.cancel(pull, now)
@@ -306,7 +306,7 @@ class RankCore:
             self.prefill.revoke(lease, now, how)
 
     def shut(self, how: str = "draining") -> None:
-        """Take nothing new, and tell everyone who shook hands; `how` is for people."""
+        """Take nothing new, and tell all ranks that shook hands. `how` is a word for people."""
         was_open = not self.is_closed
         self.prefill.shut(how)
         if was_open:
@@ -322,27 +322,27 @@ class RankCore:
 
     @property
     def is_bound(self) -> bool:
-        """True while a promise runs, or a pull has no outcome yet."""
+        """True while a lease is open, or a pull has no outcome yet."""
         return bool(self.prefill.leases) or any(not pull.is_published for pull in self.decode.pulls.values())
 
     # -- events ------------------------------------------------------------------------------------
 
     def receive(self, origin: Address | ReplyTo, data: bytes, now: float, principal: str = "") -> None:
-        """Take a packet's bytes, received before `now`; `principal` is the key or host that it came from."""
-        whose = principal if principal.startswith("key:") else origin  # one key's connections share, one host's do not
-        if not self._messages.take(whose, now):
+        """Take a packet's bytes, received before `now`. `principal` is the key or host that it came from."""
+        sharer = principal if principal.startswith("key:") else origin  # one key's connections share, one host's do not
+        if not self._messages.take(sharer, now):
             self.outbox.counters["dropped.too_many"] += 1
             return
         try:
             packet = wire.decode_packet(data)
         except RemoteProtocolError as exc:
             self.outbox.counters["dropped.malformed"] += 1
-            self._messages.charge(whose, now, MALFORMED)
+            self._messages.charge(sharer, now, MALFORMED)
             if isinstance(exc, wire.OtherVersion):
                 self._foreign_version(origin, str(exc), now)
             return
         if len(packet.messages) > 1:
-            self._messages.charge(whose, now, len(packet.messages) - 1)
+            self._messages.charge(sharer, now, len(packet.messages) - 1)
         misdirected = packet.target not in ("", self.identity.incarnation)
         if isinstance(origin, str):
             if misdirected:
@@ -360,18 +360,18 @@ class RankCore:
                 self._serve(message, ReplyTo(origin), packet.sender, now, principal)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
-        """Note that the data plane's agent has ended, and with it our own reads if `reads`. What is lent stays lent."""
+        """Note that the data plane's agent has ended, and with it our own reads if `reads`. Lent blocks stay lent."""
         self.readers.agent_lost()
         self.outbox.counters["agents_lost"] += 1
         if reads:
             self.decode.unloaded(cause, now)
 
     def agent_replaced(self, agent_name: str, metadata: bytes) -> None:
-        """Let whoever shakes hands from now on read through another agent."""
+        """Let readers that shake hands from now on read through another agent."""
         self.readers.agent_replaced(agent_name, metadata, self.prefill.closed_as, bool(self.prefill.leases))
 
     def tick(self, now: float, most: int = 256) -> None:
-        """Let time pass for up to `most` pulls, leases and peers; `next_at` says when to come back."""
+        """Let time pass for up to `most` pulls, leases and peers. `next_at` says when to call again."""
         self.prefill.tick(now)
         self.watch.tick(now)
         self.survey.tick(now)
@@ -382,7 +382,7 @@ class RankCore:
             try:
                 self._wake(item, now)
             except Exception:
-                self.timers.wake(item, now + AGAIN_S)  # a bug is reported, and must not end a deadline
+                self.timers.wake(item, now + AGAIN_S)  # a reported bug must not stop the item's deadlines
                 raise
 
     def _wake(self, item: Timed, now: float) -> None:
@@ -421,7 +421,7 @@ class RankCore:
             case wire.StatusRequest() if message.most or not self.config.inspect.enabled:
                 if not self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal):
                     self.outbox.counters["dropped.too_many_hellos"] += 1
-            # Counting everything takes long where there is much.
+            # Counting takes long if there are many requests, so the question is rate-limited.
             case wire.StatusRequest() if self._may_ask(principal, route, now):
                 layout = self.identity.layout
                 here = self.identity.engine_id, layout.tp_rank, layout.tp_size
@@ -439,5 +439,5 @@ class RankCore:
         if isinstance(origin, str):
             self.decode.foreign_version(Address(origin), detail, now)
         else:
-            # Whatever it was, the answer's first field tells its sender which version is spoken here.
+            # The first field of the answer tells the sender which version this side speaks, whatever it asked.
             self.readers.refuse("", "hello", ReplyTo(origin), "", wire.Unwelcome(0, Reason.PROTOCOL, detail))

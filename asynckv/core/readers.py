@@ -1,7 +1,7 @@
-"""Ranks that read from this one: how their hellos are answered, and what they are told when service ends.
+"""Ranks that read from this one: answers to their hellos, and messages to them when service ends.
 
-Every refusal names what was meant and what is here. Hellos wait while no agent serves our memory. `Draining` and
-`Goodbye` are courtesy: nothing depends on them.
+Every refusal names the rank that was meant and the rank that is here. Hellos wait while no agent serves our memory.
+`Draining` and `Goodbye` are a courtesy, and nothing depends on them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from asynckv.core.types import SHOWN_LETTERS, Cohort, Reason, ReplyTo, rank_name
 from asynckv.geometry.layout import Layout
 
 _Rank = tuple[str, int, int]
-"""A rank that reads: its engine, TP rank and stage, by its own word."""
+"""A reading rank: its engine, TP rank and stage, as it names itself."""
 
 DOCTOR = "asynckv-doctor-"
-"""The beginning of the cohort of `asynckv doctor --to`."""
+"""Prefix of the cohort of `asynckv doctor --to`."""
 
 MAX_READERS = 65_536
 MAX_WAITING = 4096
@@ -31,7 +31,7 @@ MAX_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What names this rank, once its data plane is up. Nonces start at random: none is guessed from an older run."""
+    """The names of this rank, once its data plane is up. Nonces start at random, not to be guessed from older runs."""
 
     engine_id: str
     incarnation: str
@@ -50,16 +50,16 @@ class Readers:
     def __init__(self, identity: Identity, outbox: Outbox) -> None:
         self.minor_versions: dict[tuple[str, ReplyTo], int] = {}
         """Protocol minor version by process start and way back, the latest last. A process that greets in another's
-        name hears what the other hears, and takes nothing from it."""
+        name hears what the other hears, but the other still hears it as well."""
         self._identity, self._outbox = identity, outbox
         self._layout = msgspec.Raw(msgspec.msgpack.encode(identity.layout))
         self._set_agent(identity.agent_name, identity.metadata)
         self._met: OrderedDict[tuple[str, str], _Rank] = OrderedDict()
-        """Process starts that were welcomed, with the key that each proved -> which rank each is a start of."""
+        """Welcomed process start and the key that it proved -> its rank."""
         self._newest: dict[tuple[_Rank, str], str] = {}
-        """By rank and key: the process start that was welcomed last."""
+        """Rank and key -> the process start that was welcomed last."""
         self._waiting: dict[tuple[str, ReplyTo], tuple[wire.Hello, str]] = {}
-        """Hellos that came while there was no agent, the last of each, with the key that its connection proved."""
+        """Last hello of each process that came while there was no agent, with the key that its connection proved."""
 
     # -- our side ----------------------------------------------------------------------------------
 
@@ -88,9 +88,9 @@ class Readers:
     # -- theirs ------------------------------------------------------------------------------------
 
     def greet(self, hello: wire.Hello, route: ReplyTo, source: str, proven: str, closed_as: str, lends: bool) -> None:
-        """Answer a hello. `proven` is its connection's key, `closed_as` how this rank takes nothing new."""
+        """Answer a hello. `proven` is its connection's key, and `closed_as` says why this rank takes nothing new."""
         if not self._has_agent:
-            # It is answered when there is an agent to be told of; one that does not fit in is repeated.
+            # The answer waits until there is an agent to name. If there is no room, the reader repeats its hello.
             if (source, route) in self._waiting or len(self._waiting) < MAX_WAITING:
                 self._waiting[source, route] = hello, proven
             return
@@ -103,7 +103,7 @@ class Readers:
             self.minor_versions.pop((source, route), None)
             self.minor_versions[source, route] = hello.minor
             if len(self.minor_versions) > MAX_READERS:
-                # Only for courtesy: who has not been heard of for longest does without.
+                # The process that was not heard of for longest goes without the courtesy.
                 del self.minor_versions[next(iter(self.minor_versions))]
             if closed_as:
                 self._say_draining(route, source, hello.minor)
@@ -119,37 +119,37 @@ class Readers:
         return wire.Welcome(hello.nonce, wire.MAJOR, wire.MINOR, self._identity.engine_id, *self._agent, self._layout)
 
     def misdirected(self, message: wire.Message, route: ReplyTo, source: str) -> None:
-        """Answer what was meant for a process that is no more."""
-        detail, who = f"{self._identity.name} listens here now", f"?@{source[:SHOWN_LETTERS]}"
+        """Refuse a message that was meant for a process that no longer exists."""
+        detail, reader = f"{self._identity.name} listens here now", f"?@{source[:SHOWN_LETTERS]}"
         answer: wire.Refused | wire.Unwelcome
         match message:
             case wire.Claim() | wire.Renew() | wire.Release():
                 answer, what = refused(message, Reason.RESTARTED, detail), WHAT[type(message)]
                 if not isinstance(message, wire.Renew):
-                    who = _name(message.cohort, source)
+                    reader = _name(message.cohort, source)
             case wire.Hello():
                 is_meant = self._is_meant(message)
                 answer = (
                     wire.Unwelcome(message.nonce, Reason.RESTARTED, detail) if is_meant else self._wrong_target(message)
                 )
-                what, who = "hello", _name(message.reader, source)
+                what, reader = "hello", _name(message.reader, source)
             case _:
                 return
-        self.refuse(who, what, route, source, answer)
+        self.refuse(reader, what, route, source, answer)
 
-    def refuse(self, who: str, what: str, route: ReplyTo, source: str, answer: wire.Refused | wire.Unwelcome) -> None:
+    def refuse(self, name: str, what: str, route: ReplyTo, source: str, answer: wire.Refused | wire.Unwelcome) -> None:
         self._outbox.send(route, source, answer)
-        self._outbox.commands.append(ReaderRefused(who, what, answer.reason, short(answer.detail)))
+        self._outbox.commands.append(ReaderRefused(name, what, answer.reason, short(answer.detail)))
 
     # -- inside ------------------------------------------------------------------------------------
 
     def is_replaced(self, source: str, proven: str) -> bool:
-        """A later start of the same rank, with the same key, was welcomed after this one."""
+        """Return True if a later start of the same rank, with the same key, was welcomed after this one."""
         rank = self._met.get((source, proven))
         return rank is not None and self._newest.get((rank, proven), source) != source
 
     def engine_of(self, source: str) -> str:
-        """Name the engine that a process start without a key belongs to, by its own word; or that start."""
+        """Return the engine that a process start without a key names as its own, or that start itself."""
         rank = self._met.get((source, ""))
         return source if rank is None else rank[0]
 
@@ -164,7 +164,7 @@ class Readers:
             (oldest, key), rank = self._met.popitem(last=False)
             if self._newest.get((rank, key)) == oldest:
                 del self._newest[rank, key]
-        # `asynckv doctor --to` never reads: a log that named it would send people after a process that has long ended.
+        # `asynckv doctor --to` never reads, so naming it would make people look for a process that has long ended.
         if not reader.id.startswith(DOCTOR):
             self._outbox.commands.append(ReaderMet(_name(reader, source), source, hello.minor))
 

@@ -1,7 +1,7 @@
-"""Which remote ranks a request has to do with, and what is read of each: worked out once per set of ranks.
+"""The remote ranks that a request concerns, and the reads from each, computed once per set of ranks.
 
-A reader releases all ranks of a prefill group that overlap it (`answered_for`), and reads some. The usual rule predicts
-which (`is_predicted`); what the ranks say they hold decides (`choose_sources`).
+A reader releases all ranks of a prefill group that overlap it (`answered_for`), and reads some of them. The usual rule
+predicts which (`is_predicted`); the layouts of the ranks decide (`choose_sources`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asynckv.geometry.tables import PeerTables
 MAX_ENDPOINTS = 65_536
 
 MAX_SOURCES = 128
-"""Most remote ranks that one pull answers for: each costs a link and a handshake, and params are made by strangers."""
+"""Most remote ranks of one pull, because each costs a link and a handshake, and strangers can make params."""
 
 MAX_CHOICES = 4096
 
@@ -31,9 +31,9 @@ Chosen = tuple[PeerTables | None, ...]
 
 
 class Ready(NamedTuple):
-    """The ranks of a route, all of them ready, and what is read of each (None: it is only released).
+    """The ranks of a route, all of them ready, and the tables to read from each (None: it is only released).
 
-    It holds while `Peers.num_changes` is still the same.
+    It is valid while `Peers.num_changes` is unchanged.
     """
 
     num_changes: int
@@ -47,8 +47,8 @@ def refusal(request_id: str, text: str) -> PlanRefused:
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """The ranks of a prefill group that this reader answers for, by stage and rank; and what later requests need not
-    find out again, by wanted groups.
+    """The ranks of a prefill group that this reader answers for, by stage and rank. `ready` saves work for later
+    requests, by wanted groups.
     """
 
     ranks: tuple[RemoteRank, ...]
@@ -57,19 +57,19 @@ class Route:
 
 
 class Routes:
-    """What is known of prefill groups, and of the ranks that were met."""
+    """Knowledge about prefill groups, and about the ranks that were met."""
 
     def __init__(self, layout: Layout, on_tables: Callable[[Peer, PeerTables], None]) -> None:
         self._layout, self._on_tables = layout, on_tables
-        # One source of ids for all peers: two of them may be one process under two addresses.
+        # All peers share one source of ids, because two of them may be one process under two addresses.
         self._table_ids = itertools.count(1)
         self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
         self._num_endpoints = 0
         self._chosen: dict[tuple[FlowKey, tuple[int, ...]], Chosen | str] = {}
-        """Ranks that were met together, and wanted groups -> what is read of each, or why they are not enough."""
+        """Ranks that were met together, and wanted groups -> tables to read from each, or why these are not enough."""
 
     def answered_for(self, request_id: str, params: KVTransferParams) -> Route:
-        """Return the remote ranks that this one answers for; raise `PlanRefused` if they are no whole group."""
+        """Return the remote ranks that this one answers for, or raise `PlanRefused` if params list no whole group."""
         group = (params.engine_id, tuple(params.endpoints), params.tp_size, params.pp_size)
         found = self._groups.get(group)
         if found is None:

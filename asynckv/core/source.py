@@ -1,16 +1,16 @@
-"""One remote rank of one attempt: what was asked of it, read from it, proven of it, and what it was told.
+"""One remote rank of one attempt: its claims, its reads, the proof of its bytes, and its release.
 
-A pull has a `Source` for every remote rank that this reader answers for. It claims (and renews) a promise of the
-blocks, reads them one read request after the other, and releases the rank in the end, read or not.
+A pull has a `Source` for every remote rank that this reader answers for. The source claims (and renews) a grant of the
+blocks, reads them one read request after the other, and releases the rank in the end, whether it was read or not.
 
 Its bytes are *proven* if
 
-- every read ended well, and the clock read after observing the last one says less than the end of some promise: the
+- every read ended well, and the clock, read after the last end was observed, is before the end of some grant: the
   moment before *that* claim was sent, plus the seconds granted, less a rate margin; and
-- the first read began after the blocks were lent. Params may travel ahead of the data; a grant says how long the blocks
-  have been lent, and a read that cannot be shown to be younger is done again.
+- the first read began after the blocks were lent. Params may travel ahead of the data. A grant says how long the blocks
+  have been lent, and a read that cannot be shown to be younger is repeated.
 
-What is proven stays so, whatever becomes of the lease or the rank.
+Proven bytes stay proven, whatever happens to the lease or the rank.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
 RATE_MARGIN = 1e-3
-"""Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
+"""Largest difference between the rates of two hosts' clocks (NTP slews by at most 500 ppm)."""
 
 MIN_RENEW_S = 0.05
-"""No peer can make us renew more often."""
+"""Shortest time between renewals, so that no peer can make us renew more often."""
 
 MAX_CLAIM_PAUSE_S = 2.0
-"""Between two claims that are not answered, or answered `NotYet`."""
+"""Longest pause between two claims that are not answered, or answered `NotYet`."""
 
 MAX_RELEASE_PAUSE_S = 5.0
-"""Between two releases that are not acknowledged."""
+"""Longest pause between two releases that are not acknowledged."""
 
 MAX_NONCES = 8
 
 NEVER = -math.inf
 
 LONG_AGO = -math.inf
-"""It happened before anything that this rank did: no clock is needed to say so."""
+"""Time before anything that this rank did, for events whose order is known without a clock."""
 
 _NOTHING: Iterator[ReadRequest] = iter(())
 
 
 class Role(enum.StrEnum):
-    """What a remote rank is to an attempt."""
+    """The part of a remote rank in an attempt."""
 
     UNKNOWN = "unknown"
-    """It may hold something of ours; nobody has asked it yet."""
+    """The rank may hold something of ours, and was not asked yet."""
     READ = "read"
-    """It is to be read, as far as is known; what is read of it is known once all such ranks are met."""
+    """The rank is expected to be read. The exact reads are known once all such ranks are met."""
     RELEASE_ONLY = "release_only"
-    """Nothing is read of it, but it has lent the request to us and waits for our release."""
+    """Nothing is read from the rank, but it has lent the request to us and waits for our release."""
 
 
 class ReleaseState(enum.StrEnum):
@@ -69,7 +69,7 @@ ROLE, RELEASE = members(Role), members(ReleaseState)
 
 
 class RemoteRank(NamedTuple):
-    """A rank as params list it; `is_predicted` says that the usual rule reads it."""
+    """A rank as params list it. `is_predicted` is True if the usual rule reads it."""
 
     tp_rank: int
     pp_stage: int
@@ -80,7 +80,7 @@ class RemoteRank(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One attempt's dealings with one remote rank."""
+    """The state of one attempt at one remote rank."""
 
     pull_id: PullId
     rank: RemoteRank
@@ -89,31 +89,31 @@ class Source:
     tables: PeerTables | None = None
     plan: Plan | None = None
     next_read: ReadRequest | None = None
-    """None once everything is posted."""
+    """Next read to post; None once everything is posted."""
     following: Iterator[ReadRequest] = _NOTHING
     may_post: bool = False
     is_waiting: bool = False
-    """It stands in the line of its peer (`core/flow.py`)."""
+    """True while the source stands in the line of its peer (`core/flow.py`)."""
     running: set[TransferId] = field(default_factory=set)
     doubtful: set[TransferId] = field(default_factory=set)
     first_posted_at: float = math.inf
     done_at: float = NEVER
     nonce_when_done: int = 0
     has_landed: bool = False
-    """Everything was posted and has ended, well or not, and nothing is in doubt. So if the attempt has neither failed
-    nor been cancelled, all bytes are there."""
+    """True once everything was posted and has ended, well or not, and nothing is in doubt. If the attempt has neither
+    failed nor been cancelled, all bytes are there."""
     bytes_read: int = 0
 
     nonces: dict[int, float] = field(default_factory=dict)
     granted_nonce: int = 0
     covered_until: float = NEVER
     lent_by: float = math.inf
-    """The blocks were lent at this moment at the latest, on our clock; infinite while nothing is granted."""
+    """Latest moment, on our clock, at which the blocks were lent; infinite while nothing is granted."""
     not_lent_yet: bool = False
-    """The rank has said that the request is not lent yet: reading now would be in vain."""
+    """True if the rank has said that the request is not lent yet, so that reading now would be useless."""
     not_lent_yet_at: float = NEVER
     proven: bool = False
-    """The bytes are what was lent."""
+    """True once the bytes are known to be the lent ones."""
     claim_at: float = math.inf
     claims: int = 0
 
@@ -149,7 +149,7 @@ class Source:
 
     @property
     def is_early(self) -> bool:
-        """Granted, but the first read cannot be shown to be younger than the lease."""
+        """True if the blocks are granted, but the first read cannot be shown to be younger than the lease."""
         return self.first_posted_at <= self.lent_by < math.inf
 
     def wanted(self) -> None:
@@ -169,11 +169,11 @@ class Source:
     def restart(self, max_bytes: int, max_descriptors: int) -> None:
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
-        self.lent_by = LONG_AGO  # granted by now, so whatever begins from here on is late enough
+        self.lent_by = LONG_AGO  # already granted, so every read that begins from here on is late enough
         self.start(self.plan, max_bytes, max_descriptors)
 
     def take_read(self, transfer_id: TransferId, before: float) -> ReadRequest:
-        """Return the next read, about to be posted; look one further, so that the last one is known as such."""
+        """Return the next read, about to be posted. Fetch the one after it, so that the last read is known as last."""
         read = self.next_read
         assert read is not None
         self.next_read = next(self.following, None)
@@ -183,7 +183,7 @@ class Source:
         return read
 
     def transfer_ended(self, transfer_id: TransferId, num_bytes: int, in_doubt: bool, now: float) -> bool:
-        """Take the end of a transfer of so many bytes (-1: it failed); True if with it everything has landed."""
+        """Take the end of a transfer of `num_bytes` (-1: it failed). Return True if everything has landed with it."""
         if in_doubt:
             self.doubtful.add(transfer_id)
         else:
@@ -202,7 +202,7 @@ class Source:
     def prove(self) -> None:
         if not self.proven and self.has_landed:
             timely = self.lent_by < self.first_posted_at
-            # A promise counts from before its claim was sent, so one that was claimed after the end covers it as well.
+            # A grant counts from before its claim was sent, so a claim after the end of the read covers it as well.
             covered = NEVER < self.done_at < self.covered_until
             self.proven = self.first_posted_at == math.inf or (timely and covered)
 
@@ -217,7 +217,7 @@ class Source:
         self.claim_at = now + (pause_s if pause_s < MAX_CLAIM_PAUSE_S else MAX_CLAIM_PAUSE_S)
 
     def granted(self, answer: Granted, written: bool, renew_s: float, now: float) -> None:
-        """Take a promise of the rank. It counts from before the answered claim was sent."""
+        """Take a grant of the rank. It counts from before the answered claim was sent."""
         sent_at = self.nonces[answer.nonce]
         deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
         if deadline > self.covered_until:
@@ -225,8 +225,8 @@ class Source:
         if answer.nonce > self.granted_nonce:
             self.granted_nonce = answer.nonce
         self.not_lent_yet = False
-        # Params that left after the KV was written can only be read too late, never too early; and what
-        # is granted before the first read needs no clock either.
+        # If params left after the KV was written, a read can be too late, but never too early. A grant before the first
+        # read needs no clock either.
         if written or self.first_posted_at == math.inf:
             self.lent_by = LONG_AGO
         else:
@@ -236,19 +236,19 @@ class Source:
             self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
 
     def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str] | None:
-        """Take a refusal; return why the attempt fails, if it does. `reads_yet`: it reads, or waits for room."""
+        """Take a refusal, and return why the attempt fails, if it does. `reads_yet`: the pull reads or is queued."""
         if answer.nonce < self.granted_nonce:
-            return None  # late, or repeated: what was asked after it was granted
-        # Who wants its blocks back gets them at once from whoever has begun nothing.
+            return None  # late or repeated, because a later claim was granted
+        # A lender that revokes gets its blocks back at once if the pull has begun nothing.
         lets_go = answer.reason is Reason.REVOKED and not reads_yet
         if now < self.covered_until and answer.reason in (Reason.REVOKED, Reason.EXPIRED) and not lets_go:
-            # Nothing is granted any more, but what was promised stands: read on until it runs out.
+            # Nothing more is granted, but the last grant stands, so read on until it runs out.
             self.claim_at = self.covered_until
             return None
         if answer.reason is Reason.EXPIRED and self.nonces[answer.nonce] < self.covered_until:
-            # A renewal that crossed its own deadline. The lease itself may stand: claim anew, once.
+            # The renewal came after the end of its own grant. The lease itself may stand, so claim anew, once.
             self.covered_until, self.claim_at = NEVER, now
-            self.granted_nonce = next(reversed(self.nonces)) + 1  # other renewals may have crossed it as well
+            self.granted_nonce = next(reversed(self.nonces)) + 1  # other renewals may have come too late as well
             return None
         self.claim_at = math.inf
         if self.proven or self.role is not ROLE.READ:

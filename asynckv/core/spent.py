@@ -1,9 +1,9 @@
-"""Which keys are spent: lent or withdrawn once, and never to be lent again.
+"""Spent keys: lent or withdrawn once, and never to be lent again.
 
-Were a key lent twice, a grant of the first time would vouch for the blocks of the second. Sequence numbers of each
-scheduler (an epoch of keys) are kept as runs of spent ones, as a QUIC receiver keeps packet numbers (RFC 9000, section
-13.2.3). Memory grows with the gaps between runs, which are bounded: beyond `MAX_GAPS` the oldest of the scheduler that
-has most are closed, as if they were spent. So a request that was open for too long has to be described anew, but no key
+If a key were lent twice, a grant of the first time would vouch for the blocks of the second. The sequence numbers of
+each scheduler (an epoch of keys) are kept as runs of spent numbers, as a QUIC receiver keeps packet numbers (RFC 9000,
+section 13.2.3). Memory grows with the gaps between runs. Beyond `MAX_GAPS` the oldest gaps of the scheduler that has
+most are closed, as if their numbers were spent. A request that was open for too long then needs new params, but no key
 is lent twice.
 """
 
@@ -14,26 +14,26 @@ from bisect import bisect_right
 from asynckv.core.types import Key
 
 MAX_GAPS = 65_536
-"""Gaps that are kept, over all schedulers: some 5 MB at most. Each is a request, or more, that later ones passed."""
+"""Gaps that are kept, over all schedulers; about 5 MB. A gap is one or more requests that later ones have passed."""
 
 MAX_EPOCHS = 4096
-"""Schedulers (`PrefillRanks`) that are told apart. Of more, the least recently used one is forgotten with its keys."""
+"""Schedulers (`PrefillRanks`) that are told apart. Beyond that, the least recently used is forgotten with its keys."""
 
 
 class SpentKeys:
     def __init__(self, max_gaps: int = MAX_GAPS, max_epochs: int = MAX_EPOCHS) -> None:
         self.max_gaps, self._max_epochs = max_gaps, max_epochs
         self._runs: dict[str, tuple[list[int], list[int]]] = {}
-        """Epoch -> first and last number of each run, ascending; who was used last comes last. The first run begins
-        before all numbers."""
+        """Epoch -> first and last number of each run, ascending. The epoch that was used last comes last, and the first
+        run begins before all numbers."""
         self._latest = ""
         self.num_gaps = 0
         self.num_given_up = 0
-        """Open keys that are taken for spent, for lack of room."""
+        """Number of open keys that are treated as spent, for lack of room."""
         self.num_forgotten = 0
 
     def __contains__(self, key: Key) -> bool:
-        """The number was used, whatever the token: no two keys of a scheduler share one."""
+        """Return True if the number was used, whatever the token, because no two keys of a scheduler share a number."""
         runs = self._runs.get(key.epoch)
         if runs is None:
             return False
@@ -43,7 +43,7 @@ class SpentKeys:
     def add(self, key: Key) -> None:
         sequence = key.sequence
         firsts, lasts = self._runs[key.epoch] if key.epoch == self._latest else self._turn_to(key.epoch)
-        if sequence == lasts[-1] + 1:  # in order, as most are
+        if sequence == lasts[-1] + 1:  # the usual case: keys are lent in order
             lasts[-1] = sequence
             return
         after = bisect_right(firsts, sequence)
@@ -78,9 +78,9 @@ class SpentKeys:
         return runs
 
     def _close_oldest(self) -> None:
-        """Close the lowest gaps of the scheduler that has the most: whoever passes many over pays for it."""
+        """Close the lowest gaps of the scheduler that has most, so that it pays for its own gaps."""
         firsts, lasts = max(self._runs.values(), key=lambda runs: len(runs[0]))
-        # Several at once, since each time all that follow move up.
+        # Close several at once, because each time all later runs move up.
         count = min(max(self.max_gaps // 64, 1), len(firsts) - 1)
         self.num_given_up += sum(firsts[i + 1] - lasts[i] - 1 for i in range(count))
         lasts[0] = lasts[count]

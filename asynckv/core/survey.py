@@ -1,11 +1,11 @@
-"""Answers questions about what a rank holds, a slice per turn: with 50,000 leases no turn of the loop gets any longer.
+"""Answers to questions about a rank, one slice per turn, so that 50,000 leases make no turn of the loop longer.
 
-Questions wait in a bounded queue, and `tick` carries the first on by one slice. First everything is counted, for all
-questions of the next moment. Then the requests that are wanted are told, the oldest first: leases and pulls are kept in
-the order in which they began, and numbered together. The cursor of a page is the number of its last request, so none is
-left out or told twice while others come and go.
+Questions wait in a bounded queue, and `tick` continues the first by one slice. First everything is counted, and the
+counts serve all questions of the next moment. Then the wanted requests are listed, oldest first. Leases and pulls are
+kept in the order in which they began, and numbered together. The cursor of a page is the number of its last request, so
+no request is left out or listed twice while others come and go.
 
-Questions are rate-limited per key or host and for all together; unread answers are bounded where they are sent.
+Questions are rate-limited per key or host, and for all together. The sending side bounds unread answers.
 """
 
 from __future__ import annotations
@@ -37,45 +37,45 @@ from asynckv.core.types import members
 from asynckv.core.wire import Status, StatusRequest
 
 RATE, BURST = 8.0, 16
-"""Questions per second of one key or host, and how many may come at once after a silence."""
+"""Questions per second of one key or host, and at once after a silence."""
 
 TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
-"""The same for all together: a question is one, and one more for every so many requests that are told."""
+"""The same limits for all together. A question costs one token, and one more per `TOLD_PER_TOKEN` listed requests."""
 
 MAX_WAITING = 64
 
 LOOKED_PER_TOKEN = 8192
-"""To find one request by its name all are looked at: so many cost as much as one question more."""
+"""Requests that are looked at for one token, because a search for one name looks at all of them."""
 
 FRESH_S = 0.2
-"""For how long what was counted serves other questions."""
+"""Seconds for which counts serve other questions."""
 
 FRESH_S_EACH = 50e-6
-"""The same per counted request, which takes a hundredth of that."""
+"""The same per counted request. Counting one takes a hundredth of that."""
 
 SLICE_LEASES, SLICE_PULLS, SLICE_TOLD = 2048, 512, 16
-"""Looked at in one turn of the loop: half a millisecond each."""
+"""Items that one turn of the loop looks at, half a millisecond for each kind."""
 
 SLICE_FOUND = 2048
 
 MAX_TEXT = 128 * 1024
-"""Letters in one account's requests: longer ids make shorter pages."""
+"""Characters in one account's requests. Longer ids make shorter pages."""
 
 MAX_PEERS = 256
 
 MAX_RANKS = 256
-"""Ranks told of one request: whoever claims says of how many ranks its engine is, and thousands are owed at once."""
+"""Ranks that are listed for one request. A claim alone says how many ranks its engine has, so thousands may be owed."""
 
 MAX_GUESTS = 64
 
 MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
-"""Block ids of each group of one request, in a list of many and where it is wanted alone."""
+"""Block ids of each group of one request, in a list of requests and in an answer about one request."""
 
 L = members(LeaseState)
 IDLE = PeerState.NEW, PeerState.READY
 
 MAX_HISTORY, MAX_EVENT = 128, 400
-"""Of a request that is wanted alone: the last events, and letters of each."""
+"""Last events, and characters of each, in an answer about one request."""
 
 Answer = Callable[[Status], None]
 _number = attrgetter("number")
@@ -85,7 +85,7 @@ class _Counts(Struct):
     at: float
     fresh_until: float
     phases: dict[tuple[str, str], list[float]]
-    """By kind and phase: how many, and when the oldest began."""
+    """Kind and phase -> number of requests, and the begin of the oldest."""
     tally: Tally
     peers: dict[str, int]
     busy: list[Peer]
@@ -101,7 +101,7 @@ class _Counts(Struct):
 
 
 class Survey:
-    """One rank's answers; the engine puts its own function into `facts`."""
+    """Answers of one rank. The engine sets `facts`."""
 
     def __init__(
         self,
@@ -123,29 +123,29 @@ class Survey:
         self._working: Generator[None, float, Status] | None = None
         self._counts: _Counts | None = None
 
-    def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float, principal: str = "") -> bool:
-        """Take a question; it is answered now if it is refused, or in one of the next turns.
+    def ask(self, asker: Hashable, asked: StatusRequest, answer: Answer, now: float, principal: str = "") -> bool:
+        """Take a question. A refusal is answered now, and any other question in one of the next turns.
 
-        False if it is not answered at all: an asker that was told so often to wait is no longer listened to, because a
-        refusal costs more than most questions.
+        Return False if the question gets no answer at all, because the asker was refused too often, and a refusal costs
+        more than most questions.
         """
         if not self._config.inspect.enabled:
             refusal = Account(refused="inspection is turned off here (InspectConfig.enabled)")
         elif asked.after and not asked.after.isdecimal():
-            refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
-        elif not self._limits.take(principal or whose, now):
+            refusal = Account(refused="the cursor (after) is not a number; begin with the first page")
+        elif not self._limits.take(principal or asker, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
-        elif any(each[:2] == (whose, asked) for each in self._waiting):
-            return True  # it is asked again, because it waits
+        elif any(each[:2] == (asker, asked) for each in self._waiting):
+            return True  # a repeat of a question that waits
         elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):
-            refusal = Account(refused=f"all together ask for more than {TOTAL_RATE:g} answers a second", retry_s=0.5)
+            refusal = Account(refused=f"all askers want more than {TOTAL_RATE:g} answers a second", retry_s=0.5)
         else:
             looked = len(self._prefill.leases) + len(self._decode.pulls) if asked.request_id else 0
             self._total.charge(None, now, asked.most / TOLD_PER_TOKEN + looked / LOOKED_PER_TOKEN)
-            self._waiting.append((whose, asked, answer))
+            self._waiting.append((asker, asked, answer))
             self.next_at = now
             return True
-        if not self._refusals.take(principal or whose, now):
+        if not self._refusals.take(principal or asker, now):
             return False
         answer(self._status(asked.nonce, {}, refusal))
         return True
@@ -163,7 +163,7 @@ class Survey:
                 self._working = None
                 self._waiting.popleft()[2](done.value)
             except BaseException:
-                # A bug of ours: whoever asked hears nothing, and all others are answered.
+                # After a bug of ours this asker gets no answer, but all others do.
                 self._working = None
                 self._waiting.popleft()
                 self.next_at = now
@@ -177,7 +177,7 @@ class Survey:
         return Status(nonce, self._identity.engine_id, layout.tp_rank, layout.tp_size, gauges, encode_account(account))
 
     def _work(self, asked: StatusRequest) -> Generator[None, float, Status]:
-        """Answer one question; every `yield` ends a slice, and takes the time when the next begins."""
+        """Answer one question. Every `yield` ends a slice, and receives the time at which the next slice begins."""
         now = yield
         if self._counts is None or now > self._counts.fresh_until:
             now = yield from self._count(now)
@@ -261,7 +261,7 @@ class Survey:
             looked += 1
             if work >= SLICE_TOLD or looked >= SLICE_FOUND:
                 work = looked = 0
-                yield  # all ages are of one moment, or the oldest would not seem the oldest
+                yield  # keep `now`, because with ages from several moments the oldest may not seem the oldest
             if request.is_over or (asked.request_id and not _is_named(request, asked.request_id)):
                 continue
             if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):
@@ -298,12 +298,12 @@ class Survey:
 
 def _letters(status: RequestStatus) -> int:
     said = sum(len(x.rank) + len(x.address) + 80 for x in status.ranks)
-    said += sum(len(who) + len(detail) for _, _, _, who, detail in status.refused)
+    said += sum(len(sender) + len(detail) for _, _, _, sender, detail in status.refused)
     return said + len(status.request_id) + 2 * len(status.prefill_request_id) + len(status.waits)
 
 
 def _count_leases(leases: Iterable[Lease], phases: dict[tuple[str, str], list[float]], now: float) -> None:
-    """Count leases by what most distinguishes them, in order of begin: one loop that calls nothing, for speed."""
+    """Count leases by phase, in order of their begin. For speed, one loop does this without any call."""
     ending, granted, lapsed, unclaimed = (
         phases.setdefault(("lease", phase), [0, math.inf]) for phase in ("ending", "granted", "lapsed", "unclaimed")
     )

@@ -1,4 +1,4 @@
-"""When to wake whom: pulls, leases and peers say when time will have something to do with them."""
+"""Timers of pulls, leases and peers. Each item asks for the next time at which it must be woken."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Timed(Protocol):
 
 
 class Timers:
-    """A heap of wishes to be woken; an entry that was overtaken is skipped."""
+    """A heap of items by the time at which to wake them. Entries that are out of date are skipped."""
 
     def __init__(self) -> None:
         self.earliest = math.inf
-        """Nobody wants to be woken before; `next_at` says when somebody really does."""
+        """Time before which no item is due. `next_at` is the exact time of the next one."""
         self._heap: list[tuple[float, int, Timed]] = []
         self._order = itertools.count()
         self._stale = 0
@@ -30,7 +30,7 @@ class Timers:
         return self.earliest
 
     def wake(self, item: Timed, when: float) -> None:
-        """Wake the item at `when`, or earlier if it asked for that before."""
+        """Wake the item at `when`, or earlier if it already asked for an earlier time."""
         if when < item.scheduled_at:
             item.scheduled_at = when
             if when < self.earliest:
@@ -42,7 +42,7 @@ class Timers:
             item.scheduled_at = math.inf
             self._stale += 1
             if self._stale > 64 and 2 * self._stale > len(self._heap):
-                # What has ended would else be kept until its time comes: a lease's is far away.
+                # Without this, ended items would stay until their time comes, which is far away for a lease.
                 self._heap = [entry for entry in self._heap if entry[2].scheduled_at == entry[0]]
                 heapq.heapify(self._heap)
                 self._stale = 0

@@ -1,7 +1,7 @@
-"""The small values that the protocol speaks of: names, keys, endpoints, params, outcomes and reasons.
+"""Small values of the protocol: names, keys, endpoints, params, outcomes and reasons.
 
 A *request id* is arbitrary text; each side has its own, and it decides nothing. A *key* names one lent request for
-ever, and is compared wherever blocks are believed or freed. A *pull id* is one attempt of one decode rank to read it.
+ever, and is compared wherever blocks are trusted or freed. A *pull id* is one attempt of one decode rank to read it.
 
 Everything that crosses the wire is a frozen `msgspec.Struct` with constraints, so that decoding is validation.
 Durations (seconds, float) cross the wire; points in time never do.
@@ -33,7 +33,7 @@ Place = tuple[Address, str]
 """Address and incarnation: which start of which remote process is meant."""
 
 ReplyTo = NewType("ReplyTo", bytes)
-"""Whom an incoming packet came from, as the control plane names it: good for answering, no more."""
+"""Origin of an incoming packet, as the control plane names it. It is only good for answers."""
 
 MAX_ID = 16 * 1024
 """Characters of a request id."""
@@ -43,7 +43,7 @@ MAX_HASH = 128
 """Characters of one hash."""
 
 MAX_TRACEPARENT, MAX_TRACESTATE = 64, 512
-"""Characters of a trace's context: the first has 55, and W3C allows the second to be dropped if it has more."""
+"""Characters of a trace's context. The first has 55, and W3C allows a longer second one to be dropped."""
 
 MAX_SECONDS = 7 * 86_400.0
 
@@ -54,14 +54,14 @@ RequestText = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 
 
 class Key(Struct, frozen=True, array_like=True, gc=False):
-    """Names one lent request for ever: what is compared wherever blocks are believed or freed.
+    """The name of one lent request for ever, compared wherever blocks are trusted or freed.
 
-    Minted once by the prefill engine (its scheduler, say), handed to all of its ranks, never reused.
+    The prefill engine (such as its scheduler) mints the key once, hands it to all of its ranks, and never reuses it.
 
     Attributes:
-        epoch: The minting process's start, random.
-        memory_epoch: How often the prefill memory was registered anew; old references are refused.
-        sequence: Grows by one per minted key. Requests are lent in any order, or never; it only tells keys apart.
+        epoch: Random name of the start of the minting process.
+        memory_epoch: Number of times that the prefill memory was registered anew. Older keys are refused.
+        sequence: Number that grows by one per key. It only tells keys apart: requests are lent in any order, or never.
         token: 128 random bits in hex, so that a key cannot be guessed.
     """
 
@@ -71,12 +71,12 @@ class Key(Struct, frozen=True, array_like=True, gc=False):
     token: Annotated[str, Meta(min_length=16, max_length=64)]
 
     def __repr__(self) -> str:
-        """Without the token: whatever is written down in a hurry, such as a traceback, must not tell it."""
+        """Leave the token out, because texts such as tracebacks must not reveal it."""
         return f"Key(epoch={self.epoch!r}, memory_epoch={self.memory_epoch}, sequence={self.sequence})"
 
 
 class Cohort(Struct, frozen=True, array_like=True, gc=False):
-    """The group of ranks of one decode engine that together read one lent request, and who speaks."""
+    """The ranks of one decode engine that together read one lent request, and the rank that sends the message."""
 
     id: NonemptyName
     tp_size: Size = 1
@@ -86,13 +86,13 @@ class Cohort(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Endpoint(Struct, frozen=True, gc=False):
-    """How to reach one prefill rank, and which start of it is meant.
+    """The address of one prefill rank, and the start of its process.
 
     Attributes:
-        tp_rank: Its place among the ranks that share layers.
-        address: Where its control plane listens, such as `tcp://10.0.0.1:5555`.
-        incarnation: Names this start of the process.
-        pp_stage: Its pipeline stage.
+        tp_rank: Place among the ranks that share layers.
+        address: Address at which the rank's control plane listens, such as `tcp://10.0.0.1:5555`.
+        incarnation: Name of this start of the process.
+        pp_stage: Pipeline stage.
     """
 
     tp_rank: Rank
@@ -102,31 +102,31 @@ class Endpoint(Struct, frozen=True, gc=False):
 
 
 class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
-    """What travels from the prefill side to the decode side by way of a router: plain data.
+    """Plain data that travels from the prefill side to the decode side by way of a router.
 
-    `PrefillRanks.make_params` makes them, as a dict that JSON can carry. They describe all ranks of the prefill engine,
-    because one rank does not know the others. Whoever has them can claim and release the request.
+    `PrefillRanks.make_params` makes params as a dict that JSON can carry. They describe all ranks of the prefill
+    engine, because one rank does not know the others. Any process with the params can claim and release the request.
 
     Attributes:
         schema: Version of this structure.
         engine_id: The prefill engine.
         request_id: The prefill side's id of the request; arbitrary text, never parsed.
-        key: By which claims and releases are compared; cannot be guessed.
+        key: Unguessable key that claims and releases must match.
         tp_size: Ranks per pipeline stage of the prefill engine.
-        pp_size: Its pipeline stages.
+        pp_size: Pipeline stages of the prefill engine.
         endpoints: Every rank of the prefill engine.
         groups: Block ids per cache group, the same on all ranks.
-        num_tokens: Tokens of the request whose KV is in these blocks.
-        lease_s: How long a request stays lent if nobody claims it, counted by each rank from its `lend`. A claimed
+        num_tokens: Number of the request's tokens with KV in these blocks.
+        lease_s: Seconds for which an unclaimed request stays lent, counted by each rank from its `lend`. A claimed
             request stays lent for as long as its grants run, if that is longer.
-        renew_s: How often a reader is to renew. It renews a shorter grant when half of it is over.
-        written: The KV was complete when these params were made, so nobody can read it too early. Otherwise a reader
-            has to show that it began after the request was lent.
-        hashes: One per `hash_tokens` tokens, each covering all tokens before it as well, if the engines compare prompts
+        renew_s: Seconds between a reader's renewals. A reader renews a shorter grant when half of it is over.
+        written: True if the KV was complete when these params were made, so that no read can be too early. Otherwise a
+            reader has to show that it began after the request was lent.
+        hashes: One hash per `hash_tokens` tokens, covering all tokens before it as well, if the engines compare prompts
             that way. A reader takes only the tokens on which its own hashes agree.
         hash_tokens: Tokens per hash; 0 without hashes.
-        traceparent: The trace that the request belongs to, as W3C writes it; empty if none.
-        tracestate: The same for its vendors' state.
+        traceparent: Trace that the request belongs to, as W3C writes it; empty if none.
+        tracestate: Vendors' state of that trace.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
@@ -148,31 +148,31 @@ class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
 
 
 _described = msgspec.msgpack.Decoder(KVTransferParams)
-"""Made on import, because two threads that first decode one `Struct` at once end the process with SIGSEGV (msgspec
-0.22.0)."""
+"""Decoder that is made on import, because two threads that first decode one `Struct` at once end the process with
+SIGSEGV (msgspec 0.22.0)."""
 
 
 class Outcome(enum.StrEnum):
-    """How one reader's attempt ended, as told to the prefill rank."""
+    """The outcome of one reader's attempt, as the prefill rank hears it."""
 
     COMPLETE = "complete"
     FAILED = "failed"
     CANCELLED = "cancelled"
     RETRY = "retry"
-    """This attempt is over, but its reader will try again: it is not struck off."""
+    """This attempt is over, but its reader will try again, and so stays owed."""
 
 
 class Reason(enum.StrEnum):
-    """Why something ended or was refused. The values are stable: logs and metrics use them."""
+    """The reason why something ended or was refused. The values are stable, because logs and metrics use them."""
 
     # a pull
     COMPLETE = "complete"
     CANCELLED = "cancelled"
     DISCHARGED = "discharged"
-    """Nothing of the request is needed; its prefill ranks are told that it is complete."""
+    """The reader needs nothing of the request; the prefill ranks hear that it is complete."""
     TIMEOUT = "timeout"
     NOT_LENT_YET = "not_lent_yet"
-    """The deadline passed, and the last that a rank had said was that the request is not lent yet."""
+    """The deadline passed, and a rank's last answer was that the request is not lent yet."""
     GEOMETRY = "geometry_refused"
     UNPLANNABLE = "unplannable"
     REMOTE_TOO_SHORT = "remote_too_short"
@@ -183,7 +183,7 @@ class Reason(enum.StrEnum):
     ENGINE_CLOSED = "engine_closed"
     QUEUE_FULL = "queue_full"
     STANDSTILL = "standstill"
-    """The embedder took nothing for about a lease, and nothing of the request was being read."""
+    """The embedder took no results for about a lease, and nothing of the request was being read."""
     # a refused claim, renewal or release
     UNKNOWN = "unknown_key"
     CONSUMED = "consumed"
@@ -210,15 +210,15 @@ AnyEnum = TypeVar("AnyEnum", bound=enum.Enum)
 
 
 def members(kind: type[AnyEnum]) -> type[AnyEnum]:
-    """Return an object that has the members of an enum for its attributes.
+    """Return an object with the members of an enum as its attributes.
 
-    Before 3.12 Python takes 0.4 us to look a member up on its class, and 0.02 us here: a sixth of a small pull.
+    Before 3.12 Python takes 0.4 us to find a member on its class, and 0.02 us here: a sixth of a small pull's time.
     """
     return cast("type[AnyEnum]", SimpleNamespace(**kind.__members__))
 
 
 def sendable(value: object, kind: type[T]) -> T:
-    """Return a value as its receiver would see it, or raise `msgspec.ValidationError` that names the wrong field."""
+    """Return a value as its receiver would see it, or raise a `msgspec.ValidationError` that names the wrong field."""
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
     except (msgspec.ValidationError, UnicodeEncodeError, TypeError, OverflowError, RecursionError) as exc:
@@ -227,13 +227,13 @@ def sendable(value: object, kind: type[T]) -> T:
 
 
 SHOWN_LETTERS = 8
-"""Letters of an incarnation by which people know a start of a process."""
+"""Characters of an incarnation that people see."""
 
 
 def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str = "") -> str:
-    """Write a rank, for people: `prefill/pp1/tp3@0a1b2c3d`.
+    """Return a rank's name for people: `prefill/pp1/tp3@0a1b2c3d`.
 
-    The incarnation is cut to the letters that its process logged when it started.
+    The incarnation is cut to `SHOWN_LETTERS`, as its process logged it when it started.
     """
     stage = f"/pp{pp_stage}" if pp_stage else ""
     start = f"@{incarnation[:SHOWN_LETTERS]}" if incarnation else ""
@@ -256,10 +256,10 @@ def decode_params(value: object) -> KVTransferParams:
         if isinstance(value, KVTransferParams):
             return sendable(value, KVTransferParams)
         if isinstance(value, dict) and (runs := _num_runs(value.get("groups"))) > MAX_RUNS:
-            # Before they are looked at: a scheduler's thread would check them for as long as they are many.
+            # Refuse before validation, because checking so many would hold up the scheduler's thread.
             raise RemoteProtocolError(f"params are malformed: {runs} runs of block ids; at most {MAX_RUNS} are taken")
         params = msgspec.convert(value, KVTransferParams)
-        # Whether their text can be sent. Of all else their types say so, and a long prompt has thousands of runs.
+        # Check that all text can be sent. Types ensure that for the rest, such as thousands of runs of a long prompt.
         key, trace = params.key, (params.traceparent, params.tracestate)
         texts = params.engine_id, params.request_id, params.endpoints, params.hashes, trace
         msgspec.msgpack.encode((key, texts))
@@ -269,5 +269,5 @@ def decode_params(value: object) -> KVTransferParams:
     except msgspec.ValidationError as exc:
         raise RemoteProtocolError(f"params are malformed: {exc}") from exc
     except (TypeError, OverflowError, RecursionError) as exc:
-        raise RemoteProtocolError(f"params are malformed: what cannot be sent: {exc}") from exc
+        raise RemoteProtocolError(f"params are malformed: a value cannot be sent: {exc}") from exc
     return params

@@ -1,6 +1,6 @@
-"""Gathers what has been held for long by what it waits for, and tells it together, at intervals.
+"""Group requests that have been held for long by what they wait for, and report each group at intervals.
 
-When a reader dies with ten thousand leases, that is a line in ten seconds, not ten thousand.
+If a reader dies with ten thousand leases, the log gets one line in ten seconds instead of ten thousand.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from asynckv.core.outbox import HeldForLong, Outbox
 from asynckv.core.pull import Pull, PullState
 
 MIN_WARN_S = 0.5
-"""Nothing is worth a word sooner, whatever a lease says that came with somebody's params."""
+"""Seconds before which nothing is reported, however short the lease in a stranger's params is."""
 
 GATHER_S = 0.25
 
 PAUSE_S = 10.0
-"""Between what is said together and what is said next."""
+"""Seconds between two reports."""
 
 MAX_KINDS = 8
-"""Said at once; all others are one kind more."""
+"""Groups in one report. All further groups are reported as one."""
 
 OLDEST = 3
 
 
 def warn_after(lease_s: float, fraction: float) -> float:
-    """How long something may be held under a lease before it is worth a word; infinite if nothing is."""
+    """Return how long a request may be held under a lease before it is reported; infinite if reports are off."""
     if not fraction:
         return math.inf
     return lease_s * fraction if lease_s * fraction > MIN_WARN_S else MIN_WARN_S
@@ -39,7 +39,7 @@ class Watch:
         self._outbox = outbox
         self._said_at = -math.inf
         self._gathered: dict[Lease | Pull, LeaseState | PullState] = {}
-        """What is held, and its state when this was found last."""
+        """Held requests, and the state of each when it was added last."""
 
     def add(self, held: Lease | Pull, now: float) -> None:
         if not self._gathered:
@@ -53,7 +53,7 @@ class Watch:
         found: dict[tuple[LeaseState | PullState, str], list[Lease | Pull]] = {}
         for held, state in gathered.items():
             if held.state is state:
-                # What it waits for now: that may have changed while its turn to be told of came.
+                # Ask now, because the reason for waiting may have changed since the request was added.
                 found.setdefault((state, held.waits(now)), []).append(held)
         kinds = [(state, waits, left) for (state, waits), left in found.items()]
         kinds.sort(key=lambda kind: -len(kind[2]))

@@ -1,4 +1,4 @@
-"""What ranks say to each other, and the one door through which bytes from outside come in.
+"""The messages between ranks, and the one door through which bytes from outside come in.
 
     decode rank  ->  prefill rank          prefill rank  ->  decode rank
     Hello                                  Welcome | Unwelcome
@@ -7,17 +7,17 @@
     Ping, StatusRequest                    Pong, Status
     Pong                                   Ping, Draining, Goodbye
 
-Everything is idempotent and may be lost, repeated or reordered. A packet names the process start it comes from
-(`sender`) and the one it is meant for (`target`). A claim carries a `nonce` that the answer returns. Durations are
-told, points in time never are.
+Every message is idempotent and may be lost, repeated or reordered. A packet names the process start it comes from
+(`sender`) and the one it is meant for (`target`). A claim carries a `nonce` that the answer returns. Messages carry
+durations, never points in time.
 
-**The door is `decode_packet`.** Messages are a closed union whose bounds stand with their types, so that decoding is
-validation: what comes out is a value of which the core may believe types and ranges, or a `RemoteProtocolError`. Only
-the layout inside a `Welcome` stays closed, because it is large: `decode_layout` looks at its length first. (Params come
-through a router, and `decode_params` checks them.)
+**The door is `decode_packet`.** Messages are a closed union with bounds in their types, so that decoding is validation.
+The result is a value with types and ranges that the core can trust, or a `RemoteProtocolError`. Only the layout inside
+a `Welcome` stays encoded, because it is large and `decode_layout` checks its length first. (Params come through a
+router, and `decode_params` checks them.)
 
-Fields are only ever added at the end with defaults, and kinds of messages are only sent to peers that know them (a
-minor version). Anything else is a new major version.
+Fields are only added at the end, with defaults, and a new kind of message is only sent to peers that know it (a minor
+version). Any other change is a new major version.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from asynckv.geometry.bounds import BlockRuns, Name, Rank, Size
 
 MAJOR = 1
 MINOR = 3
-"""1: `Draining`. 2: the reason `withdrawn`. 3: what is wanted of a status, and the account in it."""
+"""Minor version. 1 added `Draining`, 2 the reason `withdrawn`, 3 the options of a status request and its account."""
 
 MAX_PACKET = 16 * 1024 * 1024
-"""Bytes; the control plane refuses anything larger before it is decoded."""
+"""Largest packet in bytes. The control plane refuses a larger one before it is decoded."""
 
 MAX_REQUEST_PACKET = 128 * 1024
-"""Bytes; a listener refuses anything larger, since only a `Welcome` has a reason to be."""
+"""Largest packet in bytes that a listener takes, because only a `Welcome` needs to be larger."""
 
 SOFT_PACKET = 64 * 1024
-"""Bytes; more is cut into several packets, so that only a single message is larger: a `Claim` or a `Release` whose
-request id is long, of 70 KB at most, or a `Welcome`, whose metadata may have 8 MB."""
+"""Bytes above which messages are split over several packets. Only a single message is larger: a `Claim` or `Release`
+with a long request id, of 70 KB at most, or a `Welcome` with up to 8 MB of metadata."""
 
 MAX_MESSAGES = 512
 
@@ -54,10 +54,10 @@ PullText = Annotated[str, Meta(min_length=1, max_length=128)]
 Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 RELEASE_NONCE = 0
-"""The nonce in the refusal of a `Release`, which carries none itself; no claim or renewal has it."""
+"""Nonce in the refusal of a `Release`, which carries none itself. No claim or renewal has this nonce."""
 
 MAX_TOLD = 256
-"""Requests in one account."""
+"""Requests in one account at most."""
 
 MAX_CURSOR = 256
 
@@ -84,16 +84,16 @@ REFUSED = frozenset(
         Reason.ENGINE_CLOSED,
     }
 )
-"""What a rank may give as its reason. All others are for the reader to find out: nobody tells it that it is through."""
+"""Reasons that a rank may give. A reader finds all other reasons itself, and takes none of them from a peer."""
 
 
 def _check_reason(reason: Reason, sayable: frozenset[Reason]) -> None:
     if reason not in sayable:  # in a packet, msgspec makes this an error of its own
-        raise ValueError(f"reason {reason.value!r} is not for a peer to give")
+        raise ValueError(f"reason {reason.value!r} cannot come from a peer")
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
-    """Ask a rank who it is and what it holds. Names whom the asker expects to find."""
+    """Ask a rank for its name and layout. The message names the rank that the asker expects to find."""
 
     nonce: Nonce
     major: Annotated[int, Meta(ge=0, le=65_535)]
@@ -105,19 +105,19 @@ class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=2, gc=False):
-    """Answer to `Hello`: the layout, and NIXL metadata under a digest that is checked before loading."""
+    """Answer a `Hello` with the layout, and with NIXL metadata under a digest that is checked before loading."""
 
     nonce: Nonce
     major: Annotated[int, Meta(ge=0, le=65_535)]
     minor: Annotated[int, Meta(ge=0, le=65_535)]
     engine_id: Name
     agent_name: Annotated[str, Meta(min_length=1, max_length=1024)]
-    """Of the engine's id, of up to 512 characters, and what makes it one of a kind."""
+    """The engine's id, of up to 512 characters, and a part that makes the name unique."""
     metadata: Annotated[bytes, Meta(min_length=1, max_length=8 * 1024 * 1024)]
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     """SHA-256 of `metadata`."""
     layout: Raw
-    """A `Layout`, encoded: `decode_layout` looks at its length first."""
+    """Encoded `Layout`. `decode_layout` checks its length first."""
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
@@ -130,7 +130,7 @@ class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
 
 
 class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
-    """Ask for the promise that the lent blocks stay as they are. Sent beside the read."""
+    """Ask for a grant: the promise that the lent blocks stay unchanged. Sent together with the read."""
 
     key: Key
     request_id: RequestText
@@ -140,11 +140,11 @@ class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
     """Unique per transmission, so that an old answer is never matched to a newer question."""
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
     seconds: Seconds
-    """How long the reader still needs at most."""
+    """Longest time that the reader still needs."""
 
 
 class Renew(Struct, frozen=True, array_like=True, tag=5, gc=False):
-    """Ask to extend a promise that was granted before."""
+    """Ask to extend an earlier grant."""
 
     key: Key
     pull_id: PullText
@@ -153,10 +153,10 @@ class Renew(Struct, frozen=True, array_like=True, tag=5, gc=False):
 
 
 class Granted(Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """The blocks stay as they are for `seconds`, counted from any moment before this was sent.
+    """Promise that the blocks stay unchanged for `seconds`, counted from any moment before this was sent.
 
-    `lent_for_s` says for how long, at least, they have been what they are. A reader that started
-    before that read something else, which is how params may travel ahead of the data.
+    The blocks have been lent for at least `lent_for_s`. Params may travel ahead of the data, so a read that began
+    earlier than that may have read other data.
     """
 
     key: Key
@@ -167,8 +167,8 @@ class Granted(Struct, frozen=True, array_like=True, tag=6, gc=False):
 
 
 class NotYet(Struct, frozen=True, array_like=True, tag=7, gc=False):
-    """The request is not lent yet. The claim is answered once it is, if that is soon and there was room to keep it; its
-    reader repeats it in any case."""
+    """Say that the request is not lent yet. The claim is answered once it is, if that is soon and there was room for
+    it. The reader repeats the claim in any case."""
 
     key: Key
     pull_id: PullText
@@ -176,7 +176,7 @@ class NotYet(Struct, frozen=True, array_like=True, tag=7, gc=False):
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=8, gc=False):
-    """No promise, now or ever, for this pull."""
+    """Refuse a grant to this pull, now and for ever."""
 
     key: Key
     pull_id: PullText
@@ -189,7 +189,7 @@ class Refused(Struct, frozen=True, array_like=True, tag=8, gc=False):
 
 
 class Release(Struct, frozen=True, array_like=True, tag=9, gc=False):
-    """This attempt is over. Sent to every rank that its reader answers for, read or not."""
+    """End an attempt. Sent to every rank that the reader answers for, read or not."""
 
     key: Key
     request_id: RequestText
@@ -199,36 +199,36 @@ class Release(Struct, frozen=True, array_like=True, tag=9, gc=False):
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=10, gc=False):
-    """A release was taken, or will never be needed again."""
+    """Acknowledge a release that was taken, or that is not needed any more."""
 
     key: Key
     pull_id: PullText
 
 
 class Ping(Struct, frozen=True, array_like=True, tag=11, gc=False):
-    """Are you there?"""
+    """Ask a process to answer."""
 
     nonce: Nonce
 
 
 class Pong(Struct, frozen=True, array_like=True, tag=12, gc=False):
-    """I am here."""
+    """Answer a `Ping`."""
 
     nonce: Nonce
 
 
 class StatusRequest(Struct, frozen=True, array_like=True, tag=13, gc=False):
-    """What do you hold? For people and tools."""
+    """Ask a rank what it holds, for people and tools."""
 
     nonce: Nonce
     most: Annotated[int, Meta(ge=0, le=MAX_TOLD)] = 0
-    """Requests in the account that the answer carries; 0 asks for gauges alone, as all did before minor version 3."""
+    """Requests in the account of the answer; 0 asks for gauges alone, as every question did before minor version 3."""
     after: Annotated[str, Meta(max_length=MAX_CURSOR)] = ""
-    """Where the last account ended."""
+    """Cursor at which the last account ended."""
     request_id: Annotated[str, Meta(max_length=MAX_ID)] = ""
-    """Tell of this request alone, by either side's id."""
+    """Id, on either side, of the only request to list."""
     read: Annotated[bytes, Meta(max_length=32)] = b""
-    """Was a digest of the account that was read last; engines no longer look at it."""
+    """Unused; older versions sent a digest of the account that they had read last."""
 
 
 class Status(Struct, frozen=True, array_like=True, tag=14, gc=False):
@@ -238,17 +238,17 @@ class Status(Struct, frozen=True, array_like=True, tag=14, gc=False):
     tp_size: Size
     gauges: Annotated[dict[Annotated[str, Meta(max_length=128)], Annotated[int, Meta(ge=0)]], Meta(max_length=256)]
     account: bytes = b""
-    """An `Account`, encoded: `decode_account` looks at its length first. Of an older version there is none."""
+    """Encoded `Account`; `decode_account` checks its length first. An older version sends none."""
 
 
 class Goodbye(Struct, frozen=True, array_like=True, tag=15, gc=False):
-    """This process start will serve nobody any more."""
+    """Say that this process start serves no rank any more."""
 
 
 class Draining(Struct, frozen=True, array_like=True, tag=16, gc=False):
-    """This process start lends nothing new; what is lent can be read to its end.
+    """Say that this process start lends nothing new, and that lent blocks can be read to their end.
 
-    Since minor version 1: nobody who said hello as an older one is told.
+    Since minor version 1; a reader that said hello as an older version is not told.
     """
 
 
@@ -273,12 +273,12 @@ Message = (
 
 
 class Packet(Struct, frozen=True, array_like=True, gc=False):
-    """What travels in one ZMQ frame."""
+    """The content of one ZMQ frame."""
 
     major: Annotated[int, Meta(ge=0, le=65_535)]
     sender: Annotated[str, Meta(min_length=1, max_length=64)]
     target: Incarnation
-    """The start of the process that is meant; empty if any will do."""
+    """Process start that the packet is for; empty if it is for any."""
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
 
 
@@ -302,7 +302,7 @@ def encode_packet(sender: str, target: str, messages: Sequence[Message]) -> byte
 
 
 def decode_packet(data: bytes) -> Packet:
-    """Decode bytes from outside: the only door. Raises `RemoteProtocolError` (or `OtherVersion`), and nothing else."""
+    """Decode bytes from outside: the only door. Raise `RemoteProtocolError` (or `OtherVersion`), and nothing else."""
     try:
         packet = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -325,10 +325,10 @@ def _other_major(data: bytes) -> str:
 def blocks_digest(
     groups: Sequence[BlockRuns], num_tokens: int, written: bool, hashes: Sequence[str] = (), hash_tokens: int = 0
 ) -> bytes:
-    """Digest of lent blocks and tokens, by which owner and reader know that they speak of the same ones.
+    """Return a digest of lent blocks and tokens, with which owner and reader check that they mean the same ones.
 
-    It covers all blocks that the params name, so that it is computed once per request, and the hashes of the prompt,
-    because params come through a client's hands.
+    It covers all blocks that the params name, so that it is computed once per request. It also covers the hashes of the
+    prompt, because params come through a client's hands.
     """
     said: tuple[object, ...] = (tuple(groups), num_tokens, written)
     if hashes:

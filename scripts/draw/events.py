@@ -1,8 +1,10 @@
-"""Write docs/logging.md from the types of events; a test compares."""
+"""Write the section Events of docs/logging.md from the types of events. A test compares the two."""
 
 from __future__ import annotations
 
+import functools
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,8 @@ from asynckv.core.told import EVENTS, Line
 from scripts.draw.drawing import DOCS, between
 
 KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object"}
+SHARED = 3
+"""A field that stands in this many places is explained once, and only named there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,8 @@ class Field:
     """One field of an event.
 
     Attributes:
-        always: Every event of its kind has it.
-        of: The fields of what a list of objects holds.
+        always: True if every event of its kind has the field.
+        of: Fields of the objects in a list.
     """
 
     name: str
@@ -48,51 +52,64 @@ def _field(field: structs.FieldInfo, kind: Any, meaning: str) -> Field:
     return Field(field.name, KINDS[get_origin(kind) or kind], meaning, field.required, of)
 
 
-def rows(fields: Iterable[Field], within: str = "") -> Iterator[str]:
-    """Lines of a table of fields."""
+@functools.cache
+def shared() -> dict[str, tuple[str, str]]:
+    """Return type and meaning, by name, of the fields that many events have: one meaning of each name."""
+    fields = (field for event in EVENTS.values() for _, field in flat(fields_of(event)))
+    counts = Counter((field.name, field.kind, field.meaning) for field in fields).most_common()
+    return {name: (kind, meaning) for (name, kind, meaning), number in reversed(counts) if number >= SHARED}
+
+
+def flat(fields: Iterable[Field], within: str = "") -> Iterator[tuple[str, Field]]:
+    """Yield all fields, also those of the objects in lists, each with its full name as the page shows it."""
     for field in fields:
         name = f"{within}{field.name}"
-        yield f"| {f'`{name}`' if field.always else f'*`{name}`*'} | {field.kind} | {_cell(field.meaning)} |"
-        yield from rows(field.of, f"{name}[].")
+        yield f"`{name}`" if field.always else f"*`{name}`*", field
+        yield from flat(field.of, f"{name}[].")
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def table(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Return a table of names, types and meanings."""
+    lines = ("| {} | {} | {} |\n".format(name, kind, meaning.replace("|", "\\|")) for name, kind, meaning in rows)
+    return "".join(["| field | type | meaning |\n|---|---|---|\n", *lines])
 
 
-def table(fields: Iterable[Field]) -> str:
-    """A table of fields."""
-    return "\n".join(["| field | type | meaning |", "|---|---|---|", *rows(fields)]) + "\n"
+def explained(fields: Iterable[Field]) -> Iterator[str]:
+    """Yield a table of the fields that are an event's own, and a line with the names of all others."""
+    rows = [(name, field.kind, field.meaning, shared().get(field.name)) for name, field in flat(fields)]
+    if own := [row[:3] for row in rows if row[1:3] != row[3]]:
+        yield table(own)
+    if others := [row[0] for row in rows if row[1:3] == row[3]]:
+        yield textwrap.fill(f"[Shared](#shared-fields): {', '.join(others)}.", 120, break_on_hyphens=False) + "\n"
 
 
 SIDES = {"prefill": "prefill side", "decode": "decode side", "both": "both sides"}
 
 
 def meaning(event: type[Struct]) -> str:
-    """Return what an event means, in one line."""
+    """Return the meaning of an event, in one line."""
     return " ".join((event.__doc__ or "").split())
 
 
 def overview() -> str:
-    """A line for each event, with the first sentence of its meaning."""
-    lines = ["| event | logged by | level | what happened |", "|---|---|---|---|"]
+    """Return a table with one line for each event."""
+    lines = ["| event | logged by | level |", "|---|---|---|"]
     for name, event in EVENTS.items():
-        first = meaning(event).partition(". ")[0].rstrip(".")
-        lines.append(f"| [`{name}`](#{name}) | {SIDES[event.side]} | {', '.join(event.levels)} | {_cell(first)} |")
+        lines.append(f"| [`{name}`](#{name}) | {SIDES[event.side]} | {', '.join(event.levels)} |")
     return "\n".join(lines) + "\n\n"
 
 
 def page() -> str:
-    """The section from its overview on."""
-    parts = [f"{overview()}### Fields of every event\n\n{table(fields_of(Line))}"]
+    """Return the section from its overview on."""
+    common = table((name, field.kind, field.meaning) for name, field in flat(fields_of(Line)))
+    parts = [f"{overview()}### Fields of every event\n\n{common}"]
+    parts.append(f"### Shared fields\n\n{table((f'`{name}`', *said) for name, said in sorted(shared().items()))}")
     for name, event in EVENTS.items():
-        said = f"{SIDES[event.side].capitalize()}, {' or '.join(event.levels)}. {meaning(event)}"
-        parts.append(f"### {name}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}\n")
-        if fields := fields_of(event):
-            parts.append(table(fields))
+        parts.append(f"### {name}\n\n{textwrap.fill(meaning(event), 120, break_on_hyphens=False)}\n")
+        parts += explained(fields_of(event))
     return "\n".join(parts)
 
 
 def files() -> dict[Path, str]:
-    """The page with its section made anew."""
+    """Return the page with its section made anew."""
     return between(DOCS / "logging.md", "events", page())

@@ -1,7 +1,7 @@
-"""Write docs/structure.md from the transition tables of core and offload, and draw each table as a picture.
+"""Write the section States of docs/structure.md from the transition tables, and draw each table as a picture.
 
-Graphviz lays the pictures out (`apt-get install graphviz`); whoever only builds the documentation or runs its tests
-does not need it. Each picture holds a digest of what it was drawn from, and a test compares that.
+Graphviz lays the pictures out (`apt-get install graphviz`). Building the documentation and running its tests works
+without Graphviz, because each picture holds a digest of its source, and a test compares only that.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from scripts.draw.drawing import DOCS, PICTURES, between
 
 WIDTH = 119
 LABEL = 18
-"""Characters of one line of a label: narrow pictures are read on a phone, too."""
+"""Characters in one line of a label. Narrow pictures can be read on a phone."""
 ALIKE = 3
-"""So many transitions to one state for the same reasons are drawn as one arrow."""
+"""Number of transitions to one state, for the same reasons, that are drawn as one arrow."""
 
 GRAPH = """digraph {
   graph [nodesep=0.2, ranksep=0.3, bgcolor=transparent, pad=0.15]
@@ -40,7 +40,7 @@ GRAPH = """digraph {
 
 
 class Machine(NamedTuple):
-    """One transition table: `module` holds it."""
+    """A transition table and the `module` that holds it."""
 
     name: str
     module: ModuleType
@@ -48,24 +48,24 @@ class Machine(NamedTuple):
 
     @property
     def on_event(self) -> Mapping[Any, Mapping[Any, Any]]:
-        """State -> event -> the state after it."""
+        """Return the table: state -> event -> next state."""
         table: Mapping[Any, Mapping[Any, Any]] = self.module.ON_EVENT
         return table
 
     @property
     def when(self) -> Mapping[Any, Mapping[Any, Any]]:
-        """State -> condition -> the state that is entered by itself."""
+        """Return the table: state -> condition -> state that is entered as soon as the condition holds."""
         table: Mapping[Any, Mapping[Any, Any]] = getattr(self.module, "WHEN", {})
         return table
 
     @property
     def events(self) -> list[Any]:
-        """Every event, in the order of the states that take it."""
+        """Return every event, in the order of the states that take it."""
         return list(dict.fromkeys(event for row in self.on_event.values() for event in row))
 
     @property
     def edges(self) -> dict[tuple[str, str], list[str]]:
-        """Why each state is left for each other: events in capitals, conditions in italics."""
+        """Return the reasons of each transition between two states: events in capitals, conditions in italics."""
         edges: dict[tuple[str, str], list[str]] = defaultdict(list)
         for state, row in self.on_event.items():
             for event, after in row.items():
@@ -78,19 +78,19 @@ class Machine(NamedTuple):
 
     @property
     def stays(self) -> dict[str, list[str]]:
-        """The events that a state takes without leaving it."""
+        """Return the events that a state takes without being left."""
         all_of = {s.name: [_name(e) for e, after in row.items() if after is s] for s, row in self.on_event.items()}
         return {state: events for state, events in all_of.items() if events}
 
     @property
     def ends(self) -> list[str]:
-        """The states that nothing leaves any more."""
+        """Return the final states."""
         left = {state for state, _ in self.edges}
         return [state.name for state in self.on_event if state.name not in left]
 
     @property
     def picture(self) -> str:
-        """The name of its picture's file."""
+        """Return the file name of the picture."""
         return f"states-{self.name.lower().replace(' ', '-')}.svg"
 
 
@@ -98,46 +98,46 @@ MACHINES = (
     Machine(
         "Pull",
         pull,
-        "One attempt of one decode rank at one request. The outcome is given on entering NOTIFYING. The caller gets "
-        "its blocks back when nothing can write them any more; QUARANTINED waits for that.",
+        "One attempt of one decode rank at one request. NOTIFYING begins with the outcome. The caller gets its blocks "
+        "back once nothing can write them any more; QUARANTINED waits for that.",
     ),
     Machine(
         "Lease",
         lease,
-        "One lent request on a prefill rank. A reader is owed until it has released, and so is a decode engine that "
-        "was not heard of yet: `lend(params, num_readers=2)` waits for two. In ENDING nothing more is granted; what "
-        "was granted is kept.",
+        "One lent request on a prefill rank. Each reader is owed until it releases, and so is each decode engine that "
+        "was not heard of yet: `lend(params, num_readers=2)` waits for two. ENDING grants nothing more, and keeps the "
+        "grants that run.",
     ),
-    Machine("Peer", peer, "One start of a remote rank, as a reader knows it."),
+    Machine("Peer", peer, "One start of a remote rank, as this rank sees it."),
     Machine(
         "Request",
         attempts,
-        "One request over its attempts; every attempt is a pull. A request that is OVER tells the prefill ranks that "
-        "no attempt follows, if they were told that one would.",
+        "One request over its attempts, each of which is a pull. If the prefill ranks expect another attempt, OVER "
+        "tells them that none follows.",
     ),
     Machine(
         "Engine",
         lifecycle,
-        "The life of one engine. From SHUT on the engine takes no turn. In CLOSED it is certain for good that nothing "
-        "writes any more; in SUSPENDED until the engine is resumed.",
+        "The life of one engine. From SHUT on the engine takes no turn. In CLOSED nothing can ever write again; in "
+        "SUSPENDED nothing can write until the engine is resumed.",
     ),
     Machine(
         "Stored block",
         entry,
-        "One block in one tier of the offload: host memory, or files. A block in LEAVING cannot be found any more; its "
-        "slot is free in GONE.",
+        "One block in one tier of the offload: host memory, or files. LEAVING hides the block from searches; GONE "
+        "frees its slot.",
     ),
     Machine(
         "Store or load",
         job,
-        "One request to store blocks in tiers, or to load them. The outcome is given on leaving RUNNING or DRAINING; "
-        "in HELD a transfer in doubt may still touch the caller's blocks.",
+        "One request to store or load blocks. The outcome is given on leaving RUNNING or DRAINING. In HELD a transfer "
+        "in doubt may still touch the caller's blocks.",
     ),
 )
 
 
 def section(machine: Machine) -> str:
-    """One machine as a picture and a table of its transitions."""
+    """Return one machine as a picture and a table of its transitions."""
     title = f"The states of: {machine.name.lower()}"
     path = machine.module.__name__.replace(".", "/") + ".py"
     lines = [
@@ -147,22 +147,26 @@ def section(machine: Machine) -> str:
         f"![{title}](pictures/{machine.picture})\n",
     ]
     lines += ["| from | to | by |", "|---|---|---|"]
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for state in (state.name for state in machine.on_event):
-        lines += [f"| {a} | {b} | {_any_of(why)} |" for (a, b), why in machine.edges.items() if a == state]
+        for (before, after), why in machine.edges.items():
+            if before == state:
+                alike[after, _any_of(why)].append(state)
         if events := machine.stays.get(state):
-            lines.append(f"| {state} | *stays* | {_any_of(events)} |")
+            alike["*stays*", _any_of(events)].append(state)
+    lines += [f"| {', '.join(states)} | {after} | {reasons} |" for (after, reasons), states in alike.items()]
     if machine.ends:
-        lines += ["", f"Takes nothing any more: {', '.join(machine.ends)}."]
+        lines += ["", f"Final: {', '.join(machine.ends)}."]
     lines += ["", "| event | meaning |", "|---|---|"]
     lines += [f"| {_name(event)} | {meaning(event)} |" for event in machine.events]
     return "\n".join([*lines, ""])
 
 
 def meaning(event: Any) -> str:
-    """What an event means: the first line of its docstring, or of the string that follows it in its enum.
+    """Return the meaning of an event: the first line of its docstring, or the string that follows it in its enum.
 
     Raises:
-        ConfigError: Nobody explains it.
+        ConfigError: The event has no such text.
     """
     if not isinstance(event, Enum):
         words = (event.__doc__ or "").splitlines()[0]
@@ -175,17 +179,17 @@ def meaning(event: Any) -> str:
                 return " ".join(words.split()).rstrip(".")
             case _:
                 pass
-    raise ConfigError(f"nobody explains {type(event).__name__}.{event.name}: write a string below it")
+    raise ConfigError(f"{type(event).__name__}.{event.name} has no explanation: write a string below it")
 
 
 def _any_of(reasons: list[str]) -> str:
-    """Join what is each enough."""
+    """Join reasons of which each is enough."""
     *others, last = reasons
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def graph(machine: Machine) -> str:
-    """One machine in Graphviz' language."""
+    """Return one machine in Graphviz' language."""
     lines = [GRAPH, f"  {next(iter(machine.on_event)).name} [penwidth=2.5]"]
     lines += [f"  {state} [peripheries=2]" for state in machine.ends]
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -203,13 +207,13 @@ def graph(machine: Machine) -> str:
 
 
 def digest(machine: Machine) -> str:
-    """Of all that its picture is drawn from."""
+    """Return a comment with the digest of everything that the picture is drawn from."""
     text = graph(machine) + drawing.STYLE
     return f"<!-- drawn by scripts/draw from {hashlib.sha256(text.encode()).hexdigest()} -->"
 
 
 def picture(machine: Machine) -> str:
-    """One machine, drawn by Graphviz.
+    """Return one machine, drawn by Graphviz.
 
     Raises:
         ConfigError: Graphviz is not installed.
@@ -238,7 +242,7 @@ def _name(event: Any) -> str:
 
 
 def _words(condition: Any) -> str:
-    """What a condition says: the first line of its function."""
+    """Return the words of a condition: the first line of its function's docstring."""
     if not callable(condition):
         return str(condition)
     words = (condition.__doc__ or "").splitlines()[0].rstrip(".")
@@ -246,18 +250,18 @@ def _words(condition: Any) -> str:
 
 
 def page() -> str:
-    """All machines."""
+    """Return the section with all machines."""
     return "\n".join(map(section, MACHINES))
 
 
 def is_fresh(machine: Machine) -> bool:
-    """Whether its picture was drawn from what the tables say now."""
+    """Return True if the picture was drawn from the current tables."""
     path = PICTURES / machine.picture
     return path.exists() and digest(machine) in path.read_text(encoding="utf-8")
 
 
 def files() -> dict[Path, str]:
-    """The page, and the pictures that are stale."""
+    """Return the page, and the pictures that are stale."""
     stale = [machine for machine in MACHINES if not is_fresh(machine)]
     return {
         **between(DOCS / "structure.md", "states", page()),
