@@ -311,7 +311,7 @@ def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -
     assert len(times) <= 2 * 4  # twenty seconds long, at a third and at two thirds
     assert sum(said.number for _, said in prefill.said) == 4000
     first = prefill.said[0][1]
-    assert (first.waits, first.oldest) == ("not claimed by anybody", tuple(leases[:3]))
+    assert (first.waits, first.oldest) == ("not claimed by any reader", tuple(leases[:3]))
 
 
 def test_what_is_held_for_twice_as_long_before_it_was_said_is_counted_once() -> None:

@@ -75,7 +75,7 @@ def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
         ("lease", "unclaimed", 1, 3.0),
     ]
     assert [(x.request_id, x.age_s, x.waits) for x in seen.requests] == [
-        ("p1", 3.0, "not claimed by anybody"),
+        ("p1", 3.0, "not claimed by any reader"),
         ("p2", 1.0, "claimed and renewed by d/tp0@d-1"),
     ]
     assert [(x.request_id, x.blocks, x.waits_for) for x in seen.holds] == [

@@ -598,7 +598,7 @@ def test_what_was_released_revoked_or_withdrawn_is_not_late() -> None:
 
 def test_what_is_held_when_the_log_ends_is_told() -> None:
     held = {**LEASE, "lent_s": 10.0, "left_s": 20.0, "claims": {}}
-    warned = say(20, told.LeaseHeld, state="lent", waits="not claimed by anybody", requests=1, oldest=[held])
+    warned = say(20, told.LeaseHeld, state="lent", waits="not claimed by any reader", requests=1, oldest=[held])
     [leak] = found([begun(P), warned])
     assert (leak.cause, leak.state, leak.missing) == (C.NEVER_CLAIMED, "held", ("the decode side",))
     claims = {RANK[D]: {"pull_id": PULL, "heard_s": 2.0, "claimed_s": 0.1}}

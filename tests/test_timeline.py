@@ -140,7 +140,7 @@ def test_a_lease_that_nobody_claimed(axis: Axis) -> None:
     assert (story.lease, story.level) == ("expired", "warning")
     assert [x.text for x in story.marks] == [
         "lent, 7 blocks",
-        "held for long: not claimed by anybody",
+        "held for long: not claimed by any reader",
         "expired after 30.0 s, owed by *",
     ]
 

@@ -166,7 +166,7 @@ class Written:
         ids: dict[str, Any] = {"request_id": f"chat-{number}", "sequence": number}
         self.line("lease_lent", at, P, **ids, blocks=7, lease_s=30.0)
         held = [{**ids, "lent_s": 10.0, "left_s": 20.0, "claims": {}}]
-        waits: dict[str, Any] = {"state": "lent", "waits": "not claimed by anybody", "requests": 1}
+        waits: dict[str, Any] = {"state": "lent", "waits": "not claimed by any reader", "requests": 1}
         self.line("lease_held", at + 10, P, "warning", **waits, oldest=held)
         why: dict[str, Any] = {"cause": "expired", "owed": ["*"], "history": [[0.0, "lent"], [30.0, "expired"]]}
         self.line("lease_ended", at + 30, P, "warning", **ids, seconds=30.0, readers={}, blocks=7, **why)

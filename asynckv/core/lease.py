@@ -442,7 +442,7 @@ class Lease:
             said.setdefault(words, []).append(name)
         if unknown := self.lent.readers - len(self.cohorts):
             more = "another decode engine" if unknown == 1 else f"{unknown} decode engines"
-            said.setdefault(_WAITS["unclaimed"], []).append(more if self.cohorts or unknown > 1 else "anybody")
+            said.setdefault(_WAITS["unclaimed"], []).append(more if self.cohorts or unknown > 1 else "any reader")
         return "; ".join(f"{words} {_few(said[words])}" for words in sorted(said) if words)
 
     # -- answers -----------------------------------------------------------------------------------

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
-from asynckv.tools.diagnose.causes import CATALOGUE, cells
+from asynckv.tools.diagnose.causes import CATALOGUE, HEADING
 from asynckv.tools.doctor.catalogue import KINDS, TOPICS
 from scripts.draw.drawing import DOCS, between
 
@@ -16,26 +15,22 @@ def files() -> dict[Path, str]:
 
 
 def causes() -> str:
-    """Write the catalogue of causes."""
-    out = []
-    for cause, entry in CATALOGUE.items():
-        kind = " *(a class)*" if entry.is_class else ""
-        out.append(f"### {entry.title[0].upper()}{entry.title[1:]}\n")
-        sentences = " / ".join(f"*{x}.*" for x in (entry.sentence, *entry.of.values()))
-        out.append(_filled(f"`{cause}`{kind}, under *{entry.heading}*: {sentences}") + "\n")
-        rows: dict[str, list[str]] = {}
-        for owner, reader in cells(cause):
-            rows.setdefault(reader.value, []).append(owner.value)
-        for said, known in rows.items():
-            out.append(_filled(f"- prefill side: {'; or '.join(known)}"))
-            out += [_filled(f"- ... decode side: {said}")] if said else []
-        out.append(_filled(f"- what to do: {entry.remedy}") + "\n")
-    return "\n".join(out) + "\n"
+    """Write the catalogue of causes: a table per heading, in which words in braces are a request's own."""
+    lines = []
+    for heading in HEADING:
+        lines += [f"### {heading[0].upper()}{heading[1:]}", "", "| cause | evidence | what to do |", "|---|---|---|"]
+        for cause, entry in CATALOGUE.items():
+            if entry.heading is heading:
+                told = " / ".join((entry.sentence, *entry.of.values()))
+                lines.append(
+                    _row(f"`{cause}`: {entry.title}{' (a class)' if entry.is_class else ''}", told, entry.remedy)
+                )
+        lines.append("")
+    return "\n".join(lines)
 
 
-def _filled(text: str) -> str:
-    indent = "  " if text.startswith("- ") else ""
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
 def findings() -> str:
@@ -45,7 +40,6 @@ def findings() -> str:
         lines += [f"### {title}", "", "| finding | why it matters | what to do |", "|---|---|---|"]
         for code, kind in KINDS.items():
             if kind.topic == topic:
-                cells = (f"**{kind.level}** `{code}`: {kind.title}", kind.why, kind.remedy)
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+                lines.append(_row(f"**{kind.level}** `{code}`: {kind.title}", kind.why, kind.remedy))
         lines.append("")
     return "\n".join(lines)

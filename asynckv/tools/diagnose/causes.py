@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 
@@ -146,11 +146,6 @@ class Entry:
 CATALOGUE: dict[CAUSE, Entry] = {}
 WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
 """Why a lease or the blocks of a pull were late, and why a pull failed."""
-
-
-def cells(cause: CAUSE) -> Iterator[tuple[Owner, Reader]]:
-    """Go through the pairs of the table that have a cause."""
-    return ((owner, reader) for owner, row in WHY.items() for reader, found in row.items() if found is cause)
 
 
 def _read() -> None:
