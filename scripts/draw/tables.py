@@ -37,9 +37,9 @@ def findings() -> str:
     """Write what `asynckv doctor` may find: a table per topic."""
     lines = []
     for topic, title in TOPICS.items():
-        lines += [f"### {title}", "", "| finding | why it matters | what to do |", "|---|---|---|"]
+        lines += [f"### {title}", "", "| finding | what to do |", "|---|---|"]
         for code, kind in KINDS.items():
             if kind.topic == topic:
-                lines.append(_row(f"**{kind.level}** `{code}`: {kind.title}", kind.why, kind.remedy))
+                lines.append(_row(f"**{kind.level}** `{code}`: {kind.title}", kind.remedy))
         lines.append("")
     return "\n".join(lines)
