@@ -1,6 +1,6 @@
 """The engine's configuration: frozen, checked once, with defaults that suit production.
 
-Durations are seconds, sizes bytes. `docs/embedding.md` shows the ones that matter first.
+Durations are seconds, sizes bytes. `docs/embedding.md` names those that matter first.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ CORES_FOR_TWO = 2
 POLICIES = ("s3-fifo", "lru")
 
 MIN_GRANT_S = 0.5
-"""A shorter promise could lapse while its reader's loop is merely busy."""
+"""The shortest grant: a shorter one could lapse while its reader's loop is merely busy."""
 
 MIN_HELD_FRACTION = 0.01
 MAX_HELD_FRACTION = 1000.0
 
 MIN_LEASE_S = 2.0
-"""A shorter lease could end between two renewals of a reader whose loop is merely busy."""
+"""The shortest lease: a shorter one could end between two renewals of a reader with a busy loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseConfig:
-    """What a prefill rank promises to its readers.
+    """Times and limits of lent requests on a prefill rank.
 
     Attributes:
-        lease_s: How long a request stays lent if no reader claims it. Raise it if decode engines hear of requests late
-            (a long queue at the router, no `Engine.announce`). Lower it if the prefill side is short of KV memory.
-        grant_s: Length of one promise to a reader; the reader renews it while it needs the blocks. It also bounds how
-            long a dead reader holds blocks, and how long `Engine.aclose` takes. Raise it if a reader's event loop may
-            be away for longer. At least 0.5 s.
-        max_lease_s: Longest that renewals can keep a request lent. Raise it if requests wait for longer than that in
-            the decode engine's queue.
-        parked_s: How long a claim or a release is remembered that came before its request was lent. Raise it if params
-            reach the decode side long before the prefill ends.
-        max_parked: Most claims and releases that are remembered so.
+        lease_s: Seconds for which a request stays lent if no reader claims it. Raise it if decode engines hear of
+            requests late (a long queue at the router, no `Engine.announce`). Lower it if KV memory is scarce.
+        grant_s: Length of one grant to a reader, at least 0.5 s. The reader renews it while it needs the blocks. It
+            also bounds how long a dead reader holds blocks, and how long `Engine.aclose` takes. Raise it if a reader's
+            event loop may be blocked for longer.
+        max_lease_s: Longest time for which renewals keep a request lent. Raise it if requests wait for longer than that
+            in the decode engine's queue.
+        parked_s: Seconds for which an early claim or release, of a request that is not lent yet, is remembered. Raise
+            it if params reach the decode side long before the prefill ends.
+        max_parked: Most early claims and releases that are remembered.
     """
 
     lease_s: float = 30.0
@@ -69,44 +69,43 @@ class LeaseConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullConfig:
-    """How a decode rank reads: deadlines, repetitions, and how much is in flight.
+    """Deadlines, repetitions and limits of reads on a decode rank.
 
     Attributes:
-        timeout_s: Deadline of a pull that names none, with its queue and its retries. At least 2 s. Raise it if the
-            largest prompts take longer over the slowest network.
-        announce_s: How long an announced request may wait for its pull, if `Engine.announce` names no time. The engine
-            gives up a request that waited for longer, and it cannot be pulled any more. Give more than any request
-            waits in the inference engine's queue.
-        handshake_s: How long a remote rank may take to answer a handshake, and then to be loaded. Raise it for
-            networks where UCX connects slowly.
-        hello_retry_s: When an unanswered hello, the first message of a handshake, is repeated first; the pause doubles
-            from then on.
+        timeout_s: Deadline of a pull that names none, including its queue and its retries. At least 2 s. Raise it if
+            the largest prompts take longer over the slowest network.
+        announce_s: Seconds for which an announced request may wait for its pull, if `Engine.announce` names none. After
+            that the engine gives the request up, and it cannot be pulled any more. Give more than any request waits in
+            the inference engine's queue.
+        handshake_s: Seconds that a remote rank may take to answer a handshake, and then to be loaded. Raise it for
+            networks on which UCX connects slowly.
+        hello_retry_s: Pause before an unanswered hello, the first message of a handshake, is repeated; it doubles.
         backoff_s: Pause after the first failed handshake; it doubles up to `max_backoff_s`.
-        max_backoff_s: Longest pause between two handshakes with a rank that cannot be reached. A hello has some 100
-            bytes, and is said only while a request needs that rank, so a rank is found soon after a partition.
-        claim_retry_s: When an unanswered claim is repeated first; the pause doubles up to 2 s.
-        release_retry_s: When an unanswered release is repeated first; the pause doubles up to 5 s.
-        release_timeout_s: When an unanswered release is given up. The lease ends by itself then.
-        drain_s: How long a failed or cancelled pull waits for its running transfers before it reports its outcome.
-            Blocks that are still in use by then are named as held.
-        held_s: How long after the outcome a transfer that does not end may hold a pull's blocks. Then the blocks are
-            retired: an error is logged, and whoever waits for them gets `BlocksRetired`.
-        heartbeat_s: How often a silent peer is pinged while it owes or holds something.
-        suspect_s: Silence after which a peer gets no new work.
-        gone_s: Silence after which a peer counts as dead, and its pulls fail. Raise it if a rank's event loop may be
-            away for longer. `heartbeat_s` < `suspect_s` < `gone_s` must hold.
-        idle_s: How long a peer that nothing is read from stays connected.
+        max_backoff_s: Longest pause between two handshakes with an unreachable rank. A hello has some 100 bytes and is
+            sent only while a request needs that rank, so a rank is found soon after a partition.
+        claim_retry_s: Pause before an unanswered claim is repeated; it doubles up to 2 s.
+        release_retry_s: Pause before an unanswered release is repeated; it doubles up to 5 s.
+        release_timeout_s: Seconds after which an unanswered release is given up. The lease then ends by itself.
+        drain_s: Seconds for which a failed or cancelled pull waits for its running transfers before it reports its
+            outcome. The outcome names blocks that are still in use as held.
+        held_s: Seconds after the outcome for which a transfer that does not end may hold a pull's blocks. The blocks
+            are then retired: an error is logged, and callers that wait for them get `BlocksRetired`.
+        heartbeat_s: Interval of pings to a silent peer that owes or holds something.
+        suspect_s: Seconds of silence after which a peer gets no new work.
+        gone_s: Seconds of silence after which a peer counts as dead, and its pulls fail. Raise it if a rank's event
+            loop may be blocked for longer. `heartbeat_s` < `suspect_s` < `gone_s` must hold.
+        idle_s: Seconds for which an unused peer stays connected.
         max_post_bytes: Most bytes in one NIXL transfer.
         max_post_descriptors: Most descriptors, after merging neighbours, in one NIXL transfer.
-        window_bytes: Most bytes in flight per peer. (One transfer may be larger; it then goes alone.) Raise it if the
-            network's bandwidth times its latency is more: 400 Gbit/s and 1 ms are 50 MB.
+        window_bytes: Most bytes in flight per peer. A larger transfer goes alone. Raise it if the network's bandwidth
+            times its latency is more: 400 Gbit/s and 1 ms are 50 MB.
         window_descriptors: Most descriptors in flight per peer.
-        window_requests: Most pulls that read from one prefill engine at a time; more of them wait their turn.
+        window_requests: Most pulls that read from one prefill engine at a time; more of them wait.
         total_bytes: Most bytes in flight from all peers. At least `window_bytes`.
         total_descriptors: Most descriptors in flight from all peers. At least `window_descriptors`.
         total_requests: Most pulls that read at a time. At least `window_requests`.
         max_queued: Most pulls that wait to read; one more is refused at once (`Overloaded`).
-        retries: How often a failed pull is tried again within its deadline; 0: never. 1 or 2 help over TCP.
+        retries: Number of retries of a failed pull within its deadline; 0 for none. 1 or 2 help over TCP.
         retry_s: Pause before the first retry; it doubles up to 2 s.
     """
 
@@ -144,7 +143,7 @@ class PullConfig:
         if self.timeout_s < MIN_LEASE_S:
             raise ConfigError(
                 f"timeout_s {self.timeout_s} is below {MIN_LEASE_S:g} s, the shortest lease: a deadline that short "
-                f"fails whatever meets a busy loop; a single pull may be given a shorter one"
+                f"fails every pull that meets a busy loop; give a single pull a shorter one instead"
             )
         for what in ("bytes", "descriptors", "requests"):
             window, total = getattr(self, f"window_{what}"), getattr(self, f"total_{what}")
@@ -162,14 +161,14 @@ class PullConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
-    """How much one key may ask, or without keys one host (messages: one connection). More is dropped and counted.
+    """Limits of one key, or without keys of one host (messages: of one connection). The excess is dropped and counted.
 
     Attributes:
-        messages_per_s: Messages per second that are looked at. A malformed packet counts as a hundred.
+        messages_per_s: Messages per second that are processed. A malformed packet counts as a hundred.
         message_burst: Most messages that may come at once after a silence.
-        hellos_per_s: Handshakes and questions for the status per second that are answered; an answer is large. Raise it
+        hellos_per_s: Handshakes and status questions per second that are answered, because answers are large. Raise it
             if many operators or dashboards ask one engine.
-        hello_burst: Most of those that may come at once after a silence.
+        hello_burst: Most handshakes and questions that may come at once after a silence.
     """
 
     messages_per_s: float = 50_000.0
@@ -183,31 +182,30 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlConfig:
-    """How NIXL and UCX are set up. The defaults are measured.
+    """Settings of NIXL and UCX. The defaults are measured.
 
     Attributes:
         backend: NIXL back end.
-        params: Parameters of the back end. They are added to asynckv's own, which set TCP segments of 64 KiB.
-        posting_threads: Threads that post large reads, so that a copy or a drained socket does not hold up the event
-            loop. 0 to 16; with 0 everything is posted on the loop. "auto" is 2 where this process may use two cores or
-            more, else 1; such threads are used while they are not much slower than the loop (a loop that never sleeps
-            keeps Python's lock from them). Each thread has a NIXL agent with its own connections, and its own
-            registration of the memory. Give 0 to a prefill engine that never reads.
-        bulk_bytes: Reads of at least so many bytes go to a posting thread. (Each descriptor counts as if it were the
-            longest of its table.)
-        bulk_descriptors: So do reads of at least so many descriptors, before NIXL merges them.
-        process: What of NIXL runs in a process of its own. That process may die inside UCX without taking the engine
-            with it; another one follows it. "never": nothing. "serving": the agent that remote readers reach. "auto":
-            "serving" if the memory is shared and UCX has only TCP between hosts, or no CMA within this one, so that the
-            agent can die; else "never". With "serving" the start fails if the memory is not shared
-            (`asynckv.shared_tensor`, `asynckv.shared_memory`).
-        process_start_s: How long that process may make no progress before it serves; it takes about a second. A busy
-            host may delay it: it is waited for while it uses CPU, ten times as long in all. Then the start fails with
-            "serving"; with "auto" NIXL stays in the engine's process, with a warning.
-        try_metadata: Whether the NIXL metadata of a peer is loaded in a process of its own before it is loaded here,
-            because it can end a process inside UCX. "auto": that of peers on other hosts whose address has no key.
-            "always": that of all peers. "never": of none. The process is started for the first such peer, and delays it
-            by about a second.
+        params: Parameters of the back end, in addition to asynckv's own, which set TCP segments of 64 KiB.
+        posting_threads: Number of threads that post large reads, because a copy or a drained socket would block the
+            event loop: 0 (post on the loop) to 16. "auto" is 2 if this process may use two cores or more, else 1, and
+            uses them only while they are not much slower than the loop (a loop that never sleeps keeps Python's lock
+            from them). Each thread has a NIXL agent with its own connections and its own registration of the memory.
+            Give 0 to a prefill engine that never reads.
+        bulk_bytes: Least size of a read that goes to a posting thread. Each descriptor counts as the longest of its
+            table.
+        bulk_descriptors: Least number of descriptors, before NIXL merges them, of a read that goes to a posting thread.
+        process: The part of NIXL that runs in a process of its own, which may die inside UCX without ending the engine;
+            another one replaces it. "never": no part. "serving": the agent that remote readers reach; the start fails
+            if the memory is not shared (`asynckv.shared_tensor`, `asynckv.shared_memory`). "auto": "serving" if the
+            memory is shared and UCX has only TCP between hosts, or no CMA within this one, so that the agent can die;
+            else "never".
+        process_start_s: Seconds for which that process may make no progress before it serves. It usually takes one. On
+            a busy host asynckv waits while the process uses CPU, up to ten times as long. After that the start fails
+            with "serving"; with "auto" NIXL stays in the engine's process, with a warning.
+        try_metadata: The peers that have their NIXL metadata loaded in a separate process first, because loading can
+            end a process inside UCX. "auto": peers on other hosts without a key in their address. "always": all.
+            "never": none. The process is started for the first such peer, and delays it by about a second.
     """
 
     backend: str = "UCX"
@@ -239,7 +237,7 @@ class NixlConfig:
 
     @property
     def num_posters(self) -> int:
-        """How many posting threads that is here."""
+        """Number of posting threads on this host."""
         if isinstance(self.posting_threads, int):
             return self.posting_threads
         return 2 if len(os.sched_getaffinity(0)) >= CORES_FOR_TWO else 1
@@ -247,27 +245,26 @@ class NixlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is logged, and where. Failures are always logged, with their history; successes are sampled.
+    """Content and place of the log. Failures are always logged, with their history; successes are sampled.
 
-    The next event counts what was left out.
+    The next event counts the successes that were left out.
 
     Attributes:
-        successes_per_s: Most successful requests logged per second; 0: none. Raise it while you look for something.
-        slow_s: A request that took longer is logged with its history, as a failure is.
-        slow_per_s: Most slow requests logged per second: when all are slow, the log must not make them slower.
-        away_s: If the event loop was away for longer, so that nobody was answered, a warning says so (`loop_was_away`):
-            three at once, then one in ten seconds, and any that is much longer than the last.
-        held_fraction: A warning names what was held for this fraction of its lease, and again at each doubling: lent
-            requests, and announcements and pulls that stay in one state (0: no warnings). Those that wait for the same
-            share one line, and there are a few lines in ten seconds at most.
-        file: A file to which the engine writes JSON lines, beside what goes to the application's logging; none if
-            empty. The name may contain `{engine_id}`, `{rank}`, `{pid}` and `{host}`. No two processes may share a
-            file.
-        level: The lowest level that goes into the file: `debug`, `info`, `warning` or `error`. (The application sets
-            the level of its own logging.)
-        max_bytes: A file of this length is renamed, and another begun; 0: never. If it cannot be renamed it goes on
-            until it takes what all files together may.
-        backups: How many renamed files are kept; the oldest one is removed.
+        successes_per_s: Most successful requests logged per second; 0 for none. Raise it while you investigate.
+        slow_s: Seconds after which a request counts as slow, and is logged with its history like a failure.
+        slow_per_s: Most slow requests logged per second, so that the log does not slow a slow service further.
+        away_s: Seconds for which the event loop may be blocked before a warning (`loop_was_away`): three at once, then
+            one in ten seconds, and any that is much longer than the last.
+        held_fraction: Fraction of a lease after which a warning names held requests, and again at each doubling: lent
+            requests, and announcements and pulls that stay in one state. 0 for no warnings. Requests that wait for the
+            same share one line, and there are at most a few lines in ten seconds.
+        file: File to which the engine writes JSON lines, in addition to the application's logging; none if empty. The
+            name may contain `{engine_id}`, `{rank}`, `{pid}` and `{host}`. No two processes may share a file.
+        level: Lowest level in the file: `debug`, `info`, `warning` or `error`. The application sets the level of its
+            own logging.
+        max_bytes: Size at which a file is renamed and another one begun; 0 for never. A file that cannot be renamed
+            grows up to the size of all files together.
+        backups: Number of renamed files that are kept; the oldest one is removed.
     """
 
     successes_per_s: float = 10.0
@@ -299,12 +296,12 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectConfig:
-    """What a running engine answers when it is asked (`asynckv why`, `docs/why.md`).
+    """Answers of a running engine to questions (`asynckv why`, `docs/why.md`).
 
     Attributes:
-        enabled: Answer questions. If not, whoever asks is told so.
-        directory: Where this rank makes a socket for processes of this host and user, which then need neither address
-            nor keys. All ranks may share one directory; it is made if it does not exist. No socket if empty.
+        enabled: True to answer. If false, the asker is told so.
+        directory: Directory in which this rank makes a socket for processes of this host and user, which then need
+            neither address nor keys. Ranks may share it, and it is made if it is missing. No socket if empty.
     """
 
     enabled: bool = True
@@ -317,7 +314,7 @@ class InspectConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysConfig:
-    """Who this engine is to others, and whom it talks to (`docs/security.md`).
+    """Keys of this engine, and of the engines that it talks to (`docs/security.md`).
 
     The files are read when the engine is made.
 
@@ -325,7 +322,7 @@ class KeysConfig:
         secret: This engine's own file, `NAME.key_secret` of `asynckv keygen NAME`. Only its user may be able to read
             it.
         authorized: Directory with the `*.key` files of all engines that this one talks to, whichever of the two
-            connects. Files that are added or removed count for new connections, without a restart.
+            connects. Added and removed files count for new connections, without a restart.
     """
 
     secret: str | os.PathLike[str]
@@ -338,7 +335,7 @@ class KeysConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One rank's engine.
+    """Settings of one rank's engine.
 
     Attributes:
         engine_id: Name of the inference engine, the same on all of its ranks.
@@ -346,14 +343,16 @@ class EngineConfig:
             data network if other hosts read from this rank.
         advertise: Address that peers are told; the bound one if empty. Give it if peers reach this rank by another
             address, such as a service's name or a forwarded port.
-        allow_insecure: Listen on other addresses than loopback without keys: whoever reaches the address may read KV.
-        keys: Authenticate and encrypt the control plane, on whatever address. Without keys it listens on loopback only.
-        lease: What this rank promises as a prefill rank.
-        pull: How this rank reads as a decode rank.
-        nixl: How NIXL and UCX are set up.
-        log: What is logged, and where.
-        limits: How much one connection may ask.
-        inspect: What the engine says of itself to whoever asks.
+        allow_insecure: True to listen beyond loopback without keys. Every host that reaches the address may then read
+            KV.
+        keys: Keys that authenticate and encrypt the control plane, on any address. Without keys it listens on loopback
+            only.
+        lease: Times and limits of lent requests, as a prefill rank.
+        pull: Deadlines and limits of reads, as a decode rank.
+        nixl: Settings of NIXL and UCX.
+        log: Content and place of the log.
+        limits: Limits of one connection.
+        inspect: Answers to questions about this engine.
     """
 
     engine_id: str
@@ -393,33 +392,33 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """What a rank keeps of its blocks in host memory and in files (`docs/offload.md`).
+    """Blocks that a rank keeps in host memory and in files (`docs/offload.md`).
 
     Attributes:
-        model: Whatever decides a prompt's KV beside its tokens: the model's name, its revision, an adapter. Blocks that
-            were stored under another name are not found, and stay in files until their room is needed.
-        hash_tokens: Tokens per hash. Every block size must be a multiple of it. Nothing can check it: if hashes cover
+        model: Everything that decides a prompt's KV except its tokens: the model's name, its revision, an adapter.
+            Blocks that were stored under another name are not found, and stay in files until their room is needed.
+        hash_tokens: Tokens per hash. Every block size must be a multiple of it. It cannot be checked: if hashes cover
             fewer tokens than it says, prompts seem to share more than they do, and get wrong KV.
         host_bytes: Host memory for blocks, taken when the offload starts.
-        directory: Where files keep blocks beyond the life of the process; no files if empty. One process at a time has
-            it; each rank makes a directory of its own inside.
-        file_bytes: Bytes of files, taken from the disk when the offload starts. Give it if, and only if, you give a
-            `directory`.
-        policy: What a full tier gives up. "s3-fifo" is not emptied by a scan of prompts that nobody asks for again;
-            "lru" gives up what was not used for longest.
+        directory: Directory of files that keep blocks beyond the life of the process; no files if empty. Only one
+            process at a time may use it. Each rank makes a directory of its own in it.
+        file_bytes: Bytes of files, taken from the disk when the offload starts. Give it together with `directory`, or
+            give neither.
+        policy: Rule by which a full tier gives up blocks. "s3-fifo" is not emptied by a scan of prompts that come once;
+            "lru" gives up the blocks that were unused for longest.
         max_bytes: Most bytes in motion at a time, for each of: stores, loads, from files, to files.
-        max_post_bytes: Most bytes in one copy. A copy that has begun cannot be stopped, so this bounds for how long a
-            cancelled request's blocks are still in use. Fewer than about 16 MiB cost speed, above all where other
-            threads compute in Python, for which each copy may wait 5 ms.
+        max_post_bytes: Most bytes in one copy. A running copy cannot be stopped, so this bounds how long a cancelled
+            request's blocks stay in use. Less than about 16 MiB costs speed, above all if other threads compute in
+            Python, because each copy may then wait 5 ms.
         copy_threads: Threads that copy between the device's memory and the host tier. One is a little slower than
             `memcpy`, two are faster. Each takes a core while it copies.
         max_jobs: Most stores that wait or run, and most loads; one more is refused (`Overloaded`).
-        timeout_s: Deadline of a load that names none. A store that has not begun to copy by then stores nothing; one
-            that copies has as long again. Then nobody waits for it any longer, and it holds its blocks.
-        held_s: How long after the outcome of a load or a store a copy that does not end may hold its blocks. Then the
-            blocks are retired: an error is logged, and whoever waits for them gets `BlocksRetired`.
-        network: How the host tier's own engine is reached, which lends stored blocks (`Offload.lend`). It needs an
-            `engine_id` of its own. Nothing is lent if left out.
+        timeout_s: Deadline of a load that names none. A store that has not begun to copy by then stores nothing, and
+            one that copies has as long again. After that its outcome is told, and it still holds its blocks.
+        held_s: Seconds after the outcome of a load or a store for which a copy that does not end may hold its blocks.
+            The blocks are then retired: an error is logged, and callers that wait for them get `BlocksRetired`.
+        network: Address and keys of the host tier's own engine, which lends stored blocks (`Offload.lend`). It needs an
+            `engine_id` of its own. Without it nothing is lent.
     """
 
     model: str
@@ -457,20 +456,21 @@ class OffloadConfig:
 
 
 def _check(config: object, check: Callable[..., Any], names: Iterable[str], *bounds: float, under: str = "") -> None:
-    """Hold fields to a check, and keep what it returns, which is not of numpy's types: some of those cannot be sent."""
+    """Check fields and keep the returned values, which are never numpy's types, because some of those cannot be
+    sent."""
     for name in names:
         object.__setattr__(config, name, check(under + name, getattr(config, name), *bounds, error=ConfigError))
 
 
 def check_choice(name: str, value: object, *choices: str) -> None:
-    """Refuse what is none of some words, naming all of them."""
+    """Refuse a value that is none of the choices, and name all of them."""
     if not (isinstance(value, str) and value in choices):
         known = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         raise ConfigError(f"{name} is {shown(value)}; it must be {known}")
 
 
 def _path(name: str, value: object, remedy: str, least: int = 0) -> str:
-    """Return a path as text, or refuse what is none."""
+    """Return a path as text, or refuse a value that is no path."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not is_text(path, MAX_PATH, least):
         raise ConfigError(f"{name} is {shown(value)}; give a path, {remedy}")
@@ -478,7 +478,7 @@ def _path(name: str, value: object, remedy: str, least: int = 0) -> str:
 
 
 def _check_log_file(pattern: str) -> None:
-    """Refuse a log file's name that asks for what is not known."""
+    """Refuse a log file's name with an unknown field in braces."""
     try:
         parts = list(Formatter().parse(pattern))
         wrong = [name for _, name, form, how in parts if name is not None and (name not in LOG_FILE or form or how)]
@@ -486,7 +486,7 @@ def _check_log_file(pattern: str) -> None:
         wrong = [str(exc)]
     if wrong or "\0" in pattern:
         known = ", ".join(f"{{{name}}}" for name in LOG_FILE)
-        raise ConfigError(f"log.file is {shown(pattern)}; of what stands in braces it may have {known}")
+        raise ConfigError(f"log.file is {shown(pattern)}; the names in braces may be {known}")
 
 
 def check_lease(lease_s: float, max_lease_s: float) -> None:
@@ -496,7 +496,7 @@ def check_lease(lease_s: float, max_lease_s: float) -> None:
 
 
 def _positive(config: object, but: tuple[str, ...] = ()) -> None:
-    """Refuse what is no number, and zero, negative, infinite and nan, in every field."""
+    """Refuse fields that are no number, zero, negative, infinite or nan."""
     for entry in fields(config):  # type: ignore[arg-type]
         if entry.type == "int":
             _check(config, integer, [entry.name], 0 if entry.name in but else 1, MAX_INTEGER)
