@@ -56,109 +56,105 @@ class Family(NamedTuple):
 FAMILIES: Mapping[str, Family] = {
     # -- the engine
     "engine_info": Family(
-        "info", "This start of the engine.", ("incarnation", "version", "nixl", "backend", "ucx_tls")
+        "info", "Identity of this start of the engine.", ("incarnation", "version", "nixl", "backend", "ucx_tls")
     ),
-    "engine_state": Family("gauge", "1 for the engine's state, 0 for all others.", ("state",)),
-    "reading_age_seconds": Family("gauge", "Age of this scrape's figures; above 0 if the event loop did not answer."),
+    "engine_state": Family("gauge", "1 for the current state, otherwise 0.", ("state",)),
+    "reading_age_seconds": Family("gauge", "Age of the figures; above 0 if the event loop did not answer this scrape."),
     "data_plane_up": Family("gauge", "1 while the data plane serves, 0 while its process is being replaced."),
     # -- pulls: the decode side
     "pulls": Family(
-        "gauge", "Pulls and announcements, by state (notifying: only the release is not acknowledged yet).", ("state",)
+        "gauge", "Open pulls and announcements; notifying: only the release is not acknowledged yet.", ("state",)
     ),
-    "pulls_waiting": Family("gauge", "Pulls that have begun and do not read yet."),
-    "pulls_waiting_limit": Family("gauge", "Limit of waiting pulls (max_queued); more are refused at once."),
-    "pulls_queued": Family("gauge", "Pulls that could read if the limits left room."),
-    "pulls_admitted": Family("gauge", "Pulls that the limits let read."),
-    "pulls_admitted_limit": Family("gauge", "Limit of pulls that may read at a time (total_requests)."),
+    "pulls_waiting": Family("gauge", "Pulls that have begun but do not read yet."),
+    "pulls_waiting_limit": Family("gauge", "Limit of waiting pulls (max_queued); further ones are refused."),
+    "pulls_queued": Family("gauge", "Pulls that only the limits keep from reading."),
+    "pulls_admitted": Family("gauge", "Pulls that the limits allow to read."),
+    "pulls_admitted_limit": Family("gauge", "Limit of admitted pulls (total_requests)."),
     "pulls_retrying": Family("gauge", "Requests that wait for another attempt."),
-    "pull_oldest_seconds": Family("gauge", "Age of the oldest pull without an outcome; 0 if there is none."),
+    "pull_oldest_seconds": Family("gauge", "Age of the oldest pull without an outcome, or 0."),
     "pulls_started": Family("counter", "Pulls and announcements that began; every attempt counts."),
-    "pulls_ended": Family("counter", "Pulls that ended, by reason; every attempt counts.", ("reason",)),
-    "pulls_rejected": Family("counter", "Pulls that were refused because max_queued already waited."),
-    "pulls_retried": Family("counter", "Failed attempts that were followed by another, by reason.", ("reason",)),
-    "pull_duration_seconds": Family("histogram", "From the call of pull to its outcome.", ("outcome",)),
+    "pulls_ended": Family("counter", "Pulls that ended; every attempt counts.", ("reason",)),
+    "pulls_rejected": Family("counter", "Pulls refused because max_queued pulls already waited."),
+    "pulls_retried": Family("counter", "Failed attempts that were followed by another.", ("reason",)),
+    "pull_duration_seconds": Family("histogram", "Time from the call to the outcome.", ("outcome",)),
     "pull_phase_seconds": Family("histogram", "Time that pulls spent in each phase.", ("phase",)),
-    "pull_rereads": Family("counter", "Ranks that were read again, because the first read came before the lease."),
-    "read_bytes": Family("counter", "Bytes that transfers read, whether or not their pulls ended well."),
-    "transfers": Family("gauge", "Transfers under way, and those in doubt: failed, and may still write.", ("state",)),
+    "pull_rereads": Family("counter", "Ranks read again, because the first read came before the lease."),
+    "read_bytes": Family("counter", "Bytes read by transfers, whether or not their pulls ended well."),
+    "transfers": Family(
+        "gauge", "Transfers in flight, and those in doubt, which failed but may still write.", ("state",)
+    ),
     "transfers_posted": Family("counter", "Transfers posted by pulls that have ended."),
-    "transfers_ended": Family("counter", "Transfers that ended, or fell in doubt.", ("result",)),
-    "descriptors_planned": Family("counter", "Descriptors (contiguous pieces) to be read, before merging."),
-    "descriptors_posted": Family("counter", "Descriptors that were posted, after merging."),
-    "in_flight_bytes": Family("gauge", "Bytes of transfers under way."),
+    "transfers_ended": Family("counter", "Transfers that ended or fell in doubt.", ("result",)),
+    "descriptors_planned": Family("counter", "Descriptors (contiguous pieces) to read, before merging."),
+    "descriptors_posted": Family("counter", "Descriptors posted, after merging."),
+    "in_flight_bytes": Family("gauge", "Bytes of transfers in flight."),
     "in_flight_limit_bytes": Family("gauge", "Limit of bytes in flight (total_bytes)."),
-    "in_flight_descriptors": Family("gauge", "Descriptors of transfers under way."),
+    "in_flight_descriptors": Family("gauge", "Descriptors of transfers in flight."),
     "in_flight_descriptors_limit": Family("gauge", "Limit of descriptors in flight (total_descriptors)."),
     # -- peers
-    "peers": Family("gauge", "Prefill ranks that this engine knows, by state.", ("state",)),
+    "peers": Family("gauge", "Prefill ranks that this engine knows.", ("state",)),
     "peer_changes": Family(
         "counter", "Prefill ranks that entered a state (left: said goodbye; else gone).", ("state",)
     ),
-    "peer_pulls_ended": Family("counter", "Pulls that ended, by the engine that was read from.", ("peer", "outcome")),
-    "peer_read_bytes": Family("counter", "Bytes of completed pulls, by the engine that was read from.", ("peer",)),
+    "peer_pulls_ended": Family("counter", "Pulls that ended, by prefill engine.", ("peer", "outcome")),
+    "peer_read_bytes": Family("counter", "Bytes of completed pulls, by prefill engine.", ("peer",)),
     # -- blocks, on both sides
-    "blocks": Family(
-        "gauge", "Blocks in use: lent, being written, quarantined (may still be written), retired.", ("state",)
-    ),
-    "blocks_given_up": Family("counter", "Blocks that were retired (lost to the process) since the start."),
-    "quarantined_oldest_seconds": Family("gauge", "Age of the oldest quarantined blocks; 0 if there are none."),
+    "blocks": Family("gauge", "Blocks lent, being written, quarantined (may still be written) or retired.", ("state",)),
+    "blocks_given_up": Family("counter", "Blocks retired (lost to the process) since the start."),
+    "quarantined_oldest_seconds": Family("gauge", "Age of the oldest quarantined blocks, or 0."),
     # -- leases: the prefill side
-    "leases": Family("gauge", "Requests that are lent, by state.", ("state",)),
-    "leases_older_than": Family("gauge", "Requests that have been lent for longer than so many seconds.", ("seconds",)),
-    "lease_oldest_seconds": Family("gauge", "Age of the oldest lease; 0 if there is none."),
+    "leases": Family("gauge", "Requests that are lent.", ("state",)),
+    "leases_older_than": Family("gauge", "Requests that have been lent for longer than the label says.", ("seconds",)),
+    "lease_oldest_seconds": Family("gauge", "Age of the oldest lease, or 0."),
     "leases_lent": Family("counter", "Requests that were lent."),
-    "leases_ended": Family("counter", "Leases that ended, by how they ended.", ("state",)),
-    "lease_age_seconds": Family("histogram", "For how long requests had been lent when their lease ended.", ("state",)),
+    "leases_ended": Family("counter", "Leases that ended.", ("state",)),
+    "lease_age_seconds": Family("histogram", "Age of leases at their end.", ("state",)),
     "requests_withdrawn": Family("counter", "Requests that will never be lent."),
-    "refusals": Family("counter", "Claims, renewals and releases that were refused, by reason.", ("reason",)),
+    "refusals": Family("counter", "Claims, renewals and releases that were refused.", ("reason",)),
     "late_releases": Family("counter", "Releases that came after their lease had ended."),
-    "parked_messages": Family("gauge", "Claims and releases that came before their request was lent, and are kept."),
-    "parked_messages_limit": Family("gauge", "Limit of kept claims and releases (max_parked)."),
-    "parked_messages_dropped": Family(
-        "counter", "Early claims and releases that were dropped, by reason.", ("reason",)
-    ),
+    "parked_messages": Family("gauge", "Claims and releases kept until their request is lent."),
+    "parked_messages_limit": Family("gauge", "Limit of parked messages (max_parked)."),
+    "parked_messages_dropped": Family("counter", "Early claims and releases that were dropped.", ("reason",)),
     "keys_overtaken": Family(
-        "counter", "Keys given up or forgotten, because too many were made and not lent.", ("how",)
+        "counter", "Keys given up or forgotten, because too many were made but not lent.", ("how",)
     ),
     # -- messages
-    "messages": Family("counter", "Messages by direction and type.", ("direction", "type")),
-    "messages_dropped": Family("counter", "Messages that were not accepted, or could not be sent.", ("reason",)),
+    "messages": Family("counter", "Messages on the control plane.", ("direction", "type")),
+    "messages_dropped": Family("counter", "Messages that were not accepted or could not be sent.", ("reason",)),
     "packets": Family("counter", "Packets, each of several messages.", ("direction",)),
     "connections_rejected": Family("counter", "Connections that the listener did not admit.", ("cause",)),
     "connections_refused": Family("counter", "Addresses that this engine refused to connect to.", ("cause",)),
     # -- what is kept outside of the accelerator, where there is an offload
     "offload_blocks": Family(
-        "gauge", "Blocks by tier: kept, or leaving (not found any more, still in use).", ("state", "tier")
+        "gauge", "Blocks in a tier; leaving ones are in use but no longer found.", ("state", "tier")
     ),
-    "offload_bytes": Family("gauge", "Bytes of the kept blocks, by tier.", ("tier",)),
+    "offload_bytes": Family("gauge", "Bytes of the kept blocks.", ("tier",)),
     "offload_limit_bytes": Family("gauge", "Size of a tier (host_bytes, file_bytes).", ("tier",)),
     "offload_up": Family(
-        "gauge", "1 while a tier is used; 0 if its disk failed, or the offload is off.", ("what", "tier")
+        "gauge", "1 while a tier is used; 0 if its disk failed or the offload is off.", ("what", "tier")
     ),
-    "offload_waiting_blocks": Family("gauge", "Blocks in host memory that wait to be written back to files."),
-    "offload_duration_seconds": Family("histogram", "From the call of store or load to its outcome.", ("call",)),
-    "offload_blocks_moved": Family("counter", "Blocks that were moved, by kind of move.", ("move",)),
-    "offload_bytes_moved": Family("counter", "Bytes that were moved, by kind of move.", ("move",)),
-    "offload_stores_ended": Family("counter", "Stores that ended, by outcome.", ("outcome",)),
-    "offload_loads_ended": Family("counter", "Loads that ended, by outcome.", ("outcome",)),
-    "offload_tokens": Family("counter", "Tokens that were looked up, found, loaded, or missed by loads.", ("what",)),
-    "offload_evicted": Family("counter", "Blocks that were evicted to make room, by tier.", ("tier",)),
-    "offload_not_stored": Family("counter", "Blocks that stores left out, by reason (no_room, ...).", ("reason",)),
-    "offload_not_written_back": Family(
-        "counter", "Blocks not written from host memory to files, by reason.", ("reason",)
-    ),
+    "offload_waiting_blocks": Family("gauge", "Blocks in host memory that wait to be written to files."),
+    "offload_duration_seconds": Family("histogram", "Time from the call to its outcome.", ("call",)),
+    "offload_blocks_moved": Family("counter", "Blocks moved, by kind of move.", ("move",)),
+    "offload_bytes_moved": Family("counter", "Bytes moved, by kind of move.", ("move",)),
+    "offload_stores_ended": Family("counter", "Stores that ended.", ("outcome",)),
+    "offload_loads_ended": Family("counter", "Loads that ended.", ("outcome",)),
+    "offload_tokens": Family("counter", "Tokens looked up, found, loaded, or missed by loads.", ("what",)),
+    "offload_evicted": Family("counter", "Blocks evicted to make room.", ("tier",)),
+    "offload_not_stored": Family("counter", "Blocks that stores left out.", ("reason",)),
+    "offload_not_written_back": Family("counter", "Blocks not written from host memory to files.", ("reason",)),
     "offload_records_lost": Family("counter", "File records that were not what was stored, or could not be read."),
     "offload_disk_failures": Family(
         "counter", "Disk failures: files take no more writes, or are not used at all.", ("what",)
     ),
     "offload_moves_failed": Family("counter", "Moves between tiers that failed."),
     # -- how it fares
-    "loop_lag_seconds": Family("histogram", "How late the engine's timer fired: for how long the event loop was away."),
-    "loop_away": Family("counter", "How often the event loop was away for longer than log.away_s."),
-    "data_plane_losses": Family("counter", "How often the data plane's process died."),
-    "data_plane_restarts": Family("counter", "How often another process took its place."),
-    "internal_errors": Family("counter", "Bugs of asynckv, each logged with its traceback."),
-    "observer_errors": Family("counter", "Exceptions that metrics, traces and other observers raised."),
+    "loop_lag_seconds": Family("histogram", "Delay of the engine's timer: for how long the event loop was away."),
+    "loop_away": Family("counter", "Times that the event loop was away for longer than log.away_s."),
+    "data_plane_losses": Family("counter", "Deaths of the data plane's process."),
+    "data_plane_restarts": Family("counter", "Replacements of the data plane's process."),
+    "internal_errors": Family("counter", "Bugs in asynckv; the log has tracebacks."),
+    "observer_errors": Family("counter", "Exceptions raised by metrics, traces and other observers."),
     "log_events_lost": Family("counter", "Events that could not be logged.", ("reason",)),
 }
 """Every metric: its name without `asynckv_` (and, of a counter, without `_total`), and what is said of it."""

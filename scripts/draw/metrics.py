@@ -410,7 +410,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 
 def dashboard() -> str:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard as Grafana imports it."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS:
@@ -511,15 +511,15 @@ def _panel(number: int, panel: Panel, where: dict[str, int]) -> dict[str, Any]:
 
 
 def table() -> str:
-    """Every metric, as docs/metrics.md shows it."""
-    lines = ["| metric | type | labels | |", "|---|---|---|---|"]
+    """Return the table of docs/metrics.md: a row per metric, with its labels as Prometheus writes them."""
+    lines = ["| metric | type | meaning |", "|---|---|---|"]
     for name, family in FAMILIES.items():
         shown = f"asynckv_{name}{'_total' if family.kind == 'counter' else ''}"
-        labels = ", ".join(f"`{label}`" for label in family.labels)
-        lines.append(f"| `{shown}` | {family.kind} | {labels} | {family.help} |")
+        labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
+        lines.append(f"| `{shown}{labels}` | {family.kind} | {family.help} |")
     return "\n".join(lines) + "\n"
 
 
 def files() -> dict[Path, str]:
-    """The dashboard, and docs/metrics.md with its table made anew."""
+    """Return the dashboard and docs/metrics.md by path, made anew."""
     return {DASHBOARD: dashboard(), **between(PAGE, "metrics", table())}
