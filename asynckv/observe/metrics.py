@@ -1,14 +1,14 @@
-"""Metrics for Prometheus: what an engine has counted, how things stand, and how long everything took.
+"""Metrics for Prometheus: counters, current state and durations of engines.
 
-`Metrics` is a collector for the application's registry; several engines go into one. `docs/metrics.md` is made from the
-table `FAMILIES`.
+`Metrics` is a collector for the application's registry, and may show several engines. `docs/metrics.md` is made from
+the table `FAMILIES`.
 
-A scrape comes on another thread. The reading is taken *on* the loop, between two turns, and waited for, a quarter of a
-second at most. If the loop does not come to it, the last reading is shown, and `asynckv_reading_age_seconds` says how
-old it is.
+A scrape comes on another thread. The reading is taken *on* the loop, between two turns, and the scrape waits for it at
+most a quarter of a second. If the loop does not answer in time, the scrape shows the last reading, with its age in
+`asynckv_reading_age_seconds`.
 
-A label never holds a request's id or an address, and takes few values: of engines that are read from, the first 32 have
-a name, the others are `other`.
+A label never holds a request's id or an address, and has few values: of the engines that are read from, the first 32
+have a name, and the others are `other`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ AGES_S = (1, 5, 10, 30, 60, 300)
 
 
 class Family(NamedTuple):
-    """What is said of one metric; labels come after `engine_id` and `rank`."""
+    """Description of one metric; its labels come after `engine_id` and `rank`."""
 
     kind: str
     help: str
@@ -157,7 +157,7 @@ FAMILIES: Mapping[str, Family] = {
     "observer_errors": Family("counter", "Exceptions raised by metrics, traces and other observers."),
     "log_events_lost": Family("counter", "Events that could not be logged.", ("reason",)),
 }
-"""Every metric: its name without `asynckv_` (and, of a counter, without `_total`), and what is said of it."""
+"""Every metric: its name without `asynckv_` (and a counter's without `_total`), and its description."""
 
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 _REFUSALS = tuple(reason for reason in Reason if reason in REFUSED | UNWELCOME)
@@ -177,14 +177,14 @@ _PLAIN = {
     "internal_errors": "internal_errors",
     "observers.failed": "observer_errors",
 }
-"""Counters of the engine that are a metric each."""
+"""Counters of the engine that each are one metric."""
 
 _OFFLOAD = {
     "offload.records_lost": "offload_records_lost",
     "offload.moves_failed": "offload_moves_failed",
     "offload.to_write_back": "offload_waiting_blocks",
 }
-"""The same, of engines that have an offload; its gauges are shown by the same rules."""
+"""The same for engines with an offload; its gauges follow the same rules."""
 
 _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pulls.": ("pulls_ended", (), _OUTCOMES),
@@ -216,18 +216,18 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "offload.not_stored.": ("offload_not_stored", (), ()),
     "offload.not_written_back.": ("offload_not_written_back", (), ()),
 }
-"""Counters of the engine that begin so: the metric, labels before the rest of the name, and what is shown as 0."""
+"""Prefix of the engine's counters -> metric, labels before the rest of the name, and values shown from 0 on."""
 
 
 class Metrics(Collector):
     """A collector for the registry of the application: `prometheus_client.REGISTRY.register(Metrics(engine))`.
 
-    Give it every engine of the process, in whatever form it runs: `Engine`, `EngineThread` or
-    `EngineDesk`, started or not. A registry takes one `Metrics`: `add` engines that come later.
+    Give it every engine of the process (`Engine`, `EngineThread` or `EngineDesk`), started or not. A registry takes one
+    `Metrics`, so `add` engines that come later.
 
     Args:
         engines: The engines to show.
-        wait_s: How long a scrape waits for an engine's event loop; 0: it always shows the previous reading.
+        wait_s: Seconds that a scrape waits for an engine's event loop; 0: it always shows the previous reading.
 
     Raises:
         ConfigError: A value is out of range.
@@ -244,13 +244,13 @@ class Metrics(Collector):
         return tuple(shown.engine for shown in self._shown)
 
     def add(self, engine: Any) -> None:
-        """Show another engine; harmless if it is shown already."""
+        """Show another engine. Has no effect if it is shown already."""
         found = observation_of(engine)
         if all(shown.engine is not found for shown in self._shown):
             self._shown = (*self._shown, _Shown(found))
 
     def remove(self, engine: Any) -> None:
-        """Show it no more."""
+        """Stop showing an engine."""
         found = observation_of(engine)
         for shown in self._shown:
             if shown.engine is found:
@@ -258,7 +258,7 @@ class Metrics(Collector):
         self._shown = tuple(shown for shown in self._shown if shown.engine is not found)
 
     def describe(self) -> Iterable[Metric]:
-        """Name all metrics, for a registry that looks for doubles."""
+        """Return all metrics without values, for a registry that looks for duplicates."""
         return list(_families().values())
 
     def collect(self) -> Iterable[Metric]:
@@ -280,16 +280,16 @@ class _Shown:
         engine.observe(self.tally)
 
     def refresh(self, wait_s: float) -> None:
-        """Take another reading, if the engine's loop comes to it in time."""
+        """Take another reading, if the engine's loop answers in time."""
         try:
             self._last = self.engine.ask(self._read, wait_s)
         except (TimeoutError, EngineClosed):
             pass
-        except Exception:  # a bug of ours: what else the application shows is shown all the same, and this grows old
+        except Exception:  # a bug of asynckv must not cost the application's other metrics
             log.exception("asynckv: no reading of %s/%s could be taken for its metrics", *self.names)
 
     def _read(self) -> tuple[float, Reading, Tally]:
-        """Take a reading, on the loop; one that took long serves whoever asks next as well."""
+        """Take a reading, on the loop. One that took long also serves the next scrapes."""
         if self._fresh is not None and time.monotonic() < self._fresh_until:
             return self._fresh
         began = time.thread_time()
@@ -299,7 +299,7 @@ class _Shown:
         return self._fresh
 
     def samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-        """Show the last reading: metric, labels after the engine's, value."""
+        """Yield the last reading: metric, labels after the engine's, value."""
         last = self._last
         state = last[1].state if last is not None else LifeState.NEW.value
         for each in LifeState:
@@ -318,8 +318,7 @@ class _Shown:
 FRESH_S = 0.05
 
 LONG_S, REST = 0.002, 10
-"""A reading that takes the loop so long (tens of thousands of leases) is taken again only after so many times as long,
-however many scrape."""
+"""A reading that took longer than `LONG_S` (tens of thousands of leases) is reused for `REST` times as long."""
 
 
 def _families() -> dict[str, Metric]:
@@ -414,7 +413,7 @@ def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...
 
 
 def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
-    """Return metric and labels of an engine's counter, or of its offload's gauge; None if it is not shown."""
+    """Return metric and labels of an engine's counter or an offload's gauge; None if it is not shown."""
     if counter in _PLAIN:
         return _PLAIN[counter], ()
     if counter in _OFFLOAD:
