@@ -1,1 +1,1 @@
-"""What people see: structured logs, and the reports made from the core's histories."""
+"""Observation of engines: structured logs, metrics and traces, made from the core's histories."""

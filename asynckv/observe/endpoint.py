@@ -1,7 +1,7 @@
 """`/metrics`, `/healthz` and `/readyz` over HTTP, for applications that serve no HTTP of their own.
 
-It runs on its own threads, so it works in whatever form an engine runs, and answers when the engine's loop does not. It
-ends by itself with the last engine. Nobody authenticates: it listens on loopback unless told otherwise.
+The endpoint runs on its own threads, so it works with every form of an engine, and answers when the engine's loop does
+not. It ends with the last engine. It does not authenticate clients, so it listens on loopback by default.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Environ = dict[str, Any]
 Respond = Callable[..., Any]
 
 SILENT_S = 10.0
-"""A client that says nothing for so long is hung up on."""
+"""Seconds of silence after which a client's connection is closed."""
 
 MOST_S = 30.0
-"""How long a client may take in all, because one that sends a letter every few seconds is never silent."""
+"""Seconds that a client may take in all, because one that sends a letter every few seconds is never silent."""
 
 MAX_CLIENTS = 32
-"""Connections at a time, each of them a thread; one more ends the oldest, so clients that are silent keep none out."""
+"""Limit of connections, each with a thread. A further one closes the oldest, so silent clients keep no other out."""
 
 POLL_S = 0.1
 
@@ -47,7 +47,7 @@ POLL_S = 0.1
 class _Server(ThreadingWSGIServer):
     def __init__(self, address: tuple[str, int], *args: Any) -> None:
         self._until: dict[Any, float] = {}
-        """Clients, and how long they may stay. The acceptor makes entries, and each thread ends its own."""
+        """Client -> when it must be done. The acceptor makes entries, and each thread removes its own."""
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, *args)
 
@@ -63,7 +63,7 @@ class _Server(ThreadingWSGIServer):
         self._until[request] = time.monotonic() + MOST_S
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread is to be had
+        except BaseException:  # no thread could be started
             self._until.pop(request, None)
             raise
 
@@ -74,7 +74,7 @@ class _Server(ThreadingWSGIServer):
             self._until.pop(request, None)
 
     def service_actions(self) -> None:
-        """Hang up on who takes too long; called a few times a second."""
+        """Close connections that take too long; called a few times a second."""
         now = time.monotonic()
         for request, until in tuple(self._until.items()):
             if now > until:
@@ -86,42 +86,42 @@ class _Server(ThreadingWSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is nobody's trouble."""
+        """Ignore errors, because most are clients that hang up."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = SILENT_S
 
     def address_string(self) -> str:
-        """Return the address: looking its name up may take long."""
+        """Return the address, because looking up its name may take long."""
         return str(self.client_address[0])
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: probes come every second."""
+        """Log nothing, because probes come every second."""
 
 
 class MetricsEndpoint:
-    """Serves metrics and health over HTTP while it is open: `with MetricsEndpoint(Metrics(engine), port=9400): ...`.
+    """Serve metrics and health over HTTP while open: `with MetricsEndpoint(Metrics(engine), port=9400): ...`.
 
     `/metrics` shows everything in the registry. `/healthz` is 200 if the event loop of every engine answers and its
-    data plane serves. `/readyz` is 200 if every engine is started and takes new work. Otherwise they are 503, with a
-    JSON body that says why. An engine whose loop is away for long is not healthy; an engine that drains is healthy and
-    not ready.
+    data plane serves. `/readyz` is 200 if every engine is started and takes new work. Otherwise they are 503, with the
+    reason in a JSON body. An engine whose loop is away for long is not healthy. One that drains is healthy, but not
+    ready.
 
     Args:
-        metrics: Shows the engines that are asked.
-        host: Where to listen: a loopback address, unless `allow_remote`.
-        port: 0 lets the system choose.
-        registry: What `/metrics` shows, such as `prometheus_client.REGISTRY` with the application's own metrics; only
-            these metrics if left out.
-        wait_s: How long an engine's loop may take to answer before it counts as away.
-        allow_remote: Listen on other addresses than loopback: everybody who reaches the address may read.
+        metrics: The metrics to serve, and with them the engines that health is asked of.
+        host: The address to listen on, which must be loopback unless `allow_remote`.
+        port: The port to listen on; 0 lets the system choose.
+        registry: The registry that `/metrics` shows, such as `prometheus_client.REGISTRY` with the application's own
+            metrics; only `metrics` if left out.
+        wait_s: Seconds within which an engine's loop must answer, or else counts as away.
+        allow_remote: Allow other addresses than loopback. Every client that reaches the address may read.
 
     Raises:
         ConfigError: An argument is out of range, or the address is not loopback.
 
     Attributes:
-        url: Where it listens, once it does.
+        url: The URL of the endpoint, once it listens.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class MetricsEndpoint:
         self._wait_s = number("wait_s", wait_s, 0, 60.0, ConfigError)
         if not flag("allow_remote", allow_remote, ConfigError) and not is_loopback_host(host):
             raise ConfigError(
-                f"host {host!r} is no loopback address, and nobody authenticates here: whoever reaches it reads engine "
-                f"ids, versions and figures; give 127.0.0.1, or allow_remote=True on a network where all may"
+                f"host {host!r} is not a loopback address, and clients are not authenticated: any that reaches it can "
+                f"read engine ids, versions and figures; give 127.0.0.1, or allow_remote=True on a trusted network"
             )
         self._metrics = metrics
         if registry is None:
@@ -156,11 +156,11 @@ class MetricsEndpoint:
         self.url = ""
 
     def start(self) -> Self:
-        """Listen.
+        """Start to listen.
 
         Raises:
             ConfigError: The address cannot be bound.
-            LocalProtocolError: It listens already, or has ended.
+            LocalProtocolError: The endpoint listens already, or has ended.
         """
         if self._server is not None:
             raise LocalProtocolError(f"the endpoint listens at {self.url} already")
@@ -182,7 +182,7 @@ class MetricsEndpoint:
         return self
 
     def close(self) -> None:
-        """Listen no more. Idempotent; from any thread."""
+        """Stop listening. Idempotent, and allowed from any thread."""
         server, self._server, self._is_over = self._server, None, True
         if server is None:
             return
@@ -212,7 +212,7 @@ class MetricsEndpoint:
                 return _say(respond, "404 Not Found", {"error": "there are /metrics, /healthz and /readyz"})
 
     def _judge(self, respond: Respond, *, must_run: bool) -> Iterable[bytes]:
-        """Say of each engine whether it is well, and takes new work if it `must_run`, and otherwise why not."""
+        """Answer whether each engine is healthy, and takes new work if it `must_run`, with reasons if not."""
         found = []
         for engine in self._metrics.engines:
             state, why = self._condition(engine)
@@ -226,7 +226,7 @@ class MetricsEndpoint:
         return _say(respond, "200 OK" if is_well else "503 Service Unavailable", body)
 
     def _condition(self, engine: Observed) -> tuple[str, str]:
-        """Return an engine's state, and what is wrong with it; that it has yet to start is no illness."""
+        """Return an engine's state, and its fault, if any; not to have started yet is no fault."""
         try:
             state, plane_down = engine.ask(engine.condition, self._wait_s)
         except EngineClosed:
@@ -241,7 +241,7 @@ class _Watcher(Observer):
         self._endpoint, self._num_stopped = endpoint, 0
 
     def engine_stopped(self) -> None:
-        """One of them has; this is its loop, so closing is left to another thread."""
+        """Close the endpoint with the last engine, on another thread, because this is the engine's loop."""
         self._num_stopped += 1
         if self._num_stopped >= len(self._endpoint._metrics.engines):
             threading.Thread(target=self._endpoint.close, name="asynckv-metrics-end", daemon=True).start()

@@ -1,11 +1,11 @@
-"""Structured logs: one event when a request ends, when a lease ends, when a peer changes.
+"""Structured logs: an event whenever a request ends, a lease ends or a peer changes.
 
-`setup.py` says where they go, `core/told.py` what they mean, `sampling.py` which successes are logged. Most events are
-made where they happen; those about a pull or a lease are made here, since few of them are wanted.
+`setup.py` chooses where events go, `core/told.py` defines them, and `sampling.py` chooses which successes are logged.
+Most events are made where they happen. Events about pulls and leases are made here, because few of them are logged.
 
-An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked before anything is
-formatted. Failures are always logged, with their history or with the name of one that failed in the same words; many
-that fail alike share lines.
+An event costs about 50 microseconds, ten times as much as the core spends on the request. Therefore levels are checked
+before anything is formatted. Failures are always logged, with their history or with the id of a pull that failed in the
+same words. Many similar failures share lines.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ from asynckv.observe.setup import LEVELS, file_sink, logger_for
 from asynckv.version import VERSION
 
 SAME_S = 1.0
-"""For so long a failure with the same words as another is logged in short."""
+"""Seconds after a failure in which further ones with the same words get a short line."""
 
 AWAY_PER_S, MAX_AWAY = 0.1, 3.0
-"""Warnings that the loop was away, at most: so many at once."""
+"""Rate and burst of the warnings that the loop was away."""
 LONGER = 1.5
-"""An absence that exceeds the last that was told of by this factor is told of in any case."""
+"""Factor over the last logged absence from which an absence is logged whatever the rate."""
 MAX_RANKS = 8
 
 MAX_TOLD = 32
-"""Requests that end alike and have a line each, at once and then one per second; the others share lines."""
+"""Number of similar ends that get a line each, at once and then one per second; the others share lines."""
 
 NEVER = logging.CRITICAL + 1
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
 MAX_FIELD = 4096
-"""Letters of any field, whoever made it so long."""
+"""Maximum length of any field, in characters."""
 
 MAX_HISTORY = 128
-"""Entries of a history that are logged: the first quarter, and the last."""
+"""Number of logged entries of a history: the first quarter, then the last ones."""
 
 LATE_S = 0.1
-"""A lease that expired so much later than its time was up says so: the loop was away."""
+"""Delay from which an expiry is logged as late, because the loop was away."""
 
 
 def phases(pull: Pull) -> dict[str, float]:
     """Return the seconds that a pull spent in each phase (`docs/logging.md`).
 
-    `handshake` until the peer was ready; `queue` until it may read, and again until its first post; `plan` between the
-    two; `post` inside posting calls (local transports copy there); `read` from the first post to the last completion;
-    `detect` at most between a completion and its discovery; `confirm` from then to the proof; `release` in the
-    background until every rank acknowledged. A failed pull was in its last phase until it failed, then in `drain`; a
-    pull that was only announced has `announced` for all but these two.
+    `handshake` lasts until the peer is ready, `queue` until the pull may read and again until its first post, `plan`
+    between the two. `post` is spent in posting calls, where local transports copy. `read` lasts from the first
+    post to the last completion, and `confirm` until the proof. `detect` is the longest time that a completion was not
+    noticed. `release` runs in the background until every rank acknowledged. A failed pull was in its last phase until
+    it failed, then in `drain`. A pull that was only announced has `announced` for all but these two.
     """
     release_s = max(pull.released_at - pull.published_at, 0.0) if pull.released_at < math.inf else 0.0
     end = pull.published_at if pull.failed_at == math.inf else pull.failed_at
@@ -81,7 +81,7 @@ def phases(pull: Pull) -> dict[str, float]:
         return {"announced": end - pull.history[0][0], **failed, "release": release_s}
     ready, first = min(pull.ready_at, end), min(pull.posted_at, end)
     plan_s = max(min(pull.planned_at, end) - min(pull.admitted_at, end), 0.0)
-    # Of several ranks one may have been read long before it failed, and what is read may have to wait to be lent.
+    # One of several ranks may have been read long before the failure, and data may be read before it is lent.
     read_at = end if pull.failed_in == "read" else min(max(pull.read_at, first), end)
     confirm_s = 0.0 if pull.failed_in == "queue" else end - read_at
     handshake_s, read_s = ready - pull.begun_at, read_at - first
@@ -99,7 +99,7 @@ def phases(pull: Pull) -> dict[str, float]:
 
 
 def process_facts(config: EngineConfig) -> dict[str, Any]:
-    """What a reader of logs needs to know of a process: where it runs, and how long things last there."""
+    """Return facts that explain a process's logs: where it runs, and its configured durations."""
     durations = {name: getattr(config.lease, name) for name in ("lease_s", "grant_s", "max_lease_s", "parked_s")}
     for name in ("timeout_s", "announce_s", "held_s", "release_timeout_s"):
         durations[name] = getattr(config.pull, name)
@@ -118,7 +118,7 @@ class Recorder(Observer):
         self._skipped = 0
         self._is_closed = False
         self.num_failed = 0
-        """Events that the application's logging raised at."""
+        """Number of events for which the application's logging raised."""
         self._rates: dict[type[Told], Rate] = {}
         self._failures: dict[tuple[Reason | None, str], tuple[float, str]] = {}
         self._told, self._groups = Limiter(1.0, MAX_TOLD), dict[tuple[Any, str, str], list[dict[str, Any]]]()
@@ -137,7 +137,7 @@ class Recorder(Observer):
             self._is_closed = True
             try:
                 closing = asyncio.get_running_loop().run_in_executor(None, self._sink.close, timeout_s)
-            except RuntimeError:  # the interpreter exits: there are no threads to be had, and nobody else to wait
+            except RuntimeError:  # the interpreter exits, so there are no more threads, and no loop to hold up
                 self._sink.close(timeout_s)
             else:
                 await closing
@@ -149,13 +149,13 @@ class Recorder(Observer):
     def log(
         self, event: Told, now: float = math.nan, level: told.Level | None = None, more: Mapping[str, Any] = NO_MORE
     ) -> None:
-        """Log an event, if anybody listens.
+        """Log an event, if its level is enabled.
 
         Args:
             event: The event.
-            now: Needed by the events of which only so many are logged.
-            level: One of its levels, if not the first.
-            more: Fields that its type does not know.
+            now: Time, which rate-limited events need.
+            level: One of the event's levels, if not the first.
+            more: Fields that the event's type does not define.
         """
         level = level or event.levels[0]
         if LEVELS[level] < self._level:
@@ -170,7 +170,7 @@ class Recorder(Observer):
         self.write(level, event.event, _fields(event) | {**more})
 
     def write(self, level: told.Level, name: str, fields: dict[str, Any]) -> None:
-        """Write a line to the file, and give it to the application's logging, if they listen at this level."""
+        """Write a line to the file and to the application's logging, if their levels include it."""
         number = LEVELS[level]
         for field, value in fields.items():
             if type(value) is str and len(value) > MAX_FIELD:
@@ -180,14 +180,14 @@ class Recorder(Observer):
         if number >= self._log_level:
             try:
                 getattr(self._log, level)(name, **fields)
-            except Exception:  # the application's logging is broken; no request is to suffer for it
+            except Exception:  # broken application logging must not harm a request
                 self.num_failed += 1
 
     def pull_ended(self, pull: Pull, now: float) -> None:
         took = pull.published_at - pull.called_at
         is_discharge = pull.reason is Reason.DISCHARGED
         good = is_discharge or pull.reason in (Reason.COMPLETE, Reason.CANCELLED)
-        slow = took > self._config.slow_s and not is_discharge  # nobody waited for that
+        slow = took > self._config.slow_s and not is_discharge  # no caller waited for a discharge
         if self._level > logging.WARNING or (good and not self._may_log(pull.params.key, now, slow)):
             return
         like = "" if good else self._same_as(pull, now)
@@ -233,12 +233,12 @@ class Recorder(Observer):
         return ""
 
     def _ended_alike(
-        self, ended: Told, many: type[told.EndedAlike], whom: str, now: float, history: History | None = None
+        self, ended: Told, many: type[told.EndedAlike], about: str, now: float, history: History | None = None
     ) -> None:
-        """Log that a request failed; beyond the first few of its cause in a line that several share."""
+        """Log that a request failed. After the first few of a cause, several failures share a line."""
         said = _fields(ended)
-        group = (many, said["cause"], whom)
-        # Of a lease that was lent, granted once to each reader and ended, `seconds` and `claims` tell as much.
+        group = (many, said["cause"], about)
+        # The history of a lease that was granted once to each reader says no more than `seconds` and `claims`.
         lived = sum(not isinstance(what, Lapsed | Gone) for _, what in history or ())
         if "refused" in said or lived > 2 + len(said.get("claims", ())) or self._told.take(group, now):
             self.write("warning", ended.event, said)
@@ -249,7 +249,7 @@ class Recorder(Observer):
             self.tell_groups(now)
 
     def tell_groups(self, now: float, waited_s: float = 0.0) -> None:
-        """Log the ends that wait for others like them, if the first has waited for so long."""
+        """Log the ends that wait to share a line, if the first has waited for `waited_s`."""
         if not self._groups or now - next(iter(self._groups.values()))[0]["ago_s"] < waited_s:
             return
         groups, self._groups = self._groups, {}
@@ -264,7 +264,7 @@ class Recorder(Observer):
         self, request_id: str, params: KVTransferParams | Mapping[str, Any], exc: Exception, now: float
     ) -> None:
         refused = told.PullRefused(request_id, type(exc).__name__, short(str(exc)))
-        # They may be malformed, and name their request all the same.
+        # Malformed params may still name their request.
         given = msgspec.structs.asdict(params) if isinstance(params, KVTransferParams) else params
         given = given if isinstance(given, Mapping) else {}
         names = given.get("request_id"), given.get("engine_id")
@@ -298,8 +298,8 @@ class Recorder(Observer):
         )
 
     def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float) -> None:
-        """Log that the loop was away. A step loop that is always away cannot fill the log, but a longer absence than
-        the last that was told is never left out.
+        """Log that the loop was away, at a limited rate, because a step loop may always be away. An absence that is
+        longer than the last logged one by `LONGER` is always logged.
         """
         if seconds < LONGER * self._away_said_s and not self._away.take(now):
             self._away_s += seconds
@@ -317,11 +317,11 @@ class Recorder(Observer):
     def internal_error(self, exc: Exception, now: float) -> None:
         text = "".join(traceback.format_exception(exc))
         if len(text) > MAX_FIELD:
-            text = f"... {text[4 - MAX_FIELD :]}"  # the last call matters most
+            text = f"... {text[4 - MAX_FIELD :]}"  # the innermost call matters most
         self.log(told.InternalError(repr(exc), text), now)
 
     def lease_ended(self, lease: Lease, now: float) -> None:
-        """Log the end of a prefill side's lease; one that expired names the readers still owed."""
+        """Log the end of a lease, with the readers that are still owed if it did not end by releases."""
         good = lease.state is LeaseState.RELEASED
         if self._level > logging.WARNING or (good and not lease.is_sampled):
             return
@@ -350,7 +350,7 @@ class Recorder(Observer):
         self._ended_alike(ended, told.LeasesEndedAlike, str(owed), now, lease.history)
 
     def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
-        """Log that a request was lent, and decide whether its grants and its good end are logged as well."""
+        """Log that a request was lent, and decide whether its grants and its successful end are logged too."""
         if not self._may_log(lease.lent.key, now):
             return
         lease.is_sampled = True
@@ -364,7 +364,7 @@ class Recorder(Observer):
                 successes_not_logged=self._skip_count(),
             )
         )
-        for pull_id in itertools.islice(lease.grants, told.MAX_GRANTS):  # claimed before it was lent
+        for pull_id in itertools.islice(lease.grants, told.MAX_GRANTS):  # these readers claimed before it was lent
             self.log(told.lease_granted(lease, pull_id))
 
     def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
@@ -378,7 +378,7 @@ class Recorder(Observer):
             self.log(told.PullHeld(state=held.state, waits=held.waits, requests=held.number, oldest=pulls), level=level)
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
-        """Log a peer's transition; an end that was announced, and took no pull along, is no warning."""
+        """Log a peer's transition. A peer that said goodbye, and with which no pull failed, is no warning."""
         name = peer.name.partition("@")[0]
         if after is PeerState.READY and str(self._bound.get("rank", "")).startswith(f"{name}@"):
             both = f"this rank and the one at {peer.address} are both {name}"
@@ -408,7 +408,7 @@ class Recorder(Observer):
                 self.log(told.LeaseTransition(*_lease_ids(subject), to=to, at_s=at_s))
 
     def _may_log(self, key: Key, now: float, is_slow: bool = False) -> bool:
-        """Let successes and slow successes through, each up to the configured rate, and count what is left out."""
+        """Return True for successes and slow successes up to their configured rates; count the others."""
         if self._level > (logging.WARNING if is_slow else logging.INFO):
             return False
         if self._slow.take("", now) if is_slow else self._sampler.take(key.token, now):
@@ -439,7 +439,7 @@ def _written_blocks(pull: Pull) -> int:
 
 
 def _claims(lease: Lease) -> dict[str, told.LastClaim]:
-    """Return the last attempts of the first readers that are owed or hold a grant."""
+    """Return the last attempts of the first few readers that are owed or hold a grant."""
     grants = itertools.islice((grant for _, _, grant in lease.readers() if grant is not None), MAX_RANKS)
     at = lease.lent_at
     return {x.name: told.LastClaim(x.pull_id, round(x.since - at, 3), round(x.asked_at - at, 3)) for x in grants}
@@ -468,7 +468,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _relative(history: History) -> told.History:
-    """Times as seconds since the first entry."""
+    """Return a history with its times as seconds since the first entry."""
     first = history[0][0]
     entries = [*history]
     if left_out := max(len(entries) - MAX_HISTORY, 0):

@@ -1,14 +1,14 @@
-"""Metrics for Prometheus: what an engine has counted, how things stand, and how long everything took.
+"""Metrics for Prometheus: counters, current state and durations of engines.
 
-`Metrics` is a collector for the application's registry; several engines go into one. `docs/metrics.md` is made from the
-table `FAMILIES`.
+`Metrics` is a collector for the application's registry, and may show several engines. `docs/metrics.md` is made from
+the table `FAMILIES`.
 
-A scrape comes on another thread. The reading is taken *on* the loop, between two turns, and waited for, a quarter of a
-second at most. If the loop does not come to it, the last reading is shown, and `asynckv_reading_age_seconds` says how
-old it is.
+A scrape comes on another thread. The reading is taken *on* the loop, between two turns, and the scrape waits for it at
+most a quarter of a second. If the loop does not answer in time, the scrape shows the last reading, with its age in
+`asynckv_reading_age_seconds`.
 
-A label never holds a request's id or an address, and takes few values: of engines that are read from, the first 32 have
-a name, the others are `other`.
+A label never holds a request's id or an address, and has few values: of the engines that are read from, the first 32
+have a name, and the others are `other`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ AGES_S = (1, 5, 10, 30, 60, 300)
 
 
 class Family(NamedTuple):
-    """What is said of one metric; labels come after `engine_id` and `rank`."""
+    """Description of one metric; its labels come after `engine_id` and `rank`."""
 
     kind: str
     help: str
@@ -56,112 +56,108 @@ class Family(NamedTuple):
 FAMILIES: Mapping[str, Family] = {
     # -- the engine
     "engine_info": Family(
-        "info", "This start of the engine.", ("incarnation", "version", "nixl", "backend", "ucx_tls")
+        "info", "Identity of this start of the engine.", ("incarnation", "version", "nixl", "backend", "ucx_tls")
     ),
-    "engine_state": Family("gauge", "1 for the engine's state, 0 for all others.", ("state",)),
-    "reading_age_seconds": Family("gauge", "Age of this scrape's figures; above 0 if the event loop did not answer."),
+    "engine_state": Family("gauge", "1 for the current state, otherwise 0.", ("state",)),
+    "reading_age_seconds": Family("gauge", "Age of the figures; above 0 if the event loop did not answer this scrape."),
     "data_plane_up": Family("gauge", "1 while the data plane serves, 0 while its process is being replaced."),
     # -- pulls: the decode side
     "pulls": Family(
-        "gauge", "Pulls and announcements, by state (notifying: only the release is not acknowledged yet).", ("state",)
+        "gauge", "Open pulls and announcements; notifying: only the release is not acknowledged yet.", ("state",)
     ),
-    "pulls_waiting": Family("gauge", "Pulls that have begun and do not read yet."),
-    "pulls_waiting_limit": Family("gauge", "Limit of waiting pulls (max_queued); more are refused at once."),
-    "pulls_queued": Family("gauge", "Pulls that could read if the limits left room."),
-    "pulls_admitted": Family("gauge", "Pulls that the limits let read."),
-    "pulls_admitted_limit": Family("gauge", "Limit of pulls that may read at a time (total_requests)."),
+    "pulls_waiting": Family("gauge", "Pulls that have begun but do not read yet."),
+    "pulls_waiting_limit": Family("gauge", "Limit of waiting pulls (max_queued); further ones are refused."),
+    "pulls_queued": Family("gauge", "Pulls that only the limits keep from reading."),
+    "pulls_admitted": Family("gauge", "Pulls that the limits allow to read."),
+    "pulls_admitted_limit": Family("gauge", "Limit of admitted pulls (total_requests)."),
     "pulls_retrying": Family("gauge", "Requests that wait for another attempt."),
-    "pull_oldest_seconds": Family("gauge", "Age of the oldest pull without an outcome; 0 if there is none."),
+    "pull_oldest_seconds": Family("gauge", "Age of the oldest pull without an outcome, or 0."),
     "pulls_started": Family("counter", "Pulls and announcements that began; every attempt counts."),
-    "pulls_ended": Family("counter", "Pulls that ended, by reason; every attempt counts.", ("reason",)),
-    "pulls_rejected": Family("counter", "Pulls that were refused because max_queued already waited."),
-    "pulls_retried": Family("counter", "Failed attempts that were followed by another, by reason.", ("reason",)),
-    "pull_duration_seconds": Family("histogram", "From the call of pull to its outcome.", ("outcome",)),
+    "pulls_ended": Family("counter", "Pulls that ended; every attempt counts.", ("reason",)),
+    "pulls_rejected": Family("counter", "Pulls refused because max_queued pulls already waited."),
+    "pulls_retried": Family("counter", "Failed attempts that were followed by another.", ("reason",)),
+    "pull_duration_seconds": Family("histogram", "Time from the call to the outcome.", ("outcome",)),
     "pull_phase_seconds": Family("histogram", "Time that pulls spent in each phase.", ("phase",)),
-    "pull_rereads": Family("counter", "Ranks that were read again, because the first read came before the lease."),
-    "read_bytes": Family("counter", "Bytes that transfers read, whether or not their pulls ended well."),
-    "transfers": Family("gauge", "Transfers under way, and those in doubt: failed, and may still write.", ("state",)),
+    "pull_rereads": Family("counter", "Ranks read again, because the first read came before the lease."),
+    "read_bytes": Family("counter", "Bytes read by transfers, whether or not their pulls ended well."),
+    "transfers": Family(
+        "gauge", "Transfers in flight, and those in doubt, which failed but may still write.", ("state",)
+    ),
     "transfers_posted": Family("counter", "Transfers posted by pulls that have ended."),
-    "transfers_ended": Family("counter", "Transfers that ended, or fell in doubt.", ("result",)),
-    "descriptors_planned": Family("counter", "Descriptors (contiguous pieces) to be read, before merging."),
-    "descriptors_posted": Family("counter", "Descriptors that were posted, after merging."),
-    "in_flight_bytes": Family("gauge", "Bytes of transfers under way."),
+    "transfers_ended": Family("counter", "Transfers that ended or fell in doubt.", ("result",)),
+    "descriptors_planned": Family("counter", "Descriptors (contiguous pieces) to read, before merging."),
+    "descriptors_posted": Family("counter", "Descriptors posted, after merging."),
+    "in_flight_bytes": Family("gauge", "Bytes of transfers in flight."),
     "in_flight_limit_bytes": Family("gauge", "Limit of bytes in flight (total_bytes)."),
-    "in_flight_descriptors": Family("gauge", "Descriptors of transfers under way."),
+    "in_flight_descriptors": Family("gauge", "Descriptors of transfers in flight."),
     "in_flight_descriptors_limit": Family("gauge", "Limit of descriptors in flight (total_descriptors)."),
     # -- peers
-    "peers": Family("gauge", "Prefill ranks that this engine knows, by state.", ("state",)),
+    "peers": Family("gauge", "Prefill ranks that this engine knows.", ("state",)),
     "peer_changes": Family(
         "counter", "Prefill ranks that entered a state (left: said goodbye; else gone).", ("state",)
     ),
-    "peer_pulls_ended": Family("counter", "Pulls that ended, by the engine that was read from.", ("peer", "outcome")),
-    "peer_read_bytes": Family("counter", "Bytes of completed pulls, by the engine that was read from.", ("peer",)),
+    "peer_pulls_ended": Family("counter", "Pulls that ended, by prefill engine.", ("peer", "outcome")),
+    "peer_read_bytes": Family("counter", "Bytes of completed pulls, by prefill engine.", ("peer",)),
     # -- blocks, on both sides
-    "blocks": Family(
-        "gauge", "Blocks in use: lent, being written, quarantined (may still be written), retired.", ("state",)
-    ),
-    "blocks_given_up": Family("counter", "Blocks that were retired (lost to the process) since the start."),
-    "quarantined_oldest_seconds": Family("gauge", "Age of the oldest quarantined blocks; 0 if there are none."),
+    "blocks": Family("gauge", "Blocks lent, being written, quarantined (may still be written) or retired.", ("state",)),
+    "blocks_given_up": Family("counter", "Blocks retired (lost to the process) since the start."),
+    "quarantined_oldest_seconds": Family("gauge", "Age of the oldest quarantined blocks, or 0."),
     # -- leases: the prefill side
-    "leases": Family("gauge", "Requests that are lent, by state.", ("state",)),
-    "leases_older_than": Family("gauge", "Requests that have been lent for longer than so many seconds.", ("seconds",)),
-    "lease_oldest_seconds": Family("gauge", "Age of the oldest lease; 0 if there is none."),
+    "leases": Family("gauge", "Requests that are lent.", ("state",)),
+    "leases_older_than": Family("gauge", "Requests that have been lent for longer than the label says.", ("seconds",)),
+    "lease_oldest_seconds": Family("gauge", "Age of the oldest lease, or 0."),
     "leases_lent": Family("counter", "Requests that were lent."),
-    "leases_ended": Family("counter", "Leases that ended, by how they ended.", ("state",)),
-    "lease_age_seconds": Family("histogram", "For how long requests had been lent when their lease ended.", ("state",)),
+    "leases_ended": Family("counter", "Leases that ended.", ("state",)),
+    "lease_age_seconds": Family("histogram", "Age of leases at their end.", ("state",)),
     "requests_withdrawn": Family("counter", "Requests that will never be lent."),
-    "refusals": Family("counter", "Claims, renewals and releases that were refused, by reason.", ("reason",)),
+    "refusals": Family("counter", "Claims, renewals and releases that were refused.", ("reason",)),
     "late_releases": Family("counter", "Releases that came after their lease had ended."),
-    "parked_messages": Family("gauge", "Claims and releases that came before their request was lent, and are kept."),
-    "parked_messages_limit": Family("gauge", "Limit of kept claims and releases (max_parked)."),
-    "parked_messages_dropped": Family(
-        "counter", "Early claims and releases that were dropped, by reason.", ("reason",)
-    ),
+    "parked_messages": Family("gauge", "Claims and releases kept until their request is lent."),
+    "parked_messages_limit": Family("gauge", "Limit of parked messages (max_parked)."),
+    "parked_messages_dropped": Family("counter", "Early claims and releases that were dropped.", ("reason",)),
     "keys_overtaken": Family(
-        "counter", "Keys given up or forgotten, because too many were made and not lent.", ("how",)
+        "counter", "Keys given up or forgotten, because too many were made but not lent.", ("how",)
     ),
     # -- messages
-    "messages": Family("counter", "Messages by direction and type.", ("direction", "type")),
-    "messages_dropped": Family("counter", "Messages that were not accepted, or could not be sent.", ("reason",)),
+    "messages": Family("counter", "Messages on the control plane.", ("direction", "type")),
+    "messages_dropped": Family("counter", "Messages that were not accepted or could not be sent.", ("reason",)),
     "packets": Family("counter", "Packets, each of several messages.", ("direction",)),
     "connections_rejected": Family("counter", "Connections that the listener did not admit.", ("cause",)),
     "connections_refused": Family("counter", "Addresses that this engine refused to connect to.", ("cause",)),
     # -- what is kept outside of the accelerator, where there is an offload
     "offload_blocks": Family(
-        "gauge", "Blocks by tier: kept, or leaving (not found any more, still in use).", ("state", "tier")
+        "gauge", "Blocks in a tier; leaving ones are in use but no longer found.", ("state", "tier")
     ),
-    "offload_bytes": Family("gauge", "Bytes of the kept blocks, by tier.", ("tier",)),
+    "offload_bytes": Family("gauge", "Bytes of the kept blocks.", ("tier",)),
     "offload_limit_bytes": Family("gauge", "Size of a tier (host_bytes, file_bytes).", ("tier",)),
     "offload_up": Family(
-        "gauge", "1 while a tier is used; 0 if its disk failed, or the offload is off.", ("what", "tier")
+        "gauge", "1 while a tier is used; 0 if its disk failed or the offload is off.", ("what", "tier")
     ),
-    "offload_waiting_blocks": Family("gauge", "Blocks in host memory that wait to be written back to files."),
-    "offload_duration_seconds": Family("histogram", "From the call of store or load to its outcome.", ("call",)),
-    "offload_blocks_moved": Family("counter", "Blocks that were moved, by kind of move.", ("move",)),
-    "offload_bytes_moved": Family("counter", "Bytes that were moved, by kind of move.", ("move",)),
-    "offload_stores_ended": Family("counter", "Stores that ended, by outcome.", ("outcome",)),
-    "offload_loads_ended": Family("counter", "Loads that ended, by outcome.", ("outcome",)),
-    "offload_tokens": Family("counter", "Tokens that were looked up, found, loaded, or missed by loads.", ("what",)),
-    "offload_evicted": Family("counter", "Blocks that were evicted to make room, by tier.", ("tier",)),
-    "offload_not_stored": Family("counter", "Blocks that stores left out, by reason (no_room, ...).", ("reason",)),
-    "offload_not_written_back": Family(
-        "counter", "Blocks not written from host memory to files, by reason.", ("reason",)
-    ),
+    "offload_waiting_blocks": Family("gauge", "Blocks in host memory that wait to be written to files."),
+    "offload_duration_seconds": Family("histogram", "Time from the call to its outcome.", ("call",)),
+    "offload_blocks_moved": Family("counter", "Blocks moved, by kind of move.", ("move",)),
+    "offload_bytes_moved": Family("counter", "Bytes moved, by kind of move.", ("move",)),
+    "offload_stores_ended": Family("counter", "Stores that ended.", ("outcome",)),
+    "offload_loads_ended": Family("counter", "Loads that ended.", ("outcome",)),
+    "offload_tokens": Family("counter", "Tokens looked up, found, loaded, or missed by loads.", ("what",)),
+    "offload_evicted": Family("counter", "Blocks evicted to make room.", ("tier",)),
+    "offload_not_stored": Family("counter", "Blocks that stores left out.", ("reason",)),
+    "offload_not_written_back": Family("counter", "Blocks not written from host memory to files.", ("reason",)),
     "offload_records_lost": Family("counter", "File records that were not what was stored, or could not be read."),
     "offload_disk_failures": Family(
         "counter", "Disk failures: files take no more writes, or are not used at all.", ("what",)
     ),
     "offload_moves_failed": Family("counter", "Moves between tiers that failed."),
     # -- how it fares
-    "loop_lag_seconds": Family("histogram", "How late the engine's timer fired: for how long the event loop was away."),
-    "loop_away": Family("counter", "How often the event loop was away for longer than log.away_s."),
-    "data_plane_losses": Family("counter", "How often the data plane's process died."),
-    "data_plane_restarts": Family("counter", "How often another process took its place."),
-    "internal_errors": Family("counter", "Bugs of asynckv, each logged with its traceback."),
-    "observer_errors": Family("counter", "Exceptions that metrics, traces and other observers raised."),
+    "loop_lag_seconds": Family("histogram", "Delay of the engine's timer: for how long the event loop was away."),
+    "loop_away": Family("counter", "Times that the event loop was away for longer than log.away_s."),
+    "data_plane_losses": Family("counter", "Deaths of the data plane's process."),
+    "data_plane_restarts": Family("counter", "Replacements of the data plane's process."),
+    "internal_errors": Family("counter", "Bugs in asynckv; the log has tracebacks."),
+    "observer_errors": Family("counter", "Exceptions raised by metrics, traces and other observers."),
     "log_events_lost": Family("counter", "Events that could not be logged.", ("reason",)),
 }
-"""Every metric: its name without `asynckv_` (and, of a counter, without `_total`), and what is said of it."""
+"""Every metric: its name without `asynckv_` (and a counter's without `_total`), and its description."""
 
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 _REFUSALS = tuple(reason for reason in Reason if reason in REFUSED | UNWELCOME)
@@ -181,14 +177,14 @@ _PLAIN = {
     "internal_errors": "internal_errors",
     "observers.failed": "observer_errors",
 }
-"""Counters of the engine that are a metric each."""
+"""Counters of the engine that each are one metric."""
 
 _OFFLOAD = {
     "offload.records_lost": "offload_records_lost",
     "offload.moves_failed": "offload_moves_failed",
     "offload.to_write_back": "offload_waiting_blocks",
 }
-"""The same, of engines that have an offload; its gauges are shown by the same rules."""
+"""The same for engines with an offload; its gauges follow the same rules."""
 
 _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pulls.": ("pulls_ended", (), _OUTCOMES),
@@ -220,18 +216,18 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "offload.not_stored.": ("offload_not_stored", (), ()),
     "offload.not_written_back.": ("offload_not_written_back", (), ()),
 }
-"""Counters of the engine that begin so: the metric, labels before the rest of the name, and what is shown as 0."""
+"""Prefix of the engine's counters -> metric, labels before the rest of the name, and values shown from 0 on."""
 
 
 class Metrics(Collector):
     """A collector for the registry of the application: `prometheus_client.REGISTRY.register(Metrics(engine))`.
 
-    Give it every engine of the process, in whatever form it runs: `Engine`, `EngineThread` or
-    `EngineDesk`, started or not. A registry takes one `Metrics`: `add` engines that come later.
+    Give it every engine of the process (`Engine`, `EngineThread` or `EngineDesk`), started or not. A registry takes one
+    `Metrics`, so `add` engines that come later.
 
     Args:
         engines: The engines to show.
-        wait_s: How long a scrape waits for an engine's event loop; 0: it always shows the previous reading.
+        wait_s: Seconds that a scrape waits for an engine's event loop; 0: it always shows the previous reading.
 
     Raises:
         ConfigError: A value is out of range.
@@ -248,13 +244,13 @@ class Metrics(Collector):
         return tuple(shown.engine for shown in self._shown)
 
     def add(self, engine: Any) -> None:
-        """Show another engine; harmless if it is shown already."""
+        """Show another engine. Has no effect if it is shown already."""
         found = observation_of(engine)
         if all(shown.engine is not found for shown in self._shown):
             self._shown = (*self._shown, _Shown(found))
 
     def remove(self, engine: Any) -> None:
-        """Show it no more."""
+        """Stop showing an engine."""
         found = observation_of(engine)
         for shown in self._shown:
             if shown.engine is found:
@@ -262,7 +258,7 @@ class Metrics(Collector):
         self._shown = tuple(shown for shown in self._shown if shown.engine is not found)
 
     def describe(self) -> Iterable[Metric]:
-        """Name all metrics, for a registry that looks for doubles."""
+        """Return all metrics without values, for a registry that looks for duplicates."""
         return list(_families().values())
 
     def collect(self) -> Iterable[Metric]:
@@ -284,16 +280,16 @@ class _Shown:
         engine.observe(self.tally)
 
     def refresh(self, wait_s: float) -> None:
-        """Take another reading, if the engine's loop comes to it in time."""
+        """Take another reading, if the engine's loop answers in time."""
         try:
             self._last = self.engine.ask(self._read, wait_s)
         except (TimeoutError, EngineClosed):
             pass
-        except Exception:  # a bug of ours: what else the application shows is shown all the same, and this grows old
+        except Exception:  # a bug of asynckv must not cost the application's other metrics
             log.exception("asynckv: no reading of %s/%s could be taken for its metrics", *self.names)
 
     def _read(self) -> tuple[float, Reading, Tally]:
-        """Take a reading, on the loop; one that took long serves whoever asks next as well."""
+        """Take a reading, on the loop. One that took long also serves the next scrapes."""
         if self._fresh is not None and time.monotonic() < self._fresh_until:
             return self._fresh
         began = time.thread_time()
@@ -303,7 +299,7 @@ class _Shown:
         return self._fresh
 
     def samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-        """Show the last reading: metric, labels after the engine's, value."""
+        """Yield the last reading: metric, labels after the engine's, value."""
         last = self._last
         state = last[1].state if last is not None else LifeState.NEW.value
         for each in LifeState:
@@ -322,8 +318,7 @@ class _Shown:
 FRESH_S = 0.05
 
 LONG_S, REST = 0.002, 10
-"""A reading that takes the loop so long (tens of thousands of leases) is taken again only after so many times as long,
-however many scrape."""
+"""A reading that took longer than `LONG_S` (tens of thousands of leases) is reused for `REST` times as long."""
 
 
 def _families() -> dict[str, Metric]:
@@ -418,7 +413,7 @@ def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...
 
 
 def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
-    """Return metric and labels of an engine's counter, or of its offload's gauge; None if it is not shown."""
+    """Return metric and labels of an engine's counter or an offload's gauge; None if it is not shown."""
     if counter in _PLAIN:
         return _PLAIN[counter], ()
     if counter in _OFFLOAD:

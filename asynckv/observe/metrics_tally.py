@@ -1,6 +1,6 @@
-"""Durations, and shares of peers: what has to be counted as it happens. All else the engine counts itself.
+"""Durations and shares of peers, which must be counted as they happen. The engine itself counts everything else.
 
-A tally lives on its engine's loop and costs some microseconds per pull; readers get a copy.
+A tally lives on its engine's loop and costs a few microseconds per pull. Readers get a copy.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from asynckv.observe.log import phases
 from asynckv.observe.observer import Observer
 
 BUCKETS_S = (*(m * 10.0**e for e in range(-4, 2) for m in (1.0, 2.5, 5.0)), 100.0)
-"""A small pull between two processes of one host takes some 300 us, one that fails its deadline 30 s and more."""
+"""Bounds of buckets: a small pull on one host takes some 300 us, one that misses its deadline 30 s or more."""
 
 MAX_PEERS = 32
 LEFT = "left"
-"""Of a peer that is gone as it had announced, or was not needed for long, and took no pull along."""
+"""State of a gone peer that said goodbye, or had not been needed for long, and with which no pull failed."""
 
 OTHER = "other"
-"""Whoever comes when so many engines are known: engines are started anew for ever, and a series is kept for each."""
+"""Name of all engines beyond `MAX_PEERS`, because engines restart for ever, and each name keeps a series."""
 
 
 class Durations:
-    """How many of some durations were how long: `counts` by bucket, the last for what is longer than all, and their
-    sum.
-    """
+    """A histogram of durations: `counts` by bucket, the last for all that exceed every bound, and their sum."""
 
     __slots__ = ("counts", "total_s")
 
@@ -50,12 +48,12 @@ class Durations:
 
 
 class Tally(Observer):
-    """What one engine's observer has counted.
+    """Counts of one engine's observer.
 
     Attributes:
-        phases: By `asynckv.observe.log.phases`, of every pull that has ended.
-        pulls: Whole pulls, by how they ended.
-        retried: Attempts after which another followed, by why they had failed.
+        phases: Phases (`asynckv.observe.log.phases`) of every pull that has ended.
+        pulls: Whole pulls, by outcome.
+        retried: Attempts that were followed by another, by the reason of their failure.
     """
 
     def __init__(self) -> None:
@@ -80,10 +78,10 @@ class Tally(Observer):
         return other
 
     def pull_ended(self, pull: Pull, now: float) -> None:
-        """Count its phases but for its release, and what it moved."""
+        """Count the pull's phases except its release, and the bytes that it moved."""
         of = self.phases
         for name, seconds in phases(pull).items():
-            if name != "release":  # not `add`: a call costs more than all the rest of it
+            if name != "release":  # not `add`, because the call costs more than all the rest
                 durations = of[name]
                 durations.counts[bisect_left(BUCKETS_S, seconds)] += 1
                 durations.total_s += seconds

@@ -1,8 +1,8 @@
-"""Observers of an engine beside its log: metrics, traces, or something of the application's own.
+"""Observers of an engine in addition to its log: metrics, traces, or the application's own.
 
-An `Observer` (`engine.observation.observe`) is told on the engine's loop, in the middle of a turn: it has to be quick,
-and may change nothing. What it raises is only counted (`observers.failed`). What is counted anyway is read as a
-`Reading`, from whatever thread asks (`Observed.ask`).
+The engine calls an `Observer` (`engine.observation.observe`) on its loop, in the middle of a turn, so the observer must
+be quick and must change nothing. Its exceptions are only counted (`observers.failed`). Counts that the engine keeps
+anyway are read as a `Reading`, from any thread (`Observed.ask`).
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ T = TypeVar("T")
 
 
 class Observer:
-    """Told of what happens, on the engine's loop; override what is wanted."""
+    """Base of observers, called on the engine's loop; override the methods that you want."""
 
     def pull_ended(self, pull: Pull, now: float) -> None:
-        """A pull has its outcome."""
+        """Observe that a pull has its outcome."""
 
     def pull_retried(self, pull: Pull, now: float) -> None:
-        """Another attempt follows one that has failed."""
+        """Observe that another attempt follows a failed one."""
 
     def pull_over(self, pull: Pull, now: float) -> None:
-        """Every rank was told of a pull's outcome, and every block returned."""
+        """Observe that every rank knows a pull's outcome, and that all its blocks returned."""
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
-        """A pull's blocks are given up, since something may write them still."""
+        """Observe that a pull's blocks are given up, because a transfer may still write them."""
 
     def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
-        """A request was lent, as these params say."""
+        """Observe that a request was lent with these params."""
 
     def lease_ended(self, lease: Lease, now: float) -> None:
-        """A lease is over; or the engine is before it, which cuts it short (`is_over` is false then)."""
+        """Observe that a lease ended, or that the engine ended before it (`is_over` is false then)."""
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
-        """A remote rank changed its state."""
+        """Observe that a remote rank changed its state."""
 
     def offload_ended(self, call: str, seconds: float, now: float) -> None:
-        """A `store` or a `load` of blocks that are kept outside of the accelerator has its outcome."""
+        """Observe the outcome of a `store` or `load` of blocks outside of the accelerator."""
 
     def loop_came(self, lag_s: float, now: float) -> None:
-        """The engine's timer fired so much later than it should have."""
+        """Observe that the engine's timer fired `lag_s` late."""
 
     def engine_stopped(self) -> None:
-        """The engine was closed, and tells nothing any more."""
+        """Observe that the engine was closed; no further calls follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """An engine at one moment.
+    """The state of an engine at one moment.
 
     Attributes:
-        state: The engine's (`docs/structure.md`).
-        incarnation: Of its process, or of its memory since it was resumed.
-        counters: As in `Statistics`.
-        gauges: As in `Statistics`.
-        pulls: How many are in which state.
-        leases: How many are in which state.
-        peers: How many are in which state.
-        waiting: Pulls that were asked for and do not read yet.
+        state: The engine's state (`docs/structure.md`).
+        incarnation: The incarnation of the process, or of its memory since it was resumed.
+        counters: Counters, as in `Statistics`.
+        gauges: Gauges, as in `Statistics`.
+        pulls: Number of pulls in each state.
+        leases: Number of leases in each state.
+        peers: Number of peers in each state.
+        waiting: Pulls that were asked for but do not read yet.
         retrying: Requests that wait for another attempt.
-        lease_ages_s: For how long each lease has been lent.
-        oldest_s: What has been held or waited for longest: `lease`, `pull` (since it was asked for), `quarantined`
-            (since its pull had failed); 0 if there is none.
-        blocks_retired: Blocks that were given up and are held still.
-        limits: What the configuration allows: `bytes`, `descriptors`, `requests`, `queued`, `parked`.
-        data_down: Why the data plane does not serve now; empty while it does.
-        descriptors_in_flight: Of the transfers that are under way.
-        planes: What the data plane says of itself.
+        lease_ages_s: Age of each lease.
+        oldest_s: Age of the oldest `lease`, `pull` (since it was asked for) and `quarantined` blocks (since their pull
+            failed); 0 if there is none.
+        blocks_retired: Blocks that were given up and are still held.
+        limits: Configured limits: `bytes`, `descriptors`, `requests`, `queued`, `parked`.
+        data_down: Reason why the data plane does not serve now; empty while it serves.
+        descriptors_in_flight: Descriptors of the transfers in flight.
+        planes: Facts that the data plane reports about itself.
     """
 
     state: str
@@ -98,7 +98,7 @@ class Reading:
 
 
 class Observed(Protocol):
-    """What metrics and traces want of an engine: its `observation`, which says more."""
+    """The interface to an engine for metrics and traces; its `observation` documents the methods."""
 
     engine_id: str
     rank: str
@@ -115,7 +115,7 @@ class Observed(Protocol):
 
 
 def observation_of(engine: Any) -> Observed:
-    """Return the observation of an engine, in whatever form it runs."""
+    """Return the observation of an `Engine`, `EngineThread` or `EngineDesk`."""
     found = getattr(getattr(engine, "engine", engine), "observation", None)
     if found is None:
         raise ConfigError(f"engine is {shown(engine)}; give an Engine, EngineThread or EngineDesk")

@@ -1,10 +1,9 @@
-"""Which of many events are logged: of what others can bring about a few, of what went well a sample.
+"""Choice of the events that are logged: events that strangers can cause at a limited rate, and a sample of successes.
 
-**Requests that end well** are sampled consistently: prefill and decode ranks log the same ones. A request is logged if
-the hash of its token, which all of them know and nobody chose, ends in `n` zeros. A process that sees more requests
-asks for more zeros, and logs a subset of what the others do. The number of zeros rises as soon as more than the
-configured number was logged within a second, and falls by one a second. What still exceeds the rate is left out
-whatever its hash.
+**Successful requests** are sampled consistently: prefill and decode ranks log the same ones. A request is logged if the
+hash of its token, which is random and known to all ranks, ends in `n` zeros. A process that sees more requests asks for
+more zeros, and logs a subset of the others' requests. The number of zeros rises as soon as more than the configured
+number was logged within a second, and falls by one a second. Requests beyond the rate are left out whatever their hash.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from zlib import crc32
 from asynckv.core.limits import Limiter
 
 ROOM = 0.75
-"""Of the rate that is configured so much is aimed at: what comes is never even."""
+"""Share of the configured rate that is aimed at, because requests never come evenly."""
 
 
 class Rate:
-    """How often something may be logged; what is left out is counted for the next line."""
+    """A limit on how often an event is logged; the omitted ones are counted for the next line."""
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._limit, self._skipped = Limiter(per_s, burst), 0
@@ -35,13 +34,13 @@ class Rate:
 
 
 class Sampler:
-    """Chooses by their tokens which good ends are logged: `per_s` at most, with `zeros` at a hash's end."""
+    """Choose by token which successes are logged: `per_s` at most, if their hash ends in `zeros` zeros."""
 
     zeros: int
 
     def __init__(self, per_s: float) -> None:
         self._ask_for(0)
-        self._per_s = per_s or 1e-9  # none, after the first, which the limit is for
+        self._per_s = per_s or 1e-9  # for a rate of 0, which the limit below enforces
         self._limit = Limiter(per_s, max(per_s, 1.0) if per_s else 0.0)
         self._since = -math.inf
         self._seen = self._chosen = 0

@@ -1,8 +1,8 @@
-"""Where events go: to whatever the application has configured, to a file of the engine's own, or as a program asks.
+"""Destinations of events: the application's logging, a file of the engine's own, or a program's choice.
 
-If the application has configured structlog, events go there; otherwise to the standard logger `asynckv`.
-`configure_logging` is for programs that are asynckv's own. Control characters in what others have said are escaped
-wherever people read them.
+If the application has configured structlog, events go there; otherwise they go to the standard logger `asynckv`.
+`configure_logging` is for programs that are asynckv's own. Control characters in texts from peers are escaped wherever
+people read them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def configure_logging(
     """Set up structlog for a program of asynckv's own: JSON lines or a console, on stderr by default.
 
     Args:
-        level: From which level on.
-        form: What a line looks like.
-        stream: Where it goes, if not to stderr.
-        file: A file that lines go to instead, as `LogConfig.file`: written by a thread, and rotated as by default.
+        level: The lowest level that is logged.
+        form: The format of a line.
+        stream: The stream to write to, if not stderr.
+        file: A file to write instead, as `LogConfig.file`: a thread writes it, and it is rotated by default settings.
 
     Raises:
-        ConfigError: There is no such level or form, or the file cannot be written.
+        ConfigError: The level or form does not exist, or the file cannot be written.
     """
     check_choice("log level", level, *LEVELS)
     check_choice("form", form, "json", "console")
@@ -69,7 +69,7 @@ def configure_logging(
 
 
 def logger_for(**bound: Any) -> tuple[Any, int]:
-    """Return a bound logger and the level from which it says anything."""
+    """Return a bound logger and the lowest level that it logs."""
     if structlog.is_configured():
         logger = structlog.get_logger("asynckv", **bound)
         for level in sorted(LEVELS.values()):
@@ -94,7 +94,7 @@ def file_sink(config: LogConfig, bound: Mapping[str, Any] = MappingProxyType({})
 
 
 def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """Fields go into the message, for formats that show nothing else, and beside it, for those that do."""
+    """Put fields into the message, for formats that show nothing else, and into attributes, for the others."""
     out = structlog.stdlib.render_to_log_kwargs(logger, method, event)
     if fields := out.get("extra"):
         out["msg"] = _printable(f"{out['msg']} {_logfmt(logger, method, dict(fields))}")
@@ -102,12 +102,12 @@ def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> M
 
 
 def _for_terminals(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """What others have said must not move a cursor, or begin a line."""
+    """Escape control characters, because a peer's text must not move a cursor or begin a line."""
     return {name: _printable(value) for name, value in event.items()}
 
 
 def _printable(value: Any) -> Any:
-    """Show control characters as escapes, in text wherever it is."""
+    """Return a value with all control characters in its texts escaped."""
     match value:
         case str():
             return without_control(value)

@@ -1,14 +1,14 @@
 """A log file of asynckv's own: JSON lines, for an engine inside an application that configures no logging.
 
-Logging never waits for a disk. Lines wait in a queue that is bounded in bytes; a thread encodes and writes them, and
-rotates the files (`logging.handlers.RotatingFileHandler`). Lines that do not fit, or cannot be written, are counted;
-the next one says how many (`log_dropped`). A full file that cannot be renamed goes on for a while, and says so once
-(`log_not_rotated`).
+Logging never waits for a disk. Lines wait in a queue that is bounded in bytes, and a thread encodes and writes them and
+rotates the files (`logging.handlers.RotatingFileHandler`). Lines that do not fit or cannot be written are counted, and
+the next line has their number (`log_dropped`). If a full file cannot be renamed, the sink goes on with it for a while,
+and a line says why once (`log_not_rotated`).
 
-Beside a busy event loop a thread costs by each wake-up and each return from the kernel. So it wakes at most twice a
-second unless there is a warning.
+Each wake-up of the thread, and each return from the kernel, costs a busy event loop time. So the thread wakes at most
+twice a second unless there is a warning.
 
-Engines of one process share a file. Processes must not, so the name carries what tells them apart (`{pid}`, `{rank}`).
+Engines of one process may share a file, but processes must not. The name can have `{pid}` and `{rank}` to differ.
 """
 
 from __future__ import annotations
@@ -34,29 +34,28 @@ from typing import Any, ClassVar
 from asynckv.errors import ConfigError
 
 MAX_WAITING = 32 << 20
-"""Bytes of lines that wait, and of those that are being written: of objects in memory, as `_size` takes them."""
+"""Limit of the bytes of lines that wait or are being written, measured as objects in memory (`_size`)."""
 
 MAX_BATCH = 1 << 20
-"""Bytes, taken in the same way, that are encoded and written at a time: meanwhile they are there three times more."""
+"""Limit of the bytes, measured in the same way, of one write, because a batch is in memory three more times then."""
 
 LINE_BYTES = 256
 
 NESTED = frozenset({dict, list, tuple, set, frozenset})
 
 GATHER_S = 0.5
-"""How long lines wait for more after others were written, unless there is a warning: each write costs 0.1 ms of a busy
-loop."""
+"""Seconds between writes unless there is a warning, because each write costs a busy loop 0.1 ms."""
 
 CLOSE_S = 2.0
-"""How long a sink that is closed waits for what is still to be written."""
+"""Seconds that closing a sink waits for unwritten lines."""
 
 Line = tuple[float, str, str, Mapping[str, Any], Mapping[str, Any]]
-"""When, level, event, what every line of the engine says, and what this one does."""
+"""Time, level, event, the fields of every line of the engine, and the fields of this one."""
 
 
 def file_name(pattern: str, engine_id: str = "", rank: str = "") -> str:
-    """Return the path that a pattern with `{engine_id}`, `{rank}`, `{pid}` and `{host}` means here; what is put in for
-    a name holds no character that a path could mind.
+    """Return the path of a pattern with `{engine_id}`, `{rank}`, `{pid}` and `{host}`. Characters that are unsafe in a
+    path are replaced in their values.
     """
     names = {"engine_id": engine_id, "rank": rank, "pid": str(os.getpid()), "host": socket.gethostname()}
     safe = {name: re.sub(r"[^A-Za-z0-9._-]+", "_", value).lstrip(".")[:100] or "_" for name, value in names.items()}
@@ -64,7 +63,7 @@ def file_name(pattern: str, engine_id: str = "", rank: str = "") -> str:
 
 
 class FileSink:
-    """One file, and the thread that writes it; raises `ConfigError` if it cannot be written."""
+    """A file and the thread that writes it. Raises `ConfigError` if the file cannot be written."""
 
     _open: ClassVar[dict[str, FileSink]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -76,19 +75,19 @@ class FileSink:
         except OSError as exc:
             raise ConfigError(f"the log file {path} cannot be written: {exc.strerror or exc}") from exc
         self.path, self._max_bytes, self._backups = path, max_bytes, backups
-        self._not_taken = self._not_written = 0  # each of them one thread's to count
+        self._not_taken = self._not_written = 0  # each is counted by one thread only
         self._users = 0
-        self._mutex = threading.RLock()  # one thread may come here twice: a finalizer may log
+        self._mutex = threading.RLock()  # re-entrant, because a finalizer may log
         self._lines = _Lines(self._mutex)
         self._thread: threading.Thread | None = None
         self._is_starting = False
         self._told = 0
-        """How many of those that were dropped a line that was written has told of."""
+        """Number of dropped lines that a written line has reported."""
         self._told_trouble = ""
 
     @classmethod
     def shared(cls, path: str, max_bytes: int, backups: int) -> FileSink:
-        """Return the sink of a file, one for all who write there; each closes it once."""
+        """Return the one sink of a file. Each of its users closes it once."""
         with cls._lock:
             if path not in cls._open:
                 cls._open[path] = cls(path, max_bytes, backups)
@@ -101,19 +100,19 @@ class FileSink:
         return self._not_taken + self._not_written
 
     def put(self, level: str, event: str, bound: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-        """Write a line soon; never waits, and never raises."""
-        # What is said last before a process dies is what is looked for afterwards.
+        """Write a line soon, without waiting or raising."""
+        # Warnings are urgent, because the last lines before a process dies matter most afterwards.
         self._put((time.time(), level, event, bound, fields), _size(fields.values()), level in ("warning", "error"))
 
     def write(self, text: str) -> None:
-        """Write a line that is made already; as a stream does."""
+        """Write a finished line, as a stream does."""
         self._put(text.removesuffix("\n"), len(text), False)
 
     def flush(self) -> None:
-        """Nothing: what is written is written soon."""
+        """Do nothing, because lines are written soon anyway."""
 
     def close(self, timeout_s: float = math.inf) -> None:
-        """Write what is still to be written, for `CLOSE_S` or so long at most, once everybody has closed it."""
+        """Write the remaining lines once every user has closed the sink, within `CLOSE_S` and `timeout_s`."""
         with self._lock:
             self._users -= 1
             if self._users > 0:
@@ -122,7 +121,7 @@ class FileSink:
         self.end(timeout_s)
 
     def end(self, timeout_s: float = math.inf) -> None:
-        """Write what is still to be written, for so long at most; whoever writes after that begins anew."""
+        """Write the remaining lines within `CLOSE_S` and `timeout_s`. A later line starts another thread."""
         with self._mutex:
             thread, lines = self._thread, self._lines
             self._thread, self._lines = None, _Lines(self._mutex)
@@ -137,8 +136,8 @@ class FileSink:
 
     @classmethod
     def end_all(cls) -> None:
-        """Write what is still to be written to any file when the process ends, because daemon threads are not waited
-        for. Engines that are still open are closed before this (`embed/thread.py`, registered later).
+        """Write the remaining lines of all files when the process ends, because it does not wait for daemon threads.
+        Engines that are still open are closed before this (`embed/thread.py`, registered later).
         """
         for sink in tuple(cls._writing):
             sink.end()
@@ -151,19 +150,19 @@ class FileSink:
                 self._not_taken += 1
 
     def _is_served(self) -> bool:
-        """Whether a thread writes; one is started if none does."""
+        """Return True if a thread writes, and start one if none does."""
         if self._thread is not None or self._is_starting:
             return True
         self._is_starting = True
         try:
-            # Of its own is all that it works with: one that hangs on a disk may have a successor.
+            # The thread owns all its objects, because one that hangs on a disk may have a successor.
             file = _File(self.path, self._max_bytes, self._backups)
             name = f"asynckv log {os.path.basename(self.path)}"
             thread = threading.Thread(target=self._work, args=(self._lines, file), name=name, daemon=True)
             thread.start()
             self._thread = thread
             self._writing.add(self)
-        except RuntimeError:  # there are too many threads, or the interpreter exits: the next line tries again
+        except RuntimeError:  # too many threads, or the interpreter exits; the next line tries again
             return False
         finally:
             self._is_starting = False
@@ -181,7 +180,7 @@ class FileSink:
             dropped = self.num_dropped
             try:
                 text = self._encoded(line, dropped - told, trouble if trouble != told_trouble else "")
-            except Exception:  # a value whose repr raises takes no other line with it
+            except Exception:  # a value with a broken repr must not lose other lines
                 self._not_written += 1
                 continue
             encoded.append(text)
@@ -191,7 +190,7 @@ class FileSink:
             file.begin()
             file.write_lines(encoded)
             self._told, self._told_trouble = told, told_trouble
-        except Exception:  # no disk, no folder: no request is to suffer for it
+        except Exception:  # a failing disk or missing folder must not harm a request
             file.give_up()
             self._not_written += len(encoded) - file.num_written
 
@@ -209,7 +208,7 @@ class FileSink:
 
 
 class _Lines:
-    """Lines that wait for one thread, and its sleep; `mutex` is held by all callers but `take`."""
+    """Lines that wait for one thread, and its sleep. All callers except `take` hold `mutex`."""
 
     def __init__(self, mutex: threading.RLock) -> None:
         self._mutex = mutex
@@ -228,9 +227,9 @@ class _Lines:
         return True
 
     def take(self) -> list[Line | str]:
-        """Wait for lines; return none if there will be no more."""
+        """Wait for lines and return them; an empty list means that no more will come."""
         with self._mutex:
-            self._num_bytes -= self._num_taken  # they are written
+            self._num_bytes -= self._num_taken  # the batch before is written
             self._num_taken = 0
         batch: list[Line | str] = []
         while not batch:
@@ -266,23 +265,23 @@ class _Lines:
 
 
 class _File(RotatingFileHandler):
-    """The file, as the standard library rotates it; what goes wrong is raised."""
+    """The file, rotated by the standard library; errors are raised."""
 
     def __init__(self, path: str, max_bytes: int, backups: int) -> None:
         super().__init__(path, maxBytes=max_bytes, backupCount=backups, encoding="utf-8", delay=True)
         self.num_written = 0
         self.trouble = ""
-        """Why it goes on though it is full."""
+        """Reason why the full file is still written."""
         self._size = self._limit = 0
         self._identity: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """Find out whether it can be written, or raise `OSError`."""
+        """Raise `OSError` if the file cannot be written."""
         os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
         os.close(os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
 
     def begin(self) -> None:
-        """Begin a batch: open the file again if somebody moved or removed it."""
+        """Begin a batch. Reopen the file if another program moved or removed it."""
         self.num_written = 0
         if self.stream is not None:
             try:
@@ -294,9 +293,9 @@ class _File(RotatingFileHandler):
                 self.give_up()
 
     def write_lines(self, lines: list[str]) -> None:
-        """Write lines, by as few calls as there are files; `num_written` counts them. Raises `OSError`."""
-        # Not by `emit`, which looks at the file's name, makes a record and flushes for every line: that took a busy
-        # loop as much time as all that is logged of a request.
+        """Write lines with one call per file, and count them in `num_written`. Raises `OSError`."""
+        # `emit` would check the file's name, make a record and flush for every line, which cost a busy loop as much
+        # time as making all the events of a request.
         waiting: list[str] = []
         for line in lines:
             if self.stream is None:
@@ -316,7 +315,7 @@ class _File(RotatingFileHandler):
             waiting.clear()
 
     def _rotate(self, more: int) -> None:
-        """Rename the file and begin another; if that cannot be, go on, until it takes what all files together may."""
+        """Rename the file and begin another. If that fails, go on with it up to the size of all files together."""
         failed: OSError | None = None
         try:
             self.doRollover()
@@ -325,20 +324,20 @@ class _File(RotatingFileHandler):
         self.trouble = f"{failed.strerror or failed}: {failed.filename2 or failed.filename}" if failed else ""
         self.stream = self._open()
         if failed:
-            # It is tried again when it has grown by as much as it may have, and then with every batch.
+            # Renaming is tried again when the file has grown by another `max_bytes`, and then with every batch.
             self._limit = self.maxBytes * math.ceil((self._size + more) / self.maxBytes)
             if self._limit > self.maxBytes * (self.backupCount + 1):
                 raise failed
 
     def give_up(self) -> None:
-        """Close it, whatever becomes of what is not written yet."""
+        """Close the file, even if that loses unwritten text."""
         stream, self.stream = self.stream, None
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):
                 stream.close()
 
     def _open(self) -> Any:
-        """Open the file, in a folder that is made if need be, and end a line that was cut short."""
+        """Open the file, making its folder if necessary, and complete a line that was cut short."""
         os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
         stream = super()._open()
         found = os.fstat(stream.fileno())
@@ -361,7 +360,7 @@ _encode = json.JSONEncoder(default=_plain).encode
 
 
 def _size(values: Iterable[object], depth: int = 4) -> int:
-    """About how many bytes of memory values take, with what is in them; nothing is formatted for that."""
+    """Estimate the bytes that values and their contents take in memory, without formatting them."""
     values = tuple(values)
     size = sum(map(sys.getsizeof, values))
     nested: list[Any] = [x for x in values if type(x) in NESTED] if depth else []
@@ -371,7 +370,7 @@ def _size(values: Iterable[object], depth: int = 4) -> int:
 
 
 def _after_fork() -> None:
-    """Of a process that was forked none of the threads is here, and what waits is the parent's to write."""
+    """Reset all sinks in a forked process, which has none of the threads; the parent writes the waiting lines."""
     FileSink._lock = threading.Lock()
     for sink in {*FileSink._open.values(), *FileSink._writing}:
         sink._thread, sink._is_starting, sink._mutex = None, False, threading.RLock()

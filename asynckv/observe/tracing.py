@@ -1,11 +1,11 @@
 """Spans for OpenTelemetry: one trace over router, prefill and decode, if a context came with the params.
 
-The context travels in the params as W3C's `traceparent` and `tracestate` (`make_params(..., trace=headers)`). A request
-that came without one has no spans.
+The params carry the context as W3C's `traceparent` and `tracestate` (`make_params(..., trace=headers)`). A request
+without a context has no spans.
 
-A prefill rank makes a span for each lease (`asynckv.lease`), a decode rank one for each attempt (`asynckv.pull`, linked
-to the attempt before) and one for what follows in the background (`asynckv.release`). Spans are made when their subject
-is over, so a transition costs nothing. Without an SDK nothing is made.
+A prefill rank makes a span for each lease (`asynckv.lease`). A decode rank makes one for each attempt (`asynckv.pull`,
+linked to the attempt before) and one for the release in the background (`asynckv.release`). Spans are made when their
+subject is over, so a transition costs nothing. Without an SDK no spans are made.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext, TracerProvider
 
 MAX_KEPT = 4096
-"""Attempts and leases of which something is remembered."""
+"""Limit of the remembered contexts of attempts, and of leases."""
 
 SAME_CLOCK_NS = 50_000_000
-"""A greater difference is the wall clock that was set, or an engine with another clock."""
+"""Difference beyond which the wall clock must have been set, or the engine has another clock."""
 
 MAX_EVENTS = 128
-"""Of one span; the last words are kept rather than those in the middle."""
+"""Limit of the events of one span; those in the middle of the history are left out."""
 
 MAX_TEXT = 256
 MAX_NAMED = 8
@@ -44,7 +44,7 @@ _NAMES: Mapping[str, str] = {
     PullState.CONFIRMING: "landed",
     LeaseState.ENDING: "revoked",
 }
-"""Transitions that are called otherwise in traces: by what has come to pass, rather than by what is waited for."""
+"""Transitions with another name in traces, which name what happened instead of what the pull waits for."""
 
 _NOTES: Mapping[type[Note], str] = {
     notes.Granted: "granted",
@@ -58,19 +58,19 @@ _NOTES: Mapping[type[Note], str] = {
     notes.Revoked: "revoked",
     notes.Retired: "retired",
 }
-"""What the events of notes are called; others are a `note`."""
+"""Names of the events of notes; other notes are a `note`."""
 
 
 def trace_context(headers: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the context of the span that is current here, or the one that came in headers.
+    """Return the context of the current span, or the context that came in `headers`.
 
-    For `make_params(..., trace=trace_context())`; and for a decode engine that knows a nearer one than the params
-    bring: `params | trace_context(headers)`.
+    Use it for `make_params(..., trace=trace_context())`, or in a decode engine that knows a nearer context than the
+    params have: `params | trace_context(headers)`.
 
-    Empty outside of a span, without an SDK, and without OpenTelemetry; or if the headers hold none.
+    The result is empty outside of a span, without an SDK or OpenTelemetry, and if the headers hold no context.
 
     Raises:
-        ConfigError: These are no headers.
+        ConfigError: `headers` is not a mapping of headers.
     """
     if headers is not None:
         parent, state = trace_of(headers)
@@ -89,14 +89,14 @@ def trace_context(headers: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class Tracing(Observer):
-    """Makes spans of what engines do: `Tracing(engine)`, before or after it is started.
+    """Make spans of the leases and pulls of engines: `Tracing(engine)`, before or after the engine is started.
 
     Args:
-        engines: To be traced, in whatever form they run.
-        provider: Makes tracers; the one that the application has set for the process if left out.
+        engines: The engines to trace, in any form.
+        provider: The provider of tracers; the process's own if left out.
 
     Raises:
-        ConfigError: One of them is no engine.
+        ConfigError: One of the arguments is not an engine.
         ImportError: OpenTelemetry's API is not installed.
     """
 
@@ -122,7 +122,7 @@ class Tracing(Observer):
     # -- what happens ------------------------------------------------------------------------------
 
     def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
-        """Remember in which trace it was lent, and by which engine."""
+        """Remember the trace in which the request was lent, and the engine."""
         if params.traceparent and (parent := self._parent(params)) is not None:
             _keep(self._lent, lease, (parent, params.engine_id))
 
@@ -148,7 +148,7 @@ class Tracing(Observer):
         )
         self._add_events(span, lease.history)
         if lease.state is not LeaseState.RELEASED:
-            self._fail(span, end, f"owed by {', '.join(lease.waits_for()[:MAX_NAMED]) or 'nobody'}")
+            self._fail(span, end, f"owed by {', '.join(lease.waits_for()[:MAX_NAMED]) or 'no reader'}")
         span.end(self._wall_ns(min(lease.ended_at, now)))
 
     def pull_ended(self, pull: Pull, now: float) -> None:
@@ -202,7 +202,7 @@ class Tracing(Observer):
     # -- inside ------------------------------------------------------------------------------------
 
     def _parent(self, params: KVTransferParams) -> Context | None:
-        """Return the context that came with the params, if it is one."""
+        """Return the context in the params, or None if it is not valid."""
         from opentelemetry.context import Context
 
         carrier = {"traceparent": params.traceparent, "tracestate": params.tracestate}
@@ -210,7 +210,7 @@ class Tracing(Observer):
         return context if self._api.get_current_span(context).get_span_context().is_valid else None
 
     def _set_clock(self, now: float) -> None:
-        # The moment has passed by the time that this is asked: the shortest such delay is the nearest to the truth.
+        # This is called some time after `now`, so the smallest offset is the most exact one.
         offset_ns = time.time_ns() - round(now * 1e9)
         if not 0 <= offset_ns - self._offset_ns < SAME_CLOCK_NS:
             self._offset_ns = offset_ns
@@ -219,13 +219,13 @@ class Tracing(Observer):
         return self._offset_ns + round(at * 1e9)
 
     def _span(self, name: str, kind: str, parent: Context, began: float, links: Sequence[Any] = ()) -> Span | None:
-        """Begin a span at a time that has passed; None if nobody keeps it."""
+        """Begin a span at a time in the past. Return None if the SDK does not record it."""
         began_ns = self._wall_ns(began)
         span = self._tracer.start_span(name, parent, self._api.SpanKind[kind], links=links, start_time=began_ns)
         return span if span.is_recording() else None
 
     def _add_events(self, span: Span, history: Sequence[tuple[float, str | Note]], outcome: str = "") -> None:
-        """Make an event of each transition, and of each note with its words."""
+        """Add an event for each transition, and for each note with its words."""
         if len(history) > MAX_EVENTS:
             half = MAX_EVENTS // 2
             history = (*history[:half], *history[-half:])
@@ -250,7 +250,7 @@ def _num_to_outcome(pull: Pull) -> int:
 
 
 def _event(what: str | Note, outcome: str) -> tuple[str, str]:
-    """Return what an entry of a history is called, and its words if it has more to say."""
+    """Return the event name of a history's entry, and its words if it has any."""
     if isinstance(what, Note):
         return _NOTES.get(type(what), "note"), str(what)
     if what is PullState.NOTIFYING and outcome:

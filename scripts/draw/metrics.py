@@ -1,7 +1,7 @@
 """Write deploy/grafana/asynckv.json and the table in docs/metrics.md; a test compares.
 
-The dashboard is said here panel by panel, in few words, because Grafana's own form says each of them in a hundred
-lines. Units are Grafana's names for Prometheus' base units.
+The dashboard is defined here panel by panel, because Grafana's own format takes a hundred lines for each. Units are
+Grafana's names for Prometheus' base units.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE = DOCS / "metrics.md"
 
 THESE = 'engine_id=~"$engine_id",rank=~"$rank"'
 WIDTH, HEIGHT = 8, 8
-"""Of a panel, in Grafana's grid of 24 columns."""
+"""Size of a panel in Grafana's grid of 24 columns."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Panel:
 
     Attributes:
         unit: Grafana's name: `s`, `bytes`, `Bps`, `short`, `percentunit`, `ops`.
-        queries: PromQL and legend; `THESE` stands for the engines that are chosen.
-        says: What to see in it.
+        queries: PromQL and legend; `THESE` selects the engines.
+        says: Description of the panel.
         kind: Grafana's name: `timeseries`, `stat`, `heatmap`.
-        is_stacked: Parts of a whole.
+        is_stacked: True if the series are parts of a whole.
     """
 
     title: str
@@ -43,18 +43,18 @@ class Panel:
 
 
 def rate(metric: str, by: str = "", but: str = "") -> str:
-    """Write a rate per second, summed over all but some labels."""
+    """Return a rate per second for each engine and each value of some labels."""
     labels = ", ".join(filter(None, ("engine_id, rank", by)))
     return f"sum by ({labels}) (rate(asynckv_{metric}{{{THESE}{but}}}[$__rate_interval]))"
 
 
 def total(metric: str, by: str = "", but: str = "") -> str:
-    """Write a rate per second over all engines that are chosen, by some labels."""
+    """Return a rate per second over all selected engines, by some labels."""
     return f"sum{f' by ({by}) ' if by else ''}(rate(asynckv_{metric}{{{THESE}{but}}}[$__rate_interval]))"
 
 
 def quantile(metric: str, q: float, by: str = "", but: str = "") -> str:
-    """Write a quantile of a histogram over all engines that are chosen."""
+    """Return a quantile of a histogram over all selected engines."""
     labels = ", ".join(filter(None, ("le", by)))
     return (
         f"histogram_quantile({q:g}, sum by ({labels}) "
@@ -63,7 +63,7 @@ def quantile(metric: str, q: float, by: str = "", but: str = "") -> str:
 
 
 def gauge(metric: str, but: str = "") -> str:
-    """Write a gauge as it is."""
+    """Return a gauge of the selected engines."""
     return f"asynckv_{metric}{{{THESE}{but}}}"
 
 
@@ -74,7 +74,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "At a glance",
         (
             Panel(
-                "Pulls per second", "ops", ((rate("pulls_ended_total"), ENGINE),), "Attempts that ended, well or not."
+                "Pulls per second",
+                "ops",
+                ((rate("pulls_ended_total"), ENGINE),),
+                "Attempts that ended, whether or not they succeeded.",
             ),
             Panel(
                 "Failing pulls",
@@ -87,16 +90,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         ENGINE,
                     ),
                 ),
-                "Share of all attempts. A cancelled one has not failed.",
+                "The share of all attempts. A cancelled attempt does not count as failed.",
             ),
             Panel(
-                "Time of a pull",
+                "Duration of a pull",
                 "s",
                 tuple(
                     (quantile("pull_duration_seconds", q, but=',outcome="complete"'), f"p{100 * q:g}")
                     for q in (0.5, 0.9, 0.99)
                 ),
-                "From the call to the outcome, of pulls that ended well.",
+                "The time from the call to the outcome of successful pulls.",
             ),
             Panel("Bytes per second", "Bps", ((rate("read_bytes_total"), ENGINE),)),
             Panel("Engines by state", "short", (("sum by (state) (" + gauge("engine_state") + ") > 0", "{{state}}"),)),
@@ -116,7 +119,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Requests by status",
                 "ops",
                 (("sum by (status) (rate(pd_proxy_requests_total[$__rate_interval]))", "{{status}}"),),
-                "A stream that ended in an error counts with the error's status. 499: the client left.",
+                "A stream that ended in an error counts with that error's status. 499 means that the client left.",
                 is_stacked=True,
             ),
             Panel(
@@ -136,10 +139,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     )
                     for q in (0.5, 0.9, 0.99)
                 ),
-                "Of streams.",
+                "The time to the first event of a stream.",
             ),
             Panel(
-                "What engines did wrong",
+                "Engine faults",
                 "ops",
                 (
                     (
@@ -176,7 +179,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Phases, 90th percentile",
                 "s",
                 ((quantile("pull_phase_seconds", 0.9, "phase"), "{{phase}}"),),
-                "Where the time goes. post and detect lie inside read; release runs in the background.",
+                "post and detect lie inside read; release runs in the background.",
             ),
             Panel(
                 "Waiting",
@@ -187,7 +190,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (gauge("pulls_admitted"), f"{ENGINE} admitted"),
                     (gauge("pulls_retrying"), f"{ENGINE} retrying"),
                 ),
-                "Queued: the limits leave no room. The other waiting pulls still shake hands, or are not lent yet.",
+                "Queued pulls wait for the limits. Other waiting pulls wait for a handshake, or are not lent yet.",
             ),
             Panel(
                 "Budgets in use",
@@ -215,13 +218,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Transfers under way and in doubt",
                 "short",
                 (("sum by (state) (" + gauge("transfers") + ")", "{{state}}"),),
-                "In doubt: failed, and may still write.",
+                "A transfer in doubt has failed, but may still write.",
             ),
             Panel(
                 "Merging",
                 "short",
                 ((rate("descriptors_planned_total") + " / " + rate("descriptors_posted_total"), ENGINE),),
-                "Descriptors planned for each one that is posted.",
+                "Planned descriptors for each posted one.",
             ),
         ),
     ),
@@ -236,7 +239,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (total("leases_ended_total", "state"), "{{state}}"),
                     (total("requests_withdrawn_total"), "withdrawn"),
                 ),
-                "Expired: nobody released them in time.",
+                "Expired leases were not released in time.",
             ),
             Panel(
                 "Leases by age",
@@ -248,7 +251,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel("Oldest lease", "s", ((gauge("lease_oldest_seconds"), ENGINE),)),
             Panel(
-                "How long requests were lent",
+                "Age of leases at their end",
                 "s",
                 tuple((quantile("lease_age_seconds", q, "state"), f"{{{{state}}}} p{100 * q:g}") for q in (0.5, 0.99)),
             ),
@@ -302,7 +305,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel(
-                "Dropped and not let in",
+                "Dropped and rejected",
                 "ops",
                 (
                     (total("messages_dropped_total", "reason") + " > 0", "dropped: {{reason}}"),
@@ -313,13 +316,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
-        "How it fares",
+        "Engine health",
         (
             Panel(
                 "Loop lag",
                 "s",
                 tuple((quantile("loop_lag_seconds", q), f"p{100 * q:g}") for q in (0.5, 0.9, 0.99)),
-                "How late the engine's timer fires: for how long the event loop does something else.",
+                "Delay of the engine's timer, while the event loop does something else.",
             ),
             Panel(
                 "Alarms in the last 5 minutes",
@@ -348,14 +351,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
-        "Offload, where there is one",
+        "Offload",
         (
             Panel(
                 "Tokens looked up",
                 "short",
                 ((rate("offload_tokens_total", "what"), f"{ENGINE} {{{{what}}}}"),),
-                "What of the prompts was found in host memory or files, what was loaded of it, and what turned out "
-                "to be a miss: given up meanwhile, or not readable.",
+                "Tokens of prompts that were found in host memory or files, were loaded from there, or turned out to "
+                "be misses, because their blocks were given up meanwhile or could not be read.",
             ),
             Panel(
                 "Moved",
@@ -364,10 +367,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate("offload_bytes_moved_total", "move"), f"{ENGINE} {{{{move}}}}"),
                     (rate("offload_blocks_moved_total", "move"), f"{ENGINE} {{{{move}}}}, blocks"),
                 ),
-                "Between the accelerator, host memory and files.",
+                "Moves between the accelerator, host memory and files.",
             ),
             Panel(
-                "Kept, and given up",
+                "Kept and evicted",
                 "short",
                 (
                     (gauge("offload_blocks"), f"{ENGINE} {{{{tier}}}}, {{{{state}}}}"),
@@ -376,11 +379,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate("offload_not_written_back_total", "reason"), f"{ENGINE} lost, {{{{reason}}}}"),
                     (rate("offload_not_stored_total", "reason"), f"{ENGINE} not stored, {{{{reason}}}}"),
                 ),
-                "Blocks in each tier. What is evicted before it was written back is lost: the disk is too slow. "
-                "no_room: all blocks were in use when it was to be stored. Raise host_bytes.",
+                "Blocks in each tier. Blocks evicted before write-back are lost, because the disk is too slow. no_room "
+                "means that all blocks were in use when others were to be stored: raise host_bytes.",
             ),
             Panel(
-                "How full, and how long calls take",
+                "Fill level, and duration of calls",
                 "short",
                 (
                     (
@@ -389,10 +392,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ),
                     (quantile("offload_duration_seconds", 0.99, "call"), "{{call}} p99, seconds"),
                 ),
-                "A load that waits for files takes as long as they do.",
+                "A load that waits for files takes as long as the files do.",
             ),
             Panel(
-                "Ends, and trouble",
+                "Results and failures",
                 "ops",
                 (
                     (rate("offload_stores_ended_total", "outcome"), f"{ENGINE} store {{{{outcome}}}}"),
@@ -402,7 +405,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate("offload_disk_failures_total", "what"), f"{ENGINE} files lost: {{{{what}}}}"),
                     (f"{gauge('offload_up')} == 0", f"{ENGINE} {{{{tier}}}}: no {{{{what}}}}"),
                 ),
-                "A record is lost when its bytes are not what was stored: a torn write, or a bad disk.",
+                "A record is lost if its bytes differ from those stored, after a torn write or on a bad disk.",
             ),
         ),
     ),
@@ -410,7 +413,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 
 def dashboard() -> str:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard as Grafana imports it."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS:
@@ -511,15 +514,15 @@ def _panel(number: int, panel: Panel, where: dict[str, int]) -> dict[str, Any]:
 
 
 def table() -> str:
-    """Every metric, as docs/metrics.md shows it."""
-    lines = ["| metric | type | labels | |", "|---|---|---|---|"]
+    """Return the table of docs/metrics.md: a row per metric, with its labels as Prometheus writes them."""
+    lines = ["| metric | type | meaning |", "|---|---|---|"]
     for name, family in FAMILIES.items():
         shown = f"asynckv_{name}{'_total' if family.kind == 'counter' else ''}"
-        labels = ", ".join(f"`{label}`" for label in family.labels)
-        lines.append(f"| `{shown}` | {family.kind} | {labels} | {family.help} |")
+        labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
+        lines.append(f"| `{shown}{labels}` | {family.kind} | {family.help} |")
     return "\n".join(lines) + "\n"
 
 
 def files() -> dict[Path, str]:
-    """The dashboard, and docs/metrics.md with its table made anew."""
+    """Return the dashboard and docs/metrics.md by path, made anew."""
     return {DASHBOARD: dashboard(), **between(PAGE, "metrics", table())}
