@@ -1,4 +1,4 @@
-"""Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the decisions.
+"""Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the control messages.
 
 Public names load on first use (`__init__.pyi` says where they are), so that importing the package costs next to nothing
 and brings in neither torch nor NIXL.

@@ -1,7 +1,7 @@
-"""Checks of what callers give, before anything happens.
+"""Checks of callers' arguments, before any effect.
 
-A check returns the value as the library wants it, or raises the error that the caller chose, which names the
-argument, the value and what is expected.
+A check returns the value in the form that the library uses, or raises the error that the caller chose. The message
+names the argument, the value and the expected form.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 from asynckv.errors import AsyncKVError, LocalProtocolError
 
 MAX_INTEGER = 1 << 53
-"""Whatever counts something fits into a message and an array."""
+"""Largest count, because every count fits into a message and an array."""
 
 MAX_NAME = 512
-"""Characters of whatever has a name: an engine, a layer, a part, an address."""
+"""Most characters of a name: of an engine, a layer, a part, an address."""
 
 MAX_TEXT = 16 * 1024
 
 NO_SEQUENCE = (str, bytes, bytearray, memoryview, Mapping)
-"""What can be iterated over, and is never meant as a list of something."""
+"""Iterable types that are never meant as a list of items."""
 
 Refusal = type[AsyncKVError]
 
@@ -35,15 +35,15 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 
 
 def shown(value: object) -> str:
-    """Write a value for an error's message: short whatever it is, and never with a lone surrogate."""
+    """Write a value for an error's message: always short, and never with a lone surrogate."""
     try:
         return _short.repr(value)
-    except Exception:  # a repr is anybody's code, and the refusal matters more
+    except Exception:  # a repr may run any code, and the refusal matters more
         return f"an object of type {type(value).__name__}"
 
 
 def integer(name: str, value: Any, lo: int = 0, hi: int = MAX_INTEGER, error: Refusal = LocalProtocolError) -> int:
-    """Check an integer in `[lo, hi]`: whatever is one by `operator.index`, numpy's as well, but no bool."""
+    """Check an integer in `[lo, hi]`: every type with `operator.index`, also numpy's, but no bool."""
     if type(value) is int:
         found = value
     else:
@@ -86,7 +86,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def is_text(value: Any, most: int = MAX_TEXT, least: int = 0) -> bool:
-    """Whether a value is text that can be sent: so long at most, and without lone surrogates."""
+    """Return True if a value is text that can be sent: of a valid length, and without lone surrogates."""
     if not isinstance(value, str) or not least <= len(value) <= most:
         return False
     if not value.isascii():
@@ -116,7 +116,7 @@ def texts(name: str, value: Any, most: int, longest: int, error: Refusal = Local
     if type(value) is list or (isinstance(value, Iterable) and not isinstance(value, NO_SEQUENCE)):
         try:
             found = tuple(value)
-        except TypeError:  # a tensor of no dimension says that it can be iterated
+        except TypeError:  # a tensor without dimensions claims to be iterable
             found = (None,)
         if _are_texts(found, most, longest):
             return tuple(map(str, found))
@@ -129,7 +129,7 @@ def texts(name: str, value: Any, most: int, longest: int, error: Refusal = Local
 def _are_texts(found: tuple[Any, ...], most: int, longest: int) -> bool:
     if len(found) > most or not all(issubclass(kind, str) for kind in set(map(type, found))):
         return False
-    # In a few calls for all of them: a long prompt has thousands.
+    # A few calls check all of them, because a long prompt has thousands.
     return max(map(len, found), default=0) <= longest and is_text("".join(found), most * longest)
 
 
@@ -141,12 +141,12 @@ def flag(name: str, value: Any, error: Refusal = LocalProtocolError) -> bool:
 
 
 def without_control(text: str) -> str:
-    """Show control characters as escapes: text of others must not move a cursor, or begin a line."""
+    """Show control characters as escapes, because foreign text must not move a cursor or begin a line."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def is_loopback_host(host: str) -> bool:
-    """Say whether a name, or an IP address, is of this host only."""
+    """Return True if a name or an IP address belongs to this host only."""
     with suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     return False

@@ -1,4 +1,4 @@
-"""The errors that asynckv raises. Each class says who is at fault, its bases how far the damage reaches."""
+"""The errors that asynckv raises. Each class names the side at fault, and its bases the reach of the damage."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class ConfigError(AsyncKVError):
 
 
 class LayoutError(ConfigError):
-    """The declared memory does not hold together (bounds, overlap, counts); nothing was started."""
+    """The declared memory is inconsistent (bounds, overlap, counts); nothing was started."""
 
 
 class ProtocolError(AsyncKVError):
-    """A caller or a peer broke the rules; base of the two errors that say who."""
+    """A caller or a peer broke the rules; base of the two errors that name the side."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This side's call came out of order, or with an argument of another kind; nothing was changed."""
+    """A call on this side came out of order, or with an invalid argument; nothing was changed."""
 
 
 class WrongThread(LocalProtocolError):
@@ -46,7 +46,7 @@ class EngineClosed(AsyncKVError):
 
 
 class BackendError(AsyncKVError):
-    """A back end (NIXL, ZMQ, a disk) could not do what start-up or shutdown asked of it."""
+    """A back end (NIXL, ZMQ, a disk) failed during start-up or shutdown."""
 
 
 class PullError(AsyncKVError):
@@ -57,9 +57,9 @@ class PullError(AsyncKVError):
         pull_id: This attempt's id, as in the logs.
         reason: The cause for programs, one of the values of `asynckv.core.types.Reason`; stable, as in the logs.
         held: Group index to local block ids that must not be reused yet. Empty if every block is the caller's again.
-        is_retryable: Whether another attempt with the same params may do better.
-        attempts: How many attempts were made.
-        failed_in: The phase in which it failed: `announced`, `handshake`, `queue`, `plan`, `read`, `confirm`; `retry`
+        is_retryable: True if another attempt with the same params may succeed.
+        attempts: Number of attempts that were made.
+        failed_in: Phase in which it failed: `announced`, `handshake`, `queue`, `plan`, `read`, `confirm`; `retry`
             between two attempts; `store` or `load` of an offload; empty if nothing was started.
     """
 
@@ -89,8 +89,8 @@ class PullError(AsyncKVError):
     async def returned(self) -> None:
         """Wait until every block of the failed pull is the caller's again.
 
-        This may take arbitrarily long: NIXL cannot cancel a transfer, so blocks come back only when it is certain that
-        nothing can write them any more.
+        This may take arbitrarily long, because NIXL cannot cancel a transfer: blocks come back only when it is certain
+        that nothing can write them any more.
 
         Raises:
             BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.

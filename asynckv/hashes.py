@@ -1,7 +1,7 @@
-"""One chain of hashes per prompt, by which two engines compare what their KV was computed from.
+"""One chain of hashes per prompt, by which two engines compare the inputs of their KV.
 
-Each hash covers `hash_tokens` tokens, all tokens before them, and whatever else the KV depends on up to there; the last
-one covers what is left. The chain is the same in every process and on every machine.
+Each hash covers `hash_tokens` tokens, all tokens before them, and everything else that the KV depends on up to there.
+The last one covers the remaining tokens. The chain is the same in every process and on every machine.
 
 A client that finds a second prompt with the hash of a first one gets wrong KV into a prefix cache, so a hash has 192
 bits of SHA-256, and the next one continues from all 256.
@@ -20,21 +20,20 @@ from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import MAX_TOKENS
 
 BYTES = 24
-"""Of each digest that is given out: 32 characters."""
+"""Bytes of each returned digest, which are 32 characters."""
 
 
 def token_hashes(tokens: Sequence[int], hash_tokens: int, *, also: Iterable[tuple[int, str | bytes]] = ()) -> list[str]:
     """Make a prompt's chain, for `make_params(hashes=)` on one side and `pull(hashes=)` on the other.
 
-    Both sides hash what was lent: the decode side its own first `params["num_tokens"]` tokens, with the
-    `params["hash_tokens"]` of the params.
+    Both sides hash the lent tokens: the decode side hashes its own first `params["num_tokens"]` tokens, with
+    `params["hash_tokens"]`.
 
     Args:
         tokens: Token ids.
-        hash_tokens: Tokens per hash. The last hash covers what is left.
-        also: Whatever else KV depends on, as `(token, text)` with the first token that depends on it: the name of an
-            adapter or a tenant's salt from token 0 on, the digest of an image from its first token on. The order
-            counts.
+        hash_tokens: Tokens per hash. The last hash covers the remaining tokens.
+        also: Other inputs of the KV, as `(token, text)` with the first token that depends on it: the name of an adapter
+            or a tenant's salt from token 0 on, the digest of an image from its first token on. The order counts.
 
     Raises:
         LocalProtocolError: A token is no integer, or `hash_tokens` is out of range.
@@ -46,7 +45,7 @@ def token_hashes(tokens: Sequence[int], hash_tokens: int, *, also: Iterable[tupl
         for at, text in also:
             said = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
             more = at.to_bytes(8, "little") + len(said).to_bytes(8, "little") + said
-            if at < len(ids):  # what follows may be another's
+            if at < len(ids):  # later tokens may belong to another prompt
                 depends[at // every] = depends.get(at // every, b"") + more
     except (TypeError, ValueError, OverflowError, AttributeError) as exc:
         raise LocalProtocolError(

@@ -1,7 +1,7 @@
-"""Key files: who this engine is, and which engines it talks to.
+"""Key files of this engine, and of the engines that it talks to.
 
 The format is ZMQ's own for certificates (`zmq.auth`). A key is 32 bytes; in files it is Z85 text of 40 characters.
-Nothing here puts a secret into an error or a repr.
+No error and no repr contains a secret.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PUBLIC, SECRET = ".key", ".key_secret"
 MOST_BYTES = 64 * 1024  # of one key file
 MOST_KEYS = 65_536  # of one allow-list
 FRESH_S = 1.0
-"""How long an allow-list is believed while its directory looks unchanged: a file can change inside it."""
+"""Seconds for which an allow-list is valid while its directory looks unchanged, because a file can change inside it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LINE = re.compile(rb"^[ \t]*(public|secret)-key[ \t]*=[ \t]*[\"']?([^\"'\s]*)[\"']?[ \t\r]*$", re.MULTILINE)
 _Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _B85 = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
-"""The alphabets of ZMQ and of Python's `b85decode`, which is the same code but for them."""
+"""The alphabets of ZMQ and of Python's `b85decode`, which otherwise are the same code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class KeyPair:
 def decode_z85(text: bytes) -> bytes:
     """Decode one key, or raise `ValueError` if this is not the Z85 text of 32 bytes."""
     if len(text) == 40 and set(text) <= set(_Z85):
-        with suppress(ValueError):  # five of its characters say more than four bytes can
+        with suppress(ValueError):  # five characters can encode more than four bytes hold
             return base64.b85decode(text.translate(bytes.maketrans(_Z85, _B85)))
     raise ValueError("not a key of 40 Z85 characters")
 
@@ -62,8 +62,8 @@ def read_pair(path: Path) -> KeyPair:
         )
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(
-            f"the key file {str(path)!r} has mode {stat.S_IMODE(mode):04o}, so that others than its owner get at the "
-            f"secret; run chmod 600 {path}, and make new keys if somebody may have read it"
+            f"the key file {str(path)!r} has mode {stat.S_IMODE(mode):04o}, so that other users than its owner can "
+            f"read the secret; run chmod 600 {path}, and make new keys if another user may have read it"
         )
     return KeyPair(found["public"], found["secret"])
 
@@ -80,12 +80,12 @@ def read_public(path: Path) -> bytes:
 
 
 class AllowList:
-    """The public keys (`*.key`) in a directory; files that come, go or change are noticed when a key is looked up."""
+    """The public keys (`*.key`) in a directory; added, removed and changed files count at the next lookup."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.errors = 0
-        """Files, or the directory itself, that could not be taken since; they allow nobody."""
+        """Number of failures since to read a file or the directory; a file that cannot be read admits no key."""
         self._files: dict[str, tuple[tuple[int, ...], bytes]] = {}
         self._keys: frozenset[bytes] = frozenset()
         self._stamp: tuple[int, ...] = ()
@@ -94,8 +94,8 @@ class AllowList:
             # A ConfigMap is mounted with mode 0777, but read-only.
             if os.stat(directory).st_mode & stat.S_IWOTH and not os.statvfs(directory).f_flag & os.ST_RDONLY:
                 raise ConfigError(
-                    f"everybody may write into the directory of authorized keys {str(directory)!r}, and so admit "
-                    f"himself; run chmod o-w {directory}"
+                    f"every user may write into the directory of authorized keys {str(directory)!r}, and so admit "
+                    f"any key; run chmod o-w {directory}"
                 )
             self._load(is_start=True)
         except OSError as exc:
@@ -109,8 +109,8 @@ class AllowList:
             ) from exc
         if not self._keys:
             raise ConfigError(
-                f"the directory of authorized keys {str(directory)!r} has no *{PUBLIC} file, so nobody could connect; "
-                f"copy into it the {PUBLIC} file of every engine that this one talks to (asynckv keygen NAME)"
+                f"the directory of authorized keys {str(directory)!r} has no *{PUBLIC} file, so no engine could "
+                f"connect; copy into it the {PUBLIC} file of every engine that this one talks to (asynckv keygen NAME)"
             )
 
     def __contains__(self, public: bytes) -> bool:
@@ -118,12 +118,12 @@ class AllowList:
         return public in self._keys
 
     def refresh(self) -> None:
-        """Look whether the directory has changed, if that was not done just now."""
+        """Read the directory again if it has changed, unless that was checked just now."""
         try:
             if time.monotonic() >= self._fresh_until or _stamp(os.stat(self.directory)) != self._stamp:
                 self._load(is_start=False)
         except OSError:
-            # Whoever takes the list away takes away the permission.
+            # Removing the list removes the permission.
             self._files, self._keys, self._stamp = {}, frozenset(), ()
             self.errors += 1
 
@@ -131,7 +131,7 @@ class AllowList:
         return len(self._keys)
 
     def _load(self, is_start: bool) -> None:
-        # Read before its entries, so that what comes meanwhile is seen the next time.
+        # The stamp is read before the entries, so that a file that is added meanwhile is seen the next time.
         self._stamp = _stamp(os.stat(self.directory))
         self._fresh_until = time.monotonic() + FRESH_S
         known, self._files = self._files, {}
@@ -155,7 +155,7 @@ def write_pair(directory: Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r:.120} is no name for keys; use up to 100 letters, digits, dots, dashes and underscores, "
+            f"{name!r:.120} is not a valid name for keys; use up to 100 letters, digits, dots, dashes and underscores, "
             f"such as prefill-0"
         )
     public = f'curve\n    public-key = "{encode_z85(pair.public)}"\n'
@@ -182,11 +182,11 @@ def write_pair(directory: Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
         for done in written:
             done.unlink(missing_ok=True)
         if isinstance(exc, FileExistsError) and not directory.is_dir():
-            raise ConfigError(f"{str(directory)!r} is no directory; choose another one with --dir") from exc
+            raise ConfigError(f"{str(directory)!r} is not a directory; choose another one with --dir") from exc
         if isinstance(exc, FileExistsError):
             raise ConfigError(
-                f"{str(path)!r} exists, and is not overwritten: its engine would lose its identity; choose another "
-                f"name or --dir, or remove both {name}{SECRET} and {name}{PUBLIC} first"
+                f"{str(path)!r} exists and is not overwritten, because its engine would lose its identity; "
+                f"choose another name or --dir, or remove both {name}{SECRET} and {name}{PUBLIC} first"
             ) from exc
         raise ConfigError(f"keys cannot be written into {str(directory)!r}: {exc.strerror or exc}") from exc
     return paths[0], paths[1]
@@ -196,17 +196,17 @@ def _read(path: Path, what: str) -> tuple[bytes, int]:
     """Return a small regular file's bytes and mode."""
     remedy = "make one with asynckv keygen NAME, and check that this user may read it"
     try:
-        # Never waits, should it be a pipe.
+        # Never waits, even if the path is a pipe.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
-                raise ConfigError(f"{what} {str(path)!r} is no regular file; {remedy}")
+                raise ConfigError(f"{what} {str(path)!r} is not a regular file; {remedy}")
             data = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as exc:
         cause = exc.strerror if isinstance(exc, OSError) else exc
         raise ConfigError(f"{what} {str(path)!r:.300} cannot be read: {cause}; {remedy}") from exc
     if len(data) > MOST_BYTES:
-        raise ConfigError(f"{what} {str(path)!r} is longer than {MOST_BYTES >> 10} KiB, so it is none; {remedy}")
+        raise ConfigError(f"{what} {str(path)!r} is longer than {MOST_BYTES >> 10} KiB, so it is no key file; {remedy}")
     return data, mode
 
 

@@ -1,4 +1,4 @@
-"""What the engine's calls return: plain, frozen values."""
+"""Results of the engine's calls: plain, frozen values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class PullResult:
         request_id: The decode side's id.
         pull_id: The id of the attempt that succeeded, as in the logs.
         num_bytes: Bytes of KV that were read.
-        num_posts: NIXL transfers that this took.
+        num_posts: NIXL transfers that were posted.
         descriptors_planned: Pieces before NIXL merged neighbours.
-        descriptors_posted: Pieces after that.
-        phases: Seconds by phase: `handshake`, `queue`, `plan`, `read`, `confirm`. The `release` still goes on.
-        padding: Tokens after `num_tokens` in the given blocks: they hold no KV of the request, and the engine has to
-            ignore them. States have none. It does not list tokens before a sliding window, in the block where the
-            window begins.
-        num_tokens: Tokens of the request that are valid here now: all, or those on which the hashes of both sides
-            agree.
-        attempts: How many attempts it took.
+        descriptors_posted: Pieces after merging.
+        phases: Seconds by phase: `handshake`, `queue`, `plan`, `read`, `confirm`. The `release` continues in the
+            background.
+        padding: Tokens after `num_tokens` in the given blocks. They hold no KV of the request, so the engine has to
+            ignore them. States have none. Tokens before a sliding window, in the block where the window begins, are not
+            listed.
+        num_tokens: Tokens of the request that are valid here now: all, or those on which both sides' hashes agree.
+        attempts: Number of attempts that were made.
     """
 
     request_id: str
@@ -42,17 +42,16 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnd:
-    """How a lent request ended.
+    """The end of a lent request.
 
     Attributes:
         request_id: The prefill side's id.
-        cause: `released`, `expired` or `revoked`; `closed` if the engine closed before its promises had run out (nobody
-            may write the blocks then before the process ends; see `Engine.aclose`).
-        readers: The ranks that released it (`decode/tp0`, whichever process that was), and how their attempts ended:
+        cause: `released`, `expired` or `revoked`; `closed` if the engine closed before its grants had ended (the
+            blocks must then not be written before the process ends; see `Engine.aclose`).
+        readers: Ranks that released it (`decode/tp0`, in any of its processes) to the outcome of their attempts:
             `complete`, `failed` or `cancelled`.
-        owed: The readers that never released it; `*` for a cohort (the ranks of one decode engine) that
-            never claimed it.
-        held_s: How long it was lent.
+        owed: Readers that never released it; `*` for a cohort (the ranks of one decode engine) that never claimed it.
+        held_s: Seconds for which it was lent.
     """
 
     request_id: str
@@ -67,16 +66,14 @@ class Statistics:
     """A snapshot of one engine.
 
     Attributes:
-        counters: What happened since the start, by name. They only grow, also over a sleep: the difference of two
-            snapshots is what happened between them. Exceptions: names that begin with `control.` or `data.` belong to
-            the planes; some of them say how things are now, and those of `data.` begin again when an engine resumes. So
-            do some of `offload.`.
-        gauges: What is owed and held now, by name.
-        release_s: How long the last releases took in the background, oldest first.
-        loop_lag_s: How late the engine's timer fired the last time: for so long the event loop did something else.
-        loop_lag_most_s: The longest of these. `counters["loop.was_away"]` counts those above `log.away_s`.
-        loop_lags: How often the timer fired how late, as a histogram: keys are upper bounds in seconds, as text, or
-            `inf`.
+        counters: Numbers of events since the start, by name. They only grow, also over a sleep. Exceptions: names that
+            begin with `control.` or `data.` belong to the planes. Some of them are gauges, and those of `data.`, like
+            some of `offload.`, start again at 0 when an engine resumes.
+        gauges: Present numbers of owed and held requests and blocks, by name.
+        release_s: Seconds that the last releases took in the background, oldest first.
+        loop_lag_s: Delay of the engine's timer at its last call, in which the event loop did something else.
+        loop_lag_most_s: Longest of these delays. `counters["loop.was_away"]` counts those above `log.away_s`.
+        loop_lags: Histogram of these delays: keys are upper bounds in seconds, as text, or `inf`.
     """
 
     counters: Mapping[str, int]
@@ -89,16 +86,16 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of blocks that were to be stored. The store uses none of them any more.
+    """The end of a store. It uses none of the caller's blocks any more.
 
     Attributes:
         request_id: As given to `Offload.store`.
         num_blocks: Blocks, over all groups, that are in the host tier now: stored by this call or before.
-        num_new: Those of them that this call has copied.
-        num_missed: Blocks that are not there: there was no room (all that could make room is in use, or the prompt is
-            larger than the tier), or their copy failed.
+        num_new: Those of `num_blocks` that this call has copied.
+        num_missed: Blocks that are not in the host tier, because there was no room (all evictable blocks are in use, or
+            the prompt is larger than the tier) or because their copy failed.
         num_bytes: Bytes that were copied.
-        seconds: From the call to its end.
+        seconds: Time from the call to its end.
     """
 
     request_id: str
@@ -111,16 +108,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded: a prefix of what was asked for. Every byte of it is what was stored.
+    """The end of a load: a prefix of the requested tokens. Every byte of it is as it was stored.
 
     Attributes:
         request_id: As given to `Offload.load`.
-        num_tokens: Tokens whose KV is in place in all groups now; the engine computes the rest. They are fewer than
-            were asked for if blocks had been given up meanwhile, could not be read, or were not what was stored.
+        num_tokens: Tokens with KV in place in all groups now; the engine computes the rest. They are fewer than
+            requested if blocks had been evicted meanwhile, could not be read, or differed from the stored bytes.
         num_blocks: Blocks that were loaded, over all groups.
         num_bytes: Bytes that were copied into them.
         file_bytes: Bytes that had to come from files first.
-        seconds: From the call to its end.
+        seconds: Time from the call to its end.
     """
 
     request_id: str
@@ -133,10 +130,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What became of blocks that were to be given up. A block that is in both tiers counts twice.
+    """The result of an eviction. A block that is in both tiers counts twice.
 
     Attributes:
-        num_blocks: Blocks that nobody finds any more.
+        num_blocks: Blocks that lookups no longer find.
         num_pinned: Blocks that are still kept, because they are pinned or lent.
     """
 

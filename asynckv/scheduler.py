@@ -1,8 +1,8 @@
-"""What a prefill engine's scheduler does: mint keys and make the params that travel to the decode side.
+"""The scheduler's part of a prefill engine: mint keys, and make the params that travel to the decode side.
 
-A scheduler describes a prompt's blocks once (`make_params`), and hands the same params to all ranks of its engine,
-which lend, and by way of a router to the decode engine, which pulls. Params describe the whole group, and carry a key
-that is minted here and never again. No worker, socket, clock or event loop is needed.
+A scheduler describes a prompt's blocks once (`make_params`). It gives the same params to all ranks of its engine, which
+lend the blocks, and through a router to the decode engine, which pulls them. Params describe the blocks of all ranks,
+and carry a key that is minted only once. No worker, socket, clock or event loop is needed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class PrefillRanks:
-    """All ranks of one prefill engine, as its scheduler knows them. It may be used from any thread.
+    """All ranks of one prefill engine, for its scheduler. It may be used from any thread.
 
-    Make one per scheduler, not one per request: the ranks remember a bounded number of schedulers, and for each of them
-    which of its requests were lent. A copy (pickled, forked) is another scheduler to them.
+    Make one per scheduler, not one per request, because the ranks remember a bounded number of schedulers and the lent
+    requests of each. A copy (pickled, forked) is another scheduler to them.
 
     Args:
         engine_id: The prefill engine.
-        endpoints: Every rank's endpoint (`Engine.endpoint`, or what JSON made of it).
+        endpoints: Every rank's endpoint (`Engine.endpoint`, or its form in JSON).
         lease: Defaults for lease and renewal times; give the ranks' own.
-        memory_epoch: How often the ranks' memory was registered anew: the greatest `Engine.memory_epoch` of all ranks,
-            never less than before.
+        memory_epoch: Number of times that the ranks' memory was registered anew: the greatest `Engine.memory_epoch` of
+            all ranks, never less than before.
         tp_size: Ranks per pipeline stage; their number if left out.
         pp_size: Pipeline stages.
-        null_block: Id by which the engine's lists mark a place without a block (vLLM: 0). `None` in a list always means
-            that.
+        null_block: Id that marks a place without a block in the engine's lists (vLLM: 0). `None` always marks one.
         token_hex: Source of randomness, as `secrets.token_hex`; for simulations.
 
     Raises:
@@ -93,7 +92,7 @@ class PrefillRanks:
         self._mint = self._new_mint()  # a copy must not mint the keys of its original
 
     def _new_mint(self) -> tuple[int, str, Iterator[int]]:
-        """Process, epoch and sequence of keys; random, for a restarted scheduler must never repeat a key."""
+        """Process, epoch and sequence of keys; random, because a restarted scheduler must never repeat a key."""
         return os.getpid(), self._token_hex(8), itertools.count()
 
     def _key(self) -> Key:
@@ -123,23 +122,23 @@ class PrefillRanks:
     ) -> dict[str, Any]:
         """Describe one request to the decode side, as plain data that JSON can carry.
 
-        Every call makes a new key: call it once per request, and hand the result to all prefill ranks and to the decode
-        side. Each rank lends the request (`Engine.lend`), or withdraws it if it was aborted before (`Engine.withdraw`).
+        Every call makes a new key. Call it once per request, and give the result to all prefill ranks and to the decode
+        side. Each rank lends the request (`Engine.lend`), or withdraws an aborted one (`Engine.withdraw`).
 
         Args:
             request_id: The prefill side's id; arbitrary text.
             groups: One `(first_token, block ids)` per cache group, the ids in a list or a numpy array; the first block
-                holds `first_token`. `None` stands for a block that is not there: outside a sliding window, or a state
-                that was not kept.
-            num_tokens: Tokens whose KV is, or will be, in these blocks.
-            lease_s: How long the request stays lent if nobody claims it; `LeaseConfig.lease_s` if left out.
-            written: Whether the KV is complete already. Leave it False if params travel ahead of the data: readers then
+                holds `first_token`. `None` stands for a missing block: outside a sliding window, or a state that was
+                not kept.
+            num_tokens: Number of tokens with KV in these blocks, now or later.
+            lease_s: Seconds for which the request stays lent if no reader claims it; `LeaseConfig.lease_s` if left out.
+            written: True if the KV is complete already. Leave it False if params travel ahead of the data: readers then
                 make sure that they began after the request was lent.
-            hashes: One per `hash_tokens` tokens, each covering all tokens before it as well. Readers that give theirs
-                take only the tokens on which both agree.
+            hashes: One hash per `hash_tokens` tokens, each covering all tokens before it too. Readers that give their
+                own hashes take only the tokens on which both agree.
             hash_tokens: Tokens per hash.
-            trace: The trace that the request belongs to: the headers that it came with (W3C's `traceparent` and
-                `tracestate`), or `asynckv.trace_context()` inside of a span. Other keys are ignored.
+            trace: Headers with the trace of the request (W3C's `traceparent` and `tracestate`), or
+                `asynckv.trace_context()` inside a span. Other keys are ignored.
 
         Raises:
             ConfigError: A value is out of range or of another type; the message names it. No key was minted.
@@ -149,14 +148,14 @@ class PrefillRanks:
         chain = texts("hashes", hashes, MAX_HASHES, MAX_HASH, ConfigError)
         per_hash = integer("hash_tokens", hash_tokens, 0, MAX_TOKENS, ConfigError)
         if chain and not per_hash:
-            raise ConfigError(f"{len(chain)} hashes were given of {per_hash} tokens each; give hash_tokens as well")
+            raise ConfigError(f"{len(chain)} hashes were given of {per_hash} tokens each; give hash_tokens too")
         name = text("request_id", request_id, MAX_ID, 1, ConfigError)
         blocks = self._runs(groups)
         tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS, ConfigError)
         is_written = flag("written", written, ConfigError)
         traceparent, tracestate = trace_of(trace)
-        # What the caller gave has been checked by now, and is only written down: this is the scheduler's thread, and a
-        # long prompt may have thousands of runs.
+        # Checked arguments are not checked again, because a long prompt may have thousands of runs, and this is the
+        # scheduler's thread.
         plain: dict[str, Any] = msgspec.to_builtins(
             KVTransferParams(
                 engine_id=self.engine_id,
@@ -180,7 +179,7 @@ class PrefillRanks:
         return plain
 
     def set_endpoint(self, rank: int, endpoint: Endpoint | dict[str, Any]) -> None:
-        """Have params name another process from now on: the one that was started in the place of `endpoints[rank]`.
+        """Name another process in all later params: the one that replaces `endpoints[rank]`.
 
         Raises:
             ConfigError: The endpoint is malformed, or of another rank.
@@ -194,7 +193,7 @@ class PrefillRanks:
         self.endpoints = (*self.endpoints[:rank], after, *self.endpoints[rank + 1 :])
 
     def _runs(self, groups: Sequence[tuple[int, BlockIds]]) -> tuple[list[Any], ...]:
-        """Check block lists, and write them as they travel: what `BlockRuns` are as plain data."""
+        """Check block lists, and write them as plain data in the form of `BlockRuns`."""
         given: Any = groups
         try:
             pairs: list[tuple[Any, Any]] = [(first, ids) for first, ids in given]
@@ -219,10 +218,11 @@ class PrefillRanks:
 
 
 def trace_of(given: Mapping[str, str] | None) -> tuple[str, str]:
-    """Return traceparent and tracestate, or nothing: a client may have sent anything, and its request does not fail.
+    """Return traceparent and tracestate, or empty texts, because a client's malformed headers must not fail its
+    request.
 
     Raises:
-        ConfigError: These are no headers.
+        ConfigError: `given` is not a mapping of headers.
     """
     if given is None:
         return "", ""

@@ -145,7 +145,7 @@ def test_a_pipe_a_directory_and_a_null_byte_are_no_key_files(keys: KeysConfig, t
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/null"), Path("a\0b")):
         text = refusal(KeysConfig(secret=path, authorized=keys.authorized))
-        assert "no regular file" in text or "cannot be read" in text
+        assert "not a regular file" in text or "cannot be read" in text
         assert "asynckv keygen" in text
 
 
