@@ -271,7 +271,7 @@ def test_keygen_writes_keys_that_an_engine_takes(
         if removed is not None:
             removed.unlink()
         assert keygen("prefill-0", "--dir", str(directory), monkeypatch=monkeypatch) == 2
-        assert "exists, and is not overwritten" in capsys.readouterr().err
+        assert "exists and is not overwritten" in capsys.readouterr().err
     assert secret.read_bytes() == contents
     assert not public.exists()
 
