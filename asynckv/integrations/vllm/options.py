@@ -78,8 +78,8 @@ OF_NIXL_CONNECTOR = {
     "kv_lease_duration": 'say "lease": {"lease_s": ...}',
     "decoder_kv_blocks_ttl": 'say "turn_lease_s": ...',
     "bidirectional_kv_xfer": (
-        'leave it out: any request may ask for both, {"do_remote_prefill": true, "do_remote_decode": true} with what '
-        "the params of the other engine"
+        'leave it out: any request may ask for both, {"do_remote_prefill": true, "do_remote_decode": true} with the '
+        "params of the other engine"
     ),
     "kv_recompute_threshold": "leave it out: all tokens that the prefix cache lacks are read, even if they are few",
     "engine_ttl": 'say "pull": {"idle_s": ...}',
