@@ -74,7 +74,7 @@ def test_stages_and_a_full_hit() -> None:
     hit = explain(ranks("gpt-oss-20b", 1), ranks("gpt-oss-20b", 2), 700, 700)
     assert hit["plannable"]
     assert hit["ranks"][0]["bytes"] == 0
-    assert "nobody" in text(hit)
+    assert "none" in text(hit)
 
 
 def test_a_refusal_is_a_table_of_fields() -> None:
@@ -205,7 +205,7 @@ def test_the_command_line_from_model_to_plan(
     status, out, err = run(["plan", here, there, "--json", "-"], monkeypatch, capsys)
     assert status == 0
     assert json.loads(out)["plannable"] is True
-    assert "Who releases whom" in err
+    assert "Releases: a prefill" in err
     other = str(tmp_path / "other.json")
     run(["layout", "--layers", "4", "--head-dim", "64", "-o", other], monkeypatch, capsys)
     status, out, err = run(["plan", here, other], monkeypatch, capsys)

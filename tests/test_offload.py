@@ -1511,7 +1511,7 @@ async def test_what_makes_no_sense_is_refused_with_nothing_changed() -> None:
 
 
 def test_sizes_that_do_not_align_are_refused_with_those_that_would() -> None:
-    with pytest.raises(ConfigError, match=r"blocks of 24 tokens, and hashes cover 16.*24, 12, 8, 6.*enable"):
+    with pytest.raises(ConfigError, match=r"blocks of 24 tokens, but hashes cover 16.*24, 12, 8, 6.*enable"):
         Rank(layout_of(block_size=24))
 
 

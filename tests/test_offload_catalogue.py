@@ -776,7 +776,7 @@ def test_an_audit_says_what_does_not_add_up() -> None:
     ("more", "words"),
     [
         ({"tokens": 81}, "tokens is 81; it must be an integer from 0 to 80"),
-        ({"positions": []}, "positions of 0 groups are given; there are 1"),
+        ({"positions": []}, "positions of 0 groups are given, but it has 1"),
         ({"positions": [[5]]}, "position 5 of group 'full': 80 tokens have 5 blocks"),
         ({"positions": [["x"]]}, "position 'x'"),
     ],
@@ -796,9 +796,9 @@ def test_names_and_hashes_are_unique() -> None:
     for again in (catalogue.store, catalogue.load, catalogue.pin):
         with pytest.raises(LocalProtocolError, match="'a' names a job or a pin already"):
             again("a", prompt(5))
-    with pytest.raises(LocalProtocolError, match="a hash is there twice"):
+    with pytest.raises(LocalProtocolError, match="a hash is given twice"):
         catalogue.store("b", [b"x", b"y", b"x"])
     with pytest.raises(LocalProtocolError, match="move 99 is not under way"):
         catalogue.ended(99, Ending.DONE)
-    with pytest.raises(ConfigError, match="blocks of 16 tokens, and hashes cover 12"):
+    with pytest.raises(ConfigError, match="blocks of 16 tokens, but hashes cover 12"):
         Catalogue([FULL], 12, 10 * KIB)

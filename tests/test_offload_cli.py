@@ -104,7 +104,7 @@ def test_of_a_killed_owner_everything_stays_as_it_is_until_something_is_to_be_ch
 
 def test_prune_leaves_what_is_not_its_own(folder: Path, run: Run) -> None:
     (folder / "mine").touch()
-    assert "the directory stays, for it has mine" in run("prune", folder, "--all")[1]
+    assert "the directory stays, because it holds mine" in run("prune", folder, "--all")[1]
     assert [path.name for path in folder.iterdir()] == ["mine"]
 
 
@@ -161,9 +161,9 @@ def test_bad_input_is_said_in_a_line(
 ) -> None:
     places = {"DIR": str(folder), "FILE": str(folder / INDEX), "NONE": str(tmp_path / "none")}
     for words, says in (
-        ("inspect NONE", "is no directory"),
+        ("inspect NONE", "is not a directory"),
         ("inspect /proc", "holds no stored blocks"),
-        ("inspect FILE", "is no directory"),
+        ("inspect FILE", "is not a directory"),
         ("prune DIR", "give --all"),
         ("inspect DIR --json NONE/x", "cannot be written"),
     ):

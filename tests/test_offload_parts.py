@@ -410,7 +410,7 @@ def test_blocks_are_named_by_the_hash_at_their_end() -> None:
 
 def test_sizes_that_do_not_align_are_refused_with_those_that_would() -> None:
     with pytest.raises(
-        ConfigError, match=r"'g' has blocks of 24 tokens, and hashes cover 16.*\(24, 12, 8, 6\)"
+        ConfigError, match=r"'g' has blocks of 24 tokens, but hashes cover 16.*\(24, 12, 8, 6\)"
     ) as said:
         stored_groups(layout(Group("g", 24, 8)), [1], 16)
     assert "block_size of 16 or 32" in str(said.value)

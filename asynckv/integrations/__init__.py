@@ -1,1 +1,1 @@
-"""asynckv inside inference engines. Nothing here is imported unless it is asked for by name."""
+"""Integrations into inference engines. Each is imported only by its own name."""

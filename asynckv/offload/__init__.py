@@ -1,15 +1,15 @@
-"""Offload: which blocks are kept in host memory and in files, in which slots, and what is moved where.
+"""Offload: decides which blocks are kept in host memory and in files, in which slots, and which moves come next.
 
-This folder decides, and has no bytes, clock, files or awaits: jobs go in, moves come out, and how moves ended goes in.
-`asynckv/edges` has the memory and the files, `asynckv/geometry` says which bytes of a block lie where, and
-`asynckv/engine` joins them.
+This folder has no bytes, clock, files or awaits. Jobs go in, moves come out, and the ends of moves go in.
+`asynckv/edges` has the memory and the files, `asynckv/geometry` computes the bytes of a block, and `asynckv/engine`
+joins them.
 
 - A block's key is the engine's hash of all tokens up to its end, within a namespace for the model and the layers.
-- Two tables are the machines: one for a stored block in one tier (`entry`), one for a job (`job`).
-- A slot is given to another block when no holder wants it and no transfer may read or write it, and for no other
-  reason. A transfer in doubt keeps the slots on both sides, and the caller's blocks.
-- A block that is being stored or promoted is not stored or promoted a second time: other jobs wait for it.
-- A load needs one slot of host memory to bring any number of blocks from files. A store never waits for room.
+- Two tables are the state machines: one for a stored block in one tier (`entry`), one for a job (`job`).
+- A slot is reused only when no holder wants it and no transfer may read or write it. A transfer in doubt keeps the
+  slots on both sides, and the caller's blocks.
+- A block is not stored or promoted twice at a time: other jobs wait for the first move.
+- A load can bring any number of blocks from files through one slot of host memory. A store never waits for room.
 
 A block's life:
 
@@ -20,8 +20,8 @@ A block's life:
                         WRITING, READY  <---promotion---     READY
     load   <---move---  READY
 
-`catalogue` is where calls and the ends of moves enter. A *slot* is where a block lies in a tier, a *position* its place
-in its request's list, a *promotion* goes from file to host memory, a *write-back* the other way.
+Calls and the ends of moves enter through `catalogue`. A *slot* is a block's place in a tier, and a *position* its place
+in the request's list. A *promotion* goes from file to host memory, and a *write-back* the other way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    # Later, because the engine itself imports what is in this folder.
+    # Imported late, because the engine itself imports modules of this folder.
     if name not in _HOME:
         raise AttributeError(f"module 'asynckv.offload' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

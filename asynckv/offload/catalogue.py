@@ -1,16 +1,16 @@
-"""The catalogue: which keys are where, which slot a store gets, what is evicted, and what is brought back.
+"""The catalogue: knows the place of every stored block, and decides on slots, evictions and moves.
 
-Jobs come in (`store`, `load`, `cancel`), `moves` says which transfers are to be carried out next, `ended` tells how one
-ended, and `news` what became of jobs. It has no bytes, thread or clock, so it may live in a scheduler's process whose
-workers carry the moves out. The order is: first `moves`, then `forgotten` (what an index on disk must no longer say,
-before those moves begin), then `news`.
+Jobs come in (`store`, `load`, `cancel`). `moves` returns the transfers to carry out next, `ended` takes their results,
+and `news` returns the results of jobs. The catalogue has no bytes, thread or clock, so it may live in a scheduler while
+workers carry out the moves. Call first `moves`, then `forgotten` (records to delete from an index on disk before those
+moves begin), then `news`.
 
-Loads and stores share the link to the device, promotions and write-backs the file tier; of each two the first is served
-first, within budgets. A load takes a slot of host memory per block that is promoted, and lets go of it when the block
-has reached the device. If nothing runs and only pins hold the slots, the load fails.
+Loads and stores share the link to the device, and promotions and write-backs share the file tier; within budgets loads
+and promotions come first. A load takes a slot of host memory per promoted block, until the block has reached the
+device. If nothing runs and only pins hold the slots, the load fails.
 
-A prompt's blocks are used in order from its end, so the end of a chain is evicted first. A block whose predecessor is
-gone is found by no lookup, is not used any more, and leaves.
+A prompt's blocks are marked as used from its end, so the end of a chain is evicted first. A block without its
+predecessor is found by no lookup, so it is not used any more, and leaves.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Positions = Sequence[Iterable[int]]
 
 
 class Catalogue:
-    """All that is stored in one rank's tiers, and what is under way.
+    """The stored blocks of one rank's tiers, and the moves in flight.
 
     Args:
         hash_tokens: Tokens per hash.
         file_bytes: Size of the file tier; 0 if there is none.
-        policy: Which blocks are evicted, by name, see `asynckv.offload.eviction`.
-        budgets: How much may be under way.
+        policy: Name of the eviction policy, see `asynckv.offload.eviction`.
+        budgets: Most bytes in flight.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Catalogue:
         for group in self.groups:
             if group.block_size % hash_tokens:
                 raise ConfigError(
-                    f"group {shown(group.name)} has blocks of {group.block_size} tokens, and hashes cover {hash_tokens}"
+                    f"group {shown(group.name)} has blocks of {group.block_size} tokens, but hashes cover {hash_tokens}"
                 )
-        # What is being written to files cannot be evicted: a disk that stalls must not keep new blocks out.
+        # Blocks that are being written to files cannot be evicted, so a disk that stalls must not hold all of them.
         budgets = replace(budgets, write_back_bytes=min(budgets.write_back_bytes, host_bytes // 4))
         self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
         self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
@@ -78,7 +78,7 @@ class Catalogue:
     # -- questions ---------------------------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[str | bytes]) -> Found:
-        """Say how long the stored prefix of a prompt is, and for what a load of it would wait. Changes nothing."""
+        """Return the length of a prompt's stored prefix, and the blocks that a load would wait for. Changes nothing."""
         return look_up(self.groups, self.hash_tokens, self.host, self.file, as_hashes(hashes))
 
     def statistics(self) -> dict[str, int]:
@@ -126,17 +126,16 @@ class Catalogue:
         until: float = math.inf,
         is_prefix: bool = False,
     ) -> None:
-        """Store blocks of a request; `news` says how it ended.
+        """Store blocks of a request; `news` returns the result.
 
-        What is stored already is not stored again. Blocks for which there is no room are left out, from the end of each
-        group.
+        Stored blocks are not stored again. Blocks without room are left out, from the end of each group.
 
         Args:
-            hashes: Of the whole prompt, from its start.
-            tokens: Where the prefix ends; all that is hashed if left out.
-            positions: Per group, the blocks to store; what `needed` says if left out.
-            until: When what has not been posted is given up.
-            is_prefix: If there is no room for all, store what is of use to a lookup of this prompt (see `room`).
+            hashes: Hashes of the whole prompt, from its start.
+            tokens: End of the prefix; the end of the hashes if left out.
+            positions: Per group, the blocks to store; those of `needed` if left out.
+            until: Time after which no further move is posted.
+            is_prefix: If there is no room for all, store a beginning that a lookup of this prompt can use.
 
         Raises:
             LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
@@ -169,7 +168,7 @@ class Catalogue:
             job.missing += [(g, position) for position in some[len(entries) :]]
         if job.missing:
             job.cause = self._why_not_stored(len(job.missing), sum(map(len, where)))
-        # After what is new, so that it stays longer than what goes on from it.
+        # Used blocks come after the new ones, so that they stay longer than the blocks that follow them.
         for tier, entries in zip(self._tiers(), used, strict=True):
             tier.use(entries)
         self._jobs.settle(job)
@@ -184,13 +183,13 @@ class Catalogue:
         until: float = math.inf,
         is_pinning: bool = False,
     ) -> None:
-        """Load blocks of a request, with `store`'s arguments; `news` says how it ended.
+        """Load blocks of a request, with `store`'s arguments; `news` returns the result.
 
-        What is in the file tier alone is promoted first, and what is being stored is waited for. If a block is stored
-        nowhere, nothing is moved.
+        Blocks that are only in the file tier are promoted first, and blocks that are being stored are waited for. If a
+        block is stored nowhere, nothing is moved.
 
         Args:
-            is_pinning: What has been loaded stays in host memory; once all has, until `unpin` of the job's id.
+            is_pinning: Keep loaded blocks in host memory; if all were loaded, until `unpin` of the job's id.
         """
         mine, where = self._request(job_id, hashes, tokens, positions)
         job = self._jobs.begin(job_id, JobKind.LOAD, until, is_pinning=is_pinning)
@@ -223,7 +222,7 @@ class Catalogue:
         self._jobs.settle(job)
 
     def cancel(self, job_id: str) -> bool:
-        """Give a job up: what was posted is waited for. False if there is no such job, or not any more."""
+        """Cancel a job, which then waits for its posted moves. Return False if there is no such job any more."""
         job = self.jobs.get(job_id)
         if job is None:
             return False
@@ -243,7 +242,7 @@ class Catalogue:
         positions: Positions | None = None,
         place: Place | None = None,
     ) -> tuple[Piece, ...]:
-        """Keep what is stored of a prefix (in one `place`) until `unpin`; returns what is in host memory, by group."""
+        """Keep the stored blocks of a prefix (in one `place`) until `unpin`; return those in host memory, by group."""
         mine, where = self._request(name, hashes, tokens, positions)
         self._use(mine, where)
         held = self.pins[name] = []
@@ -274,10 +273,10 @@ class Catalogue:
         return True
 
     def evict(self, hashes: Sequence[str | bytes] | None = None, place: Place | None = None) -> tuple[int, int]:
-        """Evict a prompt's blocks, or all; with a `place` only that tier's. What is being read is read to its end.
+        """Evict a prompt's blocks, or all; with a `place` only that tier's. Running reads go on to their end.
 
         Returns:
-            How many blocks were given up, and how many were left because they are pinned.
+            The number of evicted blocks, and the number of blocks that stay because they are pinned.
         """
         keys, count, left = None if hashes is None else as_hashes(hashes), 0, 0
         pinned = {entry for held in self.pins.values() for _, entry in held if entry.state is EntryState.READY}
@@ -302,16 +301,17 @@ class Catalogue:
         return count - left, left
 
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
-        """Take in `(group, slot, hash)` of the file tier, the least recently used first; returns how many were taken.
+        """Take in `(group, slot, hash)` of the file tier, least recently used first; return the number of blocks taken.
 
-        What was not is among what is `forgotten`. `others` are `(group, slot)` of other models' blocks, which go first.
+        Blocks that were not taken are `forgotten`. `others` are `(group, slot)` of other models' blocks, which are
+        evicted first.
         """
         if self.file is None or any(True for _ in self.file.entries()):
-            raise LocalProtocolError("only an empty file tier takes in what was recovered")
+            raise LocalProtocolError("only an empty file tier takes in recovered blocks")
         return self.file.recover(((g, slot, key) for g, slot, key in found if 0 <= g < len(self.groups)), others)
 
     def switch_off(self, *, reads: bool = True) -> None:
-        """Write nothing to the file tier any more; unless it can still be read, what it has is not found, either."""
+        """Write nothing to the file tier any more; with `reads` its blocks are not found any more either."""
         if self.file is None or self._write_back is None or self.file.is_off:
             return
         self.file.is_off = reads
@@ -325,7 +325,7 @@ class Catalogue:
     # -- what is to be done ------------------------------------------------------------------------
 
     def forgotten(self) -> list[tuple[int, int]]:
-        """Return `(group, slot)` of the file tier that hold nothing any more, since the last call."""
+        """Return the `(group, slot)` of the file tier that became empty since the last call."""
         if self.file is None:
             return []
         freed, self.file.freed = self.file.freed, []
@@ -335,7 +335,7 @@ class Catalogue:
         return self._jobs.news()
 
     def moves(self, now: float) -> list[Move]:
-        """Return what is to be carried out next, within the budgets; each is told of by `ended`."""
+        """Return the moves to carry out next, within the budgets; report the end of each by `ended`."""
         self.wake_at = self._jobs.time_out(now)
         for tier in self._tiers():
             if tier.drop_some():
@@ -350,7 +350,7 @@ class Catalogue:
             if not moves and self._jobs.absent:
                 jobs, why = list(self._jobs.absent.values()), self._why_no_room()
                 partly = [job for job in jobs if job.loaded]
-                for job in partly[-1:] or jobs:  # the last that keeps others from going on, or else all
+                for job in partly[-1:] or jobs:  # fail the last job that holds slots, or all if none does
                     self._jobs.fail(job, JobOutcome.NO_ROOM, why)
         return moves
 
@@ -365,17 +365,17 @@ class Catalogue:
 
     def _why_not_stored(self, missing: int, wanted: int) -> str:
         kept, writing = sum(map(len, self.host.index)), sum(map(len, self.host.writing))
-        held = max(0, kept - writing - self.host.num_idle)  # pins are not walked: they may be long
+        held = max(0, kept - writing - self.host.num_idle)  # counted so, because pins may be long
         return (
             f"no room in host memory for {missing} of {wanted} blocks: it keeps {kept}, of which {writing} are being "
             f"written and {held} are pinned, lent or being copied; store less at a time, or raise host_bytes"
         )
 
     def ended(self, move_id: int, ending: Ending, cause: str = "", lost: Collection[int] = ()) -> None:
-        """Note how a move ended; after `IN_DOUBT` another ending may follow, and frees what it touches.
+        """Note the end of a move. After `IN_DOUBT` another ending may follow, which frees the blocks that it touches.
 
         Args:
-            lost: Of a move that is `DONE`, blocks that are not, counted over its pieces: a file had them corrupt.
+            lost: Indices, over all pieces of a `DONE` move, of blocks that a file had corrupt.
         """
         running = self.traffic.get(move_id)
         if ending is Ending.IN_DOUBT:
@@ -391,7 +391,7 @@ class Catalogue:
             MoveKind.WRITE_BACK: self._write_back_ended,
         }[running.move.kind]
         if is_done and running.move.kind is MoveKind.PROMOTION:
-            for i in lost:  # of a move that failed as a whole, being late for one, nothing is known: they may be good
+            for i in lost:  # only here: the records of a move that failed as a whole, say by being late, may be good
                 assert self.file is not None
                 self.corrupt_or_unread += 1
                 self.file.drop(running.sources[i])
@@ -407,7 +407,7 @@ class Catalogue:
                 self._jobs.settle(job)
 
     def overdue(self, move_id: int, cause: str) -> None:
-        """Wait no longer for a move whose job's time is over: it is in doubt until it has `ended`."""
+        """Give up a move after its job's time-out: it is in doubt until it has `ended`."""
         running = self.traffic.get(move_id)
         if running.job is not None:
             self._jobs.fail(running.job, JobOutcome.TIMEOUT, cause)
@@ -443,7 +443,7 @@ class Catalogue:
     def _promotion_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
         assert self.file is not None
         entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
-        self._written_or_lost(entry, is_good, cause or "the file tier has it no more, or it was corrupt")
+        self._written_or_lost(entry, is_good, cause or "the file tier no longer has it, or it was corrupt")
         self.file.end(source, move_id)
         self.host.end(entry, move_id)
 
@@ -452,7 +452,7 @@ class Catalogue:
         self._write_back.ended(running, i, is_good)
 
     def _doubt(self, running: Running, cause: str) -> None:
-        """Keep what a move touches, without counting on it any more."""
+        """Keep the blocks that a move touches, but do not count on their content any more."""
         self.traffic.doubt(running)
         move, job = running.move, running.job
         for position, entry in running.items:
@@ -473,7 +473,7 @@ class Catalogue:
             self._jobs.fail(job, JobOutcome.FAILED, cause or "a transfer is in doubt")
 
     def _written_or_lost(self, entry: Entry, is_good: bool, cause: str) -> bool:
-        """Note that a block of host memory was written, or was not; True if it can be found from now on."""
+        """Note whether a block of host memory was written; return True if it can be found from now on."""
         if not is_good:
             self.host.failed(entry, EntryEvent.FAILED)
         elif self.host.written(entry):
@@ -500,7 +500,7 @@ class Catalogue:
         tokens: int | None,
         positions: Positions | None,
     ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
-        """Check a call's arguments; returns the keys of every group's blocks, and which are meant."""
+        """Check a call's arguments; return the keys of every group's blocks, and the chosen positions."""
         text("name", name, MAX_NAME, 1)
         if name in self.jobs or name in self.pins:
             raise LocalProtocolError(f"{shown(name)} names a job or a pin already")
@@ -511,7 +511,7 @@ class Catalogue:
     ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
         keys = as_hashes(hashes)
         if len(set(keys)) < len(keys):
-            raise LocalProtocolError("a hash is there twice: each must cover all tokens before as well")
+            raise LocalProtocolError("a hash is given twice: each must cover all tokens before as well")
         most = len(keys) * self.hash_tokens
         tokens = most if tokens is None else integer("tokens", tokens, 0, most)
         mine = [
@@ -521,7 +521,7 @@ class Catalogue:
         if positions is None:
             return mine, [needed(group, 0, tokens) for group in self.groups]
         if len(positions) != len(self.groups):
-            raise LocalProtocolError(f"positions of {len(positions)} groups are given; there are {len(self.groups)}")
+            raise LocalProtocolError(f"positions of {len(positions)} groups are given, but it has {len(self.groups)}")
         where = [list(dict.fromkeys(wanted)) for wanted in positions]
         for group, wanted, of in zip(self.groups, where, mine, strict=True):
             for position in wanted:
@@ -533,7 +533,7 @@ class Catalogue:
         return mine, list(where)
 
     def _use(self, mine: list[list[bytes]], where: list[Sequence[int]]) -> None:
-        """Note that blocks were used, in all tiers, each chain from its end; those before the first are used, too."""
+        """Note that blocks and their predecessors were used, in all tiers, each chain from its end."""
         self._tick_on()
         for tier in self._tiers():
             tier.use(self._used(tier, mine, where))

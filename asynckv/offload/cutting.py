@@ -1,4 +1,4 @@
-"""What jobs are waiting for is cut into moves that fit the budgets: the oldest job first, one move of each in turn."""
+"""Cuts waiting jobs into moves that fit the budgets: the oldest job first, one move of each in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Tier
 from asynckv.offload.traffic import Running, Traffic
 
-LOOKED_AT = 64  # loads that wait, in one turn
+LOOKED_AT = 64  # most waiting loads that one turn looks at
 
 
 class Cutting:
@@ -58,12 +58,12 @@ class Cutting:
     def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
         move = self._traffic.begin(kind, job, items, self._host, [], num_bytes)
         job.running.add(move.move_id)
-        if kind is MoveKind.STORE:  # from now on the move keeps the slots
+        if kind is MoveKind.STORE:  # from now on the move itself keeps the slots
             self._jobs.let_go_all(job, items)
         return move
 
     def promotions(self, patience: float = LOOKED_AT) -> Iterator[Move]:
-        """Find slots for what loads need from the file tier; if many wait, only some are looked at, by turns."""
+        """Find slots for blocks that loads need from the file tier; if many loads wait, look at some in turn."""
         absent, full = self._jobs.absent, set[int]()
         jobs, waiting = list(absent.values()), 0
         for i, job in enumerate(jobs):
@@ -105,7 +105,7 @@ class Cutting:
         return move
 
     def _next_absent(self, job: Job, full: set[int]) -> list[Item]:
-        """Take blocks of one group that a load needs from the file tier, and that nobody is promoting."""
+        """Take blocks of one group that a load needs from the file tier, except those that are being promoted."""
         assert self._file is not None
         items: list[Item] = []
         num_bytes = 0
@@ -130,16 +130,16 @@ class Cutting:
         return items
 
 
-TRIES = 3  # a block that could not be written so often is left where it is
+TRIES = 3  # writes of a block to the file tier before it stays in host memory only
 
 
 class WriteBack:
-    """Writes the file tier.
+    """Writes blocks of host memory to the file tier.
 
     Attributes:
-        without_room: Blocks for which the file tier had no room.
-        failed: Blocks that could not be written, however often it was tried.
-        lost: Blocks that were to be written to a file tier that takes no more.
+        without_room: Number of blocks for which the file tier had no room.
+        failed: Number of blocks that could not be written in all `TRIES`.
+        lost: Number of blocks that were not written because the file tier takes no more.
     """
 
     def __init__(self, groups: Sequence[StoredGroup], host: Tier, file: Tier, traffic: Traffic) -> None:
@@ -147,7 +147,7 @@ class WriteBack:
         self.without_room = self.failed = self.lost = 0
 
     def want(self, entry: Entry) -> None:
-        """A block of host memory is to be written, unless the file tier has it."""
+        """Queue a block of host memory for writing, unless the file tier has it."""
         if entry.hash in self._file.index[entry.group]:
             return
         if self._file.takes_more:
@@ -161,7 +161,7 @@ class WriteBack:
         self._host.onward.clear()
 
     def moves(self) -> list[Move]:
-        """Cut moves within budget."""
+        """Return the next moves within the budget."""
         moves: list[Move] = []
         if not self._file.takes_more:
             return moves
@@ -194,7 +194,7 @@ class WriteBack:
         return items, sources
 
     def ended(self, running: Running, i: int, is_good: bool) -> None:
-        """Note how a block's write-back ended; one that failed is tried again, a few times."""
+        """Note the end of a block's write-back; a failed one is repeated up to `TRIES` times."""
         entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
         if is_good:
             self._file.written(entry)

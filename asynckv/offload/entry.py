@@ -1,11 +1,11 @@
 """One stored block in one tier: being written, ready, or leaving.
 
-    WRITING --WRITTEN--> READY --DROPPED--> LEAVING --nobody needs it--> GONE
+    WRITING --WRITTEN--> READY --DROPPED--> LEAVING --nothing needs it--> GONE
        \\---FAILED, DOUBTED, DROPPED--------/
 
-**holders** are the names of jobs, pins and leases that want it to stay; **moves** are the transfers that may still read
-or write its slot, those in doubt among them. Both are sets: letting go twice changes nothing. Its slot is free once
-both are empty, and on no other ground. A LEAVING block is not found by its key any more.
+**holders** are the names of jobs, pins and leases that keep the block. **moves** are the transfers that may still read
+or write its slot, also those in doubt. Both are sets, so letting go twice changes nothing. The slot is free only when
+both are empty. A LEAVING block is not found by its key any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asynckv.errors import LocalProtocolError
 
 
 class EntryState(enum.StrEnum):
-    """Where a stored block stands."""
+    """State of a stored block."""
 
     WRITING = "writing"
     READY = "ready"
@@ -31,23 +31,23 @@ class EntryState(enum.StrEnum):
 
 
 class EntryEvent(enum.StrEnum):
-    """What happens to a stored block."""
+    """Event of a stored block."""
 
     WRITTEN = "written"
-    """All of it is in place."""
+    """All of the block is in place."""
     FAILED = "failed"
-    """It is not, and nothing writes it any more."""
+    """The block is not in place, and nothing writes it any more."""
     DOUBTED = "doubted"
-    """It is not, and something may still write it."""
+    """The block is not in place, and a transfer may still write it."""
     DROPPED = "dropped"
-    """It was evicted, is not wanted, or was found to be corrupt."""
+    """The block was evicted, is not wanted, or was found to be corrupt."""
 
 
 S, E = members(EntryState), members(EntryEvent)
 
 
-def nobody_needs_it(entry: Entry) -> bool:
-    """Nobody holds it, and no transfer may touch it."""
+def nothing_needs_it(entry: Entry) -> bool:
+    """No job, pin or lease holds it, and no transfer may touch it."""
     return not entry.holders and not entry.moves
 
 
@@ -61,38 +61,38 @@ ON_EVENT: Mapping[EntryState, Mapping[EntryEvent, EntryState]] = {
 WHEN: Mapping[EntryState, Mapping[Callable[[Entry], bool], EntryState]] = {
     S.WRITING: {},
     S.READY: {},
-    S.LEAVING: {nobody_needs_it: S.GONE},
+    S.LEAVING: {nothing_needs_it: S.GONE},
     S.GONE: {},
 }
-"""Looked at when an event has led there, and whenever a holder or a transfer lets go."""
+"""Checked after every event, and whenever a holder or a transfer lets go."""
 
 CONDITIONS = {state: tuple(row.items()) for state, row in WHEN.items()}
-NOBODY: frozenset[str] = frozenset()
-NOTHING: frozenset[int] = frozenset()
+NO_HOLDERS: frozenset[str] = frozenset()
+NO_MOVES: frozenset[int] = frozenset()
 
 
 @lru_cache(64)
 def only(one: str | int) -> frozenset[Any]:
-    """Return the set of one holder, or of one transfer: thousands of blocks share it."""
+    """Return the set of one holder or one transfer; it is cached because thousands of blocks share it."""
     return frozenset((one,))
 
 
 class Entry(Struct, eq=False, gc=False):
-    """One stored block in one tier, of perhaps millions, so `gc` does not look at them; only this class writes them."""
+    """One stored block in one tier. There may be millions, so `gc` ignores them. Only this class writes its fields."""
 
     group: int
     hash: bytes  # its key within the group
     slot: int
     state: EntryState
-    used: int = 0  # when it was last used, in the tier's ticks
-    kind: int = 0  # which size of record it has, as its tier counts them
+    used: int = 0  # tick of the tier at which it was last used
+    kind: int = 0  # index of its record size in the tier
     chunk: int = 0  # the chunk of its tier that the slot lies in
-    holders: frozenset[str] = NOBODY
-    moves: frozenset[int] = NOTHING
-    tries: int = 0  # how often it could not be written to the next tier
+    holders: frozenset[str] = NO_HOLDERS
+    moves: frozenset[int] = NO_MOVES
+    tries: int = 0  # failed writes to the next tier
 
     def receive(self, event: EntryEvent) -> bool:
-        """Take an event; True if it has just gone. An impossible one is a `LocalProtocolError`, and changes nothing."""
+        """Take an event; return True if the entry has just gone. An impossible event raises `LocalProtocolError`."""
         after = ON_EVENT[self.state].get(event)
         if after is None:
             raise LocalProtocolError(f"{event.name} while a stored block is {self.state.name}")
@@ -105,14 +105,14 @@ class Entry(Struct, eq=False, gc=False):
     def let_go(self, holder: str) -> bool:
         if holder not in self.holders:
             return False
-        self.holders = self.holders - {holder} or NOBODY
+        self.holders = self.holders - {holder} or NO_HOLDERS
         return self._settle()
 
     def begin(self, move: int) -> None:
         self.moves = self.moves | {move} if self.moves else only(move)
 
     def end(self, move: int) -> bool:
-        self.moves = self.moves - {move} or NOTHING
+        self.moves = self.moves - {move} or NO_MOVES
         return self._settle()
 
     def _settle(self) -> bool:

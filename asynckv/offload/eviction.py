@@ -1,14 +1,14 @@
-"""Which stored block has to go when room is wanted: policies, by name.
+"""Eviction policies, by name.
 
-A policy keeps an order of keys, and knows nothing of slots or transfers. Asked to `choose`, it lets go of one that is
-not busy. An entry that is busy when it is chosen stands aside until it is `idle`, and moves to the back of the queue.
+A policy keeps an order of keys, without slots or transfers. `choose` removes and returns a key that is not busy. An
+entry that is busy when it is chosen stands aside until it is `idle`, and moves to the back of the queue.
 
-- `lru`: what was not used for longest goes first.
+- `lru`: the least recently used block goes first.
 - `s3-fifo`: three queues (Yang, Zhang, Qiu, Yue and Vigfusson, "FIFO queues are all you need for cache eviction", SOSP
-  2023). What is new goes into a small queue, and leaves the tier from there unless it was used again. What has just
-  left is remembered as a ghost, and goes into the main queue if it comes back.
+  2023). A new block enters a small queue, and leaves the tier from there unless it was used again. Blocks that have
+  just left are remembered as ghosts, and enter the main queue if they come back.
 
-The blocks of a prompt are a chain: without the first, no other can be used. So the last one is told of first.
+The blocks of a prompt are a chain, of which no block can be used without the first. So the last one is added first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Queue(Generic[K]):
-    """First in, first out, but for what stands aside."""
+    """First in, first out, except for keys that stand aside."""
 
     def __init__(self) -> None:
-        self._line: OrderedDict[K, int] = OrderedDict()  # key -> how many had stood aside when it came
-        self.aside: dict[K, int] = {}  # key -> the how manieth it was that stood aside
-        self._back: dict[K, int] = {}  # the same of those that are idle again: each precedes what came later
-        self._heap: list[tuple[int, K]] = []  # the same in order, and some that have gone elsewhere since
+        self._line: OrderedDict[K, int] = OrderedDict()  # key -> number of keys that had stood aside when it came
+        self.aside: dict[K, int] = {}  # key -> its number among those that stood aside
+        self._back: dict[K, int] = {}  # the same for keys that are idle again; each precedes later keys
+        self._heap: list[tuple[int, K]] = []  # `_back` in order, with some outdated keys
         self._count = 0
 
     def add(self, key: K) -> None:
@@ -44,7 +44,7 @@ class Queue(Generic[K]):
         self._line.move_to_end(key)
 
     def next(self) -> K | None:
-        """Take out whose turn it is; None if all stand aside."""
+        """Remove and return the next key; None if all stand aside."""
         while self._heap and self._back.get(self._heap[0][1]) != self._heap[0][0]:
             heappop(self._heap)
         if self._heap and (not self._line or self._heap[0][0] <= self._line[next(iter(self._line))]):
@@ -54,7 +54,7 @@ class Queue(Generic[K]):
         return self._line.popitem(last=False)[0] if self._line else None
 
     def stand_aside(self, key: K) -> None:
-        """Put back what was taken out, to be passed over until it is idle."""
+        """Put back a removed key, which is passed over until it is idle."""
         self._count += 1
         self.aside[key] = self._count
 
@@ -89,15 +89,15 @@ class LRU(Queue[K]):
 
 
 class S3Fifo(Generic[K]):
-    """A small queue for what is new, a main one for what was used again, and ghosts of what has just left."""
+    """A small queue for new keys, a main one for keys that were used again, and ghosts of keys that just left."""
 
     SMALL = 10  # the small queue holds a tenth, as in the paper
-    MOST = 3  # uses that are counted, two bits
+    MOST = 3  # most uses that are counted, as in the paper's two bits
 
     def __init__(self, ghost_of: Callable[[K], Hashable] | None = None) -> None:
         self._ghost_of = ghost_of or (lambda key: key)
         self._small, self._main = Queue[K](), Queue[K]()
-        self._uses: dict[K, int] = {}  # how often each was used since it came
+        self._uses: dict[K, int] = {}  # uses of each key since it came
         self._ghosts: OrderedDict[Hashable, None] = OrderedDict()
 
     def add(self, key: K) -> None:

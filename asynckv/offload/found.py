@@ -1,9 +1,9 @@
-"""How long a stored prefix is, and how much of a prompt is stored where host memory has no room for all of it.
+"""Finds the length of a stored prefix, and the part of a prompt to store if there is no room for all of it.
 
-A prefix of `n` tokens can be used if every group has what is needed to continue after `n` tokens: every block, the
-blocks of a window, or the state at exactly `n`. The groups must agree on `n`, so none keeps more of a prompt than the
-longest beginning for which there is room in all of them. It is worked out over arrays, because a prompt has thousands
-of blocks, and schedulers ask often.
+A prefix of `n` tokens can be used if every group has the blocks to continue after `n` tokens: every block, the blocks
+of a window, or the state at exactly `n`. The groups must agree on `n`, so none keeps more of a prompt than the longest
+beginning for which all have room. The code uses arrays, because a prompt has thousands of blocks, and schedulers ask
+often.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from asynckv.offload.entry import Entry
 from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Tier
 
-ABSENT, READY, IN_FILE, STORING = range(4)  # of one block; READY is in host memory
-FEW = 256  # blocks that are looked up together: most prompts are not stored, and of these no more is looked at
+ABSENT, READY, IN_FILE, STORING = range(4)  # codes of one block; READY is in host memory
+FEW = 256  # blocks per look-up; most prompts are not stored, so the first look-up is the last
 Codes = npt.NDArray[np.uint8]
 
 
 class GroupFound(Struct, frozen=True, gc=False):
-    """What one group has."""
+    """Stored blocks of one group."""
 
     tokens: int  # the longest prefix that this group alone could use
     ready: int  # blocks of the common prefix that are needed and in host memory
@@ -35,7 +35,7 @@ class GroupFound(Struct, frozen=True, gc=False):
 
 
 class Found(Struct, frozen=True, gc=False):
-    """What is stored of a prompt."""
+    """Stored prefix of a prompt."""
 
     tokens: int  # length of the longest prefix that all groups can use
     ready_tokens: int  # length of the longest prefix that can be loaded without waiting for files or for a store
@@ -43,12 +43,12 @@ class Found(Struct, frozen=True, gc=False):
 
     @property
     def would_wait(self) -> bool:
-        """Whether loading all of it would wait for the file tier, or for a store."""
+        """True if loading all of it would wait for the file tier, or for a store."""
         return any(group.in_file or group.storing for group in self.groups)
 
 
 def longest(groups: Sequence[StoredGroup], codes: Sequence[Codes], align: int = 1) -> Found:
-    """Say how long the stored prefix is, a multiple of `align`, from what is known of every group's blocks."""
+    """Return the longest stored prefix, a multiple of `align`, from the codes of every group's blocks."""
     align = math.lcm(align, *(group.block_size for group in groups))
     there = [_usable(group, code != ABSENT) for group, code in zip(groups, codes, strict=True)]
     ready = [_usable(group, code == READY) for group, code in zip(groups, codes, strict=True)]
@@ -62,11 +62,11 @@ def longest(groups: Sequence[StoredGroup], codes: Sequence[Codes], align: int = 
 
 
 def _usable(group: StoredGroup, present: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """For the end of every block: whether the group could continue there."""
+    """Return for the end of every block whether the group could continue there."""
     if group.is_state:
         return present
     places = np.arange(1, len(present) + 1)
-    gap = np.maximum.accumulate(np.where(present, 0, places))  # how many blocks there are up to the last that is absent
+    gap = np.maximum.accumulate(np.where(present, 0, places))  # number of blocks up to the last absent one
     if not group.window:
         return np.equal(gap, 0)
     least = np.minimum(places, -(-(group.window - 1) // group.block_size))
@@ -97,7 +97,7 @@ def known(
 ) -> list[Codes]:
     codes = dict.fromkeys(groups, np.zeros(0, np.uint8))
     most = len(keys) * hash_tokens
-    # Groups that need every block end at the first gap, and nobody needs what others have beyond it.
+    # Groups that need every block come first, because no group is needed beyond their first gap.
     for g, group in sorted(groups.items(), key=lambda each: each[1].is_state or each[1].window > 0):
         mine = block_hashes(keys, group.block_size, hash_tokens)[: most // group.block_size]
         if group.is_state or group.window:
@@ -115,7 +115,7 @@ def known(
 
 
 def _codes(host: Tier, file: Tier | None, g: int, hashes: list[bytes]) -> Codes:
-    """Say of each block what is known; no entry is looked at, for each would be a miss of the processor's cache."""
+    """Return the code of each block without reading entries, because each read would miss the processor's cache."""
     writing = host.writing[g]
     codes = np.fromiter(map(host.index[g].__contains__, hashes), np.uint8, len(hashes))
     if writing:
@@ -141,9 +141,9 @@ def make_room(
     """Find room for a prompt's new blocks, or for those of its longest beginning that can be used.
 
     Args:
-        keys: Per group, those of all blocks of the prompt.
-        new: Per group, which are to be stored, in order.
-        spared: What was used in this tick: it is not evicted.
+        keys: Per group, the keys of all blocks of the prompt.
+        new: Per group, the positions to store, in order.
+        spared: Entries that were used in this tick, which are not evicted.
 
     Returns:
         Per group, entries for the first of the new blocks.
@@ -164,11 +164,11 @@ def make_room(
     wanted = by_kind(counts)
     host.may_take = room.over(wanted)
     made: list[list[Entry]] = [[] for _ in groups]
-    # Who has to take chunks of others comes first: they cannot be had once their owners have put new blocks into them.
+    # Groups that must take chunks of others come first, before the owners put new blocks into these chunks.
     for at in sorted(range(len(groups)), key=lambda at: room.short(wanted, kinds[at]), reverse=True):
         made[at] = host.make(at, [keys[at][place] for place in new[at][: counts[at]]], host.tick)
     host.may_take = math.inf
-    if [*map(len, made)] != counts:  # a chunk was taken that another needed
+    if [*map(len, made)] != counts:  # one group took a chunk that another needed
         have = [*map(len, made)]
         counts = _fitting(
             groups, host, file, keys, new, lambda counts: all(n <= m for n, m in zip(counts, have, strict=True))
@@ -192,7 +192,7 @@ def _fitting(
     new: Sequence[Sequence[int]],
     fits: Callable[[Sequence[int]], bool],
 ) -> list[int]:
-    """Return how many new blocks each group stores of the longest prefix that can be used, and that fits."""
+    """Return the number of new blocks per group for the longest usable prefix that fits."""
     low, high = 0, max((some[-1] + 1) * group.block_size for group, some in zip(groups, new, strict=True) if some)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,14 +1,14 @@
 """One caller's request to store or load, and the transfers that carry it out.
 
-A *job* is what a caller asked for: it ends once, and is told how. A *move* is one transfer between two places. A
+A *job* is one call of the caller; it ends once, with one result. A *move* is one transfer between two places. A
 promotion or a write-back belongs to no job.
 
-    RUNNING --all is moved--> OVER
-    RUNNING --FAILED, CANCELLED--> DRAINING --nothing runs--> OVER
-                                   DRAINING --only what is in doubt runs--> HELD --nothing is in doubt--> OVER
+    RUNNING --all blocks are moved--> OVER
+    RUNNING --FAILED, CANCELLED--> DRAINING --no move runs--> OVER
+                                   DRAINING --only moves in doubt run--> HELD --no move is in doubt--> OVER
 
-A job in doubt is told that it has failed on entering HELD, and that its blocks are its caller's again on leaving.
-Transfers cannot be called back: a cancelled job ends when what was posted has ended.
+A job in doubt reports its failure on entering HELD, and returns its blocks to the caller on leaving. Transfers cannot
+be stopped, so a cancelled job ends when its posted moves have ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asynckv.offload.tier import Tier
 
 
 class MoveKind(enum.StrEnum):
-    """From where to where; the first matters most."""
+    """Source and destination of a move; the first kind matters most."""
 
     LOAD = "load"
     """Host to device."""
@@ -42,17 +42,17 @@ class MoveKind(enum.StrEnum):
 
 
 class Piece(Struct, frozen=True, gc=False):
-    """What a move carries of one group; the lists belong together, block by block."""
+    """The blocks of one group in a move; the lists have one entry per block."""
 
     group: int
     hashes: tuple[bytes, ...]  # the blocks' keys
-    positions: tuple[int, ...]  # their places in the job's list of blocks; empty if the device has no part in it
+    positions: tuple[int, ...]  # places in the job's list of blocks; empty for moves without the device
     host_slots: tuple[int, ...]
-    file_slots: tuple[int, ...]  # where they lie in the file tier; empty if it has no part in it
+    file_slots: tuple[int, ...]  # slots in the file tier; empty for moves without it
 
 
 class Move(Struct, frozen=True):
-    """One transfer, to be carried out and told of by `Catalogue.ended`; a write-back has no `job_id`."""
+    """One transfer to carry out and then report by `Catalogue.ended`; a write-back has no `job_id`."""
 
     move_id: int
     kind: MoveKind
@@ -71,14 +71,14 @@ class JobKind(enum.StrEnum):
 
 
 class JobOutcome(enum.StrEnum):
-    """How a job ended."""
+    """Outcome of a job."""
 
     DONE = "done"
-    """A load: all is in place. A store: all that there was room for, see `JobEnded.missing`."""
+    """A load has all blocks in place. A store has all blocks that had room, see `JobEnded.missing`."""
     MISSING = "missing"
-    """Not all of it is stored, or not any more."""
+    """Some blocks are not stored, or not any more."""
     NO_ROOM = "no_room"
-    """It must be brought from the file tier, and everything in host memory is pinned."""
+    """Blocks must be brought from the file tier, but everything in host memory is pinned."""
     TIMEOUT = "timeout"
     FAILED = "failed"
     """A transfer failed."""
@@ -86,26 +86,26 @@ class JobOutcome(enum.StrEnum):
 
 
 class JobEnded(Struct, frozen=True):
-    """A job has ended: said once of each."""
+    """The end of a job, reported once."""
 
     job_id: str
     kind: JobKind
     outcome: JobOutcome
     blocks: int  # blocks that were moved for it, or by another job that it waited for
-    known: int  # of a store, blocks that were stored already
-    missing: tuple[tuple[int, ...], ...]  # per group, the positions that were not moved; of a MISSING load, not stored
+    known: int  # blocks that a store found stored already
+    missing: tuple[tuple[int, ...], ...]  # per group, the positions that were not moved; for a MISSING load, not stored
     cause: str = ""
     is_held: bool = False  # a transfer in doubt may still touch the caller's blocks; `JobReturned` follows
 
 
 class JobReturned(Struct, frozen=True):
-    """Nothing touches the blocks of a job any more that ended while a transfer was in doubt."""
+    """The end of all transfers of a job that had ended in doubt: nothing touches its blocks any more."""
 
     job_id: str
 
 
 class JobState(enum.StrEnum):
-    """Where a job stands."""
+    """State of a job."""
 
     RUNNING = "running"
     DRAINING = "draining"
@@ -114,31 +114,31 @@ class JobState(enum.StrEnum):
 
 
 class JobEvent(enum.StrEnum):
-    """What happens to a job besides the ends of its moves."""
+    """Event of a job besides the ends of its moves."""
 
     FAILED = "failed"
     """A transfer failed, a block is missing, there is no room, or the time is up."""
     CANCELLED = "cancelled"
-    """The caller wants it no more."""
+    """The caller has cancelled it."""
 
 
 def all_is_moved(job: Job) -> bool:
-    """All is moved."""
+    """All blocks are moved."""
     return not (job.todo or job.waits or job.absent or job.running or job.doubtful)
 
 
 def nothing_runs(job: Job) -> bool:
-    """Nothing runs."""
+    """No move runs."""
     return not (job.running or job.doubtful)
 
 
 def only_what_is_in_doubt_runs(job: Job) -> bool:
-    """Only what is in doubt runs."""
+    """Only moves in doubt run."""
     return not job.running and bool(job.doubtful)
 
 
 def nothing_is_in_doubt(job: Job) -> bool:
-    """Nothing is in doubt."""
+    """No move is in doubt."""
     return not job.doubtful
 
 
@@ -156,7 +156,7 @@ WHEN: Mapping[JobState, Mapping[Callable[[Job], bool], JobState]] = {
     S.HELD: {nothing_is_in_doubt: S.OVER},
     S.OVER: {},
 }
-"""Looked at after every event and every end of a move; the first that holds counts."""
+"""Checked after every event and every end of a move; the first true condition counts."""
 
 
 class Item(NamedTuple):
@@ -170,18 +170,18 @@ class Job:
 
     job_id: str
     kind: JobKind
-    until: float = math.inf  # when it fails unless all has been posted
-    is_pinning: bool = False  # what it has loaded stays held until it is over, and then, if all is there, as a pin
+    until: float = math.inf  # time at which it fails unless all moves are posted
+    is_pinning: bool = False  # True if loaded blocks stay held, and become a pin if all are loaded
     state: JobState = S.RUNNING
     outcome: JobOutcome = JobOutcome.DONE
     cause: str = ""
-    todo: deque[Item] = field(default_factory=deque)  # what can be moved: READY blocks of a load, WRITING of a store
-    waits: dict[Entry, int] = field(default_factory=dict)  # blocks that others are writing -> their positions
-    absent: deque[Item] = field(default_factory=deque)  # what is in files alone, and has no slot in host memory yet
-    running: set[int] = field(default_factory=set)  # moves that are posted and read or write the caller's blocks
-    doubtful: set[int] = field(default_factory=set)  # those among the posted whose end is in doubt
-    holding: set[Entry] = field(default_factory=set)  # in any tier
-    loaded: list[Entry] = field(default_factory=list)  # what is held because it `is_pinning`
+    todo: deque[Item] = field(default_factory=deque)  # blocks that can be moved: READY for a load, WRITING for a store
+    waits: dict[Entry, int] = field(default_factory=dict)  # blocks that other jobs write -> their positions
+    absent: deque[Item] = field(default_factory=deque)  # blocks that are only in files, without a slot in host memory
+    running: set[int] = field(default_factory=set)  # posted moves that read or write the caller's blocks
+    doubtful: set[int] = field(default_factory=set)  # posted moves with an end in doubt
+    holding: set[Entry] = field(default_factory=set)  # held entries of any tier
+    loaded: list[Entry] = field(default_factory=list)  # entries held because it `is_pinning`
     missing: list[tuple[int, int]] = field(default_factory=list)  # `(group, position)` that will not be moved
     blocks: int = 0
     known: int = 0
@@ -191,7 +191,7 @@ class Job:
         return self.state is S.OVER
 
     def receive(self, event: JobEvent, outcome: JobOutcome, cause: str = "") -> None:
-        """Take an event; the first outcome counts. An event of a job that is over is a `LocalProtocolError`."""
+        """Take an event; the first outcome counts. An event after the end raises `LocalProtocolError`."""
         after = ON_EVENT[self.state].get(event)
         if after is None:
             raise LocalProtocolError(f"{event.name} while job {self.job_id!r} is {self.state.name}")
@@ -200,7 +200,7 @@ class Job:
         self.state = after
 
     def settle(self, num_groups: int) -> JobEnded | JobReturned | None:
-        """Act on whatever condition holds; what is to be told."""
+        """Change the state if a condition holds; return the news for the caller."""
         before = self.state
         after = next((after for condition, after in WHEN[before].items() if condition(self)), before)
         if after is before:
@@ -224,7 +224,7 @@ class Job:
 
 
 class Jobs:
-    """Jobs that are not over, by name; those that can go on are listed apart."""
+    """Jobs that are not over, by name, with separate lists of those that can go on."""
 
     def __init__(self, num_groups: int, host: Tier, file: Tier | None) -> None:
         self._num_groups, self._host, self._file = num_groups, host, file
@@ -233,7 +233,7 @@ class Jobs:
         self.absent: dict[str, Job] = {}
         self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
         self._news: list[JobEnded | JobReturned] = []
-        self._deadline = math.inf  # of some job the first, or before: jobs are looked at then, and not in every turn
+        self._deadline = math.inf  # not after the first deadline of a job, so that jobs are not checked in every turn
 
     def begin(self, job_id: str, kind: JobKind, until: float, *, is_pinning: bool = False) -> Job:
         job = self.by_name[job_id] = Job(job_id, kind, until, is_pinning=is_pinning)
@@ -263,7 +263,7 @@ class Jobs:
         self.ready[job.kind][job.job_id] = job
 
     def do_all(self, job: Job, items: Sequence[Item]) -> None:
-        """A job needs blocks of host memory that can be moved."""
+        """Hold blocks of host memory for a job, and queue them for its moves."""
         if items:
             name, hold = job.job_id, self._host.hold
             for _, entry in items:
@@ -273,12 +273,12 @@ class Jobs:
             self.ready[job.kind][name] = job
 
     def wait(self, job: Job, position: int, entry: Entry) -> None:
-        """A job waits until somebody else has written a block."""
+        """Let a job wait for a block that another job writes."""
         self.hold(job, self._host, entry)
         job.waits[entry] = position
 
     def fetch(self, job: Job, position: int, source: Entry) -> None:
-        """A job needs a block of the file tier."""
+        """Hold a block of the file tier for a job, and queue it for promotion."""
         assert self._file is not None
         self.hold(job, self._file, source)
         job.absent.append(Item(position, source))
@@ -306,15 +306,15 @@ class Jobs:
         self.settle(job)
 
     def lost(self, entry: Entry, outcome: JobOutcome, cause: str) -> None:
-        """Fail whoever waits for a block that will not be written."""
+        """Fail the jobs that wait for a block that will not be written."""
         for job in self.waiting(entry):
-            if entry in job.waits:  # or it failed with one of the others, for whose blocks it waited, too
+            if entry in job.waits:  # it may have failed with another job that it waited for
                 job.missing.append((entry.group, job.waits.pop(entry)))
                 self.let_go(job, self._host, entry)
                 self.fail(job, outcome, cause)
 
     def _abandon(self, job: Job, cause: str) -> None:
-        """Let go of all that was not posted; what others wait for is theirs to store, if they can."""
+        """Let go of all blocks that were not posted. If another store waits for a block, it takes the block over."""
         todo, waits, absent, loaded = job.todo, job.waits, job.absent, job.loaded
         job.todo, job.waits, job.absent, job.loaded = deque(), {}, deque(), []
         self.ready[job.kind].pop(job.job_id, None)
@@ -347,7 +347,7 @@ class Jobs:
                 self.pins[job.job_id] = [(self._host, entry) for entry in job.loaded]
 
     def time_out(self, now: float) -> float:
-        """Fail those whose time is over; returns when to call again."""
+        """Fail jobs that are past their deadline; return the time of the next call."""
         if not self.by_name:
             self._deadline = math.inf
         if now >= self._deadline:

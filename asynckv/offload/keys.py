@@ -1,11 +1,10 @@
-"""Under which keys blocks are stored: the engine's own chain of hashes, cut to each group's blocks.
+"""Keys of stored blocks: the engine's own chain of hashes, cut to each group's blocks.
 
 Hash `i` covers all tokens before `(i + 1) * hash_tokens`, so the hash at the end of a block names everything that the
 block depends on. A block that ends between two hashes has no name, so `block_size` must be a multiple of `hash_tokens`.
 
-The *namespace* says for which model a hash was computed, and which layers lie in the block: a digest of the model's
-fingerprint and of what the group holds, without the geometry. Two ranks that cut one model differently find each
-other's blocks.
+The *namespace* is a digest of the model's fingerprint and of the group's content, without the geometry. So two ranks
+that cut one model differently find each other's blocks.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from asynckv.geometry.bounds import MAX_TOKENS
 from asynckv.geometry.layout import ONE_PER_REQUEST, TOKEN, Group, Layout, View
 
 MAX_HASH_BYTES = 64  # bytes of one hash, in UTF-8 if it is text: SHA-512, or SHA-256 in hex
-NAMESPACE_BYTES = 16  # of a key before the hash: what the hash means
+NAMESPACE_BYTES = 16  # length of the namespace, which precedes the hash in a key
 MAX_HASHES = 1 << 20
 
 
 class StoredGroup(Struct, frozen=True, kw_only=True):
     name: str
-    block_size: int  # tokens per block; for states, tokens between those that are kept
-    record_bytes: int  # what one block takes in a tier: its record and the padding after it
+    block_size: int  # tokens per block; for states, tokens from one kept state to the next
+    record_bytes: int  # bytes of one block in a tier, padding included
     is_state: bool = False
-    window: int = 0  # sliding window, as a layout's group has it; 0: all tokens
-    namespace: str = ""  # what its hashes mean, see `namespace`
+    window: int = 0  # sliding window, as in a layout's group; 0: all tokens
+    namespace: str = ""  # meaning of its hashes, see `namespace`
 
 
 def stored_groups(
     layout: Layout, record_bytes: Sequence[int], hash_tokens: int, model: str = ""
 ) -> tuple[StoredGroup, ...]:
-    """Say what tiers have to know of a layout's groups.
+    """Describe a layout's groups to tiers.
 
     Args:
-        record_bytes: Per group, what one block takes in a tier.
-        model: The model's fingerprint: weights, and whatever else changes the KV of a prompt.
+        record_bytes: Per group, the bytes of one block in a tier.
+        model: The model's fingerprint: weights, and everything else that changes the KV of a prompt.
     """
     integer("hash_tokens", hash_tokens, 1, MAX_TOKENS, ConfigError)
     if len(record_bytes) != len(layout.groups):
@@ -67,9 +66,9 @@ def stored_groups(
 def _check(group: Group, groups: Sequence[Group], hash_tokens: int) -> None:
     if group.kind == "state" and group.block_size >= ONE_PER_REQUEST:
         raise ConfigError(
-            f"group {shown(group.name)} keeps one state per request, which no hash of a prefix names: it cannot be "
+            f"group {shown(group.name)} keeps one state per request, which no hash of a prefix names, so it cannot be "
             f"stored; enable prefix caching in the engine, so that states are kept at the ends of blocks, and declare "
-            f"how many tokens lie between them as its block_size"
+            f"the tokens between them as its block_size"
         )
     if group.block_size % hash_tokens == 0:
         return
@@ -79,15 +78,15 @@ def _check(group: Group, groups: Sequence[Group], hash_tokens: int) -> None:
     below = group.block_size // hash_tokens * hash_tokens
     near = " or ".join(str(n) for n in (below, below + hash_tokens) if n)
     raise ConfigError(
-        f"group {shown(group.name)} has blocks of {group.block_size} tokens, and hashes cover {hash_tokens}: a block "
-        f"would end where no hash does; use hash_tokens that divides every group's block_size "
+        f"group {shown(group.name)} has blocks of {group.block_size} tokens, but hashes cover {hash_tokens}, so a "
+        f"block would end where no hash does; use hash_tokens that divides every group's block_size "
         f"({', '.join(map(str, works))}), or a block_size of {near}; in hybrid models prefix caching aligns the "
         f"groups' block sizes, so enable it"
     )
 
 
 def namespace(layout: Layout, group: int, hash_tokens: int, model: str = "") -> str:
-    """Digest what the hashes of a group's blocks mean, whatever the rank's share, block size and order in memory."""
+    """Return a digest of the meaning of a group's hashes, without the rank's share, block size and memory order."""
     text("model", model, MAX_NAME, error=ConfigError)
     told = layout.groups[group]
     views = sorted(_described(view) for view in layout.views if view.group == group)
@@ -114,7 +113,7 @@ def _described(view: View) -> tuple[object, ...]:
 
 
 def as_hashes(hashes: Sequence[str | bytes]) -> list[bytes]:
-    """Check a prompt's hashes, and return them as bytes; they are texts or bytes, none of them empty or too long."""
+    """Return a prompt's hashes as bytes; raise `LocalProtocolError` for other types, empty or too long ones."""
     if isinstance(hashes, NO_SEQUENCE) or not isinstance(hashes, Sequence):
         raise LocalProtocolError(f"hashes is {shown(hashes)}; give one text or bytes per hash_tokens tokens")
     if len(hashes) > MAX_HASHES:
@@ -137,12 +136,12 @@ def block_hashes(hashes: list[bytes], block_size: int, hash_tokens: int) -> list
 
 
 def short(key: bytes) -> str:
-    """How a hash begins, in hex, for people; of the key of a record."""
+    """Return the first bytes of a key's hash in hex, for people."""
     return (key[NAMESPACE_BYTES:] or key)[:8].hex()
 
 
 def needed(group: StoredGroup, first_token: int, tokens: int) -> range:
-    """Which blocks of a group a request needs that continues after `tokens` and has those before `first_token`."""
+    """Return the blocks of a group that a request needs to continue after `tokens`, with those before `first_token`."""
     end = tokens // group.block_size
     if first_token >= tokens:
         return range(0)

@@ -1,10 +1,9 @@
-"""Which slots of a tier are free, for groups whose records have sizes of their own.
+"""Free slots of a tier, for groups with different record sizes.
 
-Slot `b` of a group lies at `b * record_bytes`. So that records of several sizes share the tier, it is cut into
-*chunks*; a chunk belongs to one size of record at a time, and goes back to all when its last slot is free, as in a slab
-allocator (Bonwick, USENIX 1994). Slots are handed out in *runs*, because neighbours become one descriptor. Free runs
-are kept by the power of two of their length, as two-level segregated fits do (Masmano et al., ECRTS 2004): constant
-time.
+Slot `b` of a group lies at `b * record_bytes`. The tier is cut into *chunks*, so that records of several sizes share
+it. A chunk belongs to one record size at a time, until its last slot is free, as in a slab allocator (Bonwick, USENIX
+1994). Slots are handed out in *runs*, because neighbours become one descriptor. Free runs are kept by the power of two
+of their length, as in two-level segregated fits (Masmano et al., ECRTS 2004), for constant time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 from asynckv.errors import ConfigError
 
-RECORDS_PER_CHUNK = 8  # of the largest records at least, so that little is lost at a chunk's ends
+RECORDS_PER_CHUNK = 8  # least number of the largest records, so that little space is lost at a chunk's ends
 MAX_CHUNKS = 256
 
 
@@ -24,13 +23,13 @@ class Runs:
         self.total = 0
         self._lengths: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # end of a run (exclusive) -> its start
-        self._by_size: list[dict[int, None]] = []  # starts of the runs whose length has so many bits
+        self._by_size: list[dict[int, None]] = []  # starts of runs, by the number of bits of their length
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(self._lengths.items())
 
     def add(self, start: int, length: int, lo: int, hi: int) -> tuple[int, int]:
-        """Add a run that is not free yet, and merge it with neighbours in `[lo, hi)`; returns what it became."""
+        """Free a run, and merge it with neighbours in `[lo, hi)`; return the merged run."""
         self.total += length
         end = start + length
         if start > lo and (before := self._starts.get(start)) is not None:
@@ -43,10 +42,10 @@ class Runs:
         return start, end - start
 
     def take(self, n: int) -> list[int]:
-        """Take so many slots in as few runs as is cheap, fewer if there are not as many."""
+        """Take up to `n` slots, in few runs as far as that is cheap."""
         found: list[int] = []
         while (left := n - len(found)) > 0 and self.total:
-            # Any run of one bit more is long enough; if there is none, the longest kind of run is used up first.
+            # Any run with one bit more is long enough; if there is none, the longest runs are used first.
             sizes = range(left.bit_length() + 1, len(self._by_size))
             size = next((s for s in sizes if self._by_size[s]), 0)
             size = size or next(s for s in range(len(self._by_size) - 1, 0, -1) if self._by_size[s])
@@ -77,21 +76,21 @@ class Runs:
 
 
 class Room(NamedTuple):
-    slots: list[int]  # those in chunks that hold something which stays
-    whole: list[int]  # chunks that each size of record has, and could give away
-    free: int  # chunks that nobody has
-    per_chunk: list[int]  # slots of a chunk
+    slots: list[int]  # free or idle slots in chunks that hold a block which stays
+    whole: list[int]  # chunks that each record size could give away
+    free: int  # chunks without an owner
+    per_chunk: list[int]  # slots per chunk, by record size
 
     def fits(self, wanted: Sequence[int]) -> bool:
         return self.over(wanted) >= 0
 
     def over(self, wanted: Sequence[int]) -> int:
-        """How many chunks are left over then; less than 0 if there are too few."""
+        """Return the chunks that are left over; less than 0 if there are too few."""
         chunks = (max(0, -(-(n - m) // per)) for n, m, per in zip(wanted, self.slots, self.per_chunk, strict=True))
         return sum(self.whole) + self.free - sum(chunks)
 
     def short(self, wanted: Sequence[int], kind: int) -> int:
-        """How many chunks a size of record takes from others to have so many slots; less than 0 if it has some over."""
+        """Return the chunks that a record size must take from others; less than 0 if it has some over."""
         return -(-(wanted[kind] - self.slots[kind]) // self.per_chunk[kind]) - self.whole[kind]
 
 
@@ -100,20 +99,20 @@ class Slots:
 
     Args:
         record_bytes: Per group, bytes from one slot to the next.
-        name: What the tier's size is called in settings.
+        name: Name of the tier's size in settings.
     """
 
     def __init__(self, num_bytes: int, record_bytes: Sequence[int], name: str = "num_bytes") -> None:
         self.num_bytes = num_bytes
         self.sizes = sorted(set(record_bytes))
-        self.kinds = tuple(self.sizes.index(size) for size in record_bytes)  # per group, which size of record it has
+        self.kinds = tuple(self.sizes.index(size) for size in record_bytes)  # per group, the index of its record size
         least = RECORDS_PER_CHUNK * max(self.sizes) * len(self.sizes)
         if len(self.sizes) == 1:
             least, self.chunk_bytes = self.sizes[0], num_bytes
         else:
             self.chunk_bytes = max(RECORDS_PER_CHUNK * max(self.sizes), -(-num_bytes // MAX_CHUNKS))
             every = math.lcm(*self.sizes)
-            if every <= self.chunk_bytes:  # then nothing is lost at a chunk's ends
+            if every <= self.chunk_bytes:  # a multiple of all sizes loses nothing at a chunk's ends
                 self.chunk_bytes = -(-self.chunk_bytes // every) * every
             self.chunk_bytes = min(self.chunk_bytes, num_bytes // len(self.sizes))
         if num_bytes < least:
@@ -122,7 +121,7 @@ class Slots:
                 f"give {least} or more"
             )
         self.num_chunks = num_bytes // self.chunk_bytes
-        self.owners: list[int | None] = [None] * self.num_chunks  # per chunk, the size of record that it holds
+        self.owners: list[int | None] = [None] * self.num_chunks  # per chunk, the record size that it holds
         self._free_chunks = dict.fromkeys(range(self.num_chunks))
         self._per_chunk = [
             min(hi - lo for lo, hi in (self.bounds(kind, chunk) for chunk in range(self.num_chunks)))
@@ -141,7 +140,7 @@ class Slots:
         return Room([run.total for run in self._runs], [0] * len(self.sizes), len(self._free_chunks), self._per_chunk)
 
     def reserve(self, kind: int, n: int) -> int:
-        """Take chunks until so many slots are free, if there are as many; returns how many are, `n` at most."""
+        """Take chunks until `n` slots are free; return the number of free slots, at most `n`."""
         runs = self._runs[kind]
         while runs.total < n and self._free_chunks:
             self._own(kind, next(iter(self._free_chunks)))
@@ -160,9 +159,9 @@ class Slots:
             self._free_chunks[chunk] = None
 
     def claim(self, wanted: Iterable[tuple[int, int]]) -> list[bool]:
-        """Take slots by `(size of record, slot)`, while none is taken, as a tier that is recovered does.
+        """Take slots by `(record size, slot)` in an empty tier, for a recovery.
 
-        Says of each whether it could be taken: in the tier, in a chunk of its size of record, and not taken twice.
+        Return for each whether it was taken: it must be in the tier, in a chunk of its record size, and not repeated.
         """
         taken: dict[int, set[int]] = {}
         answers = []
@@ -181,7 +180,7 @@ class Slots:
             owner = self.owners[chunk]
             assert owner is not None
             start, hi = self.bounds(owner, chunk)
-            for slot in [*sorted(slots), hi]:  # there may be far more slots than were taken
+            for slot in [*sorted(slots), hi]:  # walks taken slots only, because a chunk may have far more slots
                 if slot > start:
                     self._runs[owner].add(start, slot - start, start, slot)
                 start = slot + 1

@@ -1,11 +1,11 @@
-"""What one tier keeps: its blocks by their keys, their slots, and which have to go when room is wanted.
+"""One tier: its blocks by their keys, their slots, and their eviction.
 
-Every change of an entry goes through here: a block that is written can be found and evicted; one that is dropped cannot
-be found; one that is gone gives its slot back.
+Every change of an entry goes through here. A written block can be found and evicted, a dropped block cannot be found,
+and a block that is gone gives its slot back.
 
 A group evicts its own blocks first. If it has none, or has evicted a chunk's worth, it may take a whole chunk from
-records of another size: the chunk whose last use is longest ago, and in the second case only if every block in it was
-used before the one that was evicted last. So what goes is what the policy would have chosen.
+records of another size: the least recently used chunk. In the second case every block in it must have been used before
+the last evicted block, so that the eviction agrees with the policy.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ class Place(enum.StrEnum):
 
 
 S, E = members(EntryState), members(EntryEvent)
-BEFORE = -2  # when other models' blocks were used: before all else, and in no tick that is spared
-SLICE = 512  # blocks that are dropped in one turn, of all that are: about a millisecond
+BEFORE = -2  # tick of other models' blocks: before all others, and never a spared tick
+SLICE = 512  # blocks that are dropped in one turn, in about a millisecond
 
 
 class Tier:
     def __init__(self, place: Place, groups: Sequence[StoredGroup], num_bytes: int, policy: str) -> None:
         self.place = place
         self.slots = Slots(num_bytes, [group.record_bytes for group in groups], f"{place}_bytes")
-        self.index: list[dict[bytes, Entry]] = [{} for _ in groups]  # what is WRITING or READY, by group
-        self.writing: list[set[bytes]] = [set() for _ in groups]  # per group, the hashes of what is WRITING
+        self.index: list[dict[bytes, Entry]] = [{} for _ in groups]  # WRITING and READY entries, by group
+        self.writing: list[set[bytes]] = [set() for _ in groups]  # per group, the hashes of WRITING entries
         self.leaving: set[Entry] = set()
         kind = policy_named(policy)
         self.policies: list[Policy[Entry]] = [
             kind(lambda entry: (entry.group, entry.hash)) if kind is S3Fifo else kind() for _ in self.slots.sizes
         ]
-        """Per size of record, what is WRITING or READY."""
-        self.onward: dict[Entry, None] = {}  # what is to be copied to the next tier, the oldest first
+        """Per record size, the policy for WRITING and READY entries."""
+        self.onward: dict[Entry, None] = {}  # entries to copy to the next tier, oldest first
         self.others = [OrderedDict[Entry, None]() for _ in self.slots.sizes]  # other models' blocks, the oldest first
-        self._doomed: list[dict[bytes, Entry]] = []  # what nobody finds any more, and what is dropped little by little
-        self.freed: list[tuple[int, int]] = []  # `(group, slot)` of files that their index is to forget
+        self._doomed: list[dict[bytes, Entry]] = []  # entries that are not found any more, and are dropped in slices
+        self.freed: list[tuple[int, int]] = []  # `(group, slot)` that the files' index must forget
         self.tick = 0
-        self.is_off = False  # nothing is found in it
+        self.is_off = False  # True if nothing is found in it
         self.takes_more = True
-        self.evicted = self.lost = 0  # blocks evicted, and those among them that the next tier should have got
+        self.evicted = self.lost = 0  # evicted blocks, and blocks that left before the next tier got them
         self._spared = -1
         self.may_take = math.inf  # chunks that a size may take from others though it has blocks to evict
-        self._idle = [0] * len(self.slots.sizes)  # per size of record, how much is READY, and nobody holds or moves it
+        self._idle = [0] * len(self.slots.sizes)  # per record size, the READY entries without holders and moves
         self._idle_in = [0] * self.slots.num_chunks  # the same per chunk
         self._evictions = [0] * len(self.slots.sizes)
         self._is_mixed = len(self.slots.sizes) > 1
         self._in_chunk: list[set[Entry]] = [set() for _ in range(self.slots.num_chunks)]  # if sizes are mixed
-        self._used = [0] * self.slots.num_chunks  # when something in a chunk was last used
+        self._used = [0] * self.slots.num_chunks  # tick of the last use in each chunk
 
     def make(self, group: int, hashes: Sequence[bytes], spare: int = -1) -> list[Entry]:
-        """Find room for blocks that are to be written, for as many as there is; the tick `spare` is not evicted."""
+        """Make entries for as many blocks as there is room for; entries used in the tick `spare` are not evicted."""
         if not self.takes_more:
             return []
         kind, self._spared = self.slots.kinds[group], spare
@@ -78,7 +78,7 @@ class Tier:
         return made
 
     def room(self, spared: Iterable[Entry]) -> Room:
-        """Return how many slots can be had by evicting all that may be evicted, but for what was used in this tick."""
+        """Return the room after evicting every idle block except those that were used in this tick."""
         free, num_whole = self.slots.room(), [0] * len(self._idle)
         have = [n + m for n, m in zip(free.slots, self._idle, strict=True)]
         for entry in spared:
@@ -110,7 +110,7 @@ class Tier:
     def _is_busy(self, entry: Entry) -> bool:
         if entry.holders or entry.moves or entry.state is not S.READY:
             return True
-        return entry.used == self._spared  # `use` follows, and tells the policy
+        return entry.used == self._spared  # `use` follows, and informs the policy
 
     def _is_idle(self, entry: Entry) -> bool:
         return entry.state is S.READY and not entry.holders and not entry.moves
@@ -140,7 +140,7 @@ class Tier:
         return True
 
     def _evict_chunk(self, kind: int, before: float = math.inf) -> bool:
-        """Evict a chunk of records of another size, all of which were used before; False if there is none."""
+        """Evict a chunk of records of another size, all used before `before`; return False if there is none."""
         owners = self.slots.owners
         others = [
             (used, chunk)
@@ -156,14 +156,14 @@ class Tier:
         return True
 
     def _is_idle_chunk(self, chunk: int) -> bool:
-        """Whether all that lies in a chunk may be evicted, and something does."""
+        """Return True if a chunk has blocks, and all of them may be evicted."""
         return 0 < self._idle_in[chunk] == len(self._in_chunk[chunk]) and self._used[chunk] != self._spared
 
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
-        """Take in `(group, slot, hash)` that an empty tier had, the least recently used first; returns how many.
+        """Take in `(group, slot, hash)` of an empty tier, least recently used first; return the number of blocks taken.
 
-        What lies outside, shares its slot or is there twice is freed. `others` are `(group, slot)` of other models'
-        blocks.
+        A block outside the tier, in the slot of another, or repeated is freed. `others` are `(group, slot)` of other
+        models' blocks.
         """
         found, tick = list(found), self.tick
         wanted = [(g, slot, h) for (g, h), slot in {(g, h): slot for g, slot, h in found}.items()]
@@ -171,7 +171,7 @@ class Tier:
         wanted += [(group, slot, b"") for group, slot in others]
         claimed = self.slots.claim((self.slots.kinds[group], slot) for group, slot, _ in wanted)
         kept = set[tuple[int, int]]()
-        # What is used later moves a chunk on: others' come first, as if used before all else.
+        # A later use makes a chunk newer, so other models' blocks come first, as if used before all others.
         for n in (*range(num_own, len(wanted)), *range(num_own)):
             group, slot, hash_ = wanted[n]
             if claimed[n]:
@@ -214,14 +214,14 @@ class Tier:
         self._take(entry, event)
 
     def drop(self, entry: Entry) -> None:
-        """Let nobody find a block any more; its slot is free when nobody needs it."""
+        """Remove a block from the index; its slot is free when no holder and no transfer needs it."""
         if entry.state in (S.READY, S.WRITING):
             self.others[entry.kind].pop(entry, None)
             self.policies[entry.kind].remove(entry)
             self._forget(entry)
 
     def drop_all(self, but: Collection[Entry] = ()) -> list[Entry]:
-        """Let nobody find any block any more, but for some, at once; returns those that were being written."""
+        """Remove all blocks except some from the index at once; return those that were being written."""
         left: list[dict[bytes, Entry]] = [{} for _ in self.index]
         for entry in but:
             if self.index[entry.group].get(entry.hash) is entry:
@@ -244,7 +244,7 @@ class Tier:
                 self._doomed.pop()
                 continue
             _, entry = self._doomed[-1].popitem()
-            if entry.state is S.READY:  # or it was evicted meanwhile
+            if entry.state is S.READY:  # it may have been evicted meanwhile
                 self.drop(entry)
             left -= 1
         return bool(self._doomed)
@@ -274,7 +274,7 @@ class Tier:
                 self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """See whether what was busy, and is READY, is idle."""
+        """Count a READY entry as idle if it has no holders and moves any more."""
         if not entry.holders and not entry.moves:
             self._idle[entry.kind] += 1
             self._idle_in[entry.chunk] += 1
@@ -287,7 +287,7 @@ class Tier:
         self._take(entry, E.DROPPED)
 
     def _hide(self, entry: Entry) -> None:
-        """Take out of the index what is found by its key; another may be there under the same."""
+        """Remove an entry from the index, unless another entry has its key by now."""
         if entry.state in (S.READY, S.WRITING):
             if self.index[entry.group].get(entry.hash) is entry:
                 del self.index[entry.group][entry.hash]

@@ -1,7 +1,7 @@
-"""What is under way: moves that were handed out, within budgets of bytes.
+"""Moves in flight, within budgets of bytes.
 
-Every kind of move has a budget of its own. One move of a kind may always run, and what is in doubt counts for no
-budget, because it may stay so for ever.
+Every kind of move has a budget of its own. One move of a kind may always run. A move in doubt counts for no budget,
+because it may stay in doubt for ever.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from asynckv.offload.tier import Tier
 
 
 class Budgets(Struct, frozen=True, kw_only=True):
-    """How much may be under way at once.
+    """Most bytes in flight at a time.
 
     Attributes:
-        load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together.
+        load_bytes, store_bytes, promotion_bytes, write_back_bytes: Most bytes of all moves of a kind together.
     """
 
-    move_bytes: int = 64 << 20  # the most that one move carries; one block at least
+    move_bytes: int = 64 << 20  # most bytes of one move, which has one block at least
     load_bytes: int = 1 << 30
     store_bytes: int = 1 << 30
     promotion_bytes: int = 256 << 20
@@ -29,12 +29,12 @@ class Budgets(Struct, frozen=True, kw_only=True):
 
 
 class Running:
-    """A move that is posted: what it touches, block by block.
+    """A posted move, and the entries that it touches.
 
     Attributes:
-        job: Whose blocks of the device it reads or writes; None if it is between tiers.
-        items: What it reads or writes in host memory; of a write-back, what it writes in the file tier.
-        sources: What it reads beside, of a promotion or a write-back.
+        job: Job with the device's blocks that it reads or writes; None for a move between tiers.
+        items: Entries of host memory that it reads or writes; for a write-back, entries of the file tier.
+        sources: Entries that a promotion or a write-back reads.
     """
 
     __slots__ = ("is_doubtful", "items", "job", "move", "sources")
@@ -48,7 +48,7 @@ class Traffic:
     def __init__(self, budgets: Budgets) -> None:
         self.budgets = budgets
         self.running: dict[int, Running] = {}
-        self.under_way = dict.fromkeys(MoveKind, 0)  # bytes by kind, without what is in doubt
+        self.under_way = dict.fromkeys(MoveKind, 0)  # bytes by kind, without moves in doubt
         self.limits: dict[MoveKind, int] = {kind: getattr(budgets, f"{kind}_bytes") for kind in MoveKind}
         self._last_id = 0
 
@@ -64,7 +64,7 @@ class Traffic:
     def begin(
         self, kind: MoveKind, job: Job | None, items: list[Item], of: Tier, sources: list[Entry], num_bytes: int
     ) -> Move:
-        """Hand out a move, and note it with all that it touches; `sources` are blocks of the tier `of`."""
+        """Make a move, and note it on all entries that it touches; `sources` are entries of the tier `of`."""
         self._last_id += 1
         groups: dict[int, list[int]] = {}
         for i, item in enumerate(items):

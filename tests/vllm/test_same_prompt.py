@@ -223,7 +223,7 @@ def test_each_cause_is_logged_once_and_counted_always(caplog: pytest.LogCaptureF
         side.add(f"junk{number}", prompt_of(50), {"do_remote_prefill": True, "asynckv": {"x": 1}}, 1)
     for text in ("another prompt", "not understood"):
         (found,) = [record for record in caplog.records if text in record.getMessage()]
-        assert "Further ones are counted" in found.getMessage()
+        assert "Further requests are only counted" in found.getMessage()
     stats = side.connector.get_kv_connector_stats()
     assert stats.data["computed_locally"] == {"other_prompt": 5, "malformed": 5}
     assert stats.reduce()["Num prompts computed locally"] == 10

@@ -1,11 +1,11 @@
 """asynckv as a KV connector of vLLM: `"kv_connector_module_path": "asynckv.integrations.vllm"`.
 
-vLLM makes the same class in the scheduler's process and in every worker's, and carries plain values from the one to the
-others, once per step. The scheduler's half decides which blocks a request's KV is in (`scheduler`), and the workers'
-half moves it (`worker`, `memory`, `stats`). `connector` has the class, `dual` that class and vLLM's `NixlConnector` in
-one, `options` what a user may say, `handover` the values that cross.
+vLLM makes the same class in the scheduler's process and in every worker's, and sends plain values from the scheduler to
+the workers once per step (`handover`). The scheduler's half (`scheduler`) decides which blocks hold a request's KV. The
+workers' half (`worker`, `memory`, `stats`) moves it. `connector` has the class, `dual` combines it with vLLM's
+`NixlConnector`, and `options` parses the user's options.
 
-vLLM is imported when the class is asked for: the rest can be read and tested without it.
+vLLM is imported only when the class is imported, so the rest can be tested without it.
 """
 
 from __future__ import annotations

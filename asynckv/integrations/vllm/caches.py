@@ -1,11 +1,11 @@
-"""What a layer of an engine keeps, as plain values, and its tensor cut into the parts that a layout declares.
+"""The caches of layers as plain values, and the cut of their tensors into the parts that a layout declares.
 
-- `Attention`: a tensor `[kernel block, head, entry, content]`, strided in any order. It is one part, cut by heads.
-- `States`: pages `[block, 1, 1, byte]` that hold one array after the other, each cut in a way of its own.
-- `Opaque`: pages, or whole kernel blocks, of unknown structure. They move as they are, between ranks of equal place in
-  tensor parallelism of equal size: an axis named `rank` says so.
+- `Attention`: a tensor `[kernel block, head, entry, content]`, strided in any order. It is one part, sharded by heads.
+- `States`: pages `[block, 1, 1, byte]` that hold several arrays, each sharded along its own axis.
+- `Opaque`: pages or whole kernel blocks of unknown structure. They move whole, and only between equal ranks of equal
+  tensor-parallel sizes. An axis named `rank` makes the handshake refuse others.
 
-Nothing is copied: every part is a view of the tensor that was given.
+Parts are views of the given tensor; nothing is copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Place:
     pp_size: int = 1
 
     def share(self, size: int) -> Range:
-        """Return the range of a rank that holds `size` entries, as all others do, each of them others."""
+        """Return this rank's range if every rank holds `size` different entries."""
         return Range(self.tp_rank * size, (self.tp_rank + 1) * size, self.tp_size * size)
 
 
@@ -47,22 +47,22 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    content: str  # what an entry holds; both sides must say the same
-    heads: Range | None  # which heads of the model this rank holds; None if every rank holds the same
-    tokens_per_entry: Fraction = Fraction(1)  # tokens that one entry covers; below 1, entries that one token has
-    is_by_token: bool = True  # an entry lies by itself; otherwise only whole kernel blocks move
+    content: str  # kind of an entry's content; must be equal on both sides
+    heads: Range | None  # range of the model's heads that this rank holds; None if every rank holds all
+    tokens_per_entry: Fraction = Fraction(1)  # tokens per entry; below 1 if a token has several entries
+    is_by_token: bool = True  # True if each entry can be moved alone; otherwise only whole kernel blocks move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Array:
     name: str
     dtype: Dtype
-    offset: int  # bytes from the start of the page to the array that it is, or is a slice of
-    shape: tuple[int, ...]  # of that array, as it lies in memory
+    offset: int  # bytes from the start of the page to the whole array
+    shape: tuple[int, ...]  # of the whole array, in memory order
     dims: tuple[str, ...]
-    axis: str  # the dim that is cut
-    held: Range | None  # which range of the model's axis this rank holds; None if every rank holds the same
-    first: int = 0  # which entries along `axis`; all if `size` is 0
+    axis: str  # the sharded dim
+    held: Range | None  # range of the model's axis that this rank holds; None if every rank holds all
+    first: int = 0  # first entry of the slice along `axis`; the whole array if `size` is 0
     size: int = 0
 
 
@@ -73,7 +73,7 @@ class States:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
-    """A layer of unknown structure, of which `num_bytes` of a page hold something."""
+    """A layer of unknown structure, with `num_bytes` of content per page."""
 
     content: str
     num_bytes: int
@@ -81,10 +81,11 @@ class Opaque:
 
 
 def kv_heads(num_local: int, num_shares: int | None, place: Place) -> Range:
-    """Say which KV heads of the model a rank holds, that has `num_local` of `num_shares` different shares at most.
+    """Return the range of the model's KV heads that a rank with `num_local` heads holds.
 
-    Every rank holds as many, in the order of ranks; with fewer shares than ranks neighbours hold the same one. If the
-    number of shares is not known, all are taken for different ones: that matches only engines of as many ranks.
+    There are at most `num_shares` different shares, in the order of ranks; if there are fewer shares than ranks,
+    neighbours hold the same one. An unknown number counts as one share per rank, so that a wrong guess can only meet
+    engines of as many ranks, and never moves wrong heads.
     """
     size = place.tp_size
     shares = size if num_shares is None or size % num_shares else min(num_shares, size)
@@ -111,7 +112,7 @@ def _attention(layer: str, kind: Attention, tensor: Tensor, group: int) -> Tenso
     if not kind.is_by_token:
         each = Fraction(1)
     elif each < 1:
-        # Several entries per token, one after the other.
+        # A layout needs one entry per token, so the entries of a token become a dim of their own.
         per_token = int(1 / each)
         tensor = tensor.unflatten(2, (-1, per_token))  # type: ignore[no-untyped-call]
         order.insert(3, "entry")
@@ -145,12 +146,12 @@ def _opaque(layer: str, kind: Opaque, tensor: Tensor, group: int, place: Place) 
 
 
 def _cut(axis: str, held: Range | None) -> dict[str, Any]:
-    """Say which range of an axis this rank holds; nothing if every rank holds the same."""
+    """Return the arguments of a sharded part; empty if every rank holds all."""
     return {} if held is None else {"axis": axis, "held": (held.lo, held.hi), "extent": held.extent}
 
 
 def _known_dtype(tensor: Tensor, name: str) -> tuple[Tensor, str]:
-    """See elements of a kind that layouts have no name for as bytes; the part's name says what they are."""
+    """View elements of a type that layouts do not know as bytes, and add the type to the part's name."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return (tensor, name) if dtype in ITEMSIZE else (as_bytes(tensor), f"{name} {dtype}")
 
@@ -173,8 +174,8 @@ def mamba2(
     """Describe Mamba-2: a convolution's state over x, B and C, and a state per head.
 
     Args:
-        num_groups: Groups of the model, which B and C are per; None if that is not known, and then every rank is taken
-            to have its own. (A wrong guess meets no other number of ranks, as for `kv_heads`.)
+        num_groups: Number of the model's groups of B and C. If it is None, every rank counts as having its own groups,
+            so that a wrong guess meets only engines of as many ranks, as in `kv_heads`.
     """
     heads, head_dim, state = shapes[1]
     channels = _conv(shapes[0], is_dim_first)[0]

@@ -1,8 +1,8 @@
-"""All that the connector knows of vLLM by name and that is private, or moves from one of its versions to the next.
+"""All names of vLLM that are private, or that change between its versions.
 
-Each name is looked up here, once. What the connector can do without has a stand-in (`STAND_INS`), and a warning
-(`options.remarks`). A guess that could move wrong bytes is never made: a missing field that tells prompts apart, or
-says where or what bytes are, is refused by name, and so is an unknown kind of cache (`is_known`).
+Each name is looked up here, once. Optional names have a stand-in (`STAND_INS`), and a warning names those that are
+missing (`options.remarks`). Nothing is guessed that could move wrong bytes. So a missing field that tells prompts
+apart, or gives the place or meaning of bytes, is refused by name, and so is an unknown kind of cache (`is_known`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RARE_SPECS = (
     "ChunkedLocalAttentionSpec CircularBufferSpec EncoderOnlyAttentionSpec HiddenStateCacheSpec RSWASpec "
     "SinkFullAttentionSpec SlidingWindowMLASpec"
 )
-"""The other kinds of cache that are known: a vLLM that lacks one has no such model, or calls it by another name."""
+"""Other known kinds of cache. A vLLM that lacks one has no such model, or another name for the kind."""
 
 NAMES: Mapping[str, str] = {
     f"{_KV}.factory": "KVConnectorFactory",
@@ -46,7 +46,7 @@ NAMES: Mapping[str, str] = {
     "vllm.v1.kv_offload.config": "OffloadingConfig",
     "vllm.v1.kv_offload.cpu.common": "CPULoadStoreSpec",
 }
-"""What is taken from which module of vLLM; the last four are for offloading alone."""
+"""The names that are taken from each module of vLLM; the last four are for offloading alone."""
 
 
 class Absent: ...
@@ -58,7 +58,7 @@ STAND_INS: Mapping[str, Any] = {
     **dict.fromkeys(["CacheHitSource", "KVConnectorFactory", "current_platform", "parallel_state"]),
     "is_conv_state_dim_first": lambda: None,
 }
-"""What takes the place of a name that is missing. A name without one ends the start, with an error that says so."""
+"""Replacements for missing names. A missing name without a replacement ends the start with an error."""
 
 _MODULES = {name: module for module, names in NAMES.items() for name in names.split()}
 
@@ -92,7 +92,7 @@ def version() -> str:
 
 
 def needed(of: str, given: Any, names: Sequence[str], what: str) -> list[Any]:
-    """Return fields for which there is no stand-in, or raise `ConfigError`."""
+    """Return required fields, or raise `ConfigError` for those that are missing."""
     if absent := [name for name in names if not hasattr(given, name)]:
         raise ConfigError(
             f"{of} of vLLM {version()} have no {' and no '.join(absent)}, so that nothing shows {what}; use a version "
@@ -102,7 +102,7 @@ def needed(of: str, given: Any, names: Sequence[str], what: str) -> list[Any]:
 
 
 def transfer_group_ids(config: Any) -> tuple[int, ...]:
-    """Return the cache groups that are transferred; all where vLLM does not tell them apart."""
+    """Return the cache groups that are transferred; all if vLLM does not name them."""
     ids = getattr(config, "transfer_group_ids", None)
     return tuple(range(len(config.kv_cache_groups)) if ids is None else ids)
 
@@ -112,12 +112,12 @@ def transfer_groups(config: Any) -> list[Any]:
 
 
 def tells_of_sleep() -> bool:
-    """Say whether vLLM tells a connector that its memory goes, as it does from 0.33 on."""
+    """Return True if vLLM tells a connector before its memory goes, as it does from 0.33 on."""
     return hasattr(__getattr__("KVConnectorBase_V1"), "unregister_kv_caches")
 
 
 def is_known(spec: Any) -> bool:
-    """Say whether a layer's cache is of a known kind; whatever derives from one of them is another."""
+    """Return True if a layer's cache is exactly of a known kind; a subclass may lay out its bytes differently."""
     return type(spec) in map(__getattr__, f"{SPECS} {RARE_SPECS}".split())
 
 
@@ -134,10 +134,10 @@ def quantisation(spec: Any) -> str:
 
 
 def is_by_token(layer: Any, spec: Any) -> bool:
-    """Say whether an attention layer keeps an entry of every token by itself, in the order of tokens.
+    """Return True if an attention layer keeps one entry per token, in the order of tokens.
 
-    Kernels do if they take tokens outside of heads, or any order of both. Kernels that want the tokens of a head
-    together may have an order of their own, and so may sparse attention and whatever is no common layer of attention.
+    Kernels that take tokens outside of heads, or any order of both, do. Kernels that want the tokens of a head together
+    may have an order of their own, and so may sparse attention and unusual layers of attention.
     """
     backend = layer.get_attn_backend()
     is_common = isinstance(layer, (__getattr__("Attention"), __getattr__("MLAAttention")))
@@ -153,11 +153,11 @@ IDENTITY = ("lora_request", "cache_salt", "mm_features", "prompt_embeds", "promp
 
 
 def identity(request: Any) -> list[Any]:
-    """Return what a request's KV depends on besides its tokens (`IDENTITY`)."""
+    """Return the fields besides the tokens on which a request's KV depends (`IDENTITY`)."""
     return needed("requests", request, IDENTITY, "which prompt KV is of")
 
 
 def num_received(request: Any) -> int:
-    """Count the tokens of a request whose KV is in its blocks: a step under way may write beyond them."""
+    """Return how many of a request's tokens have their KV in its blocks; a running step may write beyond them."""
     (in_flight,) = needed("requests", request, ("num_in_flight_tokens",), "which tokens are still written")
     return int(min(request.num_computed_tokens - in_flight, request.num_tokens))

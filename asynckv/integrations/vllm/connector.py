@@ -1,4 +1,4 @@
-"""The class that vLLM makes, one in the scheduler and one in every worker: every hook is one line to its half."""
+"""The class that vLLM makes in the scheduler and in every worker. Each hook only calls the half of its process."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         if role is compat.KVConnectorRole.SCHEDULER:
             check_supported(vllm_config, kv_cache_config)
             if not transfer.is_kv_consumer:
-                # Where steps overlap, the scheduler keeps freed blocks from a load until no step under way writes
-                # them, but a consumer's only. Any of our engines may read.
+                # With overlapping steps vLLM keeps freed blocks from a load until no step writes them, but only in
+                # a consumer. Any of our engines may read, so every one has to be a consumer.
                 transfer.kv_role = "kv_both"
             self._scheduler = SchedulerHalf(options, vllm_config, kv_cache_config)
         else:
@@ -53,7 +53,7 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        # Any order works, and this one takes the fewest descriptors; with MLA there is but one head.
+        # Any order works, but this one takes the fewest descriptors. With MLA there is only one head.
         return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
@@ -128,7 +128,7 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self._worker.start_load(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # a request is scheduled when its load is over
+        pass  # vLLM schedules a request only after its load
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         pass  # blocks are read where they are
@@ -147,9 +147,9 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self._worker.shutdown()
 
 
-# MultiConnector looks a child's class up by its name, where the statistics are logged: an exception there ends the API
-# server's part in all requests.
-with contextlib.suppress(ValueError, AttributeError):  # it is registered already, or cannot be
+# MultiConnector looks up a child's class by its name to log statistics. If that raised, the API server would serve no
+# request any more.
+with contextlib.suppress(ValueError, AttributeError):  # it may be registered already
     compat.KVConnectorFactory.register_connector(
         AsyncKVConnector.__name__, "asynckv.integrations.vllm", AsyncKVConnector.__name__
     )

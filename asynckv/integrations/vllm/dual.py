@@ -1,7 +1,7 @@
-"""A connector that is both: each request goes to `AsyncKVConnector` or to vLLM's own `NixlConnector`, by its params.
+"""A connector that sends each request to `AsyncKVConnector` or to vLLM's own `NixlConnector`, by its params.
 
-An engine with it reads from prefill engines of either connector (`docs/vllm.md`). It is vLLM's `MultiConnector`, but
-each of the two gets the handshake that its own workers wrote, and a request is known to one of them only.
+An engine with it reads from prefill engines of either connector (`docs/vllm.md`). It derives from vLLM's
+`MultiConnector`, but each of the two gets the handshake of its own workers, and only one of them knows a request.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from asynckv.integrations.vllm.connector import AsyncKVConnector
 from asynckv.integrations.vllm.options import WHERE
 from asynckv.integrations.vllm.scheduler import PARAMS
 
-SECTIONS = ("asynckv", "nixl")  # whose options these are, and the sequence of the two connectors
+SECTIONS = ("asynckv", "nixl")  # the options of the two connectors, in the order of `_connectors`
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 logger = logging.getLogger("vllm.asynckv")
 
 
 class NixlParams(msgspec.Struct):
-    """All that `NixlConnector` gets of a request's params, because it ends the engine where one of these is junk."""
+    """The checked params that `NixlConnector` gets, because junk in one of them would end the engine."""
 
     remote_block_ids: list[list[Natural]]
     remote_engine_id: str
@@ -59,7 +59,7 @@ class DualConnector(MultiConnector):
         config = copy.copy(vllm_config)
         config.kv_transfer_config = expanded(given)
         super().__init__(config, role, kv_cache_config)
-        given.kv_role = self._connectors[0]._kv_transfer_config.kv_role  # which ours may have widened, to read
+        given.kv_role = self._connectors[0]._kv_transfer_config.kv_role  # ours may have widened it to read
         self._lender = SECTIONS.index(given.kv_connector_extra_config.get("lend_as", "asynckv"))
         self._nixl = self._connectors[1].connector_scheduler  # None in a worker
 
@@ -97,17 +97,17 @@ class DualConnector(MultiConnector):
         return 1
 
     def _check(self, params: NixlParams, num_prompt_tokens: int) -> None:
-        """Refuse less than `NixlConnector` will read, which ends the engine."""
+        """Refuse params that cover less than `NixlConnector` will read, because that would end the engine."""
         reads, own = self._nixl._get_remote_prefill_token_count(num_prompt_tokens), self._connectors[0]._scheduler.shape
         lent, groups = params.remote_num_tokens, params.remote_block_ids
         if lent < reads:
-            raise ConfigError(f"`remote_num_tokens` is {lent}, and {reads} of the prompt's are to be read")
+            raise ConfigError(f"`remote_num_tokens` is {lent}, but {reads} tokens of the prompt are to be read")
         if len(groups) != len(own.groups):
-            raise ConfigError(f"`remote_block_ids` has {len(groups)} groups, and this engine's cache {len(own.groups)}")
+            raise ConfigError(f"`remote_block_ids` has {len(groups)} groups, but this engine has {len(own.groups)}")
         for ids, group, window in zip(groups, own.groups, self._nixl.blocks_per_sw, strict=True):
             least = 1 if group.is_state else min(-(-reads // group.block_size), window or reads)
             if len(ids) < least:
-                raise ConfigError(f"a group of `remote_block_ids` has {len(ids)} blocks, and {least} are to be read")
+                raise ConfigError(f"a group of `remote_block_ids` has {len(ids)} blocks, but {least} are to be read")
 
     def _of(self, request: Any) -> Any:
         return self._connectors[self._requests_to_connector.get(request.request_id, 0)]
@@ -139,10 +139,10 @@ class DualConnector(MultiConnector):
 
 
 def expanded(given: KVTransferConfig) -> KVTransferConfig:
-    """Write our configuration as that of a `MultiConnector`; a `ConfigError` says what to write instead."""
+    """Return the configuration as that of a `MultiConnector`; raise `ConfigError` with the remedy if it is wrong."""
     extra = given.kv_connector_extra_config
     if given.kv_connector == MultiConnector.__name__:
-        return given  # it has been written so already
+        return given  # already expanded
     for name, value in extra.items():
         if name not in (*SECTIONS, "lend_as"):
             raise ConfigError(

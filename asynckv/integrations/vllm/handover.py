@@ -1,4 +1,4 @@
-"""What crosses between the scheduler's process and the workers': the orders of a step, and where a worker listens."""
+"""Values that cross between the scheduler's process and the workers': the orders of a step, and worker addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVCon
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """All that a step asks of every worker; `failing` are loads that fail because the one that they waited for has."""
+    """Orders of one step for every worker. `failing` are loads that fail because the load that they waited for did."""
 
     orders: Sequence[Order] = field(default_factory=tuple)
     failing: Sequence[str] = ()
@@ -20,7 +20,7 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class WorkerAddress(KVConnectorHandshakeMetadata):
-    """How the scheduler's half describes a worker to readers (`PrefillRanks`)."""
+    """A worker's address, which the scheduler's half gives to readers (`PrefillRanks`)."""
 
     endpoint: dict[str, Any]
     memory_epoch: int

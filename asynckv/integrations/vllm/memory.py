@@ -1,8 +1,8 @@
-"""vLLM's KV caches, declared: from its configuration and the tensors that it registers to a `Registration`.
+"""Declares vLLM's KV caches: makes a `Registration` from its configuration and the tensors that it registers.
 
-vLLM lays every layer's blocks in one storage as a strided view: tensors and strides say which bytes a block has. What
-the bytes *are* is in the specification of each layer's group, in the model's configuration and in the layer objects.
-Nothing is guessed: a layer of unknown structure is declared as opaque, and what cannot be moved is refused at start.
+Each layer's blocks are a strided view of a storage, so tensors and strides give the bytes of a block. Their meaning is
+in the specification of each layer's group, in the model's configuration and in the layer objects. Nothing is guessed: a
+layer of unknown structure is declared as opaque, and a cache that cannot be moved is refused at start.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from asynckv.edges.torch import Tensor
 
 log = logging.getLogger("vllm.asynckv")
-NULL_BLOCK = 0  # the block that vLLM's lists name where there is none
+NULL_BLOCK = 0  # vLLM's id for a place without a block
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What specifications leave out, from the model's configuration and its layers. What is not there is not known."""
+    """Facts that specifications lack, from the model's configuration and its layers; None if not known."""
 
     name: str = ""
-    num_kv_heads: int | None = None  # KV heads of the usual layer of the whole model
+    num_kv_heads: int | None = None  # KV heads of the whole model, in its usual layers
     num_mamba_groups: int | None = None  # groups of Mamba-2's B and C in the whole model
-    is_conv_dim_first: bool | None = False  # convolution states have channels before columns; None if that is not known
+    is_conv_dim_first: bool | None = False  # True if convolution states have channels before columns; None if not known
     cache_dtype: str = "auto"  # `--kv-cache-dtype`
     layers: Mapping[str, Any] = field(default_factory=dict)
 
@@ -71,17 +71,17 @@ class ModelFacts:
         )
 
     def backend(self, layer: str) -> str:
-        """Name what computes with a layer's blocks; empty without a layer object (in a test of vLLM's)."""
+        """Return the name of a layer's attention backend; empty without a layer object (in vLLM's tests)."""
         found: Any = self.layers.get(layer)
         if not hasattr(found, "get_attn_backend"):
             return ""
         name = str(found.get_attn_backend().get_name())
-        # On CPUs keys are packed for one instruction set or another.
+        # On CPUs keys are packed for one instruction set, so engines with different ones must not meet.
         isa = getattr(found, "isa", None)
         return f"{name} {isa}" if isinstance(isa, str) else name
 
     def mamba_groups(self, layer: str, place: Place) -> int | None:
-        """Groups of a layer's B and C in the whole model; a layer may count replicas, its norm does not."""
+        """Return the whole model's number of groups of B and C. A layer may count replicas, but its norm does not."""
         found = self.layers.get(layer)
         own = getattr(getattr(found, "norm", None), "n_groups", None)
         if type(own) is not int:
@@ -90,12 +90,12 @@ class ModelFacts:
         return own if type(own) is int else self.num_mamba_groups
 
     def is_by_token(self, layer: str, spec: Any) -> bool:
-        """Say whether every entry of a layer lies by itself. If nothing computes with them, the tensor's dims count."""
+        """Return True if every entry of a layer can be moved alone; without a backend the tensor's dims decide."""
         return not self.backend(layer) or compat.is_by_token(self.layers[layer], spec)
 
 
 def place_of(vllm_config: Any) -> Place:
-    """Find a worker's place: from its process groups, or from its rank where there are none."""
+    """Return a worker's place from its process groups, or from its rank if there are none."""
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     rank = parallel.rank % (tp_size * pp_size)
@@ -108,18 +108,18 @@ def place_of(vllm_config: Any) -> Place:
 
 
 def check_supported(vllm_config: Any, config: Any) -> None:
-    """Refuse, before anything is loaded, what could not be moved; a `ConfigError` names the option to change."""
+    """Raise `ConfigError` for caches that cannot be moved, before a model is loaded; it names the option to change."""
     parallel = vllm_config.parallel_config
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, option, 1)) > 1:
             raise ConfigError(
-                f"--{option.replace('_', '-')} {size}: blocks whose tokens are dealt out over ranks cannot be moved; "
+                f"--{option.replace('_', '-')} {size}: blocks with tokens of several ranks cannot be moved; "
                 f"leave it at 1 with AsyncKVConnector"
             )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not compat.tells_of_sleep():
         raise ConfigError(
-            f"--enable-sleep-mode: vLLM {compat.version()} does not tell a connector that the memory goes, so readers "
-            f"would read what is there next; remove it, or use vLLM 0.33 or later"
+            f"--enable-sleep-mode: vLLM {compat.version()} does not tell a connector that its memory goes, so "
+            f"readers would get other bytes; remove the option, or use vLLM 0.33 or later"
         )
     for group in compat.transfer_groups(config):
         if getattr(group, "host_resident", False):
@@ -134,8 +134,8 @@ def check_supported(vllm_config: Any, config: Any) -> None:
 def _check_spec(layer: str, spec: Any) -> None:
     if type(spec).__name__ == "CrossAttentionSpec":
         raise ConfigError(
-            f"layer {layer!r} attends to an encoder, of whose tokens a prompt's length says nothing; models of an "
-            f"encoder and a decoder cannot be disaggregated with AsyncKVConnector: remove --kv-transfer-config"
+            f"layer {layer!r} attends to an encoder, and a prompt's length does not give the encoder's tokens. "
+            f"Encoder-decoder models cannot be disaggregated with AsyncKVConnector: remove --kv-transfer-config"
         )
     if not compat.is_known(spec):
         raise ConfigError(
@@ -145,7 +145,7 @@ def _check_spec(layer: str, spec: Any) -> None:
 
 
 def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: ModelFacts) -> Registration:
-    """Declare a worker's KV caches; groups that are not for transfers are left out."""
+    """Declare a worker's KV caches, without the groups that are not transferred."""
     groups: list[Group] = []
     made: list[TensorPart] = []
     owners: dict[tuple[object, ...], str] = {}
@@ -155,7 +155,7 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
         for layer, spec in compat.layer_specs(group).items():
             _check_spec(layer, spec)
             if isinstance(spec, compat.EncoderOnlyAttentionSpec):
-                continue  # keeps nothing
+                continue  # has no cache
             tensor = _tensor_of(layer, tensors)
             owners.setdefault(_identity(tensor), layer)
             kind = describe(layer, spec, place, facts)
@@ -173,15 +173,15 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
     aliases = _aliases(tensors, {part.layer for part in made}, owners)
     if opaque:
         log.info(
-            "what layers %s keep is moved whole, between engines of tensor-parallel size %d only: nobody says what is "
-            "where in it",
+            "the caches of layers %s are moved whole, and only between engines of tensor-parallel size %d, because "
+            "their structure is not known",
             _some(opaque),
             place.tp_size,
         )
     if not made:
         raise ConfigError(
-            f"pipeline stage {place.pp_stage} of {place.pp_size} has no layer that keeps a KV cache, and readers could "
-            f"not meet it; use fewer stages (--pipeline-parallel-size), or deal the layers out in another way "
+            f"pipeline stage {place.pp_stage} of {place.pp_size} has no layer with a KV cache, so readers could not "
+            f"meet it; use fewer stages (--pipeline-parallel-size), or distribute the layers differently "
             f"(VLLM_PP_LAYER_PARTITION)"
         )
     return register_parts(
@@ -199,7 +199,7 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
 def _group(index: int, group: Any, num_blocks: int, ratio: int) -> Group:
     specs = list(compat.layer_specs(group).values()) or [group.kv_cache_spec]
     spec = specs[0]
-    if each := getattr(spec, "kv_cache_specs", None):  # of a stage that has none of its layers
+    if each := getattr(spec, "kv_cache_specs", None):  # this stage has none of the group's layers
         spec = next(iter(each.values()))
     window, kind, block_size = 0, "tokens", group.kv_cache_spec.block_size
     if isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
@@ -219,7 +219,7 @@ def _tensor_of(layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
     if isinstance(tensor, list | tuple) or tensor.dim() != 4:
         shape = [tuple(t.shape) for t in tensor] if isinstance(tensor, list | tuple) else tuple(tensor.shape)
         raise ConfigError(
-            f"layer {layer!r}: a KV cache of shape {shape} is none of (block, head, entry, content), and this is vLLM "
+            f"layer {layer!r}: a KV cache of shape {shape} is not (block, head, entry, content), and this is vLLM "
             f"{compat.version()}; use a version of vLLM that asynckv was tested with"
         )
     return tensor
@@ -236,7 +236,7 @@ def describe(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attentio
 def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attention | Opaque:
     is_latent = isinstance(spec, compat.MLAAttentionSpec | compat.SlidingWindowMLASpec)
     backend, by_token = facts.backend(layer), facts.is_by_token(layer, spec)
-    # Two engines that quantise in different ways must not meet, though their bytes are as many.
+    # Engines that quantise differently must not meet, although their sizes are equal, so the name has the mode.
     content = "latent" if is_latent else "kv"
     if mode := compat.quantisation(spec):
         content += f" {mode}{' e5m2' if 'e5m2' in facts.cache_dtype else ''}"
@@ -264,7 +264,7 @@ def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | 
     is_dim_first = facts.is_conv_dim_first
     if is_dim_first is None:
         raise ConfigError(
-            f"layer {layer!r}: vLLM {compat.version()} does not say in which order a convolution's state is; use a "
+            f"layer {layer!r}: vLLM {compat.version()} does not give the order of a convolution's state; use a "
             f"version of vLLM that asynckv was tested with"
         )
     if len(spec.shapes) == 2 and not spec.tp_replicated:
@@ -307,7 +307,7 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
 def _aliases(
     tensors: Mapping[str, Tensor], known: Iterable[str], owners: Mapping[tuple[object, ...], str]
 ) -> dict[str, str]:
-    """Layers that are in no group: they use the cache of one that is."""
+    """Return the layers that are in no group, because they use the cache of a layer that is in one."""
     aliases = {}
     known = set(known)
     for layer, tensor in tensors.items():
@@ -319,14 +319,14 @@ def _aliases(
 
 
 class Tails:
-    """Clears what a pull did not fill in its last blocks, in models that rely on new blocks being zeroed.
+    """Clears the end of last blocks that a pull did not fill, in models that rely on new blocks being zeroed.
 
-    vLLM does not zero blocks that a connector loads. What no token fills would keep an earlier owner's bytes, and a
-    kernel that multiplies them by zero would get a NaN.
+    vLLM does not zero blocks that a connector loads. The unfilled end would keep an earlier owner's bytes, and a kernel
+    that multiplies them by zero could get a NaN.
 
     Args:
         tensors: By group, the tensors of its layers as `[block, kernel block, head, entry, content]`, and the tokens
-            that an entry covers; 0 if entries are in an order of the kernel's own, which came whole.
+            per entry; 0 if entries are in the kernel's own order, because those kernel blocks came whole.
     """
 
     def __init__(self, tensors: Mapping[int, Sequence[tuple[Tensor, Fraction]]] = MappingProxyType({})) -> None:
@@ -334,7 +334,7 @@ class Tails:
 
     @classmethod
     def of(cls, config: Any, tensors: Mapping[str, Tensor], facts: ModelFacts) -> Tails:
-        """Find the tensors of every group of tokens, if the model relies on zeroed blocks."""
+        """Collect the tensors of every group of tokens, if the model relies on zeroed blocks."""
         found: dict[int, list[tuple[Tensor, Fraction]]] = {}
         if not getattr(config, "needs_kv_cache_zeroing", True):
             return cls()
@@ -351,7 +351,7 @@ class Tails:
         return cls(found)
 
     def clear(self, padding: Iterable[Padding]) -> None:
-        """Zero these tokens' entries, which reach to the ends of their blocks, in every layer of their group."""
+        """Zero the entries of these tokens up to the ends of their blocks, in every layer of their group."""
         for group, block, first, num_tokens in padding:
             for tensor, each in self._tensors.get(group, ()):
                 num_kernel, entries = tensor.shape[1], tensor.shape[3]
@@ -360,7 +360,7 @@ class Tails:
                     if within:
                         tensor[block, kernel, :, within:].zero_()
                 else:
-                    # A kernel block that holds a token of the request came whole, as the prefill side keeps it.
+                    # Kernel blocks with a token of the request came whole from the prefill side, so they stay.
                     kernel, within = -(-first * num_kernel // (first + num_tokens)), 0
                 tensor[block, kernel + bool(within) :].zero_()
 

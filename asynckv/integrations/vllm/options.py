@@ -1,7 +1,7 @@
-"""What `kv_connector_extra_config` may say: the sections of `EngineConfig` by their own names, and little else.
+"""The options in `kv_connector_extra_config`: the sections of `EngineConfig` by their own names, and a few more.
 
-Both halves read it in their constructors, so that a mistake shows before a model is loaded. What is not understood is
-refused, and whoever comes from `NixlConnector` is told what its options are called here.
+Both halves read them in their constructors, so that a mistake shows before a model is loaded. Unknown options are
+refused, and the error for an option of `NixlConnector` names its replacement here.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from asynckv.config import (
 )
 from asynckv.errors import ConfigError
 
-TESTED_VERSIONS = ("0.33.0", "0.32.0")  # its connector interface changes without notice
+TESTED_VERSIONS = ("0.33.0", "0.32.0")  # vLLM changes its connector interface without notice
 WHERE = "kv_connector_extra_config"
 LOOPBACK = "tcp://127.0.0.1:0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsOptions:
-    """Where a worker shows its engine to Prometheus (`docs/metrics.md`), beside vLLM's own endpoint.
+    """The endpoint of a worker's metrics for Prometheus (`docs/metrics.md`), in addition to vLLM's own.
 
     Attributes:
-        port: The first worker's; the others have those that follow.
-        host: Where to listen.
-        allow_remote: Anybody who can reach the address may read it.
+        port: Port of the first worker; the others take the ports that follow.
+        host: Address on which it listens.
+        allow_remote: Allow addresses beyond loopback, where any client that reaches the port may read the metrics.
     """
 
     port: int
@@ -61,12 +61,12 @@ SECTIONS: Mapping[str, type[Any]] = {
 }
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    # A request may wait in vLLM's queue for as long as it likes: vLLM says how each of them ends. So an announcement
-    # is kept for a week, and a prefill engine keeps the blocks for a day while a living reader renews.
+    # vLLM reports the end of every request, so a request may wait in its queue for long. An announcement is kept for a
+    # week, and a prefill engine keeps the blocks for a day while a living reader renews.
     "pull": {"announce_s": 7 * 86_400.0},
     "lease": {"max_lease_s": 86_400.0},
 }
-"""Where the connector's defaults are not the engine's."""
+"""Defaults of the connector that differ from the engine's."""
 
 NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
@@ -78,39 +78,38 @@ OF_NIXL_CONNECTOR = {
     "kv_lease_duration": 'say "lease": {"lease_s": ...}',
     "decoder_kv_blocks_ttl": 'say "turn_lease_s": ...',
     "bidirectional_kv_xfer": (
-        'leave it out: any request may ask for both, {"do_remote_prefill": true, "do_remote_decode": true} with what '
-        "the other engine gave out"
+        'leave it out: any request may ask for both, {"do_remote_prefill": true, "do_remote_decode": true} with the '
+        "params of the other engine"
     ),
-    "kv_recompute_threshold": "leave it out: what the prefix cache lacks is read, however little it is",
+    "kv_recompute_threshold": "leave it out: all tokens that the prefix cache lacks are read, even if they are few",
     "engine_ttl": 'say "pull": {"idle_s": ...}',
-    "enforce_handshake_compat": "leave it out: layouts are always compared, and may differ in whatever can be planned",
+    "enforce_handshake_compat": "leave it out: layouts are always compared, and may differ if they can be planned",
     "push_registration_timeout": "leave it out: KV is pulled, never pushed",
 }
-"""Options that users bring along, and what to do with each."""
+"""Options of `NixlConnector`, and their replacements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`kv_connector_extra_config`, checked: `EngineConfig` without the engine's id, and what is the connector's own.
+    """`kv_connector_extra_config`, checked: `EngineConfig` without the engine's id, and options of the connector.
 
     Attributes:
-        bind: Where the first worker's control plane listens, and the others on the ports that follow; port 0 lets the
-            system choose for each.
-        advertise: What the other engines are told, if it differs from the bound address.
-        allow_insecure: Listen on other than loopback addresses without keys.
+        bind: Address of the first worker's control plane; the others take the ports that follow. With port 0 the
+            system chooses a port for each.
+        advertise: Address that other engines are told, if it differs from the bound one.
+        allow_insecure: Allow addresses beyond loopback without keys.
         keys: Authenticate and encrypt the control plane.
-        lease: See `LeaseConfig`. `lease_s` is how long a prefilled request waits for a decode engine to ask for it.
-        pull: See `PullConfig`. `timeout_s` is how long a load may take; a request may wait in vLLM's queue for as
-            long as it likes (`announce_s`, unless it is given).
+        lease: See `LeaseConfig`. A prefilled request waits `lease_s` for a decode engine to ask for it.
+        pull: See `PullConfig`. `timeout_s` limits a load, and `announce_s` the wait in vLLM's queue.
         nixl: See `NixlConfig`.
         log: See `LogConfig`.
         limits: See `LimitsConfig`.
         inspect: See `InspectConfig`.
         metrics: Show each worker's engine to Prometheus; see `MetricsOptions`.
-        turn_lease_s: How long the blocks of a request that went on after its first token, and is to be lent at its
-            end, wait for the next turn.
-        allow_unhashed: Read KV of params that carry no hashes of their prompt, such as engines other than vLLM make.
-            Whoever can send a request can then give any lent KV out for that of any prompt of the same length.
+        turn_lease_s: Seconds that blocks wait for the next turn, if their request generated more than one token and is
+            lent at its end.
+        allow_unhashed: Read KV of params without hashes of their prompt, as engines other than vLLM may make them. Any
+            client can then have any lent KV loaded for any prompt of the same length.
     """
 
     bind: str = LOOPBACK
@@ -155,10 +154,10 @@ class Options:
         return options
 
     def engine_config(self, engine_id: str, number: int = 0) -> EngineConfig:
-        """What a worker's engine is configured with.
+        """Return the configuration of a worker's engine.
 
         Args:
-            number: The worker's, among those that got the same options: it listens so many ports after the first one's.
+            number: Number of the worker among those with the same options; it is added to the first worker's port.
         """
         values = {name: getattr(self, name) for name in _ENGINE}
         for name in ("bind", "advertise") if number else ():
@@ -166,7 +165,7 @@ class Options:
         return EngineConfig(engine_id=engine_id, **values)
 
     def check_addresses(self) -> None:
-        """Refuse before a model is loaded what could not listen after it; reads the files of keys."""
+        """Raise `ConfigError` before a model is loaded if the addresses or the key files cannot be used."""
         from asynckv.edges.zmq import ZmqPlane
 
         try:
@@ -179,18 +178,18 @@ _ENGINE = tuple(f.name for f in fields(EngineConfig) if f.name != "engine_id")
 
 
 def remarks(options: Options, version: str, environment: Mapping[str, str], missing: Sequence[str] = ()) -> list[str]:
-    """Say what is unusual about a start: the version of vLLM, names that it lacks (`compat`), the environment."""
+    """Return warnings about a start: an untested vLLM, names that it lacks (`compat`), and ignored variables."""
     out = []
     if version.split("+")[0] not in TESTED_VERSIONS:
         out.append(
             f"AsyncKVConnector was tested with vLLM {', '.join(TESTED_VERSIONS)}, and this is {version}: vLLM's "
             f"connector interface changes between versions, so try it before you serve with it"
-            + (f". It lacks {', '.join(missing)}, and AsyncKVConnector goes on without" if missing else "")
+            + (f". It lacks {', '.join(missing)}, and AsyncKVConnector goes on without them" if missing else "")
         )
     if (host := environment.get(NIXL_HOST)) and options.bind == LOOPBACK:
         out.append(
-            f"{NIXL_HOST}={shown(host)} is read by NixlConnector alone, and AsyncKVConnector listens on "
-            f'{options.bind}; say "bind": "tcp://{host}:0" in {WHERE}, and give keys'
+            f"{NIXL_HOST}={shown(host)} is read only by NixlConnector, and AsyncKVConnector listens on "
+            f'{options.bind}; set "bind": "tcp://{host}:0" in {WHERE}, and give keys'
         )
     return out
 

@@ -1,22 +1,22 @@
-"""The scheduler's half: what vLLM's hooks mean, and vLLM's requests and blocks in asynckv's words.
+"""The scheduler's half: translates vLLM's hooks, requests and blocks into orders of asynckv.
 
-A request asks for transfers in its `kv_transfer_params`, which come from a client by way of a router:
+A request asks for transfers in its `kv_transfer_params`, which come from a client through a router:
 
-- `{"do_remote_decode": true}`: lend its blocks when it ends, and give out what another engine needs:
+- `{"do_remote_decode": true}`: lend its blocks when it ends, and answer with params for the reading engine:
   `{"do_remote_prefill": true, "do_remote_decode": false, "asynckv": {...}}`.
-- `{"do_remote_prefill": true, "asynckv": {...}}`: another engine has computed KV of this one, so read it.
+- `{"do_remote_prefill": true, "asynckv": {...}}`: read the KV that another engine has computed.
 
-Both at once mean both. What a client sends is looked at once, and never raises: with bad params the prompt is computed
-here, and one warning says why.
+Both may be given. A client's params are checked once, and never raise: with bad params the prompt is computed here, and
+one warning gives the reason.
 
-**One token less.** A prompt's reader computes its last token again, to sample from it. A recurrent state cannot be
-taken one token back, and a sliding window may have lost the first token that the last one looks at. Models with either
-stop one token before the end (`Shape.back_off`).
+**One token less.** The reader computes a prompt's last token again, to sample from it. A recurrent state cannot be
+taken back by one token, and a sliding window may have lost the first token that the last one needs. So models with
+either stop one token before the end (`Shape.back_off`).
 
-**The same prompt.** The params carry a chain of hashes over the tokens whose KV is lent, and over whatever else their
-KV depends on. The reading engine reads only the tokens on which its own chain agrees. Claims compare the chain as well.
+**The same prompt.** The params carry a chain of hashes over the lent tokens, and over everything else that their KV
+depends on. The reading engine reads only the tokens on which its own chain agrees. Claims compare the chain as well.
 
-An order that is given while a request is queued, allocated or ended goes out with the next step, and vLLM makes one.
+Orders go out with the next step. vLLM always makes one after a request is queued, allocated or ended.
 """
 
 from __future__ import annotations
@@ -45,44 +45,45 @@ from asynckv.scheduler import PrefillRanks
 if TYPE_CHECKING:
     from asynckv.integrations.vllm.handover import WorkerAddress
 
-PARAMS = "asynckv"  # where in `kv_transfer_params` ours are: vLLM and routers put other things beside them
+PARAMS = "asynckv"  # our key in `kv_transfer_params`; vLLM and routers use others
 NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid", "remote_port": None}
-"""What `NixlConnector` looks for. It waits for ever where one is missing, and fails at once to connect to nowhere."""
+"""Fields that `NixlConnector` reads. It waits for ever if one is missing, but fails at once to connect to no host."""
 
-HASH_TOKENS, MAX_CHAIN = 256, 256  # doubled as often as it takes: 9 kB of params at most
-RECLAIM_S = 1.0  # between two orders to make room
+HASH_TOKENS, MAX_CHAIN = 256, 256  # tokens per hash double for long prompts, so params have 9 kB at most
+RECLAIM_S = 1.0  # seconds between two orders to make room
 CAUSES = {
     "no_params": "do_remote_prefill is true, but there is no 'asynckv' beside it: the other engine has another "
-    "connector, or the router does not pass on what it gave out",
+    "connector, or the router does not pass on its params",
     "malformed": "its kv_transfer_params are not understood",
     "spent": "its params were used up before: another request has read their KV, or was given up",
-    "no_hashes": "its params carry no hashes of the prompt, so nothing shows that their KV is of this one; upgrade the "
-    "engine that made them, or set allow_unhashed where every client is trusted",
-    "other_prompt": "the KV that was offered is of another prompt (its tokens, adapter, images, embeddings or salt); "
-    "look at the router and at both engines' chat templates",
-    "other_end": "the KV that was offered is of a prompt that ends otherwise; what both begin with is read",
-    "too_far": "the KV that was offered reaches past the last token but one, and this model cannot go back: its states "
-    "or windows are of one token; both engines need this connector, and the same model",
+    "no_hashes": "its params carry no hashes of the prompt, so nothing shows that the KV is of this prompt; upgrade "
+    "the engine that made them, or set allow_unhashed where every client is trusted",
+    "other_prompt": "the offered KV is of another prompt (other tokens, adapter, images, embeddings or salt); check "
+    "the router and both engines' chat templates",
+    "other_end": "the offered KV is of a prompt that ends differently; the common beginning is read if the model "
+    "allows it",
+    "too_far": "the offered KV reaches past the last token but one, and this model cannot go back, because its states "
+    "or windows are of one token; both engines need this connector and the same model",
     "prompt_logprobs": "log-probabilities of the prompt are asked for, which need every token to be computed",
     "sibling": "another request with the same params was pulled for both (n > 1), and the prefix cache does not serve "
-    "this one; enable prefix caching, or have the router ask for each by itself",
+    "this one; enable prefix caching, or have the router prefill each request",
     "not_lent": "it was to be lent to a decode engine, and cannot be, so that engine computes the prompt",
 }
-"""Why a prompt, or its end, is computed where its KV was to be transferred. Each is logged once, and counted always."""
+"""Causes for which a prompt or its end is computed instead of a transfer. Each is logged once, and always counted."""
 
-FAILED = PullError("a worker could not load it, and says why in its log")
+FAILED = PullError("a worker could not load it; its log gives the reason")
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-logger = logging.getLogger("vllm.asynckv")  # vLLM shows what is logged below its own name
+logger = logging.getLogger("vllm.asynckv")  # vLLM shows the lines of loggers below its own
 
 
 class SchedulerHalf:
-    """What the class in vLLM's scheduler knows and decides; for that scheduler's thread alone."""
+    """The connector in vLLM's scheduler; only for that scheduler's thread."""
 
     def __init__(self, options: Options, vllm_config: Any, kv_cache_config: Any) -> None:
         self.options = options
         self.engine_id: str = vllm_config.kv_transfer_config.engine_id
         self.shape = Shape.of(vllm_config, kv_cache_config)
-        self.pulls = DecodeLedger(num_ranks=1)  # vLLM's workers agree among themselves before they report
+        self.pulls = DecodeLedger(num_ranks=1)  # vLLM joins its workers' reports
         self.loans: PrefillLedger | None = None  # None until the workers' addresses are known
         self._end: dict[str, int] = {}  # tokens from the start of a queued request's prompt that are to be read
         self._failing: list[str] = []
@@ -100,14 +101,14 @@ class SchedulerHalf:
     # -- where the workers are ----------------------------------------------------------------------
 
     def set_workers(self, found: Mapping[tuple[int, int], WorkerAddress]) -> None:
-        """Every worker listens, or has registered its memory anew; by pipeline stage and rank."""
+        """Take the workers' addresses by pipeline stage and rank, at the start or after they registered memory anew."""
         from asynckv.integrations.vllm.handover import WorkerAddress
 
         for place, address in found.items():
             if not isinstance(address, WorkerAddress):
                 raise ConfigError(
-                    f"the worker (pp, tp) {place} describes itself by a {type(address).__name__}: in MultiConnector "
-                    f"only the first connector that has an address is heard; name AsyncKVConnector before it"
+                    f"the worker (pp, tp) {place} has a {type(address).__name__} as its address: in MultiConnector "
+                    f"vLLM takes only the first connector's addresses; name AsyncKVConnector before it"
                 )
         if not found:
             logger.warning("asynckv: no worker has an address; nothing can be lent")
@@ -135,12 +136,12 @@ class SchedulerHalf:
         if given is None:
             return
         if not isinstance(given, dict):
-            self._computes(request, "malformed", f"they are {shown(given)}, and must be an object")
-            request.kv_transfer_params = None  # or vLLM, which looks into it next, would raise
+            self._computes(request, "malformed", f"they are {shown(given)}, but must be an object")
+            request.kv_transfer_params = None  # because vLLM reads it next, and would raise
             return
         reads = given.get("do_remote_prefill") is True
         if given.get("do_remote_decode") is True:
-            # With both, this may be the engine that generates.
+            # If the request also reads, this may be the engine that generates, so truncation is optional.
             self._truncate(request, must=not reads)
         if reads and not self._fetch(request, given.get(PARAMS)):
             _reads_no_more(request)
@@ -150,7 +151,7 @@ class SchedulerHalf:
             return self._computes(request, "no_params")
         fetch: Fetch | None = None
         try:
-            # The question that the router has asked this engine is nearer than what the params bring.
+            # The trace of this engine's own HTTP request is nearer than the one in the params.
             fetch = self.pulls.announce(request.request_id, given, trace=trace_context(_headers(request)))
             if fetch is None:
                 return self._computes(request, "spent")
@@ -168,21 +169,21 @@ class SchedulerHalf:
         return True
 
     def _computes(self, request: Any, cause: str, why: str = "") -> bool:
-        """Note that a prompt is computed where its KV was to be transferred; returns False."""
+        """Count a prompt that is computed instead of a transfer, and log the first of each cause; returns False."""
         self.tally.computed_locally(cause)
         if cause not in self._told:
             self._told.add(cause)
             logger.warning(
-                "asynckv: request %s is computed without a transfer: %s. Further ones are counted "
-                "(computed_locally, cause %s), and not logged",
+                "asynckv: request %s is computed without a transfer: %s. Further requests are only counted "
+                "(computed_locally, cause %s)",
                 *(shown(request.request_id), ": ".join(filter(None, (CAUSES[cause], why))), cause),
             )
         return False
 
     def _readable(self, request: Any, params: KVTransferParams) -> tuple[str, int]:
-        """Count the tokens of this prompt whose KV was lent and is of use, and say why not all of them are."""
+        """Return how many tokens of this prompt can be read, and the cause if not all of them can."""
         if getattr(request, "skip_reading_prefix_cache", False):
-            return "prompt_logprobs", 0  # vLLM computes every token, and reads nothing
+            return "prompt_logprobs", 0  # vLLM computes every token itself
         most, every = min(params.num_tokens, request.num_tokens), params.hash_tokens
         end: int = request.num_prompt_tokens - self.shape.back_off
         if not params.hashes and not self.options.allow_unhashed:
@@ -190,27 +191,27 @@ class SchedulerHalf:
         if not params.hashes:
             same = most
         elif most > every * MAX_CHAIN:
-            same = 0  # a client's own, made to be expensive
+            same = 0  # only a client can have made this, to cost much time
         else:
             same = common_prefix(chain_of(request, most, every), params.hashes, every, most)
         if not same:
             return "other_prompt", 0
         if same < most:
-            # States are of the last token, windows before it, and a draft's KV depends on the token that follows.
+            # States and windows are valid only at the last token, and a draft's KV depends on the token that follows.
             return "other_end", 0 if self.shape.back_off or self.shape.has_drafts else min(same, end)
         if self.shape.back_off and params.num_tokens > end:
-            return "too_far", 0  # there is no way back from its last state
+            return "too_far", 0  # its last state cannot be taken back
         return "", min(same, end)
 
     def _truncate(self, request: Any, must: bool) -> None:
-        """Leave the last tokens of a prompt to the engine that goes on with it."""
+        """Remove the last tokens of a prompt, which the reading engine computes."""
         fewer = self.shape.back_off
         if not fewer or request.num_prompt_tokens <= fewer or not (must or request.max_tokens == 1):
             return
         if getattr(request, "skip_reading_prefix_cache", False):
             return  # the other engine computes the whole prompt as well
-        # A prompt may come as ids, as embeddings, or as both; vLLM's workers end if these differ in length. The ids are
-        # not ours to shorten: without a process between, all completions of a prompt share one list.
+        # A prompt may come as ids, as embeddings, or as both, and vLLM's workers end if these differ in length. Lists
+        # are replaced, not shortened, because all completions of a prompt may share one.
         for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
             if (given := getattr(request, name)) is not None:
                 setattr(request, name, given[:-fewer])
@@ -219,11 +220,11 @@ class SchedulerHalf:
         request.max_tokens = 1
 
     def match(self, request: Any, num_cached: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the local prefix cache's can be read; None to be asked again."""
+        """Return how many tokens beyond the local prefix cache can be read; None to be asked again."""
         fetch = self.pulls.get(request.request_id)
         if fetch is None:
             return 0, False
-        # If what it waited for has failed, it fails as a load as well: what then follows is for vLLM's policy.
+        # If the load that it waited for has failed, it fails as a load too, so that vLLM's policy applies.
         may_pull = True if fetch.errors else self.pulls.may_pull(request.request_id)
         if may_pull is None:
             return None, False
@@ -237,7 +238,7 @@ class SchedulerHalf:
         return (more, True) if more > 0 else (0, False)
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
-        """A request has got its blocks (`update_state_after_alloc`); asked again after a load, with 0."""
+        """Order the pull of a request that has its blocks (`update_state_after_alloc`); called with 0 after a load."""
         self._queued.pop(request.request_id, None)
         fetch = self.pulls.get(request.request_id)
         if fetch is None or fetch.state not in (State.QUEUED, State.WAITING):
@@ -256,7 +257,7 @@ class SchedulerHalf:
         _reads_no_more(request)
 
     def spare(self, request: Any) -> None:
-        """A request needs nothing of what was lent, or is gone; it may be known to nobody here."""
+        """Cancel the reading of a request that needs no lent KV, or is gone. The request may be unknown."""
         self._end.pop(request.request_id, None)
         self._first.pop(request.request_id, None)
         if request.request_id not in self._erred:
@@ -284,12 +285,12 @@ class SchedulerHalf:
         return [*self.pulls.take_orders(), *lends, *reclaims]
 
     def take_failing(self) -> Sequence[str]:
-        """Loads that the workers are to report as failed, without an order."""
+        """Return the loads that workers must report as failed, without an order."""
         failing, self._failing = self._failing, []
         return failing
 
     def _reclaim(self, now: float) -> None:
-        """Ask for room for the request that was queued first, once it has waited for as long as a grant."""
+        """Ask readers for room for the oldest queued request, once it has waited for `grant_s`."""
         request, since = next(iter(self._queued.values()))
         if self._pool is None or now - since < self.options.lease.grant_s or now - self._reclaimed_at < RECLAIM_S:
             return
@@ -300,7 +301,7 @@ class SchedulerHalf:
     def loaded(
         self, received: Iterable[str] | None, sent: Iterable[str] | None, failed: Collection[str] | None = None
     ) -> None:
-        """Hear which pulls and loans all workers have ended (`update_connector_output`), and which pulls badly."""
+        """Note the pulls and loans that all workers have ended (`update_connector_output`), and the failed pulls."""
         for request_id in received or ():
             self._erred.discard(request_id)
             self.pulls.ended(request_id, FAILED if request_id in (failed or ()) else None)
@@ -313,11 +314,11 @@ class SchedulerHalf:
     # -- a request ends -----------------------------------------------------------------------------
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: True if its blocks are lent, and what to give to the engine that goes on with it."""
+        """End a request; return True if its blocks are lent, and the params for the engine that reads them."""
         self._queued.pop(request.request_id, None)
         fetch = self.pulls.get(request.request_id)
         if request.status.name == "FINISHED_ERROR" and fetch is not None and fetch.state is State.PULLING:
-            self._erred.add(request.request_id)  # vLLM says so before `loaded` says whether the load has failed
+            self._erred.add(request.request_id)  # vLLM ends it before `loaded` reports the failed load
         self.spare(request)
         given = request.kv_transfer_params
         if not given:
@@ -330,7 +331,7 @@ class SchedulerHalf:
             params = self._make_params(request, lists, num_tokens)
         except AsyncKVError as exc:
             return self._computes(request, "not_lent", str(exc)), None
-        # The block ids once more, as routers that were written for NixlConnector count them; nothing here reads them.
+        # Routers that were written for NixlConnector count the block ids. asynckv does not read them.
         blocks = [ids for _, ids in lists]
         return True, {
             "do_remote_prefill": True,
@@ -344,13 +345,13 @@ class SchedulerHalf:
     def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int]:
         num_tokens = num_received(request)
         if self.shape.has_states:
-            # The state has to be the one after this very token.
+            # A state is valid only after its own token.
             is_guessed = self.shape.has_drafts and request.num_output_tokens > 1
             if is_guessed or num_tokens != request.num_computed_tokens:
-                raise LocalProtocolError("its state is that of another token")
+                raise LocalProtocolError("its state is of another token")
         lists = self.shape.held(block_ids, num_tokens) if num_tokens > 0 else None
         if lists is None:
-            raise LocalProtocolError("nothing of it is held, or not its state")
+            raise LocalProtocolError("its blocks or its state are gone")
         return lists, num_tokens
 
     def _make_params(self, request: Any, lists: Blocks, num_tokens: int) -> dict[str, Any]:
@@ -370,7 +371,7 @@ class SchedulerHalf:
 
 
 def hash_tokens_of(num_tokens: int) -> int:
-    """Choose how many tokens a hash covers, so that no chain is long."""
+    """Return the tokens per hash that keep a chain within `MAX_CHAIN`."""
     every = HASH_TOKENS
     while num_tokens > every * MAX_CHAIN:
         every *= 2
@@ -384,7 +385,7 @@ def chain_of(request: Any, num_tokens: int, every: int) -> list[str]:
 def _also(request: Any, num_tokens: int, every: int) -> Iterator[tuple[int, str | bytes]]:
     adapter, salt, features, embeds, mask = identity(request)
     if adapter is not None:
-        # Its number is each engine's own. Its path tells versions apart that go by one name.
+        # Each engine numbers adapters itself. The path tells versions of one name apart.
         yield 0, repr(("adapter", adapter.lora_name, adapter.lora_path))
     if salt:
         yield 0, repr(("salt", salt))
@@ -398,12 +399,12 @@ def _also(request: Any, num_tokens: int, every: int) -> Iterator[tuple[int, str 
 
 
 def _headers(request: Any) -> Mapping[str, str]:
-    """Return the trace's context that a request came with; vLLM keeps it where it traces."""
+    """Return the trace context of a request; vLLM keeps it only if it traces."""
     given = getattr(request, "trace_headers", None)
     return given if isinstance(given, Mapping) else {}
 
 
 def _reads_no_more(request: Any) -> None:
-    """Whoever looks at the request later, a preempted one above all, must not begin to read again."""
+    """Clear `do_remote_prefill`, so that a request is not read again, above all after it was preempted."""
     if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
         request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

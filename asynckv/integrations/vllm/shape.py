@@ -1,7 +1,7 @@
-"""A model's cache groups as the scheduler sees them, and vLLM's lists of blocks in asynckv's terms.
+"""A model's cache groups for the scheduler, and the translation of vLLM's lists of blocks.
 
-vLLM lists a request's blocks per cache group from its first token on, with block 0 where there is none. asynckv takes
-per group `(first_token, block ids)`, with None for no block, and of the states only the one after the last token.
+vLLM lists a request's blocks per cache group from its first token on, with block 0 for a missing block. asynckv takes
+per group `(first_token, block ids)`, with None for a missing block, and only the state after the last token.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from asynckv.geometry.layout import ONE_PER_REQUEST
 from asynckv.integrations.vllm import compat
 
 NULL_BLOCK = 0
-Blocks = list[tuple[int, list[int | None]]]  # per group its first token, and ids from the block on that holds it
+Blocks = list[tuple[int, list[int | None]]]  # per group the first token, and ids from its block on
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    index: int  # its place among all of vLLM's groups
-    block_size: int  # tokens per block; of states, tokens between those that are kept
+    index: int  # index among all of vLLM's groups
+    block_size: int  # tokens per block; for states, tokens from one kept state to the next
     is_state: bool = False
-    is_window: bool = False  # tokens are forgotten once they are far enough behind
+    is_window: bool = False  # True if old tokens are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All groups that are transferred, in vLLM's order."""
+    """The groups that are transferred, in vLLM's order."""
 
     groups: tuple[CacheGroup, ...]
-    back_off: int  # tokens at the end of a prompt that are left to whoever reads it
-    has_drafts: bool = False  # states are kept of all guesses; which one holds is known to the workers alone
+    back_off: int  # tokens at the end of a prompt that are left to its reader
+    has_drafts: bool = False  # states of all guesses are kept, and only workers know the valid one
 
     @property
     def has_states(self) -> bool:
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def largest_block(self) -> int:
-        """Tokens of the largest block of tokens; a prefix cache ends up to so many before a prompt's end."""
+        """Return the tokens of the largest block: the most by which a prefix cache may end before a prompt does."""
         return max((group.block_size for group in self.groups if not group.is_state), default=0)
 
     @classmethod
@@ -48,7 +48,7 @@ class Shape:
         for index in compat.transfer_group_ids(kv_cache_config):
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
             layers = list(getattr(spec, "kv_cache_specs", {0: spec}).values())
-            # A ring is what a state is: one block that holds the end of what was computed.
+            # A ring counts as a state, because it is one block that holds only the last tokens.
             is_ring = any(isinstance(each, compat.CircularBufferSpec) for each in layers)
             is_state = is_ring or any(isinstance(each, compat.MambaSpec) for each in layers)
             size = ONE_PER_REQUEST if is_ring else spec.block_size
@@ -56,9 +56,9 @@ class Shape:
                 isinstance(each, compat.FullAttentionSpec) and not isinstance(each, compat.RSWASpec) for each in layers
             )
             groups.append(CacheGroup(index, size, is_state, not is_state and not keeps_all))
-        # Whatever is not full attention forgets: states, sliding windows, chunks.
+        # Every kind except full attention drops old tokens: states, sliding windows, chunks.
         forgets = any(group.is_state or group.is_window for group in groups)
-        # Draft layers that look ahead have to see the tokens which were sampled, not those of their own drafts.
+        # Draft layers that look ahead need the sampled tokens, not their own drafts.
         back_off = max(int(forgets), getattr(vllm_config, "num_prefill_lookahead_tokens", 1) - 1)
         return cls(tuple(groups), back_off, vllm_config.speculative_config is not None)
 
@@ -66,10 +66,9 @@ class Shape:
         return sum(1 if group.is_state else -(-num_tokens // group.block_size) for group in self.groups)
 
     def missing(self, blocks: Any, first_token: int, num_tokens: int) -> Blocks:
-        """Blocks of a request (vLLM's `KVCacheBlocks`) to be filled with tokens from `first_token` to `num_tokens`.
+        """Return the blocks (of vLLM's `KVCacheBlocks`) to be filled with tokens from `first_token` to `num_tokens`.
 
-        Where layers forget, the local prefix cache may have less: blocks of a window that nothing is cached of are read
-        too.
+        The local prefix cache may have dropped blocks of a sliding window, so those that are new are read too.
         """
         lists, ids = [], blocks.get_block_ids()
         for group in self.groups:
@@ -80,7 +79,7 @@ class Shape:
         return lists
 
     def held(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Blocks | None:
-        """Blocks of a request that hold its first `num_tokens`; None if there are none, or a state is gone."""
+        """Return the blocks that hold a request's first `num_tokens`; None if there are none, or a state is gone."""
         lists = [self._listed(group, block_ids[group.index], 0, num_tokens) for group in self.groups]
         for group, (_, ids) in zip(self.groups, lists, strict=True):
             if group.is_state and not (ids and ids[0] is not None):
@@ -98,7 +97,7 @@ class Shape:
             begin += 1
         first = begin * size if group.is_state or begin * size > first_token else first_token
         listed: list[int | None] = list(ids[begin:end])
-        if NULL_BLOCK in listed:  # found at once; most lists have none
+        if NULL_BLOCK in listed:  # a fast check, because most lists have none
             listed = [None if block == NULL_BLOCK else block for block in listed]
         return first, listed
 

@@ -1,8 +1,8 @@
 """Statistics in vLLM's own form: for its log, and for its Prometheus endpoint.
 
-A worker and the scheduler's half tally what they hear of (`Tally`), and give it away in differences, as plain JSON.
-vLLM adds them up and sends them to the process that logs and answers `/metrics`: `AsyncKVStats` and
-`AsyncKVPromMetrics` are made there from the data alone.
+Each worker and the scheduler's half count events (`Tally`), and return the differences as plain JSON. vLLM adds them up
+and sends them to the process that logs and answers `/metrics`. There `AsyncKVStats` and `AsyncKVPromMetrics` are made
+from the data alone.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from asynckv.integrations.vllm.compat import KVConnectorPromMetrics, KVConnector
 from asynckv.results import PullResult
 
 EVERY_S = 1.0
-MAX_SAMPLES = 4096  # durations of one interval and worker at most: vLLM sends them between processes
+MAX_SAMPLES = 4096  # durations per interval and worker, because vLLM sends them between processes
 
 
 class AsyncKVStats(KVConnectorStats):
-    """What happened in an interval: on one worker, or on several together.
+    """Statistics of one interval, of one worker or of several together.
 
-    `data` is plain JSON: `duration_s`, `bytes` and `descriptors` have an entry per pull that ended well, `failed`,
-    `leases` and `computed_locally` (the scheduler's) count by cause.
+    `data` is plain JSON. `duration_s`, `bytes` and `descriptors` have an entry per successful pull. `failed`, `leases`
+    and `computed_locally` (from the scheduler) count by cause.
     """
 
     data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        # Copied: what one logger adds up, others of the process are given as well.
+        # Copied, because vLLM gives the same data to several loggers of a process, and one adds to it.
         self.data = {name: value.copy() for name, value in (data or {}).items()}
         if not self.data:
             self.reset()
@@ -98,7 +98,7 @@ class Tally:
         self._count("leases", cause)
 
     def computed_locally(self, cause: str) -> None:
-        """Count a request that was meant for a transfer, and whose prompt is computed here, or a part of it."""
+        """Count a request with a prompt that is computed here, at least in part, instead of a transfer."""
         self._count("computed_locally", cause)
 
     def _count(self, kind: str, cause: str) -> None:
@@ -107,7 +107,7 @@ class Tally:
         counts[cause] = counts.get(cause, 0) + 1
 
     def take(self, at_once: bool = False) -> AsyncKVStats | None:
-        """Give away what was counted; None if there is nothing, or it was given away less than a second ago."""
+        """Return the counts and reset them; None if there are none, or if the last call was less than a second ago."""
         if self._is_empty or ((now := self._clock()) - self._taken_at < EVERY_S and not at_once):
             return None
         stats, self._stats = self._stats, AsyncKVStats()
@@ -115,7 +115,7 @@ class Tally:
         return stats
 
 
-_PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})  # of a pull, one after the other
+_PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})  # the consecutive phases of a pull
 
 
 class AsyncKVPromMetrics(KVConnectorPromMetrics):
@@ -139,14 +139,14 @@ class AsyncKVPromMetrics(KVConnectorPromMetrics):
             "duration_s": histogram("pull_seconds", "Time from asking for a request's KV to having it.", times),
             "bytes": histogram("pull_bytes", "Bytes read per request.", [2.0**i for i in range(12, 36, 2)]),
             "descriptors": histogram(
-                "pull_descriptors", "Pieces that a request's bytes were read in.", [4.0**i for i in range(9)]
+                "pull_descriptors", "Descriptors that were posted per request.", [4.0**i for i in range(9)]
             ),
         }
         self._counters = {}
         for kind, name, documentation in (
-            ("failed", "failed_pulls", "Requests whose KV could not be read, by cause."),
-            ("computed_locally", "computed_locally", "Prompts that were computed in place of a transfer, by cause."),
-            ("leases", "ended_leases", "Requests lent to decode engines that have ended, by how."),
+            ("failed", "failed_pulls", "Requests with a failed read, by cause."),
+            ("computed_locally", "computed_locally", "Prompts that were computed instead of a transfer, by cause."),
+            ("leases", "ended_leases", "Leases that have ended, by cause."),
         ):
             self._counters[kind] = self._counter_cls(
                 name=f"vllm:asynckv_{name}", documentation=documentation, labelnames=[*labelnames, "cause"]

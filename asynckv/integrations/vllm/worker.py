@@ -1,13 +1,13 @@
-"""The worker's half: an engine on a thread of its own, fed with the orders of each step and asked what has ended.
+"""The worker's half: an engine on its own thread, which gets the orders of each step and is asked for results.
 
-vLLM calls this from the thread that computes, so nothing waits but the start, sleep, wake-up and the end, and those for
-a bounded time. The scheduler frees blocks and counts ranks by what is told, and ends when it hears of a request twice:
+vLLM calls this from the thread that computes. So only the start, sleep, wake-up and the end wait, each for a bounded
+time. vLLM's scheduler frees blocks and counts ranks by these reports, and ends if it hears of a request twice:
 
-- Every pull that was ordered is told once in `finished_recving`, when its bytes are in place or nothing can write its
-  blocks any more; one that failed is in `failed_recving` as well.
-- Every lend that was ordered is told once in `finished_sending`, also one that the engine refused.
-- Blocks that may still be written when `pull.held_s` has passed have no counterpart in vLLM: the worker ends with an
-  error that names the requests.
+- Every ordered pull is reported once in `finished_recving`, when its bytes are in place or nothing can write its blocks
+  any more. A failed pull is in `failed_recving` as well.
+- Every ordered lend is reported once in `finished_sending`, even if the engine refused it.
+- If blocks may still be written after `pull.held_s`, the worker ends with an error that names the requests, because
+  vLLM cannot set blocks aside.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from asynckv.edges.torch import Tensor
     from asynckv.integrations.vllm.options import Options
 
-START_S = 120.0  # until the engine listens: registering much memory takes its time
-DRAIN_S = 2.0  # before sleep, until what is under way is cut short: vLLM sleeps when it is idle
-LET_GO_S = 30.0  # besides, until the memory is let go; what was promised to readers (`lease.grant_s`) comes on top
-CLOSE_S = 3.5  # until all has ended: vLLM kills a worker 5 s after it asked it to end
+START_S = 120.0  # for the engine to listen: registering much memory takes long
+DRAIN_S = 2.0  # for running transfers before a sleep; short, because vLLM sleeps only when it is idle
+LET_GO_S = 30.0  # for the release of the memory, after the drain and the readers' grants (`lease.grant_s`)
+CLOSE_S = 3.5  # for the end: vLLM kills a worker 5 s after it asked it to end
 log = logging.getLogger("vllm.asynckv")
 
 
@@ -59,7 +59,7 @@ class WorkerHalf:
         self._tally = Tally()
 
     def allocation(self) -> contextlib.AbstractContextManager[Any] | None:
-        """What vLLM shall allocate its caches in: host memory that NIXL's own process can map; None for a device's."""
+        """Return a context in which vLLM allocates host memory that NIXL's own process can map; None for a device."""
         is_cpu = current_platform is not None and current_platform.is_cpu()
         return shared_zeros() if is_cpu and self._config.nixl.process != "never" else None
 
@@ -69,7 +69,7 @@ class WorkerHalf:
         registration = register(self._kv_cache_config, kv_caches, place, facts)
         self._tails = Tails.of(self._kv_cache_config, kv_caches, facts)
         if self._thread is not None:
-            # Memory that was allocated anew, as after an elastic change of size.
+            # vLLM has allocated the memory anew, as after an elastic change of size.
             self.unregister_kv_caches()
             self._registration = registration
             self.restore_kv_caches()
@@ -77,7 +77,7 @@ class WorkerHalf:
         self._registration = registration
         with unpinned():
             thread = EngineThread(self._config, registration)
-            self._show(thread)  # which ends with the engine
+            self._show(thread)  # the endpoint ends with the engine
             self._trace(thread)
             self._thread = thread.start(START_S)
 
@@ -91,21 +91,21 @@ class WorkerHalf:
             MetricsEndpoint(Metrics(thread), host=host, port=port, allow_remote=allow_remote).start()
 
     def _trace(self, thread: EngineThread) -> None:
-        """Make spans where vLLM does: its processes have set up OpenTelemetry by now, in each worker."""
+        """Trace if vLLM traces. By now its workers have set up OpenTelemetry."""
         if getattr(self._vllm_config.observability_config, "otlp_traces_endpoint", None) is not None:
             from asynckv.observe.tracing import Tracing
 
             Tracing(thread)
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the memory, before vLLM gives it away: nothing reads or writes it any more. Does nothing twice."""
+        """Suspend the engine before vLLM releases the memory, so that nothing touches it any more. Idempotent."""
         if self._thread is not None and not self._is_suspended:
             timeout_s = DRAIN_S + self._config.lease.grant_s + LET_GO_S
             self._thread.call(self._thread.engine.suspend(timeout_s=DRAIN_S), timeout_s)
             self._is_suspended = True
 
     def restore_kv_caches(self) -> None:
-        """Take the memory up again, where it was; what was lent before is lost to its readers. Does nothing twice."""
+        """Resume the engine on the same addresses; requests that were lent before are refused. Idempotent."""
         if self._thread is not None and self._is_suspended:
             assert self._registration is not None
             with unpinned():
@@ -113,7 +113,7 @@ class WorkerHalf:
             self._is_suspended = False
 
     def address(self) -> WorkerAddress | None:
-        """Say where this worker listens; None before it does. Another one after every sleep."""
+        """Return this worker's address, which changes with every sleep; None while it does not listen."""
         if self._thread is None or self._is_suspended:
             return None
         engine = self._thread.engine
@@ -133,7 +133,7 @@ class WorkerHalf:
         self._thread.submit(step.orders)
 
     def take_results(self) -> Any:
-        """Say what has ended since the last call; every request once. `BlocksRetired` ends this process."""
+        """Return the requests that ended since the last call, each once; raise `BlocksRetired` to end this process."""
         results = KVConnectorTransferResults(finished_recving=self._failing, failed_recving=set(self._failing))
         self._failing = set()
         if self._thread is not None and (finished := self._thread.take_finished()):
@@ -156,7 +156,7 @@ class WorkerHalf:
             if isinstance(refused.order, Lend):
                 self._tally.lease("refused")
                 self._sent(_request_id(refused.order), results)
-                more.append(Withdraw(refused.order.params))  # or its reader would wait until its deadline
+                more.append(Withdraw(refused.order.params))  # otherwise its reader would wait until its deadline
         for result in finished.finished_recving:
             self._tails.clear(result.padding)
             self._tally.received(result)
@@ -165,9 +165,9 @@ class WorkerHalf:
             self._tally.failed(failed.error)
             order = self._pulling.get(failed.request_id)
             if order is not None and failed.is_unbegun:
-                # Its announcement goes on, and would be renewed for as long as a request may wait in a queue.
+                # Its announcement is still valid, and would be renewed for up to `announce_s`.
                 more.append(Cancel(order.request_id, order.params))
-            if not failed.is_held:  # else it follows in `returned` or `retired`
+            if not failed.is_held:  # held ones follow in `returned` or `retired`
                 self._received(failed.request_id, results, is_failed=True)
         for request_id in finished.returned:
             self._received(request_id, results, is_failed=True)
@@ -187,19 +187,20 @@ class WorkerHalf:
             results.finished_sending.add(request_id)
 
     def statistics(self) -> AsyncKVStats | None:
-        """Say what has happened since the last time, at most once a second while something is under way."""
+        """Return the counts since the last call, at most once a second while requests are in flight."""
         return self._tally.take(at_once=not (self._pulling or self._lent))
 
     def shutdown(self) -> None:
-        """End the engine, within a few seconds, whatever is under way. Does nothing twice."""
+        """End the engine within a few seconds, even with transfers in flight. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         try:
-            # Promises that run longer are cut short, and their readers told: a worker that ends writes nothing.
+            # Longer grants are cut short, and their readers are told. This is safe, because a worker that ends
+            # writes nothing.
             thread.close(CLOSE_S)
         except Exception as exc:
-            # Nobody is left who could do anything about it, and the process ends it.
+            # The process ends now, and the engine with it.
             log.warning("the engine did not end in order within %g s: %s", CLOSE_S, exc)
 
 
@@ -209,7 +210,7 @@ def _request_id(order: Lend) -> str:
 
 @contextlib.contextmanager
 def unpinned() -> Iterator[None]:
-    """Let threads that are started meanwhile run on all cores, and not inherit the one that vLLM pins this one to."""
+    """Let threads that are started in this context run on all cores, though vLLM pins this thread to one."""
     mine = os.sched_getaffinity(0)
     if len(mine) > 1:
         yield
@@ -217,7 +218,7 @@ def unpinned() -> Iterator[None]:
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()) | mine)
     except OSError:
-        # Where that is forbidden, the engine's thread stays where it is.
+        # A container may forbid it; the engine's thread then shares the core.
         yield
         return
     try:
@@ -227,8 +228,8 @@ def unpinned() -> Iterator[None]:
 
 
 def use_vllm_logging() -> None:
-    """Send asynckv's events where vLLM's own lines go, unless the application has configured them itself."""
+    """Send asynckv's events to vLLM's log, unless the application has configured them itself."""
     ours, theirs = logging.getLogger("asynckv"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET and ours.parent is logging.getLogger():
         ours.parent = theirs
-        ours.setLevel(logging.NOTSET)  # forget which levels were enabled
+        ours.setLevel(logging.NOTSET)  # clears the cache of enabled levels

@@ -1,1 +1,1 @@
-"""`asynckv offload`: what an offload has left in a directory; verify it, and make room."""
+"""`asynckv offload`: inspect a directory of stored blocks, or remove it."""

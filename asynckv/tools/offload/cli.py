@@ -1,4 +1,4 @@
-"""`asynckv offload`: look at a directory of stored blocks, and make room in it."""
+"""The command line of `asynckv offload`: inspect directories of stored blocks, or remove them."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ Dir = Annotated[
     Path,
     typer.Argument(
         metavar="DIR",
-        help="Directory of a file tier, or the one above: of all ranks and geometries.",
+        help="Directory of one rank, or the directory above it for all ranks and geometries.",
         show_default=False,
     ),
 ]
 Json = Annotated[
     str | None,
     typer.Option(
-        help="Write the report as JSON, of the directory above a list of them; - for stdout.",
+        help="Write the report as JSON, a list for the directory above; - for stdout.",
         metavar="FILE",
         show_default=False,
     ),
@@ -60,12 +60,12 @@ Json = Annotated[
 
 @offload_app.callback()
 def offload() -> None:
-    """Blocks that are stored in files: look at them, and make room."""
+    """Inspect blocks that are stored in files, or remove them."""
 
 
 @offload_app.command(epilog=INSPECT_EPILOG)
 def inspect(dir: Dir, json: Json = None) -> None:
-    """Say what a directory holds, for whom, and who has it. Changes nothing; a process may have it meanwhile."""
+    """Show the blocks in a directory, their layouts and their owner. Changes nothing; the owner may be running."""
     from asynckv.tools.offload.folder import look
 
     _each(dir, json, look, _show)
@@ -74,24 +74,24 @@ def inspect(dir: Dir, json: Json = None) -> None:
 @offload_app.command(epilog=PRUNE_EPILOG)
 def prune(
     dir: Dir,
-    everything: Annotated[bool, typer.Option("--all", help="All blocks, the files, and the directory itself.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all blocks, the files and the directory.")] = False,
     json: Json = None,
 ) -> None:
-    """Remove what a file tier has stored, and give its files back to the disk. No process may have the directory.
+    """Remove all stored blocks and the directory. Refused while a process owns the directory.
 
-    Engines of another geometry that only read it do not mind; the space is free when they have ended.
+    Engines of another geometry may still read it; the disk space is free when they have ended.
     """
     from asynckv.tools.offload.folder import prune_folder
 
     if not everything:
-        raise ConfigError("all blocks and the directory would be removed; give --all if that is meant")
+        raise ConfigError("prune removes all blocks and the directory; give --all to confirm")
     _each(dir, json, prune_folder, _show_pruned)
 
 
 def _each(
     dir: Path, json: str | None, use: Callable[[Path], T], show: Callable[[Sequence[T], bool, Console], None]
 ) -> None:
-    """Use a directory, or each in it, show what came of it, and write it for `--json`, with errors of those in it."""
+    """Call `use` on a directory or each one in it; show the results, and write them with errors for `--json`."""
     from rich.console import Console
 
     from asynckv.arguments import without_control
@@ -137,7 +137,7 @@ def _show(found: Sequence[Folder], is_one: bool, console: Console) -> None:
     has_ended = "" if each.is_live else " (has ended)"
     for name, value in (
         ("directory", each.folder),
-        ("owner", f"{each.owner}{has_ended}" if each.owner else "nobody"),
+        ("owner", f"{each.owner}{has_ended}" if each.owner else "none"),
         ("range", f"{size(each.num_bytes)} in {each.segments} files, {size(each.bytes_on_disk)} on the disk"),
         ("blocks", stored),
         ("unreadable", f"{each.malformed:,} rows of the index make no sense" if each.malformed else ""),
@@ -165,7 +165,7 @@ def _show_all(found: Sequence[Folder], console: Console) -> None:
             size(each.bytes_stored),
             size(each.bytes_on_disk),
             each.newest[:10],
-            f"pid {each.owner.pid}" if each.owner is not None and each.is_live else "nobody",
+            f"pid {each.owner.pid}" if each.owner is not None and each.is_live else "none",
         )
         for each in found
     ]
@@ -185,5 +185,5 @@ def _show_pruned(found: Sequence[Pruned], is_one: bool, console: Console) -> Non
         if each.removed:
             what += ", and the directory"
         if each.left:
-            what += f"; the directory stays, for it has {', '.join(each.left[:3])}{' ...' * (len(each.left) > 3)}"
+            what += f"; the directory stays, because it holds {', '.join(each.left[:3])}{' ...' * (len(each.left) > 3)}"
         console.print(printable(what if is_one else f"{each.folder}: {what}"), soft_wrap=True)

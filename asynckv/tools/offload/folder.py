@@ -1,7 +1,6 @@
-"""What `asynckv offload` does with directories of stored blocks; it needs no NIXL.
+"""Inspects and removes directories of stored blocks, without NIXL.
 
-Looking changes nothing, takes no lock and leaves no trace. Only pruning writes, and no process may have the directory
-then.
+Inspecting changes nothing and takes no lock. Pruning writes, and is refused while a process owns the directory.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Folder(Struct, frozen=True, kw_only=True):
     owner: Owner | None
     is_live: bool
     num_bytes: int
-    """Of the range that the last owner divided."""
+    """Bytes of the range that the last owner divided into slots."""
     segments: int
     bytes_on_disk: int
     blocks: int
@@ -58,17 +57,17 @@ class Pruned(Struct, frozen=True, kw_only=True):
 
 
 def folders_in(path: Path) -> list[Path]:
-    """Say which directories of stored blocks somebody means: that one, or those in it, of all ranks and geometries."""
+    """Return the path if it holds stored blocks itself, or else all directories in it that do."""
     try:
         if _is_one(path):
             return [path]
         found = [each for each in sorted(path.iterdir()) if _is_one(each)]
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{path} is no directory; name that of a file tier, or the one above") from None
+        raise ConfigError(f"{path} is not a directory; give that of one rank, or the one above it") from None
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {explained(path, exc)}") from None
     if not found:
-        raise ConfigError(f"{path} holds no stored blocks; name the directory of a file tier, or the one above")
+        raise ConfigError(f"{path} holds no stored blocks; give the directory of one rank, or the one above it")
     return found
 
 
@@ -78,7 +77,7 @@ def _is_one(path: Path) -> bool:
     try:
         return (path / INDEX).exists() or any(path.glob(SEGMENTS))
     except PermissionError:
-        return RANK.match(path.name) is not None  # whoever looks into it is told
+        return RANK.match(path.name) is not None  # `look` reports that it cannot be read
 
 
 def look(folder: Path) -> Folder:
@@ -107,7 +106,7 @@ def look(folder: Path) -> Folder:
 
 
 def prune_folder(folder: Path) -> Pruned:
-    """Remove all that a file tier has made, whatever its state."""
+    """Remove all files that a file tier has made, even damaged ones."""
     lock, blocks = OwnerLock(folder, visit=True), 0
     try:
         with suppress(BackendError):
@@ -129,7 +128,7 @@ def prune_folder(folder: Path) -> Pruned:
 
 
 def _said(folder: Path) -> Said:
-    """Say what an index says, and see that it is sound; changes nothing."""
+    """Read an index without changing it; raise `BackendError` if it is missing or damaged."""
     path = folder
     try:
         os.scandir(path).close()
@@ -137,14 +136,14 @@ def _said(folder: Path) -> Said:
         path.open("rb").close()
     except FileNotFoundError:
         raise BackendError(
-            f"{folder} has no index, so nobody finds what is in its {len(list(folder.glob(SEGMENTS)))} files; the next "
+            f"{folder} has no index, so no blocks are found in its {len(list(folder.glob(SEGMENTS)))} files; the next "
             f"start makes a new one and begins empty, and prune --all removes them"
         ) from None
     except OSError as exc:
         raise BackendError(f"{path} cannot be read: {explained(path, exc)}") from None
     said = read_index(folder)
     if said.entries and said.facts.get("segment_bytes", 0) < ALIGN:
-        raise DamagedIndex(folder, "it does not say how long its files are")
+        raise DamagedIndex(folder, "it does not give the length of its files")
     return said
 
 

@@ -1,4 +1,4 @@
-"""`asynckv layout` and `asynckv plan`: what ranks hold, and a transfer explained before anything runs."""
+"""`asynckv layout` and `asynckv plan`: layouts of ranks, and a transfer explained before it runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def layout(
     pp: Annotated[int, counted(help="Pipeline stages.")] = 1,
     output: Annotated[str, out("--output", "-o", help="Where to write; - for stdout.", metavar="FILE")] = "-",
 ) -> None:
-    """Write the layout of an engine's ranks: what each holds, and where it would lie.
+    """Write the layout of an engine's ranks: the parts that each holds, and their places in memory.
 
     The file is for `asynckv plan`; its fields are those of `asynckv.layout.Layout`, so an engine can write its own.
     """
@@ -70,7 +70,7 @@ def layout(
     chosen = models.chosen(model, hf_config, o.DEFAULT_MODEL).resized(
         layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
     )
-    # Every stage writes its own layers.
+    # Pipeline stages share the layers, so their number adds nothing.
     if tp * len(chosen.layers) > MOST_WRITTEN:
         raise ConfigError(
             f"{tp * pp} ranks x {len(chosen.layers)} layers are more than can be written into one file "
@@ -95,13 +95,13 @@ def plan(
     tokens: Annotated[int, work(help="Length of the request.")] = 1024,
     prefix_hit: Annotated[
         str,
-        work(help="How much of it the decode side has already: tokens (512) or a share (50%)."),
+        work(help="Part of it that the decode side has already: tokens (512) or a share (50%)."),
     ] = "0",
     json: Annotated[str | None, out(help="Write the report there; - for stdout.", metavar="FILE")] = None,
 ) -> None:
-    """Explain a transfer before anything runs: who reads what from whom, who releases whom, and how many pieces.
+    """Explain a transfer before it runs: the ranks that each rank reads and releases, and the number of pieces.
 
-    Runs the planner of a running engine on two files. Give all ranks of both engines to see the whole group.
+    The planner is that of a running engine, and reads two files. Give all ranks of both engines to see all transfers.
     """
     from rich.console import Console
 

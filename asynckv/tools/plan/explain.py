@@ -1,4 +1,4 @@
-"""What a transfer between two engines will be, worked out from their layouts by a running engine's own code."""
+"""Explains a transfer between two engines from their layouts, by the planner of a running engine."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from asynckv.tools.output import print_table
 SCHEMA = "asynckv.plan/1"
 LEGEND = (
     "bytes: a last, partly filled block is read to its end.",
-    "pieces per block: stretches that are contiguous on both sides, in all layers of the group; a state counts as one "
-    "block.",
-    "descriptors: pieces of the whole request. if in runs: what is left of them where its blocks lie in runs on both "
-    "sides and neighbours merge.",
+    "pieces per block: byte ranges that are contiguous on both sides, in all layers of the group; a state counts as "
+    "one block.",
+    "descriptors: pieces of the whole request. if in runs: the number that is left if blocks lie in runs on both "
+    "sides, so that neighbours merge.",
     "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
 )
 
@@ -62,7 +62,7 @@ def explain(
         ranks.append(_rank(layout, [by_place[place] for place in answered], num_tokens, cached))
         progress()
     here = local[0]
-    # All decode ranks owe, in the file or not: the sizes alone say which.
+    # Sizes alone decide which decode ranks owe a release, so ranks that are not in the file are listed as well.
     owed = {
         _place(x): [
             _named(here, stage, rank)
@@ -90,7 +90,7 @@ def _is_whole(layouts: Sequence[Layout]) -> bool:
 
 
 def _unheld(side: str, layouts: Sequence[Layout]) -> Iterator[str]:
-    """Say which range of a part no rank holds; only a whole engine's layouts tell."""
+    """Name the ranges of a part that no rank holds; this needs the layouts of a whole engine."""
     if not _is_whole(layouts):
         return
     held: dict[tuple[str, str, str, int], list[tuple[int, int]]] = {}
@@ -112,7 +112,7 @@ def _unheld(side: str, layouts: Sequence[Layout]) -> Iterator[str]:
 
 
 def _unlike(local: Sequence[Layout], remote: Sequence[Layout]) -> Iterator[str]:
-    """Say which layers only one of two whole engines has."""
+    """Name the layers that only one of two whole engines has."""
     if not (_is_whole(local) and _is_whole(remote)):
         return
     known = [{name for x in side for names in layer_names(x).values() for name in names} for side in (local, remote)]
@@ -144,7 +144,7 @@ def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
 
 
 def _parts(layout: Layout, group: int) -> list[dict[str, Any]]:
-    """What a kernel block of a group consists of in this rank's first layer of it."""
+    """List the parts of a kernel block, from this rank's first layer of the group."""
     views = [v for v in layout.views if v.group == group]
     return [
         {
@@ -210,14 +210,14 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
 
 
 def _request(local: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> BlockLists:
-    """A request whose blocks lie in runs on both sides, as an allocator gives them at best."""
+    """Make a request with blocks in runs on both sides: the best that an allocator gives."""
     offers = [_lists("prefill", layout, num_tokens, 0) for layout in answered]
     mine = check_block_ids(local, _lists("decode", local, num_tokens, cached))
     return BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
 
 
 def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple[int, list[int | None]]]:
-    """Give every group its blocks; groups that share memory take theirs from one pool."""
+    """Return block ids for every group; groups that share memory take theirs from one pool."""
     pool_of = pools(layout)
     nulls: dict[int, set[int]] = {}
     for pool, group in zip(pool_of, layout.groups, strict=True):
@@ -331,12 +331,12 @@ def show(report: dict[str, Any], console: Console) -> None:
                     )
                 )
         if not rank["reads"]:
-            rows.append((rank["rank"], "nobody", "", "", "0", "", "0", "0", "0"))
+            rows.append((rank["rank"], "none", "", "", "0", "", "0", "0", "0"))
     print_table(console, heads, rows, texts=(0, 1), wrapped=(3,), is_markup=True)
     for legend in LEGEND:
         console.print(f"  {legend}", style="dim")
     console.print()
-    console.print("[bold]Who releases whom[/bold]: a prefill rank's blocks are free once these have released them")
+    console.print("[bold]Releases[/bold]: a prefill rank's blocks are free once these decode ranks have released them")
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
     for name, readers in report["owed"].items():
         names = [f"{d}{_how(read_by.get(d), name)}" for d in readers]
@@ -386,7 +386,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _what(parts: Sequence[dict[str, Any]]) -> str:
-    """One line per range: the parts that are cut alike."""
+    """Return one line per range, with all parts that are cut in this way."""
     lines: dict[tuple[Any, ...], list[str]] = {}
     for part in parts:
         lines.setdefault((part["axis"], *part["range"], part["extent"], part["layers"]), []).append(part["part"])

@@ -1,7 +1,7 @@
-"""Layouts of one engine's ranks as JSON files that people can read and write.
+"""Layouts of one engine's ranks as JSON files.
 
-On the wire the same structures are arrays without names. Here every field is named, and fields at their defaults are
-left out.
+The wire sends the same structures as arrays without names. Here every field is named, and defaults are left out, so
+that people can read and write the files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _some(kind: Any) -> Any:
 
 
 def _named(kind: type[Struct]) -> type[Struct]:
-    """Make a structure of the wire whose fields have names."""
+    """Make a copy of a wire structure that encodes its fields by name."""
     nested, made = _NESTED.get(kind, {}), list[Any]()
     for field in _FIELDS[kind]:
         type_ = _some(_named(nested[field.name])) if field.name in nested else field.type
@@ -73,7 +73,7 @@ def load_layouts(path: Path) -> list[Layout]:
 def _ranks(raw: bytes) -> list[Layout]:
     schema = msgspec.json.decode(raw, type=_Head).schema
     if not schema:
-        raise LayoutError("is no layout file; asynckv layout writes one, also from a --hf-config")
+        raise LayoutError("is not a layout file; write one with asynckv layout, which also takes --hf-config")
     if schema != SCHEMA:
         raise LayoutError(f"schema is {schema!r:.80}, but this version reads {SCHEMA!r}; write the file anew")
     layouts = [_wired(Layout, rank) for rank in msgspec.json.decode(raw, type=_File).ranks]

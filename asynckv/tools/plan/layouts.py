@@ -1,4 +1,4 @@
-"""Layouts of whole models, for those that have not allocated their memory yet: benchmarks, capacity planning."""
+"""Layouts of whole models before their memory is allocated: for benchmarks and capacity planning."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asynckv.geometry.layout import ITEMSIZE, ONE_PER_REQUEST, Dim, Group, Layou
 from asynckv.tools.plan.models import Heads, Latent, Model, State
 
 ORDERS = ("nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd")
-"""`nhd` has tokens before heads, `hnd` heads before tokens. Keys of all blocks come first, then values;
-`block-`: both in one block; `cross-`: one region for all layers of a group, a block's layers adjacent."""
+"""Memory orders: `nhd` has tokens before heads, `hnd` heads before tokens. Keys of all blocks come first, then values.
+With `block-` one block has both; with `cross-` a block's layers are adjacent in one region per group."""
 
 CONV_ORDERS = ("channel", "row")
-"""Which dim of a convolution's state varies slowest."""
+"""The dim of a convolution's state that varies slowest."""
 
 Layer = Heads | Latent | State
 
@@ -31,7 +31,7 @@ def model_groups(model: Model) -> tuple[tuple[Layer, tuple[int, ...]], ...]:
 
 
 def stage_layers(num_layers: int, pp_stage: int, pp_size: int) -> range:
-    """Return the layers of one pipeline stage: as even as whole layers allow."""
+    """Return the layers of one pipeline stage. Stages are as equal as whole layers allow."""
     return range(pp_stage * num_layers // pp_size, (pp_stage + 1) * num_layers // pp_size)
 
 
@@ -48,10 +48,10 @@ def model_layout(
     order: str = "nhd",
     conv_order: str = "channel",
 ) -> Layout:
-    """Lay out one rank's share of a model, with memories one after another from address 0 on.
+    """Return one rank's layout of a model, with its memories one after another from address 0 on.
 
-    Pipeline stages cut the layers evenly. `ratio` is kernel blocks per block; `num_blocks` is blocks per group, or
-    those of each group of `model_groups`; `block_size` is of attention layers: a recurrent one has a state per request.
+    `ratio` is the number of kernel blocks per block. `num_blocks` is for every group, or lists one number for each of
+    `model_groups`. `block_size` is for attention layers; a recurrent layer has one state per request.
     """
     for name, value, known in (("order", order, ORDERS), ("conv_order", conv_order, CONV_ORDERS)):
         if value not in known:
@@ -84,7 +84,7 @@ def model_layout(
             memories.append(Memory(0, size * len(here) * blocks))
             continue
         if order in ("nhd", "hnd") and isinstance(layer, Heads):
-            # Keys of all blocks, then values: each part in a region of its own.
+            # Keys of all blocks precede the values, so each part has a region of its own.
             steps = [p.itemsize * math.prod(d.size for d in p.dims) for p in parts]
             if steps[0] == steps[1]:
                 size = steps[0]
@@ -127,7 +127,7 @@ def _group(layer: Layer, index: int, block_size: int, ratio: int, num_blocks: in
 def _parts(
     model: Model, layer: Layer, tokens: int, tp_rank: int, tp_size: int, order: str, conv_order: str
 ) -> tuple[tuple[Part, ...], int]:
-    """Parts of one kernel block, one after the other, and the bytes that they take."""
+    """Return the parts of one kernel block, one after the other, and their bytes."""
     match layer:
         case Heads():
             held = shard(layer.num_heads, tp_rank, tp_size)
@@ -156,7 +156,7 @@ def _parts(
 
 
 def _axes(layer: State) -> tuple[Mapping[str, str], str, Sequence[str]]:
-    """The field's names: of every sub-projection's sharded axis, of the recurrent state's, and of its other dims."""
+    """Name the sharded axis of every sub-projection, that of the recurrent state, and the state's other dims."""
     if any(p.name == "q" for p in layer.conv):
         return {"q": "key_head", "k": "key_head", "v": "value_head"}, "value_head", ("key_dim", "value_dim")
     if len(layer.shape) == 1:

@@ -1,4 +1,4 @@
-"""What models keep per layer: the arrays of their KV cache, as presets and as Hugging Face configs say."""
+"""The cached arrays of each layer of a model, from presets and from Hugging Face configurations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _shown.maxstring = _shown.maxother = 80
 
 
 class Heads(Struct, frozen=True, tag="heads"):
-    """Attention that keeps keys and values per KV head (MHA, GQA, MQA). A `v_head_dim` of 0 is the same as `head_dim`.
+    """Attention that keeps keys and values per KV head (MHA, GQA, MQA). A `v_head_dim` of 0 means `head_dim`.
 
     With a `window`, the next token attends to itself and the `window - 1` tokens before it.
     """
@@ -52,8 +52,8 @@ class Latent(Struct, frozen=True, tag="latent"):
 class Projection(Struct, frozen=True):
     """One sub-projection of a convolution's state, sharded along its units.
 
-    `x` of Mamba-1 is (channels, 1), `x` of Mamba-2 (heads, head_dim), its `b` and `c` (groups, state size),
-    `q` and `k` of a gated delta net (key heads, key head dim), its `v` (value heads, value head dim).
+    Mamba-1 has `x` (channels, 1). Mamba-2 has `x` (heads, head_dim), `b` and `c` (groups, state size). A gated delta
+    net has `q` and `k` (key heads, key head dim) and `v` (value heads, value head dim).
     """
 
     name: str
@@ -62,9 +62,9 @@ class Projection(Struct, frozen=True):
 
 
 class State(Struct, frozen=True, tag="state"):
-    """A recurrent layer: one convolution state and one recurrent state per request, whatever its length."""
+    """A recurrent layer: one convolution state and one recurrent state per request of any length."""
 
-    conv: tuple[Projection, ...]  # sub-projections, in the order in which they lie in memory; empty ones are left out
+    conv: tuple[Projection, ...]  # sub-projections in memory order, without empty ones
     columns: int  # columns that the convolution keeps per channel: its kernel size - 1
     units: int  # entries of the recurrent state's sharded axis (channels, or heads)
     shape: tuple[int, ...]  # its other dims, such as (head_dim, state size)
@@ -75,7 +75,7 @@ Layer = Heads | Latent | State
 
 
 class Model(Struct, frozen=True):
-    """A model's layers that keep something, in order. Layers without a cache are left out."""
+    """A model's layers with a cache, in order."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -94,7 +94,7 @@ class Model(Struct, frozen=True):
         return elements * ITEMSIZE[self.dtype]
 
     def state_bytes(self) -> int:
-        """Bytes of convolution and recurrent states that one request takes in the whole model."""
+        """Return the bytes of one request's convolution and recurrent states in the whole model."""
         total = 0
         for layer in self.layers:
             if isinstance(layer, State):
@@ -111,7 +111,7 @@ class Model(Struct, frozen=True):
         head_dim: int | None = None,
         dtype: str | None = None,
     ) -> Model:
-        """Change sizes for an experiment. Fewer layers keep one of every kind, as far as they reach."""
+        """Change sizes for an experiment. Fewer layers keep one of every kind if there is room."""
         for option, value in (("--layers", layers), ("--kv-heads", kv_heads), ("--head-dim", head_dim)):
             if value is not None and not 1 <= value <= MOST:
                 raise ConfigError(f"{option} {value} is outside 1 ... {MOST}")
@@ -129,7 +129,7 @@ class Model(Struct, frozen=True):
 
 
 def _pick(layers: tuple[Layer, ...], count: int) -> tuple[Layer, ...]:
-    """Take so many layers: the first of every kind, of every shape, then whatever comes first; or repeat."""
+    """Return `count` layers: first one of every kind, then of every shape; repeat layers if there are fewer."""
     if count >= len(layers):
         return tuple(layers[i % len(layers)] for i in range(count))
     kinds: dict[tuple[type[Layer], int], int] = {}
@@ -194,7 +194,7 @@ def read_hf_config(path: Path) -> Model:
         raise ConfigError(f"--hf-config {path}: is not JSON: {exc}") from exc
     if not isinstance(config, dict):
         raise ConfigError(f"--hf-config {path}: holds no JSON object")
-    # Both sides of a transfer compare it: the same configuration gives the same name, wherever the file lies.
+    # Both sides of a transfer compare the name, so it depends on the configuration and not on the file's path.
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
     name = config.get("_name_or_path") or config.get("model_type") or "model"
     try:
@@ -204,7 +204,7 @@ def read_hf_config(path: Path) -> Model:
 
 
 def model_of_config(config: Mapping[str, Any], name: str) -> Model:
-    """Say what the model of a Hugging Face configuration keeps."""
+    """Return the model of a Hugging Face configuration."""
     # Multimodal models keep the language model's own configuration one level down.
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
@@ -217,7 +217,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
     if text is None:
         inner = _Config({**({"head_dim": defaults["head_dim"]} if "head_dim" in defaults else {}), **config})
     else:
-        # What lies around it describes other models: only the element type may be said there.
+        # The outer fields describe other models, such as a vision tower; only the element type is taken from them.
         around = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
         inner = _Config({**around, **defaults, **text})
         if not defaults and kind not in _RECURRENT_KINDS and text.get("kv_lora_rank") is None:
@@ -229,7 +229,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
                     )
     layers = _family(inner, kind)
     if not layers:
-        raise ConfigError("describes no layer that keeps a cache")
+        raise ConfigError("describes no layer with a cache")
     return Model(name, tuple(layers), inner.dtype("dtype", "torch_dtype") or "bfloat16")
 
 
@@ -238,7 +238,7 @@ _OLD_NAMES = {"attention": FULL, "mamba": LINEAR}  # before Transformers 5
 
 
 class _Config(dict[str, Any]):
-    """A configuration from a stranger."""
+    """An untrusted configuration."""
 
     def number(self, *keys: str, default: int | None = None, least: int = 1) -> int:
         key = next((k for k in keys if self.get(k) is not None), keys[0])
@@ -268,7 +268,7 @@ class _Config(dict[str, Any]):
             raise ConfigError(f"{key.removesuffix('dtype')}{exc}") from None
 
     def kinds(self, *keys: str, known: tuple[str, ...], length: int = 0) -> list[str]:
-        """Read what kind each layer is; as many as `length`, if that is given."""
+        """Read the kind of each layer, and check that there are `length` of them if it is given."""
         key = next((k for k in keys if self.get(k) is not None), keys[0])
         value = self.get(key)
         if value is None:
@@ -278,7 +278,7 @@ class _Config(dict[str, Any]):
         if len(value) > MOST_LAYERS:
             raise ConfigError(f"{key} names {len(value)} layers, more than {MOST_LAYERS}")
         if strange := sorted({x for x in value if _OLD_NAMES.get(x, x) not in known}):
-            raise ConfigError(f"{key} has {_shown.repr(strange[0])}, and what such a layer keeps is not known")
+            raise ConfigError(f"{key} has {_shown.repr(strange[0])}, so the cache of such a layer is not known")
         names: list[str] = value
         return [_OLD_NAMES.get(x, x) for x in names]
 
@@ -354,7 +354,7 @@ _STRANGE = (
     "swa_",
     "time_mix",
 )
-"""How fields begin that tell of something else than keys and values, alike in all layers of one window."""
+"""Prefixes of fields that show that layers keep more than keys and values, or differ within one window."""
 
 _ENCODERS = ("albert", "bert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta")
 
@@ -365,24 +365,24 @@ _RECURRENT = re.compile(
 
 
 def _refuse_unknown(c: _Config, kind: str) -> None:
-    """Models that keep something unknown are never taken for plain attention."""
+    """Refuse a model with an unknown cache, so that it is never taken for plain attention."""
     for key in sorted(k for k in c if k.startswith(_STRANGE)):
         value = c[key]
         plain = key == "attn_type_list" and isinstance(value, list) and all(x == 1 for x in value)
         if value not in (None, False, 0, [], {}) and not plain:
-            raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so what its layers keep is not known")
+            raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so the cache of its layers is not known")
     names = c.get("architectures")
     if kind == "mimo_v2_flash":
-        raise ConfigError(f"model_type {kind!r} keeps other heads in its sliding layers, which its fields do not say")
+        raise ConfigError(f"model_type {kind!r} has other heads in its sliding layers, but no field for them")
     for name in (kind, *(names if isinstance(names, list) else [])):
         if isinstance(name, str) and _RECURRENT.search(name.lower()):
-            raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, and what it keeps is not known")
+            raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, so its cache is not known")
 
 
 def _attention(c: _Config, kind: str) -> list[Layer]:
     depth = _depth(c)
     window = c.number("sliding_window", default=0, least=0)
-    # Qwen has windows only where it says so.
+    # Qwen has windows only if `use_sliding_window` is set.
     used = c.flag("use_sliding_window", not kind.startswith("qwen"))
     window = window if used else 0
     kinds = _kinds(c, kind, depth, window)
@@ -392,7 +392,7 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
     for name in kinds:
         layer = _Config(c, **_override(c, kind, name))
         made.append(_heads(layer, window if name == SLIDING else 0))
-    # The last layers of some models read what earlier ones keep.
+    # The last layers of some models read the cache of earlier ones, so they have none.
     shared = c.number("num_kv_shared_layers", default=0, least=0)
     if shared >= depth:
         raise ConfigError(f"num_kv_shared_layers {shared} leaves none of {depth} layers")
@@ -415,12 +415,12 @@ def _kinds(c: _Config, kind: str, depth: int, window: int) -> list[str]:
         usual = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gemma4": 6, "cohere2": 4, "gpt_oss": 2}.get(kind, 0)
         pattern = c.number("sliding_window_pattern", "_sliding_window_pattern", default=usual, least=0)
         kinds = [FULL if pattern and (i + 1) % pattern == 0 else SLIDING for i in range(depth)]
-    # Gemma 4 forces it.
+    # Gemma 4 makes its last layer full in any case.
     return [*kinds[:-1], FULL] if kind == "gemma4" else kinds
 
 
 def _override(c: _Config, kind: str, name: str) -> dict[str, Any]:
-    """Say what one layer has other than the rest."""
+    """Return the fields in which a layer differs from the rest."""
     if kind != "gemma4" or name == SLIDING:
         return {}
     wide = {"head_dim": c.number("global_head_dim", default=512)}
@@ -491,9 +491,9 @@ def _qwen3_next(c: _Config) -> list[Layer]:
 
 
 def _state_dtype(c: _Config) -> str:
-    """vLLM keeps recurrent states in the model's type (`MambaStateDtypeCalculator`), unless these fields say otherwise.
+    """Return the type of recurrent states, or "" for the model's type, which is vLLM's default.
 
-    It reads the first for Nemotron-H, the second for Qwen 3.5.
+    vLLM (`MambaStateDtypeCalculator`) reads the first field for Nemotron-H, and the second for Qwen 3.5.
     """
     return c.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 

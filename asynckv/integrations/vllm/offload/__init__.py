@@ -1,13 +1,13 @@
 """asynckv as a spec of vLLM's `OffloadingConnector`: blocks go to host memory and to files, and come back from there.
 
-vLLM makes the spec in the scheduler's process for a manager, which knows what is kept, and in every worker's for what
-moves the bytes. A manager cannot ask a worker for anything but vLLM's jobs, so the bytes go two ways:
+vLLM makes the spec in the scheduler's process for the manager, which keeps the catalogue, and in every worker for the
+half that moves bytes. A manager can give workers only vLLM's own jobs, so the bytes go two ways:
 
-    workers      device <---> host memory     with the jobs of vLLM, by the copy plane
-    scheduler    host memory <---> files      whenever the catalogue says so, by the record plane
+    workers      device <---> host memory     for vLLM's jobs, by the copy plane
+    scheduler    host memory <---> files      for moves of the catalogue, by the record plane
 
-Host memory is one region that all processes of an engine have mapped (`region`): of every slot each rank has a part. A
-file's record is such a slot, so there is one directory and one index. vLLM is imported when the class is asked for.
+Host memory is one region that all processes of an engine map (`region`); each rank has a part of every slot. A file's
+record is a whole slot, so there is one directory and one index. vLLM is imported only with the class.
 """
 
 from __future__ import annotations

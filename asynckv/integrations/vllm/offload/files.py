@@ -1,4 +1,4 @@
-"""The thread on which an engine's files are, in a directory of its own for each model and geometry."""
+"""The thread for an engine's files, which are in one directory per model and geometry."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored
 
 log = logging.getLogger("vllm.asynckv")
-START_S = 600.0  # space is taken from the disk at the start, which takes long where the file system writes zeros
+START_S = 600.0  # the start takes disk space, which takes long if the file system writes zeros
 
 
 T = TypeVar("T")
 
 
 class LoopThread:
-    """A thread with a loop, until `close`, for what needs one: vLLM's processes have none of their own."""
+    """A thread with an event loop until `close`, because vLLM's processes have no loop of their own."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -43,7 +43,7 @@ class LoopThread:
             self.loop.close()
 
     def soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call something there, after all that was handed over before; nothing once it is closed."""
+        """Call a function on the loop, after earlier calls; does nothing once it is closed."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
 
@@ -60,7 +60,7 @@ class LoopThread:
 
 
 class Files:
-    """A record plane on a thread: `on_news` hears what has ended, `on_time` that `wake_in` has passed."""
+    """A record plane on a thread. `on_news` gets the results, and `on_time` is called when `wake_in` has passed."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Files:
         self._timer = 0
 
     def start(self, memory: Memory) -> Sequence[Stored]:
-        """Open what is there, or raise `BackendError`; returns what was found."""
+        """Open the files and return the stored records, or raise `BackendError`."""
 
         async def start() -> Sequence[Stored]:
             return self._plane.start(memory, self._ready)
@@ -84,8 +84,8 @@ class Files:
             self._thread.close(1.0)
             if isinstance(exc, TimeoutError):
                 raise BackendError(
-                    f"the files were not open after {START_S:g} s: the disk hangs, or has not written so much by then; "
-                    f"look at it, or name a directory on another one, give file_bytes less, or leave both out"
+                    f"the files were not open after {START_S:g} s: the disk hangs or is too slow; check it, "
+                    f"use a directory on another disk, lower file_bytes, or leave both out"
                 ) from None
             raise
 
@@ -96,7 +96,7 @@ class Files:
         self._thread.soon(self._plane.forget, list(places))
 
     def wake_in(self, seconds: float) -> None:
-        """Call `on_time` then; only what was asked for last counts."""
+        """Call `on_time` after these seconds; a new call replaces the last one."""
         self._timer += 1
         self._thread.soon(lambda number: self._thread.loop.call_later(seconds, self._due, number), self._timer)
 
@@ -109,7 +109,7 @@ class Files:
             self._on_news(news)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish what runs, write the index and end the thread; False if something may still write the memory."""
+        """Finish running moves, write the index and end the thread; return False if the memory may still be written."""
         if self._thread.is_closed:
             return True
 
@@ -133,18 +133,18 @@ def folder_of(directory: str | os.PathLike[str], config: OffloadingConfig, group
 
 
 def tell_of_start(folder: Path, num_bytes: int) -> None:
-    """Say what an engine waits for, and what lies beside its files, which nobody removes by himself."""
+    """Log that the start waits for the files, and that other directories beside them keep their space."""
     log.info(
-        "opening %s: %d bytes are taken from the disk, where they are not yet, and what is there is read before the "
-        "engine starts: seconds, or minutes where a file system writes zeros",
+        "opening %s before the engine starts: %d bytes are taken from the disk unless they are there, and the index is "
+        "read. This takes seconds, or minutes if the file system writes zeros",
         *(folder, num_bytes),
     )
     mine, _, _ = folder.name.partition("-dp")
-    with suppress(OSError):  # if that cannot be read, the start says so
+    with suppress(OSError):  # the start itself reports a directory that cannot be read
         beside = sorted(path.parent.name for path in folder.parent.glob(f"vllm-*/{INDEX}"))
         if others := [name for name in beside if name.partition("-dp")[0] != mine]:
             log.warning(
                 "%s has files of another model, dtype, block size, memory order or parallel size as well, in %s%s; "
-                "they keep their space on the disk: `asynckv offload prune %s/NAME --all` removes what is of no use",
+                "they keep their disk space. Remove unused ones with `asynckv offload prune %s/NAME --all`",
                 *(folder.parent, ", ".join(others[:4]), ", ..." * (len(others) > 4), folder.parent),
             )

@@ -1,13 +1,13 @@
-"""The scheduler's half: the catalogue, in the words of vLLM's `OffloadingManager`.
+"""The scheduler's half: the catalogue as an `OffloadingManager` of vLLM.
 
-vLLM asks for one key at a time, and for lists of keys. To the catalogue each list is a prompt of blocks of one token,
-of which some are wanted. Slots are given at once; `complete_store` and `complete_load` tell that workers moved the
+vLLM asks for single keys and for lists of keys. For the catalogue each list is a prompt of blocks of one token, some
+of them wanted. Slots are given at once; vLLM calls `complete_store` and `complete_load` when workers have moved the
 bytes.
 
-What is in files alone is brought to host memory first. A lookup that meets such a block says `HIT_PENDING`, and the end
-of the step asks for all that was met. The bytes move in this process, because a file that cannot be read is a miss,
-while a load that failed would end the engine. What was brought is pinned until its request has loaded it, has begun
-without it, or has ended. The thread of the files comes in between vLLM's calls; vLLM holds `lock` for a step.
+Blocks that are only in files are brought to host memory first. A lookup of such a block returns `HIT_PENDING`, and the
+end of the step orders all of these. This process moves the bytes, because then a file that cannot be read is a miss,
+while a failed load of a worker would end the engine. The blocks are pinned until their request has loaded them, has
+begun without them, or has ended. The files' thread runs between vLLM's calls, because vLLM holds `lock` for a step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from asynckv.offload.traffic import Budgets
 from asynckv.ports import FOUND_DAMAGED, CopyOp, RecordNews, RecordPlane, RecordsEnded
 
 log = logging.getLogger("vllm.asynckv")
-ALL = 1 << 62  # bytes: what vLLM has decided to move is moved; workers take one job after another
+ALL = 1 << 62  # bytes; no budget, because vLLM itself decides what workers move
 CLOSE_S = 3.0
 FULL_S = 60.0
 READY = EntryState.READY
@@ -67,7 +67,7 @@ COUNTED = {
     "unfetched_blocks": "Blocks in files that could not be brought, and were misses.",
     "refused_blocks": "Blocks for which there was no room in host memory, so that they were not stored.",
 }
-"""What is counted here: a block is a chunk of vLLM's, of one group, on all ranks."""
+"""Counters and their help texts. A block is one chunk of vLLM's, of one group, on all ranks."""
 GAUGES = {
     "host_blocks": "Blocks in host memory.",
     "file_blocks": "Blocks in files.",
@@ -80,18 +80,18 @@ PREFIX = "asynckv:kv_offload_"
 class _Request:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.wanted: dict[OffloadKey, None] = {}  # met in files since the last step ended
-        self.coming: set[OffloadKey] = set()  # asked for
-        self.refused: set[OffloadKey] = set()  # in files, and not to be had
+        self.wanted: dict[OffloadKey, None] = {}  # found in files since the last step ended
+        self.coming: set[OffloadKey] = set()  # ordered from files
+        self.refused: set[OffloadKey] = set()  # in files, but could not be brought
         self.fetched: set[OffloadKey] = set()
         self.pins: list[str] = []
         self.used: dict[OffloadKey, None] = {}
-        self.num_new = 0  # of them, since the policy was told of all in order
+        self.num_new = 0  # number of used blocks since the policy was last told of all in order
         self.is_over = False
 
 
 class Manager(OffloadingManager):
-    """asynckv's manager; `groups` are what the catalogue is told of vLLM's groups, and `records` is for tests."""
+    """asynckv's manager. `groups` describe vLLM's groups to the catalogue; `records` is for tests."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Manager(OffloadingManager):
         self._shape, self._groups, self._clock, self._timeout_s = shape, groups, clock, offload.timeout_s
         self._places = {group.group_id: place for place, group in enumerate(config.groups)}
         self._world_size = config.parallel.world_size
-        self._is_checked = False  # all workers use the memory that files are read into
+        self._is_checked = False  # True once all workers are known to share this memory
         self._blocks = BlockRecords(groups, f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}")
         self._lock = threading.RLock()
         self.catalogue = Catalogue(
@@ -128,13 +128,13 @@ class Manager(OffloadingManager):
         self._wake_at = math.inf
         self._next_told_full = -math.inf
         self._names = itertools.count(1)
-        self._cut: dict[str, list[Move]] = {}  # moves for workers, of the job that is being asked for
+        self._cut: dict[str, list[Move]] = {}  # moves for workers, of the current job
         self._stores, self._loads = OpenMoves(), OpenMoves()
-        self._stale: list[Move] = []  # those of before the last `reset_cache`, which workers may still carry out
+        self._stale: list[Move] = []  # moves from before the last `reset_cache`, which workers may still carry out
         self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}  # jobs that bring blocks from files
         self._wanting: list[_Request] = []
-        self._pinned: dict[str, _Request] = {}  # those for which something is kept, by their ids
-        self._moving: dict[int, tuple[str, int]] = {}  # as what it is counted, and how many blocks
+        self._pinned: dict[str, _Request] = {}  # requests with pinned blocks, by their ids
+        self._moving: dict[int, tuple[str, int]] = {}  # name of the counter, and number of blocks
         self._seen = Seen(self.catalogue.host, self._is_known, config.enable_kv_cache_events)
         self._path = path_of(config.engine_id)
         self._has_name = True
@@ -159,9 +159,9 @@ class Manager(OffloadingManager):
         said = records.statistics()
         damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED}
         if any(damage.values()):
-            log.warning("not all that %s should have is there: %s", folder, damage)
+            log.warning("not all stored blocks of %s are there: %s", folder, damage)
         if strange:
-            log.warning("%d blocks in %s are given up: they are not what its name says", len(strange), folder)
+            log.warning("%d blocks in %s are dropped: they do not match its name", len(strange), folder)
         self._forget()
 
     @property
@@ -171,7 +171,7 @@ class Manager(OffloadingManager):
     # -- questions -----------------------------------------------------------------------------------
 
     def _find(self, key: OffloadKey) -> tuple[int, bytes]:
-        """A key's group, and what the catalogue calls it there: its prompts name no block twice, so by all of it."""
+        """Return a key's group, and the whole key as its hash, because a prompt names no block twice."""
         return self._places[get_offload_group_idx(key)], key
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -211,7 +211,7 @@ class Manager(OffloadingManager):
     # -- what workers move ---------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Find slots for blocks that are not stored; for as many as there is room, and None if there is none."""
+        """Find slots for as many new blocks as there is room for; None if there is none."""
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if not self._is_known(key)]
         self._seen.evicted = []
@@ -232,7 +232,7 @@ class Manager(OffloadingManager):
         return PrepareStoreOutput(stored, CPULoadStoreSpec([where[key] for key in stored]), self._seen.evicted)
 
     def _tell_full(self) -> None:
-        """Say what keeps all slots, once a minute at most: vLLM says in each step that it cannot store."""
+        """Log what keeps all slots, at most once a minute, because vLLM asks again in each step."""
         if self._clock() < self._next_told_full:
             return
         self._next_told_full = self._clock() + FULL_S
@@ -242,7 +242,7 @@ class Manager(OffloadingManager):
         kept = {entry for held in self.catalogue.pins.values() for tier, entry in held if tier is self.catalogue.host}
         log.warning(
             "host memory is full, and blocks are not stored: of %d slots workers write %d and read %d, %d are being "
-            "written to files and %d read from there, and %d are kept for requests that wait; give more host_bytes if "
+            "written to files and %d read from there, and %d are kept for waiting requests; raise host_bytes if "
             "this does not pass",
             self._shape.slots,
             *(busy[kind] for kind in (MoveKind.STORE, MoveKind.LOAD, MoveKind.WRITE_BACK, MoveKind.PROMOTION)),
@@ -271,13 +271,13 @@ class Manager(OffloadingManager):
         self._advance()
 
     def _take_name(self) -> None:
-        """All workers have mapped the memory: nobody has to find it any more."""
+        """Unlink the memory's file, because all workers have mapped it."""
         if self._has_name:
             self._path.unlink(missing_ok=True)
             self._has_name = False
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Say in which slots blocks are, and keep them there until `complete_load`, or raise `BackendError`."""
+        """Return the slots of blocks and keep them until `complete_load`; raise `BackendError` if some are missing."""
         wanted = list(dict.fromkeys(keys))
         name = f"load{next(self._names)}"
         self.catalogue.load(name, wanted, positions=self._positions(wanted))
@@ -295,13 +295,13 @@ class Manager(OffloadingManager):
         return CPULoadStoreSpec([where[key] for key in keys])
 
     def _chain(self, request: _Request, context: ReqContext, num_new: int) -> None:
-        """Note that all blocks of a request were used, the end of its prompt first: what LRU gives up is an end.
+        """Note the use of all blocks of a request, the end of its prompt first, so that LRU evicts ends first.
 
-        vLLM stores a prompt's beginning first, so this is done over again when an eighth of it is new, and at its end.
+        vLLM stores a prompt's beginning first, so this is repeated when an eighth is new, and at the request's end.
         """
         request.num_new += num_new
         if not self._is_lru or request.num_new * 8 < (1 if request.is_over else len(request.used)):
-            return  # the other policy counts uses, and these are one
+            return  # S3-FIFO counts uses, and these are one use
         request.num_new = 0
         at = context.get_offload_key_position
         order = sorted(enumerate(request.used), key=lambda each: (at(each[1]) or 0, each[0]), reverse=True)
@@ -355,7 +355,7 @@ class Manager(OffloadingManager):
             self._advance()
 
     def reset_cache(self) -> None:
-        """Forget everything. Slots that workers may still write or read are used again after `on_reset_flushed`."""
+        """Forget everything. Slots that workers may still touch are reused only after `on_reset_flushed`."""
         for name in [*self.catalogue.pins]:
             self.catalogue.unpin(name)
         for name in [*self._fetches]:
@@ -395,11 +395,11 @@ class Manager(OffloadingManager):
             self._files.forget(self._blocks.places(freed))
 
     def shutdown(self) -> None:
-        """End the thread of the files; called without the lock. Idempotent."""
+        """End the files' thread. Call it without the lock. Idempotent."""
         self._take_name()
         files, self._files = self._files, None
         if files is not None and not files.close(CLOSE_S):
-            log.error("something still writes to host memory, or reads it: it is kept")
+            log.error("host memory is kept, because a file read or write still uses it")
         elif self._region is not None:
             self._region.close()
             self._region = None
@@ -411,7 +411,7 @@ class Manager(OffloadingManager):
         while is_new:
             is_new = False
             moves = self.catalogue.moves(self._clock())
-            self._forget()  # before what is written there anew is posted, or that would be forgotten
+            self._forget()  # before new writes to these places are posted, or their records would be forgotten
             for move in moves:
                 if move.kind in (MoveKind.STORE, MoveKind.PROMOTION):
                     self._seen.reuse(move)
@@ -430,7 +430,7 @@ class Manager(OffloadingManager):
             self._files.wake_in(max(0.0, self._wake_at - self._clock()))
 
     def _post(self, move: Move) -> None:
-        files = self._files  # none any more while it is shut down
+        files = self._files  # None during the shutdown
         if files is None or (not self._is_checked and not self._check()):
             self.catalogue.ended(move.move_id, Ending.FAILED)
             return
@@ -439,14 +439,14 @@ class Manager(OffloadingManager):
         files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, self._blocks.of(move))
 
     def _check(self) -> bool:
-        """See that all workers use the memory that is mapped here; else files are of no use."""
+        """Return True if all workers share this process's memory; otherwise switch files off."""
         assert self._region is not None
         joined = self._region.joined()
         self._is_checked = joined == self._world_size
         if not self._is_checked and self.catalogue.file is not None and not self.catalogue.file.is_off:
             log.error(
-                "%d of %d ranks share host memory with the scheduler's process: files are used only where all ranks of "
-                "an engine are on one host; leave directory and file_bytes out",
+                "only %d of %d ranks share host memory with the scheduler's process: files need all ranks of an engine "
+                "on one host; leave directory and file_bytes out",
                 *(joined, self._world_size),
             )
             self.catalogue.switch_off()
@@ -466,12 +466,12 @@ class Manager(OffloadingManager):
         self.catalogue.ended(move.move_id, Ending.DONE)
 
     def _fetched(self, ended: JobEnded, request: _Request, keys: list[OffloadKey]) -> None:
-        """Note what could not be brought: it is a miss for this request."""
+        """Note the blocks that could not be brought; they are misses for this request."""
         request.coming -= set(keys)
         if ended.outcome is JobOutcome.DONE:
             return
         lacking = {keys[position] for positions in ended.missing for position in positions}
-        missing = {key for key in lacking if not self._is_known(key)}  # what came beside it can be loaded
+        missing = {key for key in lacking if not self._is_known(key)}  # the others can be loaded
         request.refused |= missing
         self.counts["unfetched_blocks"] += len(missing)
         if missing and ended.outcome is not JobOutcome.CANCELLED:

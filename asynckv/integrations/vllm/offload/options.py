@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say where `OffloadingConnector` uses asynckv's spec; all else is refused."""
+"""The options of `kv_connector_extra_config` for `OffloadingConnector` with asynckv's spec; others are refused."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ THEIRS = (
     *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
     *("sync_load_budget_bytes", "self_describing_kv_events"),
 )
-"""What vLLM's connector reads, whichever spec it uses."""
+"""Options that vLLM's connector reads with any spec."""
 
 OF_OTHER_SPECS = {
     "cpu_bytes_to_use": 'say "host_bytes": bytes of all ranks together (--kv-offloading-size sets it: leave that out)',
     "eviction_policy": 'say "policy": "s3-fifo" or "lru"',
     "cache_policy_module_path": 'say "policy": "s3-fifo" or "lru"',
-    "store_threshold": 'leave it out: "policy": "s3-fifo" keeps what is asked for twice, and gives up the rest first',
+    "store_threshold": 'leave it out: "policy": "s3-fifo" evicts blocks that were not used twice first',
     "max_tracker_size": "leave it out",
     "secondary_tiers": 'say "directory" and "file_bytes"',
-    "canonical_layout": "leave it out: a record has the order in which its ranks have the bytes",
+    "canonical_layout": "leave it out: a record has the order of its ranks' memory",
 }
-"""Options that users bring along, and what to do with each."""
+"""Options of vLLM's own specs, and their replacements."""
 
 
 def parse(given: Mapping[str, Any], model: str, hash_tokens: int) -> OffloadConfig:
-    """Read what a user wrote; `model` is for the case that none is given."""
+    """Parse the user's options; `model` is the default for the option of that name."""
     for name in given:
         if name in OF_OTHER_SPECS and (name != "canonical_layout" or given[name]):
             raise ConfigError(f"{WHERE}.{name} is an option of vLLM's own offloading specs; {OF_OTHER_SPECS[name]}")
     refuse_unknown(WHERE, [name for name in given if name != "canonical_layout"], sorted((*OURS, *THEIRS)))
     if "host_bytes" not in given:
-        raise ConfigError(f"{WHERE} lacks host_bytes: how much host memory all ranks together may use for blocks")
+        raise ConfigError(f"{WHERE} lacks host_bytes: the host memory for blocks of all ranks together")
     values = {name: given[name] for name in OURS if name in given}
     try:
         return OffloadConfig(**{"model": model, **values, "hash_tokens": hash_tokens})

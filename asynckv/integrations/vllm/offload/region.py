@@ -1,8 +1,8 @@
-"""The host memory of an engine: one region that the scheduler's process and all workers have mapped.
+"""The host memory of an engine: one region that the scheduler's process and all workers map.
 
-It is a file in `/dev/shm` whose name follows from the engine's id. Once all have mapped it, which the first job shows
-that has ended, the name is taken away, and the memory lives as long as the processes. Each holds a lock on the file, so
-that the next engine can remove what a killed one has left.
+It is a file in `/dev/shm` named after the engine's id. The first job that ends shows that all have mapped it. The file
+is then unlinked, and the memory lives as long as the processes. Each process holds a lock on the file, so that the next
+engine can remove the file of a killed one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from asynckv.edges.host_pool import Pinned
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
-FOLDER = Path("/dev/shm")  # a name that cannot be guessed by who does not know the engine's id
+FOLDER = Path("/dev/shm")  # names in it cannot be guessed without the engine's id
 PREFIX = "asynckv-offload-"
-HEAD = mmap.ALLOCATIONGRANULARITY  # how the memory is cut, and which ranks have mapped it
-RANKS = 1024  # where it is written which ranks: a byte for each
+HEAD = mmap.ALLOCATIONGRANULARITY  # length of the header: the shape, and the ranks that have mapped the memory
+RANKS = 1024  # offset in the header of one byte per rank
 
 
 class Shape(NamedTuple):
-    """How the region is cut: `slots`, each of `blocks` (vLLM's chunk) of `block_bytes`, padded, on `ranks`."""
+    """Shape of the region: `slots`, each of `blocks` (vLLM's chunk) of `block_bytes`, padded, on `ranks`."""
 
     block_bytes: int
     blocks: int
@@ -62,7 +62,7 @@ class Region:
                 raise
             self.unlink()
             raise BackendError(
-                f"{num_bytes} bytes of host memory are not to be had in {FOLDER} ({exc}); lower host_bytes, or give "
+                f"{num_bytes} bytes of host memory cannot be had in {FOLDER} ({exc}); lower host_bytes, or give "
                 f"the container more shared memory (docker run --shm-size)"
             ) from None
         with suppress(OSError):
@@ -73,7 +73,7 @@ class Region:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process writes what is before the memory."""
+        """Hold the lock on the header against other processes."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX, HEAD)
         try:
             yield
@@ -89,14 +89,14 @@ class Region:
                 os.pwrite(self._fd, said, 0)
             elif found != said:
                 raise ConfigError(
-                    f"this process would cut the host memory by {said.decode()}, and another one of the engine by "
+                    f"this process would divide the host memory by {said.decode()}, but another one of the engine by "
                     f"{found.decode(errors='replace')}: all must have layers of the same bytes; use a "
-                    f"pipeline-parallel size of which the number of layers is a multiple, or, if these are two "
-                    f"engines, give each an engine_id of its own"
+                    f"pipeline-parallel size that divides the number of layers, or, if these are two engines, give "
+                    f"each an engine_id of its own"
                 )
 
     def join(self, rank: int) -> None:
-        """Note that a rank uses it; a `ConfigError` says that another process is this rank."""
+        """Note that a rank uses the region; raise `ConfigError` if another process is this rank."""
         with self._alone():
             if os.pread(self._fd, 1, RANKS + rank) == b"\1":
                 raise ConfigError(
@@ -106,7 +106,7 @@ class Region:
             os.pwrite(self._fd, b"\1", RANKS + rank)
 
     def joined(self) -> int:
-        """How many ranks use it: those on other hosts have a region of their own."""
+        """Return the number of ranks that use the region; ranks on other hosts have their own."""
         return sum(os.pread(self._fd, HEAD - RANKS, RANKS))
 
     def pin(self, device: int) -> None:
@@ -123,7 +123,7 @@ class Region:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        with suppress(BufferError):  # somebody has an array of it, with which it goes
+        with suppress(BufferError):  # it is unmapped with the last array that uses it
             self._map.close()
 
 
@@ -132,9 +132,9 @@ def path_of(engine_id: str) -> Path:
 
 
 def sweep() -> None:
-    """Remove what is left of engines that were killed while they started: nobody has it open."""
+    """Remove files of engines that were killed while they started: those that no process has locked."""
     for path in FOLDER.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is another user's, or has just gone
+        with suppress(OSError):  # another user's, in use, or just removed
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,7 +144,7 @@ def sweep() -> None:
 
 
 def _opened(path: Path) -> int:
-    """Open a region's file, make it if it is not there, and note that it is in use."""
+    """Open or create a region's file, and lock it as in use."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -154,4 +154,4 @@ def _opened(path: Path) -> int:
         with suppress(OSError):
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return fd
-        os.close(fd)  # it was swept away before it was locked
+        os.close(fd)  # another process removed it before it was locked, so open again

@@ -1,4 +1,4 @@
-"""What vLLM has been told of host memory, and what it has told of the moves that workers carry out."""
+"""The blocks of host memory that vLLM knows of, and the moves of workers that it has yet to report as ended."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asynckv.offload.tier import Tier
 
 
 class Seen:
-    """Which block lies in which slot; vLLM hears of each once it can be loaded, and when its slot is given away."""
+    """The block of each slot. vLLM is told of a block once it can be loaded, and again when its slot is reused."""
 
     def __init__(self, host: Tier, is_known: Callable[[OffloadKey], bool], has_events: bool) -> None:
         self._host, self._is_known = host, is_known
         self._events: list[OffloadingEvent] | None = [] if has_events else None
         self._at: dict[int, OffloadKey] = {}
-        self.evicted: list[OffloadKey] = []  # since somebody has emptied it
+        self.evicted: list[OffloadKey] = []  # since the caller cleared it
 
     def stored(self, move: Move) -> None:
         keys = []
@@ -27,14 +27,14 @@ class Seen:
                 entry = self._host.index[piece.group].get(hash_)
                 if entry is not None and entry.slot == slot and entry.state is EntryState.READY:
                     if slot in self._at:
-                        continue  # it was brought from files for another request as well
+                        continue  # another request brought it from files as well
                     key = OffloadKey(hash_)
                     self._at[slot] = key
                     keys.append(key)
         self._tell(keys, removed=False)
 
     def reuse(self, move: Move) -> None:
-        """What was in the slots that a move writes anew has been given up."""
+        """Report the earlier blocks of the slots that a move writes as evicted."""
         slots = [slot for piece in move.pieces for slot in piece.host_slots]
         gone = [key for slot in slots if (key := self._at.pop(slot, None)) is not None and not self._is_known(key)]
         self.evicted += gone
@@ -55,7 +55,7 @@ class Seen:
 
 
 class OpenMoves:
-    """Moves of one direction that workers carry out; vLLM tells of their keys, one by one."""
+    """Moves of one direction that workers carry out; vLLM reports their keys one by one."""
 
     def __init__(self) -> None:
         self._by_key: defaultdict[OffloadKey, deque[tuple[Move, set[OffloadKey]]]] = defaultdict(deque)
@@ -72,7 +72,7 @@ class OpenMoves:
         return where
 
     def completed(self, keys: Iterable[OffloadKey]) -> list[Move]:
-        """Moves of which the last key has been told of. Of moves that share a key, the oldest is told of first."""
+        """Return the moves that have no unreported key left. A key counts for the oldest move that has it."""
         over = []
         for key in dict.fromkeys(keys):
             if (some := self._by_key.get(key)) is None:
@@ -86,7 +86,7 @@ class OpenMoves:
         return over
 
     def abandon(self) -> list[Move]:
-        """Expect to hear of none any more; returns all of them, once each."""
+        """Expect no more reports; returns every open move once."""
         moves = {move.move_id: move for some in self._by_key.values() for move, _ in some}
         self._by_key.clear()
         return list(moves.values())

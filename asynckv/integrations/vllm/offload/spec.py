@@ -1,8 +1,8 @@
-"""The class that vLLM makes in every process of an engine, and what a record is.
+"""The class that vLLM makes in every process of an engine, and the shape of a record.
 
-vLLM tells a spec how many bytes a block has on one worker, in which groups the layers are, and how many workers there
-are; the scheduler's half never sees a tensor. So every rank has an equal part of a slot, of one block after another,
-each padded to pages, and all groups have slots of one size.
+vLLM tells a spec the bytes of a block on one worker, the groups of the layers, and the number of workers; the
+scheduler's half never sees a tensor. So every rank has an equal part of a slot, of one block after another, each
+padded to pages, and all groups have slots of one size.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class AsyncKVOffloadingSpec(compat.OffloadingSpec):
         super().__init__(config)
         if not hasattr(compat.OffloadingManager, "lock"):
             raise ConfigError(
-                f"{WHERE}.spec_name: vLLM {compat.version()} keeps no other thread away from a manager while it "
-                f"decides on a step, and AsyncKVOffloadingSpec has one; use vLLM 0.33 or later, or another spec"
+                f"{WHERE}.spec_name: vLLM {compat.version()} does not lock a manager while it decides on a step, but "
+                f"AsyncKVOffloadingSpec has another thread; use vLLM 0.33 or later, or another spec"
             )
         self.offload = parse(config.extra_config, config.model.name, config.cache.tokens_per_hash)
         self.replicated_layout = config.replicated_layout
@@ -58,16 +58,16 @@ class AsyncKVOffloadingSpec(compat.OffloadingSpec):
             groups = stored(self.config, self.offload, self.shape)
             if self.offload.directory and not os.environ.get("PYTHONHASHSEED"):
                 log.warning(
-                    "blocks in %s will not be found by the next start: vLLM's hashes begin with a number that it draws "
-                    "anew; set PYTHONHASHSEED",
+                    "blocks in %s will not be found by the next start: vLLM's hashes begin with a random number; "
+                    "set PYTHONHASHSEED",
                     self.offload.directory,
                 )
             if self.extra_config.get("sync_load_budget_bytes") and any(
                 group.sliding_window_size_in_chunks == 1 for group in self.config.groups
             ):
                 log.warning(
-                    "if this model is recurrent, leave %s.sync_load_budget_bytes out: vLLM 0.33.0 reserves a block too "
-                    "few per group of states for such a load, and ends with 'Cannot get 1 free blocks' when it has few",
+                    "if this model is recurrent, leave %s.sync_load_budget_bytes out: vLLM 0.33.0 reserves one block "
+                    "too few per group of states for such a load, and may end with 'Cannot get 1 free blocks'",
                     WHERE,
                 )
             self._manager = Manager(self.config, self.offload, self.shape, groups)
@@ -88,29 +88,29 @@ class AsyncKVOffloadingSpec(compat.OffloadingSpec):
 
 
 def shape_of(config: compat.OffloadingConfig, offload: OffloadConfig) -> Shape:
-    """Cut the host memory into slots; a `ConfigError` says how much makes a few of them."""
+    """Divide the host memory into slots; raise `ConfigError` with the least size if there are too few."""
     ranks = 1 if config.replicated_layout else config.parallel.world_size
     block_bytes = -(-max(1, config.worker_kv_bytes_per_block) // ALIGN) * ALIGN
     shape = Shape(block_bytes, config.cache.blocks_per_chunk, ranks, 0)
     slots = offload.host_bytes // shape.slot_bytes
     if slots < LEAST_SLOTS:
         raise ConfigError(
-            f"{WHERE}.host_bytes is {offload.host_bytes}, and one slot takes {shape.slot_bytes} bytes ({shape.blocks} "
+            f"{WHERE}.host_bytes is {offload.host_bytes}, but one slot takes {shape.slot_bytes} bytes ({shape.blocks} "
             f"blocks of {block_bytes} bytes on each of {ranks} ranks); give {LEAST_SLOTS * shape.slot_bytes} or more"
         )
     if offload.file_bytes and offload.file_bytes < LEAST_SLOTS * shape.slot_bytes:
         raise ConfigError(
-            f"{WHERE}.file_bytes is {offload.file_bytes}, and one block takes {shape.slot_bytes} bytes; give "
+            f"{WHERE}.file_bytes is {offload.file_bytes}, but one block takes {shape.slot_bytes} bytes; give "
             f"{LEAST_SLOTS * shape.slot_bytes} or more, or leave directory and file_bytes out"
         )
     return shape._replace(slots=slots)
 
 
-LEAST_SLOTS = 8  # of a tier: what it gives to groups at a time
+LEAST_SLOTS = 8  # a tier gives slots to groups in such chunks
 
 
 def stored(config: compat.OffloadingConfig, offload: OffloadConfig, shape: Shape) -> tuple[StoredGroup, ...]:
-    """What the catalogue has to know of vLLM's groups: one key is one block, of one token as it were."""
+    """Describe vLLM's groups to the catalogue, with one key as one block of one token."""
     return tuple(
         StoredGroup(
             name=f"group{group.group_id}",
@@ -123,7 +123,7 @@ def stored(config: compat.OffloadingConfig, offload: OffloadConfig, shape: Shape
 
 
 def namespace(config: compat.OffloadingConfig, offload: OffloadConfig, shape: Shape, index: int) -> str:
-    """Digest all on which it depends whether a record's bytes can be used: the model, and the order of the bytes."""
+    """Return a digest of all that decides whether a record can be used: the model, and the order of the bytes."""
     group, parallel = config.groups[index], config.parallel
     said: tuple[Any, ...] = (
         *(1, offload.model, config.model.dtype, config.cache.tokens_per_hash, config.kv_cache_layout or ""),

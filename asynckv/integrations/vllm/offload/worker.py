@@ -1,11 +1,11 @@
-"""The workers' half: bytes between the device's blocks and this rank's part of the slots.
+"""The workers' half: copies between the device's blocks and this rank's part of the slots.
 
-A job of vLLM says which blocks of which groups belong into which slots; the copy plane moves them on a thread. vLLM's
-thread hands jobs over, asks which have ended, and waits only where vLLM itself does.
+A job of vLLM names blocks of groups and their slots; the copy plane moves them on a thread. vLLM's thread hands over
+jobs and asks for results, and waits only where vLLM itself waits.
 
-vLLM 0.33.0 knows no job that failed. So if a copy fails or does not end, this rank ends with an error, and the engine
-with it, rather than serve wrong bytes. vLLM is not told of a job before it has ended: until then nothing else uses its
-blocks and slots.
+vLLM 0.33.0 has no failed jobs. So if a copy fails or does not end, this rank ends with an error, and the engine with
+it, because otherwise it would serve wrong bytes. A job is reported only after its end, so vLLM reuses its blocks and
+slots only then.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from asynckv.ports import CopyOp, CopyPlane
 log = logging.getLogger("vllm.asynckv")
 HOST = "host"
 MAX_DESCRIPTORS = 4096
-WAIT_S = 60.0  # at most for a wait of vLLM's, a doubt, or jobs of which none ends: copies take milliseconds, or hang
-GRACE_S = 1.0  # between two looks at what is late: a process that was stopped for a minute has had no time to copy
+WAIT_S = 60.0  # most for a wait of vLLM's, a doubt, or jobs without an end: copies take milliseconds, or hang
+GRACE_S = 1.0  # late jobs get this long again, because a process that was stopped for a minute could not copy
 HUNG = (
-    "their blocks may still be written, and vLLM cannot set them aside, so this rank ends; start the engine anew, and "
-    "if this comes again, look for what keeps copies: swapping (`vmstat 1`: si, so), a device that hangs (`dmesg`)"
+    "their blocks may still be written, and vLLM cannot set them aside, so this rank ends. Start the engine anew. "
+    "If it recurs, look for swapping (`vmstat 1`: si, so) or a device that hangs (`dmesg`)"
 )
 
-CLOSE_S = 3.0  # vLLM kills a worker five seconds after it has asked it to end
+CLOSE_S = 3.0  # vLLM kills a worker five seconds after it asked it to end
 
 
 class _Job(NamedTuple):
@@ -58,10 +58,10 @@ class _Job(NamedTuple):
 
 
 class Worker(compat.OffloadingWorker):
-    """One rank's part.
+    """Copies one rank's blocks.
 
     Args:
-        rank: Whose part of a slot is this one's.
+        rank: Index of this rank's part of a slot.
         max_post_bytes: Most bytes in one copy.
         copies: Copy plane; NIXL's if left out.
     """
@@ -81,9 +81,9 @@ class Worker(compat.OffloadingWorker):
         for size, group in zip(record_sizes(record_form(self._layout)), self._layout.groups, strict=True):
             if size.stride > shape.block_bytes:
                 raise ConfigError(
-                    f"a block of {group.name} has {size.num_bytes} bytes on rank {rank}, and vLLM's configuration says "
-                    f"{shape.block_bytes} at most: ranks whose layers differ in number cannot be offloaded; use a "
-                    f"pipeline-parallel size of which the number of layers is a multiple"
+                    f"a block of {group.name} has {size.num_bytes} bytes on rank {rank}, but vLLM's configuration "
+                    f"allows {shape.block_bytes}: ranks with different numbers of layers cannot be offloaded; use a "
+                    f"pipeline-parallel size that divides the number of layers"
                 )
         form = record_form(self._layout, strides=[shape.block_bytes] * len(self._layout.groups))
         self._far = placed(form, region.memory.base, region.num_bytes)
@@ -96,9 +96,9 @@ class Worker(compat.OffloadingWorker):
             except BackendError as exc:
                 log.warning("host memory cannot be pinned (%s): copies will be slower", exc)
         self._jobs: dict[int, _Job] = {}  # the oldest first
-        self._doubtful: dict[int, float] = {}  # since when it is not known whether they go on
-        self._ended_at = -math.inf  # when one did
-        self._late_at = math.inf  # when one was first seen not to
+        self._doubtful: dict[int, float] = {}  # times since which it is unknown whether a copy goes on
+        self._ended_at = -math.inf  # when the last job ended
+        self._late_at = math.inf  # when a job was first found late
         self._ended: list[compat.TransferResult] = []
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
@@ -127,8 +127,8 @@ class Worker(compat.OffloadingWorker):
         plan = plan_copies(self._tables, self._pairs(device, slots))
         event = None
         if self._is_cuda:
-            # What was asked of the stream before, of which NIXL knows nothing, writes what is stored, or zeroes blocks
-            # that are loaded.
+            # NIXL ignores streams. Earlier work of this stream writes the stored blocks, or zeroes the loaded ones, so
+            # the copy waits for it.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream())
         with self._changed:
@@ -137,13 +137,13 @@ class Worker(compat.OffloadingWorker):
         return True
 
     def _pairs(self, device: compat.GPULoadStoreSpec, slots: compat.CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
-        """Per group, which blocks belong to which blocks of this rank's parts; the first may be amid its slot."""
+        """Return per group the device's blocks and those of this rank's parts; the first may be within a slot."""
         size = self._shape.blocks
         groups = list(zip(device.group_sizes, (first % size for first in device.block_indices), strict=True))
         chunks = [-(-(first + count) // size) if count else 0 for count, first in groups]
         if sum(device.group_sizes) != len(device.block_ids) or sum(chunks) != len(slots.block_ids):
             raise BackendError(
-                f"a job has {len(device.block_ids)} blocks and {len(slots.block_ids)} slots, and its groups take "
+                f"a job has {len(device.block_ids)} blocks and {len(slots.block_ids)} slots, but its groups take "
                 f"{sum(device.group_sizes)} and {sum(chunks)}"
             )
         ids, mine, out = device.block_ids.astype(np.int64), slots.block_ids.astype(np.int64), []
@@ -159,7 +159,7 @@ class Worker(compat.OffloadingWorker):
             is_due = event is None or event.query()
             if is_due:
                 self._copies.post(TransferId(job_id), op, HOST, plan.posts(self._max, MAX_DESCRIPTORS))
-        except Exception as exc:  # nobody else hears of it: the loop only logs it
+        except Exception as exc:  # the loop would only log it
             self._break(exc)
             return
         if not is_due:
@@ -167,7 +167,7 @@ class Worker(compat.OffloadingWorker):
             task.add_done_callback(lambda task: self._after(task, job_id, op, plan))
 
     def _after(self, task: asyncio.Future[None], job_id: int, op: CopyOp, plan: Plan) -> None:
-        """The device has come to the job's place in its stream, or never will."""
+        """Post the job once its event was reached in the stream, or break if it failed."""
         exc = task.exception() if not task.cancelled() else None
         if exc is None:
             self._post(job_id, op, plan, None)
@@ -178,7 +178,7 @@ class Worker(compat.OffloadingWorker):
         for news in self._copies.poll():
             if news.ending is Ending.IN_DOUBT:
                 log.error(
-                    "it is not known whether a copy of job %d goes on (%s): this rank ends if it is not within %g s",
+                    "it is not known whether a copy of job %d goes on (%s): this rank ends if that lasts %g s",
                     *(news.transfer_id, news.cause, WAIT_S),
                 )
                 with self._changed:
@@ -206,14 +206,14 @@ class Worker(compat.OffloadingWorker):
             self._changed.notify_all()
 
     def get_finished(self) -> list[compat.TransferResult]:
-        """Jobs that have ended since the last call; `BackendError` if one could not be copied, or does not end."""
+        """Return the jobs that ended since the last call; raise `BackendError` if a copy failed or does not end."""
         with self._changed:
             self._check()
             ended, self._ended = self._ended, []
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until jobs have ended; after a `BackendError` their blocks must not be used for anything else."""
+        """Wait until jobs have ended; after `BackendError` their blocks must not be reused."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._broken is not None or self._jobs.keys().isdisjoint(job_ids),
@@ -226,7 +226,7 @@ class Worker(compat.OffloadingWorker):
     def _check(self) -> None:
         if self._broken is not None:
             raise BackendError(
-                f"blocks could not be copied: {self._broken!r}; vLLM knows no job that failed, so this rank ends"
+                f"blocks could not be copied: {self._broken!r}; vLLM has no failed jobs, so this rank ends"
             ) from self._broken
         long_ago = time.monotonic() - WAIT_S
         late = {job_id for job_id, since in self._doubtful.items() if since < long_ago}
@@ -242,11 +242,11 @@ class Worker(compat.OffloadingWorker):
         return BackendError(
             f"jobs {sorted(late)[:8]} do not end: {stores} stores and {len(jobs) - stores} loads, of "
             f"{sum(job.num_bytes for job in jobs)} bytes, the oldest of them for "
-            f"{time.monotonic() - min(job.begun_at for job in jobs):.0f} s, while {WAIT_S:g} s are waited; {HUNG}"
+            f"{time.monotonic() - min(job.begun_at for job in jobs):.0f} s, which is more than {WAIT_S:g} s; {HUNG}"
         )
 
     def shutdown(self) -> None:
-        """Post nothing more, end the thread, and give the memory back. Idempotent; takes some seconds at most."""
+        """Post nothing more, end the thread, and return the memory, within a few seconds. Idempotent."""
         if self._thread.is_closed:
             return
         self._region.unlink()
@@ -264,7 +264,7 @@ class Worker(compat.OffloadingWorker):
 
 
 def device_layout(caches: compat.CanonicalKVCaches) -> Layout:
-    """Declare what vLLM registers: bytes of blocks, whatever they mean."""
+    """Declare vLLM's registered tensors as blocks of plain bytes."""
     memories: dict[int, tuple[int, Memory]] = {}
     views: list[View] = []
     groups: list[Group] = []
