@@ -92,11 +92,8 @@ def meaning(event: type[Struct]) -> str:
 
 
 def overview() -> str:
-    """Return a table with one line for each event."""
-    lines = ["| event | logged by | level |", "|---|---|---|"]
-    for name, event in EVENTS.items():
-        lines.append(f"| [`{name}`](#{name}) | {SIDES[event.side]} | {', '.join(event.levels)} |")
-    return "\n".join(lines) + "\n\n"
+    """Return links to all events."""
+    return textwrap.fill(", ".join(f"[`{name}`](#{name})" for name in EVENTS), 120) + "\n\n"
 
 
 def page() -> str:

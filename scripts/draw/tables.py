@@ -15,31 +15,22 @@ def files() -> dict[Path, str]:
 
 
 def causes() -> str:
-    """Write the catalogue of causes: a table per heading, in which words in braces are a request's own."""
+    """Write the catalogue of causes: a table per heading."""
     lines = []
     for heading in HEADING:
-        lines += [f"### {heading[0].upper()}{heading[1:]}", "", "| cause | evidence | what to do |", "|---|---|---|"]
-        for cause, entry in CATALOGUE.items():
-            if entry.heading is heading:
-                told = " / ".join((entry.sentence, *entry.of.values()))
-                lines.append(
-                    _row(f"`{cause}`: {entry.title}{' (a class)' if entry.is_class else ''}", told, entry.remedy)
-                )
-        lines.append("")
+        rows = [
+            f"| `{cause}`: {entry.title}{' (a class)' if entry.is_class else ''} | {' '.join(entry.remedy.split())} |"
+            for cause, entry in CATALOGUE.items()
+            if entry.heading is heading
+        ]
+        lines += [f"### {heading[0].upper()}{heading[1:]}", "", "| cause | what to do |", "|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
-
-
 def findings() -> str:
-    """Write what `asynckv doctor` may find: a table per topic."""
+    """Write what `asynckv doctor` may find: a list per topic."""
     lines = []
     for topic, title in TOPICS.items():
-        lines += [f"### {title}", "", "| finding | what to do |", "|---|---|"]
-        for code, kind in KINDS.items():
-            if kind.topic == topic:
-                lines.append(_row(f"**{kind.level}** `{code}`: {kind.title}", kind.remedy))
-        lines.append("")
+        found = [f"- {x.level} `{code}`: {x.title}" for code, x in KINDS.items() if x.topic == topic]
+        lines += [f"### {title}", "", *found, ""]
     return "\n".join(lines)
