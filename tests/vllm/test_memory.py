@@ -431,7 +431,7 @@ def test_what_moves_between_equal_ranks_only_is_said_and_nothing_of_the_rest(
     layers = hybrid(state)
     with caplog.at_level("INFO", "vllm.asynckv"):
         check_moved(tmp_path, Side(layers), Side(layers))
-    said = [text for text in caplog.messages if "is moved whole" in text]
+    said = [text for text in caplog.messages if "are moved whole" in text]
     assert bool(said) is not is_known
     for text in said:
         assert LAYERS[0] in text
