@@ -314,7 +314,7 @@ def test_bytes_that_nobody_can_copy_end_the_rank() -> None:
     worker, _, _ = made(Copies(Ending.FAILED))
     worker.submit_store(1, GPULoadStoreSpec([5, 2], (2, 0), (0, 0)), CPULoadStoreSpec([3]))
     for ask in (lambda: worker.wait({1}), worker.get_finished):
-        with pytest.raises(BackendError, match=r"job 1: as the test says.*has no failed jobs, so this rank ends"):
+        with pytest.raises(BackendError, match=r"job 1, a .*: as the test says.*has no failed jobs, so this rank ends"):
             ask()
     worker.shutdown()
 
