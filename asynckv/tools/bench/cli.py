@@ -142,7 +142,7 @@ def _refuse_options(context: typer.Context) -> None:
 
 @bench_app.command()
 def worker() -> None:
-    """Run one worker of a benchmark whose driver runs elsewhere; --remote starts this.
+    """Run one worker for a driver on another machine; --remote starts this command.
 
     The worker reads commands on stdin, answers on stdout and logs to stderr. It ends when stdin is closed.
     """

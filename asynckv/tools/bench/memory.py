@@ -50,7 +50,7 @@ class _Field:
     salt: int
     array: Words
     shift: np.uint64
-    """Right shift of a 64-bit value, whose upper bits are the element."""
+    """Right shift of a 64-bit value; its upper bits are the element."""
     places: Uint64s
     """Amounts that the places along axis and dims add: `[unit, dims ...]`."""
     token_bytes: int

@@ -76,14 +76,14 @@ def _in(panel: str, *, in_record: bool = True, is_single: bool = False) -> Calla
 
 SIDES = "N|PREFILL:DECODE"
 # The report has no raw value of these: it has the model, the two shapes and the engines that they make.
-common = _in("Begin with these")
-asked = _in("Begin with these", in_record=False)
+common = _in("Start with these")
+asked = _in("Start with these", in_record=False)
 geometry = _in("Geometry", in_record=False)
 work = _in("Workload")
 source = _in("Workload", in_record=False)
 run = _in("Run")
 apart = _in("Two machines", in_record=False)
-report = _in("Begin with these", in_record=False, is_single=True)
+report = _in("Start with these", in_record=False, is_single=True)
 output = _in("Output", in_record=False, is_single=True)
 
 

@@ -70,7 +70,7 @@ def _rows(said: dict[str, str]) -> Part:
 def _reached(found: dict[str, Any]) -> Part:
     requests, moved, prefix = found["requests"], found["bytes"], found["prefix"]
     total = found["config"]["requests"]
-    apart = f", and {requests['read_nothing']:,} requests that read nothing" if requests["read_nothing"] else ""
+    apart = f", and {requests['read_nothing']:,} that read nothing" if requests["read_nothing"] else ""
     counts = [f"{requests['completed']:,} of {total:,} completed", f"{requests['failed']:,} failed"]
     counts += [f"{left:,} never started"] if (left := total - requests["submitted"]) else []
     compared = f"{moved['verified'] / moved['wanted']:.1%} verified" if moved["wanted"] else "none wanted"

@@ -52,7 +52,7 @@ def _times(workload: Workload, options: Options) -> list[float]:
         return [0.0] * number
     if len(workload.arrivals_s) != number:
         raise ConfigError(
-            f"--speed {options.speed:g} needs a --trace whose lines have a timestamp; without one, use --rate"
+            f"--speed {options.speed:g} needs a --trace with a timestamp in its lines; without one, use --rate"
         )
     return [t / options.speed for t in workload.arrivals_s]
 

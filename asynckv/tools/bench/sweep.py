@@ -113,7 +113,7 @@ def _options(command: Any, args: Sequence[str]) -> dict[str, Sequence[str | None
         flag, text = param.opts[0], found[param.name]
         name = flag.lstrip("-")
         if param.name in OF_SINGLE_RUNS:
-            raise ConfigError(f"{flag} is for single runs, not for sweeps, whose reports are the lines of --out")
+            raise ConfigError(f"{flag} is for single runs; the reports of a sweep are the lines of --out")
         if name in given:
             raise ConfigError(f"{flag} was given twice; an axis is one list, such as {flag} 1,16,64")
         try:

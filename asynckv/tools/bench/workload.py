@@ -55,7 +55,7 @@ class Workload:
         """Begin every prompt with one of `groups` prefixes of `tokens` tokens, drawn at random."""
         if any(self.chunks):
             raise ConfigError(
-                "--shared-prefix was given with a trace whose hash_ids already define the shared prefixes; omit it"
+                "--shared-prefix was given, but the hash_ids of the trace already define the shared prefixes; omit it"
             )
         if not 1 <= tokens <= _MOST_TOKENS:
             raise ConfigError(f"--shared-prefix {tokens} is outside 1 ... {_MOST_TOKENS} tokens")
