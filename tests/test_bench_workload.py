@@ -99,7 +99,7 @@ def test_a_trace_brings_its_arrivals_and_chunks(tmp_path: Path) -> None:
     assert work.arrivals_s == (0.0, 0.0, 3.0)
     assert work.chunks == ((0, 1), (0,), (0, 4, 5))
     assert work.capped(700).chunks == ((0, 1), (0,), (0, 4))
-    with pytest.raises(ConfigError, match="--shared-prefix was given with a trace whose hash_ids"):
+    with pytest.raises(ConfigError, match="--shared-prefix was given, but the hash_ids"):
         work.sharing(5, 1, 0)
 
 

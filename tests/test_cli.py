@@ -68,7 +68,7 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--prompt-tokens", "1:1e308,2:1e308"], "add up to inf"),
         (["--rate", "0"], "Invalid value for '--rate'"),
         (["--rate", "nan"], "Invalid value for '--rate'"),
-        (["--speed", "10"], "--speed 10 needs a --trace whose lines have a timestamp"),
+        (["--speed", "10"], "--speed 10 needs a --trace with a timestamp"),
         (["--speed", "10", "--rate", "5"], "--rate 5 and --speed 10 contradict each other"),
         (["--engines", "0"], "--engines 0: '0' (prefill side) is no number from 1 to 256"),
         (["--engines", "1:1000"], "--engines 1:1000"),

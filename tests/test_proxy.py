@@ -887,7 +887,7 @@ async def test_a_file_that_is_broken_or_gone_leaves_the_engines_and_is_said_once
     assert "--engines" in events[0]["trouble"]
     assert "'b:1' is not a URL" in events[0]["trouble"]
     assert "No such file" in events[1]["trouble"]
-    assert "the last line does not end" in events[3]["trouble"]
+    assert "the last line has no newline" in events[3]["trouble"]
     assert "no longer names a decode engine" in events[4]["trouble"]
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"--engines .*can't decode"):
@@ -1254,8 +1254,8 @@ async def test_metrics_count_what_happened() -> None:
         ("--prefill dns+https://a --decode http://b", "'dns+https://a' is not a URL"),
         ("--prefill http://a:99999 --decode http://b", "'http://a:99999' is not a URL"),
         ("--prefill http://a..b --decode http://b", "'http://a..b' is not a URL"),
-        (f"--prefill http://{'a' * 64} --decode http://b", "is no URL"),
-        ("--prefill http://u:p@a --decode http://b", "is no URL"),
+        (f"--prefill http://{'a' * 64} --decode http://b", "is not a URL"),
+        ("--prefill http://u:p@a --decode http://b", "is not a URL"),
         ("--engines /nowhere/file", "--engines /nowhere/file: cannot be read: No such file"),
         ("--prefill http://a --decode http://b --attempts 0", "--attempts"),
         ("--prefill http://a --decode http://b --connect-s nan", "Invalid value for '--connect-s'"),

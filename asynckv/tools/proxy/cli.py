@@ -88,7 +88,7 @@ def proxy(
     max_body_mib: Annotated[float, positive(help="Largest body; a larger one is refused with 413.")] = 16.0,
     max_bodies_mib: Annotated[float, positive(help="Largest sum of all bodies; more are refused with 503.")] = 1024.0,
     body_s: Annotated[float, positive(help="Time-out for the arrival of a body; then 408.")] = 60.0,
-    idle_s: Annotated[float, positive(help="Time-out of a connection with half a header, or that reads nothing.")] = 75.0,
+    idle_s: Annotated[float, positive(help="Time-out of connections with half a header, or that read nothing.")] = 75.0,
     max_connections: Annotated[
         int, typer.Option(help="Connections of clients; more get 503. At most a third of `ulimit -Hn`.", min=1)
     ] = 2048,

@@ -120,7 +120,7 @@ class Name(str):
 
 
 def fields(data: bytes) -> dict[str, Any]:
-    """Read an object without `OF_HOSTS`, and keep values raw, because as Python objects they may take 30 times as much."""
+    """Read an object without `OF_HOSTS`; values stay raw, because Python objects may be thirty times as large."""
     count = itertools.count(1)
 
     def counted(kind: type, name: str) -> Name:
