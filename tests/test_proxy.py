@@ -1345,13 +1345,13 @@ def test_a_tiny_engine_reads_what_it_is_asked() -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (b"", "the body is no request: Input data was truncated"),
-        (b"[" * 100_000, "the body is no request: "),
-        (b"[]", "the body is no request: Expected `object`, got `array`"),
+        (b"", "the body is not a request: Input data was truncated"),
+        (b"[" * 100_000, "the body is not a request: "),
+        (b"[]", "the body is not a request: Expected `object`, got `array`"),
         (b"{}", "prompt is missing or empty"),
         (b'{"prompt": ""}', "prompt is missing or empty"),
         (b'{"prompt": 5}', "Expected `str | null`, got `int` - at `$.prompt`"),
-        (b'{"prompt": "\\ud800"}', "the body is no request: "),
+        (b'{"prompt": "\\ud800"}', "the body is not a request: "),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens 0 is outside 1 ... 4096"),
         (b'{"prompt": "a", "max_tokens": -1}', "max_tokens -1 is outside 1 ... 4096"),
         (b'{"prompt": "a", "max_tokens": 100000000}', "max_tokens 100000000 is outside 1 ... 4096"),
@@ -1605,7 +1605,7 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it(short_path: Path) ->
         told = (await process.stderr.read()).decode()
         for name in ("prefill0", "decode0"):
             assert re.search(f"^{name}, process [0-9]+, listens on http://", told, re.MULTILINE)
-        assert "stopping: 0 requests under way" in told
+        assert "stopping: 0 requests in flight" in told
         lasts = {path.stem: path.read_text().splitlines()[-1] for path in sorted(short_path.iterdir())}  # noqa: ASYNC240
         assert sorted(lasts) == [answer.account.engine_id for answer in answers]
         assert all(json.loads(last)["event"] == "engine_stopped" for last in lasts.values())
