@@ -271,7 +271,6 @@ def promtool(*arguments: str) -> None:
 
 
 def rule(alert: str) -> str:
-    """What the file says of one alert."""
     return re.split(r"\n      - alert: ", RULES_TEXT.partition(f"- alert: {alert}\n")[2])[0]
 
 

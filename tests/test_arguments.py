@@ -445,7 +445,6 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 
 
 def quiet(engine: Engine) -> tuple[Any, ...]:
-    """What no refused call may change."""
     engine.check_integrity()
     statistics, core = engine.statistics(), engine._core
     gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
@@ -567,7 +566,6 @@ async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Benc
 
 
 def quiet_too(offload: Offload) -> tuple[Any, ...]:
-    """What no refused call may change of an offload."""
     check_offload(offload)
     said, catalogue = offload.statistics(), offload._own.catalogue
     return said.counters, said.gauges, catalogue.held(), quiet(offload.engine), offload._tiers._closing

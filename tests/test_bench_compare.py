@@ -38,8 +38,6 @@ def made(rate: float = 100.0, p99: float = 0.1, **config: Any) -> dict[str, Any]
 
 
 def floored(ratio: float, spread: float = 0.0) -> dict[str, Any]:
-    """What a run beside its floor reports."""
-
     def measured(middle: float) -> dict[str, float]:
         return {"median": middle, "low": middle - spread, "high": middle + spread, "level": 0.97, "rounds": 10}
 

@@ -181,7 +181,6 @@ def test_a_block_is_anothers_only_if_it_is_lent_with_the_same_tokens(
 
 
 def tokens_of(options: Experiment, request: Request, end: int) -> tuple[int, ...]:
-    """What stands for the tokens before `end`."""
     return request.chunks[: -(-end // options.workload.chunk_tokens)]
 
 

@@ -98,7 +98,6 @@ def test_owner_and_reader_make_the_digest_that_every_version_makes(version: str,
 
 
 def begins(said: Any, read: Any) -> bool:
-    """What was said is read; fields that came later may follow."""
     match said, read:
         case dict(), dict():
             return said.keys() <= read.keys() and all(begins(value, read[name]) for name, value in said.items())

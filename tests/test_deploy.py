@@ -353,7 +353,6 @@ class Composed:
             each.close()
 
     def said(self, name: str, words: Sequence[str]) -> list[str]:
-        """What compose.yaml says, for this host."""
         here = {"/keys": self._keys, "$$": "$", "0.0.0.0": "127.0.0.1", "eth0": "lo"}
         here |= {f"//{each}:8000": f"//127.0.0.1:{port}" for each, port in self.ports.items()}
         here |= {f"tcp://{each}:": "tcp://127.0.0.1:" for each in self.ports} | {"8000": str(self.ports[name])}

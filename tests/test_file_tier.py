@@ -59,7 +59,6 @@ DONE = Ending.DONE
 
 
 def contents(key: bytes, size: int = SIZE) -> npt.NDArray[np.uint8]:
-    """What is stored under a key: nothing else has these bytes."""
     seed = np.uint64(checksum(key, b"") & 0xFFFFFFFFFFFFFFFF)
     return (np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ seed).view(np.uint8)
 

@@ -57,7 +57,6 @@ def well() -> list[Record]:
 
 
 def screen(records: list[Record]) -> tuple[Findings, str]:
-    """What is found, and the page."""
     logs = Logs(sorted(records, key=lambda x: x.at))
     joined = join(logs)
     axis = make_axis(joined)

@@ -335,7 +335,6 @@ def test_the_largest_models_take_a_quarter_of_what_is_allowed() -> None:
 
 
 def pieces_compared(each: Layout, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many pieces were made to search them for overlaps."""
     made: list[int] = []
 
     def counting(*args: Any) -> Any:

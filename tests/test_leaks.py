@@ -1004,7 +1004,6 @@ def seen_of(records: list[Record], logs: Logs | None = None) -> Seen:
 
 
 def plain(records: list[Record], logs: Logs | None = None) -> dict[str, Any]:
-    """What programs see."""
     seen = seen_of(records, logs)
     return report(find(seen), seen)
 

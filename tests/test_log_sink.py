@@ -61,7 +61,6 @@ def until(condition: Any) -> None:
 
 
 def address_space() -> int:
-    """How many bytes this process has mapped."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

@@ -101,7 +101,6 @@ class Side:
 
 
 def request(table: DescTable, local: Indices, remote: Indices) -> ReadRequest:
-    """What the core would ask for."""
     rows = np.clip(local // table.local_blocks, 0, table.num_rows - 1)
     return ReadRequest(table, local, remote, int(table.length[rows].sum()), len(local))
 

@@ -52,7 +52,6 @@ def pages(rank: Rank, group: int) -> npt.NDArray[np.uint8]:
 
 
 def truth(group: int, place: int, size: int) -> npt.NDArray[np.uint8]:
-    """What block `place` of a prompt holds."""
     end = (place + 1) * size
     begin = end - 1 if group == 2 else end - size
     return TRUTH[group][begin:end].ravel()

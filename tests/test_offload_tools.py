@@ -25,7 +25,6 @@ pytestmark = pytest.mark.anyio
 
 
 async def asked(rank: Rank) -> Answer:
-    """What an engine answers to whoever inspects it."""
     said: list[Status] = []
     rank.engine._driver.on_question("me", StatusRequest(1, most=10), said.append)
     await until(lambda: said)

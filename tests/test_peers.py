@@ -53,7 +53,6 @@ from tests.world import Rank, World, make_layout, reason
 
 
 def said(world: World, rank: Rank) -> list[Message]:
-    """What a rank has said since somebody listened last; nobody else hears it."""
     mine = [letter for letter in world.letters if letter.sender is rank]
     world.letters = [letter for letter in world.letters if letter.sender is not rank]
     return [message for letter in mine for message in decode_packet(letter.data).messages]
@@ -370,7 +369,6 @@ def test_a_welcome_answers_the_handshake_under_way_and_no_other() -> None:
 
 
 def welcome(world: World, rank: Rank, hello: Hello) -> Message:
-    """What a rank answers to whoever shakes hands with it."""
     rank.core.receive(ReplyTo(b"d"), encode_packet("reader", "", [hello]), world.time(rank))
     world.settle(rank)
     (answer,) = said(world, rank)
@@ -869,7 +867,6 @@ def test_what_is_left_of_an_engines_earlier_starts_is_none_of_its_share(monkeypa
 
 
 def places(decode: Rank) -> Counter[str]:
-    """How many ranks of each engine are known."""
     return Counter(peer.engine_id for peer in decode.core.decode.peers.by_place.values())
 
 

@@ -76,7 +76,6 @@ def claimed_by(world: World, name: str, prefill: Rank, params: KVTransferParams)
 
 
 def ended_after(world: World, lease: Lease) -> float:
-    """How long a lease goes on from now if its reader is silent."""
     began = world.now
     while not lease.is_over:
         world.advance(0.5)

@@ -70,7 +70,6 @@ async def passing(sim: Bench, task: asyncio.Task[Any]) -> Any:
 
 
 def proc(pid: int, name: str) -> str:
-    """What the kernel says of a process."""
     return Path(f"/proc/{pid}/{name}").read_text()
 
 
@@ -326,7 +325,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the children may use."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
 

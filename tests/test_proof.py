@@ -57,12 +57,10 @@ class Reading:
         return self.pull.state
 
     def said(self) -> list[Message]:
-        """What the reader has said since this was asked last."""
         letters, self.world.letters = self.world.letters, []
         return [message for letter in letters for message in decode_packet(letter.data).messages]
 
     def asked(self) -> list[Ask]:
-        """What it has asked for since it was listened to last."""
         return [message for message in self.said() if isinstance(message, Claim | Renew)]
 
     def ask(self) -> Ask:

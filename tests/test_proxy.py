@@ -1462,7 +1462,6 @@ def asks(text: str, count: int, is_chat: bool = False) -> dict[str, Any]:
 
 
 async def alone(client: Client, engine: Tiny, body: dict[str, Any], path: str = COMPLETIONS[0]) -> str:
-    """What one engine says when it does everything."""
     status, told = await Client(engine.url, client.session).ask(body, path)
     assert status == 200
     return said(told)

@@ -32,7 +32,6 @@ FRONT = ["README.md", "docs/index.md", "docs/versus.md", "docs/glossary.md"]
 
 
 def anchors(page: Path) -> set[str]:
-    """What can be linked to: GitHub's name of every heading, out of code."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

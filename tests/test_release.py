@@ -65,7 +65,6 @@ class Built(NamedTuple):
 
 
 def clean() -> dict[str, str]:
-    """What a command inherits: nothing that would have it find the checkout."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ASYNCKV"))}
 
 

@@ -80,7 +80,6 @@ def shown(answers: list[Answer], *, width: int = 100, top: int = 20) -> str:
 
 
 def found_in(answers: list[Answer]) -> tuple[dict[str, Any], str]:
-    """What is wrong, as data and as text."""
     records = list(records_of(answers, 1e9))
     axis = make_axis(join(records))
     seen = Seen(Logs(records), axis, ground(axis), [], answers=answers)
