@@ -1,7 +1,7 @@
-"""What the command lines of the scripts have in common: the conventions of `asynckv`.
+"""Common parts of the scripts' command lines, with the conventions of `asynckv`.
 
-Every script is one typer command. What is wrong with its input is one line on stderr and exit status 2, said before
-anything starts; Ctrl-C ends with 130. Results are JSON, on stdout or where `--json` says; progress goes to stderr.
+Every script is one typer command. Bad input is reported before anything starts, in one line on stderr with exit status
+2; Ctrl-C ends with 130. Results are JSON, on stdout or in the file of `--json`; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import typer
 from asynckv.errors import ConfigError
 from asynckv.tools.streams import Unwritten, prepare
 
-Json = Annotated[str, typer.Option("--json", metavar="FILE", help="Where the JSON goes; - is stdout.")]
-Scenarios = Annotated[list[str] | None, typer.Argument(metavar="SCENARIO", help="What to run; everything if left out.")]
+Json = Annotated[str, typer.Option("--json", metavar="FILE", help="Write JSON to this file; - is stdout.")]
+Scenarios = Annotated[list[str] | None, typer.Argument(metavar="SCENARIO", help="Scenarios to run; by default all.")]
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def script(work: Callable[..., Any], epilog: str) -> Callable[..., int]:
-    """Make a script's `main`: it runs what the command line says, and returns the exit status."""
+    """Return a script's `main`, which runs the command line and returns the exit status."""
     spec = sys.modules[work.__module__].__spec__
     path = (spec.name if spec else work.__module__).removesuffix(".__main__")
     folder, _, name = path.rpartition(".")
@@ -53,20 +53,20 @@ def script(work: Callable[..., Any], epilog: str) -> Callable[..., int]:
 
 
 def listed(about: Mapping[str, str]) -> str:
-    """Write names and what they mean as paragraphs of a command's epilog."""
+    """Return names with their meanings, as paragraphs of a command's epilog."""
     return "\n\n".join(f"  [cyan]{name}[/cyan]: {text}" for name, text in about.items())
 
 
 def first_lines(works: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
-    """Say what functions do, in the first line of what they say of themselves."""
+    """Return the first line of each function's docstring."""
     return {name: (work.__doc__ or "").splitlines()[0] for name, work in works.items()}
 
 
 def chosen(names: Sequence[str] | None, known: Iterable[str], what: str = "scenario") -> list[str]:
-    """Check names; everything that is known if there are none.
+    """Return the names after a check, or all known names if none is given.
 
     Raises:
-        ConfigError: One is unknown.
+        ConfigError: A name is unknown.
     """
     known = list(known)
     for name in names or ():
@@ -76,32 +76,32 @@ def chosen(names: Sequence[str] | None, known: Iterable[str], what: str = "scena
 
 
 def check(is_so: bool, text: str) -> None:
-    """Refuse what is wrong with the input.
+    """Refuse bad input.
 
     Raises:
-        ConfigError: It is not so.
+        ConfigError: `is_so` is false.
     """
     if not is_so:
         raise ConfigError(text)
 
 
 def whole(option: str, text: str, least: int, most: int) -> int:
-    """Read a number.
+    """Return a number.
 
     Raises:
-        ConfigError: It is none, or outside the range.
+        ConfigError: The text is not a number, or is outside the range.
     """
     if not text.isdecimal() or not least <= int(text) <= most:
-        raise ConfigError(f"{option}: {text!r} is no number in {least} ... {most}")
+        raise ConfigError(f"{option}: {text!r} is not a number in {least} ... {most}")
     return int(text)
 
 
 @contextlib.contextmanager
 def output(target: str) -> Iterator[TextIO]:
-    """Open what `--json` names.
+    """Open the file of `--json`.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     if target == "-":
         yield sys.stdout
@@ -115,7 +115,7 @@ def output(target: str) -> Iterator[TextIO]:
 
 
 def report(target: str, runs: Iterable[Callable[[], dict[str, Any]]]) -> int:
-    """Run scenarios one by one and write their records, a line of JSON each; returns the exit status."""
+    """Run scenarios one by one, write a line of JSON for each, and return the exit status."""
     status = 0
     with output(target) as out:
         for work in runs:

@@ -1,8 +1,8 @@
 """Count the Python calls of one warm small pull, on either side. `python -m scripts.count_calls --help`.
 
-Two engines on simulated planes (no sockets, no NIXL) on one event loop; after some warm-up every call of a function of
-the package is counted, by the engine on whose behalf it was made. What is below the ports is not counted. The figures
-are exact and repeat, on however busy a host; compare them between two checkouts:
+Two engines run on simulated planes (no sockets, no NIXL) in one event loop. After a warm-up, every call of a function
+of the package is counted for the engine that caused it. Code below the ports is not counted. The figures are exact and
+repeatable, even on a busy host; compare them between two checkouts:
 
     python -m scripts.count_calls                # a table of files
     python -m scripts.count_calls --json -       # {"decode": ..., "prefill": ..., "files": ...}
@@ -40,7 +40,7 @@ BLOCKS = 64
 
 
 class Calls:
-    """Counts calls while it is the profiler."""
+    """A profiler that counts calls."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
@@ -65,7 +65,7 @@ class Calls:
 
 
 def memory() -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
-    """Blocks of one layer."""
+    """Make the blocks of one layer."""
     layout = model_layout(Model("small", (Heads(2, 32),)), num_blocks=BLOCKS)
     arrays = [np.zeros(memory.length, np.uint8) for memory in layout.memories]
     memories = tuple(Memory(array.ctypes.data, array.nbytes) for array in arrays)
@@ -73,7 +73,7 @@ def memory() -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
 
 
 async def count(warm: int, pulls: int) -> Calls:
-    """Pull one block after the other, and count the calls of the last ones."""
+    """Pull one block after another, and count the calls of the last pulls."""
     network = SimNetwork()
     sides, arrays = dict[str, Engine](), []
     for name in ("prefill", "decode"):
@@ -92,7 +92,7 @@ async def count(warm: int, pulls: int) -> Calls:
             lent = prefill.lend(params)
             await decode.pull(f"d{number}", [(0, [2])], params)
             await lent.wait_released()
-        # The release is acknowledged, and the timers are armed.
+        # Let the release be acknowledged, and the timers be set.
         for _ in range(20):
             await asyncio.sleep(0)
         sys.setprofile(None)
@@ -102,7 +102,7 @@ async def count(warm: int, pulls: int) -> Calls:
 def main(
     warm: Annotated[int, typer.Option(min=1, help="Pulls before counting begins.")] = 20,
     pulls: Annotated[int, typer.Option(min=1, help="Pulls that are counted.")] = 20,
-    functions: Annotated[int, typer.Option(min=0, help="Show so many functions of each side.")] = 0,
+    functions: Annotated[int, typer.Option(min=0, help="Show this many functions of each side.")] = 0,
     to_json: Annotated[str, typer.Option("--json", help="Write JSON to this file; - for stdout.")] = "",
 ) -> None:
     """Count the Python calls of one warm small pull."""

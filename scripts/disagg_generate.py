@@ -1,11 +1,11 @@
-"""Real models, prefilled in one process and decoded in another: `python -m scripts.disagg_generate --help`.
+"""Prefill real models in one process and decode them in another: `python -m scripts.disagg_generate --help`.
 
-A small, randomly initialised Hugging Face model of each kind is prefilled in a process of its own. Its KV
-cache and states are cut over tensor-parallel ranks into paged memory, moved by asynckv to the ranks of a
-decode engine of another size (in two pulls: a prefix first, then the rest), gathered there, and generation
-goes on. Judged against one process alone: every cache tensor and every logit must be equal bit by bit.
+A small, randomly initialised Hugging Face model of each kind is prefilled in its own process. Its KV cache and states
+are sharded over tensor-parallel ranks into paged memory. asynckv moves them to the ranks of a decode engine of another
+size, in two pulls (a prefix, then the rest). They are gathered there, and generation continues. Every cache tensor and
+every logit must be equal, bit by bit, to those of a single process.
 
-The controls show that the judge is awake: with any one part of any one layer set to zero, the logits must differ.
+Controls prove that the comparison works: if any part of any layer is set to zero, the logits must differ.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ NUM_BLOCKS = 24
 HEAR_S = 120.0
 
 BlockIds = Sequence[tuple[int, Sequence[int | None]]]
-"""Of each cache group: the first token, and the blocks from there on."""
+"""For each cache group: the first token, and the blocks from there on."""
 
 
 class Numbers(msgspec.Struct):
-    """What both processes have to agree on."""
+    """Numbers on which both processes must agree."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -163,7 +163,7 @@ class Numbers(msgspec.Struct):
     seed: int
 
     def side(self, role: str) -> tuple[int, int, str, str]:
-        """TP size, block size and memory orders of one side; the two sides are laid out differently."""
+        """Return TP size, block size and memory orders of one side; the layouts of the sides differ."""
         if role == "prefill":
             return self.prefill_tp, self.prefill_block_size, "cross-hnd", "channel"
         return self.decode_tp, self.block_size, "nhd", "row"
@@ -198,7 +198,7 @@ class Subject:
         with torch.no_grad():
             for weight in self.model.parameters():
                 if weight.ndim == 2:
-                    weight *= 5  # else tokens hardly depend on what came before
+                    weight *= 5  # otherwise tokens hardly depend on earlier ones
         self.dynamic_cache = transformers.DynamicCache
         kept = model_of_config(self.config.to_dict(), family)
         # transformers keeps one column more than a convolution needs.
@@ -210,7 +210,7 @@ class Subject:
 
     @torch.no_grad()
     def step(self, tokens: torch.Tensor, cache: Any = None, position: int = 0) -> tuple[torch.Tensor, Any]:
-        """Run the model on more tokens; the last logits and the cache."""
+        """Run the model on more tokens, and return the last logits and the cache."""
         name = "cache_params" if self.config.model_type in ("falcon_mamba", "mamba", "mamba2") else "past_key_values"
         given = {} if cache is None else {name: cache}
         if cache is not None and name == "past_key_values":
@@ -219,7 +219,7 @@ class Subject:
         return out.logits[:, -1].clone(), getattr(out, name)
 
     def generate(self, first: torch.Tensor, cache: Any, tokens: int, count: int) -> tuple[torch.Tensor, list[int]]:
-        """Go on greedily from logits and a cache; all logits, and the tokens chosen."""
+        """Continue greedily from logits and a cache, and return all logits and the chosen tokens."""
         logits, chosen = [], []
         token = first.argmax(-1, keepdim=True)
         for i in range(count):
@@ -230,7 +230,7 @@ class Subject:
         return torch.cat(logits), chosen
 
     def take_apart(self, cache: Any, tokens: int) -> list[dict[str, torch.Tensor]]:
-        """The cache as the parts that its model says it keeps: `[token, unit, ...]`, states `[unit, ...]`."""
+        """Return the cache as the parts of its model: `[token, unit, ...]`, or `[unit, ...]` for states."""
         out = []
         for layer, held in zip(self.kept.layers, _real(cache), strict=True):
             match layer:
@@ -249,7 +249,7 @@ class Subject:
         return out
 
     def put_together(self, parts: Sequence[Mapping[str, torch.Tensor]], tokens: int) -> Any:
-        """A new cache of the parts."""
+        """Return a new cache made of the parts."""
         cache = self.dynamic_cache(config=self.config)
         numbers = [i for i, held in enumerate(cache.layers) if type(held).__name__ != "DummyLayer"]
         for number, layer, found in zip(numbers, self.kept.layers, parts, strict=True):
@@ -276,7 +276,7 @@ def _real(cache: Any) -> list[Any]:
 
 
 def prompt(numbers: Numbers) -> torch.Tensor:
-    """The same in every process."""
+    """Return the prompt, which is the same in every process."""
     return torch.randint(0, 128, (1, numbers.prompt_tokens), generator=torch.Generator().manual_seed(numbers.seed + 1))
 
 
@@ -284,7 +284,7 @@ def prompt(numbers: Numbers) -> torch.Tensor:
 
 
 class Pages:
-    """Paged memory of one rank, in one of the orders that engines use."""
+    """Paged memory of one rank, in one of the memory orders of engines."""
 
     def __init__(self, subject: Subject, *, num_blocks: int = NUM_BLOCKS, **how: Any) -> None:
         layout = model_layout(subject.kept, num_blocks=num_blocks, **how)
@@ -293,7 +293,7 @@ class Pages:
         self.registration = register_memory(self.layout, tuple(self.buffers))
 
     def tensors(self) -> Iterator[tuple[int, View, Part, torch.Tensor]]:
-        """Every part as a tensor `[block, (token,) (unit,) dims ...]`, with the number of its layer."""
+        """Yield every part as a tensor `[block, (token,) (unit,) dims ...]`, with the number of its layer."""
         for view in self.layout.views:
             for part in view.parts:
                 names = ["token", part.axis, *(d.name for d in part.dims)]
@@ -318,7 +318,7 @@ class Rank(Pages):
 
 
 def lists(subject: Subject, numbers: Numbers, role: str, tokens: int) -> list[tuple[int, list[int | None]]]:
-    """Blocks of the request in every group, anywhere, as the engine's allocator would have chosen them."""
+    """Return scattered blocks for the request in every group, as an engine's allocator would choose them."""
     _, size, _, _ = numbers.side(role)
     out: list[tuple[int, list[int | None]]] = []
     for group, (layer, _) in enumerate(model_groups(subject.kept)):
@@ -380,7 +380,7 @@ def differing(
     blocks: BlockIds,
     tokens: int,
 ) -> list[str]:
-    """Compare every part of every rank with its share of what one process alone keeps; replicas too."""
+    """Compare every part of every rank, replicas too, with its share of a single process's cache."""
     out = []
     for rank in ranks:
         for number, view, part, tensor in rank.tensors():
@@ -400,10 +400,10 @@ def differing(
 
 
 class Guard:
-    """What the second pull must not write, and what it must.
+    """Checks which blocks the second pull writes.
 
-    Between the pulls the prefix that is cached is replaced by one mark, the rest of its last block by another:
-    read again, or skipped, either would look right otherwise.
+    Between the pulls the cached prefix is overwritten by one mark, and the rest of its last block by another. Without
+    the marks, a prefix that is read again or a rest that is skipped would look right.
     """
 
     KEPT, GONE = -7.25, 13.5
@@ -422,7 +422,7 @@ class Guard:
                     tensor[block, count:].fill_(self.GONE)
 
     def check(self, ranks: list[Rank], subject: Subject, tokens: int) -> list[str]:
-        """Say what was written that was not to be; then put the prefix back."""
+        """Return descriptions of wrong writes, and restore the prefix."""
         out = []
         if not all(bool((kept == self.KEPT).all()) for kept, _ in self.saved):
             out.append("the cached prefix was written again")
@@ -445,7 +445,7 @@ class Guard:
 
 
 class Prefill:
-    """The process that prefills families, lends each twice, and knows when everybody has read."""
+    """The process that prefills families, lends each twice, and waits until all ranks have read."""
 
     def __init__(self, **numbers: int) -> None:
         torch.set_num_threads(1)
@@ -460,7 +460,7 @@ class Prefill:
         pass
 
     async def prefill(self, family: str) -> AsyncIterator[dict[str, Any]]:
-        """Prefill and lend a family; the answer is what a reader needs."""
+        """Prefill and lend a family; yield the data that a reader needs."""
         numbers = self._numbers
         causes = self._causes = asyncio.get_running_loop().create_future()
         subject = Subject(family, numbers.seed)
@@ -482,22 +482,22 @@ class Prefill:
         causes.set_result(sorted({end.cause for end in ends}))
 
     async def causes(self) -> list[str]:
-        """Wait until everybody has read, and say how the leases ended."""
+        """Wait until all ranks have read, and return how the leases ended."""
         return await self._causes
 
 
 async def decode_family(
     family: str, numbers: Numbers, lender: Process, spoil: Callable[[list[Rank]], None] = lambda ranks: None
 ) -> dict[str, Any]:
-    """Pull a family's cache, go on generating, and compare with a process that did it all alone."""
+    """Pull a family's cache, continue generating, and compare with a single process."""
     subject = Subject(family, numbers.seed)
     tokens, cached = numbers.prompt_tokens, numbers.cached_tokens
     told = await lender.ask("prefill", HEAR_S, family=family)
     ranks = [Rank(subject, "decode", r, numbers) for r in range(numbers.decode_tp)]
     blocks = lists(subject, numbers, "decode", tokens)
     size = numbers.block_size
-    # First the prefix of the layers that look at all tokens, then everything else: as if an earlier request had
-    # shared the prefix. States and windows are of the last tokens, so nothing of theirs can be shared.
+    # Pull the prefix of the full-attention layers first, then everything else, as if an earlier request had shared the
+    # prefix. States and windows belong to the last tokens, so they have no shared prefix.
     full = [not isinstance(layer, State) and not layer.window for layer, _ in model_groups(subject.kept)]
     before = [(0, ids[: -(-cached // size)] if x else []) for x, (_, ids) in zip(full, blocks, strict=True)]
     after = [(cached, ids[cached // size :]) if x else (0, ids) for x, (_, ids) in zip(full, blocks, strict=True)]
@@ -548,7 +548,7 @@ async def decode_family(
 
 
 def is_good(row: dict[str, Any]) -> bool:
-    """Everything equal, every control awake, every block given back."""
+    """Return True if everything is equal, every control differs, and every block was given back."""
     return (
         row["tensors_equal"]
         and not row["written_beside"]
@@ -565,9 +565,9 @@ async def decode_process(
     """Start the prefill process, and judge each family.
 
     Args:
-        families: Which.
-        numbers: What both processes agree on.
-        spoil: For tests of the judge: called with all ranks when everything has arrived.
+        families: Families to run.
+        numbers: Numbers for both processes.
+        spoil: For tests of the comparison: called with all ranks when everything has arrived.
     """
     good = True
     async with Fleet() as fleet:
@@ -584,21 +584,21 @@ async def decode_process(
 
 
 def generate(
-    families: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(FAMILIES)}; all if left out.")] = None,
+    families: Annotated[list[str] | None, typer.Argument(help=f"From {', '.join(FAMILIES)}; by default all.")] = None,
     prefill_tp: Annotated[int, typer.Option(help="Ranks of the prefill engine (a divisor of 6).")] = 3,
     decode_tp: Annotated[int, typer.Option(help="Ranks of the decode engine (a divisor of 6).")] = 2,
     prefill_block_size: Annotated[int, typer.Option(help="Tokens per block of the prefill engine.")] = 12,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the decode engine.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 45,
-    cached_tokens: Annotated[int, typer.Option(help="Pulled first, as a prefix.")] = 21,
-    new_tokens: Annotated[int, typer.Option(help="To generate after the transfer.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of weights and prompt.")] = 0,
+    cached_tokens: Annotated[int, typer.Option(help="Tokens that are pulled first, as a prefix.")] = 21,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate after the transfer.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
 ) -> int:
     """Prefill real models in one process and decode them in another; every tensor and logit must be equal bit by bit.
 
-    A small, randomly initialised Hugging Face model of each kind. Its KV cache and states are cut over tensor-parallel
-    ranks into paged memory, moved by asynckv to the ranks of a decode engine of another size (in two pulls: a prefix
-    first, then the rest), gathered there, and generation goes on. Judged against one process alone.
+    Each model is a small, randomly initialised Hugging Face model. Its KV cache and states are sharded over
+    tensor-parallel ranks into paged memory, moved by asynckv to the ranks of a decode engine of another size (in two
+    pulls: a prefix, then the rest), and gathered there; then generation continues. A single process is the reference.
     """
     numbers = Numbers(
         prompt_tokens=prompt_tokens,
@@ -638,7 +638,7 @@ def generate(
 
 
 EPILOG = """
-[bold]Controls[/bold]  show that the judge is awake: with any part of any layer set to zero, the logits must differ
+[bold]Controls[/bold]  prove that the comparison works: with any part of any layer set to zero, the logits must differ
 
 [bold]Examples[/bold]
 
@@ -646,7 +646,7 @@ EPILOG = """
 
   python -m scripts.disagg_generate --prefill-tp 6 --decode-tp 1 | jq .logits_equal
 
-[bold]Exit status[/bold]  0 all is equal, 1 something is not, 2 bad input, 130 Ctrl-C
+[bold]Exit status[/bold]  0 all equal, 1 a difference, 2 bad input, 130 Ctrl-C
 """
 main = command.script(generate, EPILOG)
 

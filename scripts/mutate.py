@@ -1,23 +1,23 @@
 """Plant small bugs and see whether a test notices: `python -m scripts.mutate --paths asynckv/geometry --sample 60`.
 
-A test suite is as good as the bugs that it catches. This script plants bugs one at a time, the kind that a tired
-engineer writes: a boundary off by one, a condition the wrong way round, a statement or a check forgotten, two calls or
-two arguments exchanged. For each it runs the tests that run the function with the bug (`scripts/reach.py` measures
-which these are, once), and says whether one failed (*killed*) or all passed (*survived*).
+A test suite is as good as the bugs that it catches. This script plants bugs one at a time, as a tired engineer writes
+them: a boundary off by one, a negated condition, a missing statement or check, two swapped calls or arguments. For each
+bug it runs the tests that run its function (`scripts/reach.py` measures once which these are), and reports whether a
+test failed (*killed*) or all passed (*survived*).
 
-A survivor is a question to you. Either no test states the rule that the line keeps: write it, run the script with
-`--again` on the same results, and see it killed. Or nothing can be told from outside (a cache that is never asked, a
-bound far above all that can occur): then the mutant is *equivalent*, and perhaps the line can go.
+A survivor needs your judgement. Either no test states the rule behind the line: then write one, and run the script with
+`--again` on the same results. Or the bug has no visible effect (an unused cache, a bound far above all real values):
+then the mutant is *equivalent*, and perhaps the line can go.
 
-It works in a copy of the tree, uncommitted changes included, and never touches the checkout. The folder of `--journal`
-gets one JSON line per mutant in `results.jsonl` and what was measured; a run that was ended goes on from there. The
-last line on stdout sums up; progress goes to stderr. The same `--seed` takes the same sample, and mostly the same one
-after the code has changed. Bugs in `asynckv/integrations/vllm` are also judged in the environment of `tox run -e vllm`
-if it is there: by the tests that start no engines.
+The script works in a copy of the tree with uncommitted changes, and never touches the checkout. The folder of
+`--journal` gets one JSON line per mutant in `results.jsonl`, and the measurements; an interrupted run continues from
+there. The last line on stdout is the summary; progress goes to stderr. The same `--seed` takes the same sample, and
+mostly the same one after the code has changed. Bugs in `asynckv/integrations/vllm` are also judged in the environment
+of `tox run -e vllm` if it exists, by the tests that start no engines.
 
-    python -m scripts.mutate --paths asynckv/geometry --list            # what could be planted, by kind and file
+    python -m scripts.mutate --paths asynckv/geometry --list            # possible bugs, by kind and file
     python -m scripts.mutate --paths asynckv/geometry --sample 60 --seed 1 --journal /tmp/mutants
-    python -m scripts.mutate --again --journal /tmp/mutants             # the survivors only, after you wrote tests
+    python -m scripts.mutate --again --journal /tmp/mutants             # only the survivors, after you wrote tests
     python -m scripts.mutate --paths asynckv/core --sample 60 --services 40 --kinds "removed check" "swapped statements"
     python -m scripts.mutate --paths asynckv/core/lease.py --sample 20 --tests tests/test_machine.py
 """
@@ -82,20 +82,20 @@ OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
     ast.Or: ast.And,
 }
 LARGEST = 64
-"""Numbers above it stay: they are limits that somebody chose, and one more or less is no bug."""
+"""Larger numbers are not changed, because they are chosen limits, and one more or less is no bug."""
 EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 IMPORTED = (anyio, hypothesis, msgspec, numpy, structlog, zmq)
-"""What tests import and no bug is planted in."""
+"""Modules that tests import and that get no bugs; importing them here makes every run faster."""
 REMOVED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete)
 ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 BUDGET_S = 120.0
-"""Tests are chosen for a mutant, the quickest and most special ones first, until they take this long."""
+"""Seconds of tests to choose for a mutant; the quickest and most specific tests come first."""
 CONNECTOR, VLLM = "asynckv/integrations/vllm/", "tests/vllm/"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: what stands at a place of a file, and what is put there instead."""
+    """One bug: a place in a file, the code there, and its replacement."""
 
     path: str
     line: int
@@ -106,10 +106,10 @@ class Mutant:
     function: str = ""
 
     def planted(self, source: str) -> str:
-        """The whole file with it.
+        """Return the whole file with the bug.
 
         Raises:
-            ValueError: The file is another one by now.
+            ValueError: The file has changed.
         """
         lines = source.encode().splitlines(keepends=True)
         at = sum(map(len, lines[: self.line - 1])) + self.column
@@ -119,14 +119,14 @@ class Mutant:
         return (data[:at] + self.after.encode() + data[at + len(self.before.encode()) :]).decode()
 
     def is_code(self, source: str) -> bool:
-        """Whether Python reads the file with it, and as something else: not so, say, within some f-strings."""
+        """Return True if Python can parse the file with the bug, and the result differs (not so in some f-strings)."""
         try:
             return ast.dump(ast.parse(self.planted(source))) != ast.dump(ast.parse(source))
         except SyntaxError:
             return False
 
     def diff(self, source: str) -> str:
-        """The change, for people."""
+        """Return the change as a diff."""
         lines = difflib.unified_diff(
             source.splitlines(), self.planted(source).splitlines(), self.path, self.path, lineterm="", n=1
         )
@@ -134,7 +134,7 @@ class Mutant:
 
 
 def mutants(path: str, source: str) -> list[Mutant]:
-    """Every bug that can be planted in a file."""
+    """Return every bug that can be planted in a file."""
     out = []
     lines = source.encode().splitlines(keepends=True)
     tree = ast.parse(source)
@@ -143,7 +143,7 @@ def mutants(path: str, source: str) -> list[Mutant]:
         first, last = node.lineno - 1, node.end_lineno - 1
         before = b"".join(lines[first : last + 1])[node.col_offset :]
         before = before[: len(before) - len(lines[last]) + node.end_col_offset]
-        # Whatever is exchanged inside a larger expression stays one operand of it.
+        # Parentheses keep the changed code one operand of a larger expression.
         after = ast.unparse(changed).strip().replace("\n", "\n" + " " * node.col_offset)
         after = after if isinstance(node, ast.stmt | ast.Constant) else f"({after})"
         within = [name for first, last, name in functions if first <= node.lineno <= last]
@@ -152,7 +152,7 @@ def mutants(path: str, source: str) -> list[Mutant]:
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[int, int, str]]:
-    """First and last lines of all functions, and the names that Python gives their code; the inner ones later."""
+    """Yield first and last lines of all functions with their qualified names; inner functions come later."""
     for node in ast.iter_child_nodes(tree):
         within = prefix
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -164,7 +164,7 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[int, int, str]
 
 
 def as_it_is_now(mutant: Mutant) -> Mutant | None:
-    """The same bug in code that has moved since; None if it is gone."""
+    """Return the same bug in code that has moved since; None if the code is gone."""
     path = ROOT / mutant.path
     known = mutants(mutant.path, path.read_text()) if path.exists() else []
     same = [m for m in known if (m.kind, m.before, m.after) == (mutant.kind, mutant.before, mutant.after)]
@@ -172,7 +172,7 @@ def as_it_is_now(mutant: Mutant) -> Mutant | None:
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[Any, str, ast.AST]]:
-    """Nodes, what is done to them, and what they become."""
+    """Yield nodes, the kind of each change, and the changed node."""
     for node in _code(tree):
         match node:
             case ast.Compare():
@@ -228,7 +228,7 @@ def _is_call(node: ast.AST) -> bool:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """What runs: no texts of errors, no annotations, no decorators or options of classes, no imports."""
+    """Yield the code that runs: no texts of errors, annotations, decorators, options of classes or imports."""
     skipped: list[ast.AST] = []
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list") or (
@@ -255,14 +255,14 @@ def _with(node: ast.Compare, field: str, index: int, value: ast.AST) -> ast.AST:
 
 
 def _has_order(call: ast.Call) -> bool:
-    """Other arguments first are another call: not so of `min` and `max`."""
+    """Return True if the order of arguments matters, unlike in `min` and `max`."""
     if isinstance(call.func, ast.Name) and call.func.id in ("min", "max"):
         return False
     return not any(isinstance(a, ast.Starred) for a in call.args)
 
 
 def _is_text(*nodes: ast.AST) -> bool:
-    """Texts, lists and tuples are joined with a plus as well, and nothing else is done to them."""
+    """Return True for texts, lists and tuples: a plus joins them, and other operators would only raise."""
     literal = ast.JoinedStr | ast.List | ast.Tuple | ast.ListComp
     return any(isinstance(n, literal) or (isinstance(n, ast.Constant) and isinstance(n.value, str)) for n in nodes)
 
@@ -271,7 +271,7 @@ def _is_text(*nodes: ast.AST) -> bool:
 
 
 def copy_tree(to: Path) -> None:
-    """Copy what git knows or would add, as it is now."""
+    """Copy all files that git tracks or would add, in their current state."""
     names = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -285,9 +285,9 @@ def copy_tree(to: Path) -> None:
 
 
 def run(tree: Path, command: Sequence[str], timeout_s: float | None, keep_bytecode: bool = False) -> str:
-    """Run tests in a copy: `passed`, `failed` or `timeout`; `said.txt` has what they said.
+    """Run tests in a copy, and return `passed`, `failed` or `timeout`; their output is in `said.txt`.
 
-    In a fork of this process, which has imported all that is not under test: half of what a short test takes.
+    They run in a fork of this process, because it has imported the libraries: this halves the time of a short test.
     """
     began = time.monotonic()
     if (child := os.fork()) == 0:
@@ -314,14 +314,14 @@ def run(tree: Path, command: Sequence[str], timeout_s: float | None, keep_byteco
 
 
 def _in_copy(tree: Path, command: Sequence[str], keep_bytecode: bool) -> int:
-    os.setsid()  # a mutant may start children, which have to go with it
+    os.setsid()  # a mutant may start children, which must be killed with it
     said = os.open(tree / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
     os.chdir(tree)
     os.environ["PYTHONPATH"] = str(tree)
-    # What the run without a bug has compiled is good for all that follow: they write none, and a file with a bug in it
-    # is younger than what was compiled of it.
+    # Later runs use the bytecode of the run without a bug and write none. A file with a bug is newer than its bytecode,
+    # so Python does not use that.
     sys.dont_write_bytecode = not keep_bytecode
     if not keep_bytecode:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -337,7 +337,7 @@ def _in_copy(tree: Path, command: Sequence[str], keep_bytecode: bool) -> int:
 
 
 def vllm(tree: Path) -> tuple[Path, dict[str, str]]:
-    """The interpreter that has what vLLM needs, beside this one, and the variables that tox would set for it."""
+    """Return the interpreter of vLLM's environment next to this one, and the variables that tox sets for it."""
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(tree / "tox.ini")
     folder = Path(sys.prefix).parent
@@ -347,33 +347,33 @@ def vllm(tree: Path) -> tuple[Path, dict[str, str]]:
 
 
 def _violations(services: int) -> int:
-    """Simulate services until one shows a bug; whether one did."""
+    """Simulate services until one shows a bug; return 1 if one did."""
     simulate = importlib.import_module("tests.lab.simulation").simulate
     return int(any(simulate(seed).violation for seed in range(services)))
 
 
 def pytest_configure() -> None:
-    """As a plugin of pytest: a failure is enough, the smallest example of it is of no use here."""
+    """Turn off the search for smaller examples: as a plugin of pytest, only the failure matters."""
     quick = hypothesis.settings(phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate], database=None)
     hypothesis.settings.register_profile("mutate", quick)
     hypothesis.settings.load_profile("mutate")
 
 
 PYTEST = ["-x", "-q", "-p", "no:cacheprovider"]
-PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported here already
+PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # for modules that are imported here already
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Which functions each test runs, and how long it takes."""
+    """The functions that each test runs, and its time."""
 
     tests: dict[str, tuple[float, frozenset[str]]]
 
     def of(self, path: str, function: str = "") -> list[str]:
-        """The tests that run a function, the quickest and most special first.
+        """Return the tests that run a function, the quickest and most specific first.
 
-        Those that run anything of the file, or of the files that name it, where none is seen to run the function: what
-        has no function runs as the file is loaded, and other functions run in other processes.
+        If no test is seen to run it, return those that run anything in the file or in files that name it. Code outside
+        functions runs when the file is loaded, and some functions run only in other processes.
         """
         own = {f"{path}:{function}"}
         if not any(own & ran for _, ran in self.tests.values()):
@@ -383,9 +383,9 @@ class Reach:
         return sorted(costs, key=lambda test: costs[test])
 
     def stages(self, path: str, function: str) -> list[tuple[list[str], float]]:
-        """What is run for a bug in a function, one after the other, until something fails, and how long each takes.
+        """Return the stages to run for a bug in a function until one fails, with their times.
 
-        The tests of the first test's file alone, then the others; what needs vLLM at last.
+        First come the tests in the first test's file, then the others, and last those that need vLLM.
         """
         left = BUDGET_S
         chosen: list[str] = []
@@ -402,7 +402,7 @@ class Reach:
 
 
 def _naming(path: str) -> list[str]:
-    """The package's files that name another one: import it, or start it as a process."""
+    """Return the package's files that name another one, because they import it or start it as a process."""
     module = path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
     folder, _, stem = module.rpartition(".")
     name = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(folder)} import .*\b{stem}\b")
@@ -411,14 +411,14 @@ def _naming(path: str) -> list[str]:
 
 @functools.cache
 def sources() -> dict[str, str]:
-    """The package's files."""
+    """Return the text of the package's files by their paths."""
     return {p.relative_to(ROOT).as_posix(): p.read_text() for p in (ROOT / "asynckv").rglob("*.py")}
 
 
 def measured(tree: Path, home: Path, with_vllm: bool, names: Sequence[str] | None = None) -> Reach:
-    """Run tests in a copy without a bug, and note which functions each runs; only what is not noted of them already.
+    """Run tests in a copy without a bug, and record the functions that each runs, unless recorded already.
 
-    A test file is measured again when it has changed, or anything but test files has.
+    A test file is measured again when it has changed, or when any other file than a test file has.
     """
     files = [*(names or [])] or [str(path.relative_to(tree)) for path in sorted(tree.glob("tests/test_*.py"))]
     if with_vllm and not names:
@@ -446,7 +446,7 @@ def measured(tree: Path, home: Path, with_vllm: bool, names: Sequence[str] | Non
 
 
 def judge(mutant: Mutant, tree: Path, stages: Sequence[tuple[list[str], float]]) -> dict[str, Any]:
-    """Plant one bug, run the tests, take it out again."""
+    """Plant one bug, run the tests, and remove it again."""
     target = tree / mutant.path
     source, times = target.read_text(), target.stat()
     found, by, began = "passed", "", time.monotonic()
@@ -455,7 +455,7 @@ def judge(mutant: Mutant, tree: Path, stages: Sequence[tuple[list[str], float]])
         for tests, seconds in stages:
             found = run(tree, tests, 3 * seconds + 30)
             said = (tree / "said.txt").read_text(errors="replace")
-            if "(no match in any of" in said:  # the bug has changed what tests there are
+            if "(no match in any of" in said:  # the bug has changed the set of tests
                 found = run(tree, sorted({test.partition("::")[0] for test in tests}), 3 * seconds + 60)
             if found != "passed":
                 by = next(iter(re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)), "")
@@ -469,17 +469,17 @@ def judge(mutant: Mutant, tree: Path, stages: Sequence[tuple[list[str], float]])
 
 
 def main() -> None:
-    """List, sample, plant, judge."""
+    """List, sample, plant and judge bugs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--paths", nargs="+", default=[], help="files or folders to plant bugs in, from the root")
-    parser.add_argument("--sample", type=int, default=30, help="how many of all possible mutants (30)")
-    parser.add_argument("--seed", type=int, default=0, help="which of them; the same seed takes the same ones (0)")
+    parser.add_argument("--sample", type=int, default=30, help="number of mutants to try, of all possible ones (30)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample; the same seed takes the same (0)")
     parser.add_argument("--kinds", nargs="+", help="only bugs of these kinds; --list names them")
-    parser.add_argument("--journal", type=Path, help="folder of results and measurements, to go on from")
-    parser.add_argument("--tests", nargs="+", help="choose from the tests of these files, and measure no others")
-    parser.add_argument("--again", action="store_true", help="plant what survived by the journal again, nothing else")
-    parser.add_argument("--services", type=int, default=0, help="simulated services for what the tests of core missed")
-    parser.add_argument("--list", action="store_true", help="say what could be planted, and run nothing")
+    parser.add_argument("--journal", type=Path, help="folder for results and measurements, to continue from")
+    parser.add_argument("--tests", nargs="+", help="use and measure only the tests of these files")
+    parser.add_argument("--again", action="store_true", help="try only the survivors of the journal again")
+    parser.add_argument("--services", type=int, default=0, help="simulated services for bugs that tests of core missed")
+    parser.add_argument("--list", action="store_true", help="list possible bugs, and run nothing")
     given = parser.parse_args()
     files = [p for each in given.paths for p in (sorted((ROOT / each).rglob("*.py")) or [ROOT / each])]
     known = [m for p in files for m in mutants(p.relative_to(ROOT).as_posix(), p.read_text())]

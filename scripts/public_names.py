@@ -1,9 +1,9 @@
-"""What others may name: Python's names and parameters, commands and options, events, metrics, keys of JSON reports.
+"""Collect the public names: Python's names and parameters, commands and options, events, metrics, JSON keys.
 
-`docs/compatibility.md` says which of them stay, `scripts/record_wire.py` records them. Parameters are recorded with how
-they may be given and whether they have a default, because `f(a, b)` breaks where `b` comes first or `c` is required.
-Keys of reports are those of real reports: of small runs, of the log and the benchmark in `tests/data/`, and for what
-would need a machine, of its types.
+`docs/compatibility.md` says which of them are stable, and `scripts/record_wire.py` records them. Parameters are
+recorded with their kind and whether they have a default, because `f(a, b)` breaks if `b` moves or `c` is required. Keys
+of reports come from real reports of small runs, and of the log and the benchmark in `tests/data/`. Reports that would
+need a machine are derived from their types.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ BY_DATA: tuple[str, ...] = (
     ".counters",
     ".environment",
 )
-"""Objects whose keys are data: names of ranks, causes, figures. What is in them is recorded under `*`."""
+"""Objects with data as keys, such as ranks, causes or figures. Their contents are recorded under `*`."""
 
 
 COMMANDS = {
@@ -80,21 +80,21 @@ COMMANDS = {
     "layout": "layout --layers 1 -o OUT",
     "plan": "plan LAYOUTS LAYOUTS --json OUT",
 }
-"""Commands that need no engine; what is in capitals is a path."""
+"""Commands that need no engine; words in capitals are paths."""
 
 
 def _parameters(value: Any) -> dict[str, str]:
-    """How a function's parameters may be given, in their order."""
+    """Return a function's parameters in order, each with its kind."""
     found = inspect.signature(value).parameters.values()
     return {x.name: x.kind.description + DEFAULT * (x.default is not x.empty) for x in found}
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """What a public name has: parameters of a function or class; public members of a class, with those of methods."""
+    """Return the parts of a public name: parameters, and for a class also its public members with theirs."""
     if not isinstance(value, type):
         return {"": _parameters(value)} if callable(value) else {}
     found: dict[str, Any] = dict.fromkeys(sorted(_set_on_self(value)))
-    if issubclass(value, BaseException):  # caught by a name of its own or of one of these; nobody else makes one
+    if issubclass(value, BaseException):  # callers catch it by its own name or a base's, but do not create it
         found["is a"] = sorted(x.__name__ for x in value.__mro__[1:] if x is not object)
     else:
         found[""] = _parameters(value)
@@ -111,7 +111,7 @@ def _members(value: Any) -> dict[str, Any]:
 
 
 def _set_on_self(kind: type) -> set[str]:
-    """Public attributes that a class gives its objects in `__init__`: the class itself does not have them."""
+    """Return the public attributes that `__init__` sets, because the class itself does not have them."""
     found = set()
     for each in kind.__mro__:
         begin = vars(each).get("__init__")
@@ -127,7 +127,7 @@ def _set_on_self(kind: type) -> set[str]:
 
 
 def _commands(found: Any, name: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Every command with its options, and whether they may be left out."""
+    """Yield every command with its options, and whether these are required."""
     options: dict[str, str] = {}
     for each in found.params:
         words = [x for x in (*each.opts, *each.secondary_opts) if x[:2] == "--"] or [f"argument {each.name}"]
@@ -138,7 +138,7 @@ def _commands(found: Any, name: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _python() -> dict[str, dict[str, Any]]:
-    """Every public name of Python, as it is imported."""
+    """Return every public Python name as it is imported."""
     found = {
         asynckv: asynckv._HOME,
         asynckv.layout: asynckv.layout.__all__,
@@ -154,7 +154,7 @@ def _python() -> dict[str, dict[str, Any]]:
 
 
 def names() -> dict[str, Any]:
-    """What others may name: see docs/compatibility.md."""
+    """Return all public names; see docs/compatibility.md."""
     return {
         "python": _python(),
         "commands": dict(_commands(typer.main.get_command(app), "asynckv")),
@@ -166,7 +166,7 @@ def names() -> dict[str, Any]:
 
 
 def reports(account: Account) -> dict[str, list[str]]:
-    """The keys of JSON reports, by their schema. `account`: what an engine says of itself, all of it."""
+    """Return the keys of JSON reports by schema. `account` is an account of an engine with every field set."""
     answers = [Answer(address="tcp://h:1", account=account), Answer(address="tcp://h:2", error="x")]
     with tempfile.NamedTemporaryFile() as out:
         why = _run("why late LOG --json OUT", {"LOG": str(DATA / "leaks.jsonl"), "OUT": out.name})
@@ -203,7 +203,7 @@ def _run(command: str, paths: dict[str, str]) -> dict[str, Any]:
 
 
 def _bench() -> dict[str, Any]:
-    """The report of a run that nobody had to make."""
+    """Return the report of a run that did not take place."""
     outcome = Outcome(0, seconds=0.1, num_bytes=100, planned=8, posted=2, phases={"read": 0.05})
     experiment = Experiment(Options(), Model("tiny", (Heads(4, 16),) * 2), Workload("fixed 32", (32, 32)))
     return report.make(experiment, Measured(submitted=1, windows_s=[0.5], outcomes={0: [outcome]}))
@@ -223,7 +223,7 @@ def _keys(value: Any, path: str = "") -> Iterator[str]:
 
 
 def _fields(kind: Any, path: str = "") -> Iterator[str]:
-    """The same of a type whose values are documents."""
+    """Yield the same keys for a type with documents as values."""
     match kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind):
         case msgspec.inspect.StructType(fields=fields):
             for field in fields:

@@ -1,8 +1,8 @@
-"""A plugin of pytest that writes down which functions of the package each test runs: `-p scripts.reach`.
+"""A plugin of pytest that records which functions of the package each test runs: `-p scripts.reach`.
 
-`scripts.mutate` judges a bug by the tests that run the function with the bug; `scripts.tests_of` names their files.
-The file in the variable `REACHED` gets the result: each test's seconds and functions. What a test runs in processes of
-its own is not seen. This module needs nothing but pytest, because it also runs beside vLLM.
+`scripts.mutate` judges a bug by the tests that run its function; `scripts.tests_of` prints their files. The variable
+`REACHED` names the file for the result: each test's seconds and functions. Functions in child processes are not seen.
+This module needs only pytest, because it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _tests: dict[str, tuple[float, list[int]]] = {}
 
 
 def _called(frame: FrameType, event: str, arg: object) -> None:
-    _ran.add(frame.f_code)  # None is returned, so no line of it is traced
+    _ran.add(frame.f_code)  # None is returned, so that no lines are traced
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what starts engines of vLLM: in processes of their own, for minutes."""
+    """Skip tests that start engines of vLLM, because these run for minutes in other processes."""
     items[:] = [item for item in items if "server" not in getattr(item, "fixturenames", ())]
 
 
@@ -43,7 +43,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Trace one test, with what is set up for it and torn down after it."""
+    """Trace one test with its set-up and tear-down."""
     _ran.clear()
     began = time.perf_counter()
     threading.settrace(_called)
@@ -66,5 +66,5 @@ def _note(test: str, seconds: float) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write it down."""
+    """Write the result."""
     Path(os.environ["REACHED"]).write_text(json.dumps({"functions": list(_functions), "tests": _tests}))

@@ -1,16 +1,16 @@
-"""Records what this version says to others, and which names it has, so that later versions can be held to both.
+"""Record this version's messages and public names, so that tests can hold later versions to both.
 
-Written into `tests/data/wire/VERSION/`:
+It writes into `tests/data/wire/VERSION/`:
 
-- `packets.json`: every kind of message, every reason and every outcome, as bytes in hex and as the values they mean;
+- `packets.json`: every kind of message, every reason and every outcome, as bytes in hex and as their values;
 - `bounds.json`: messages and params at the bounds of their types, as recipes (`scripts/wire_bounds.py`);
 - `params.json`: params as a router carries them, each with the digest of its blocks;
 - `layout.json`: a layout as a file;
 - `names.json`, `reports.json`: public names, and keys of JSON reports (`scripts/public_names.py`).
 
 `tests/test_compatibility.py` reads the folders of all versions. A folder may be recorded again until its version is
-released. `--release` records it for the last time and writes the digest of the folder into `released.json`; this script
-never writes into that folder again, and a test compares it with its digest.
+released. `--release` records it for the last time, and writes its digest into `released.json`. Then this script never
+writes into that folder again, and a test compares it with the digest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from scripts import command, public_names, wire_bounds
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "tests" / "data" / "wire"
 RELEASED = "released.json"
-"""Beside the folders: the digest of each that was released, by its version."""
+"""File next to the folders, with the digest of each released folder by its version."""
 
 KEY = Key("5f0c9a2be1d34c7788aa00ff12345678", 3, 41, "00112233445566778899aabbccddeeff")
 COHORT = Cohort("decode:0,é", 2, 1, 4, 3)
@@ -131,17 +131,17 @@ LEAST_PARAMS = KVTransferParams(
 NO_BLOCKS = msgspec.structs.replace(
     PARAMS, groups=(BlockRuns(0, ((-1, 3), (17, 1))), BlockRuns(0, ())), num_tokens=0, written=False
 )
-"""Placeholders, a group without a block, and no token."""
+"""Params with placeholders, a group without blocks, and no tokens."""
 
 
 def minted() -> dict[str, Any]:
-    """KVTransferParams as a scheduler makes them, without anything random."""
+    """Return KVTransferParams as a scheduler makes them, but without random parts."""
     group = PrefillRanks("prefill", PARAMS.endpoints[:1], token_hex=lambda n: "7f" * n)
     return group.make_params("req", [(0, [0, 1, 2, 17]), (16, [None, 5, 6])], 63, written=True)
 
 
 def account() -> Account:
-    """What an engine says of itself, every field of it."""
+    """Return an account of an engine with every field set."""
     rank = RankStatus("decode/tp0@5c3acdd9", "granted", "tcp://h:1", "pull", 9.5, 0.25, 4096, 8192, 2)
     request = RequestStatus(
         "lease", "req", "p-req", "granted", 1.5, 0.5, 9.5, 4, "decode/tp0", (rank,), "pull", 2, 41,
@@ -167,7 +167,7 @@ def account() -> Account:
 
 
 def messages() -> dict[str, wire.Message]:
-    """Every kind of message with no field at its default; with every reason and outcome, where it has one."""
+    """Return every kind of message, without defaults, and with every reason and outcome that it can have."""
     metadata = b"metadata of NIXL"
     made: list[wire.Message] = [
         wire.Hello(1, wire.MAJOR, wire.MINOR, "prefill", 1, COHORT, 1),
@@ -194,7 +194,7 @@ def messages() -> dict[str, wire.Message]:
 
 
 def plain(value: object) -> Any:
-    """A value as JSON, by the names of its fields: what is nested and encoded is decoded."""
+    """Return a value as JSON by the names of its fields, with nested encoded values decoded."""
     match value:
         case Struct() | Account() | HeldBlocks() | RankStatus() | RequestStatus():
             return {
@@ -216,14 +216,14 @@ def plain(value: object) -> Any:
 
 
 def fields(value: Any) -> list[str]:
-    """The names of what a struct or a dataclass holds."""
+    """Return the field names of a struct or a dataclass."""
     if dataclasses.is_dataclass(value):
         return [field.name for field in dataclasses.fields(value)]
     return list(value.__struct_fields__)
 
 
 def nested(value: object) -> dict[str, Any]:
-    """What a message carries encoded, because it is large."""
+    """Return the parts of a message that it carries encoded, because they are large."""
     match value:
         case wire.Welcome():
             return {"layout": plain(decode_layout(bytes(value.layout)))}
@@ -234,13 +234,13 @@ def nested(value: object) -> dict[str, Any]:
 
 
 def digest_of(params: object) -> str:
-    """By which owner and reader of these params know that they speak of the same blocks."""
+    """Return the digest by which owner and reader know that they mean the same blocks."""
     read = decode_params(params)
     return wire.blocks_digest(read.groups, read.num_tokens, read.written, read.hashes, read.hash_tokens).hex()
 
 
 def made() -> dict[str, str]:
-    """What this version writes: file names and contents."""
+    """Return the files that this version writes, by name."""
     check_layout(LAYOUT)
     unwritten = msgspec.structs.replace(PARAMS, written=False)
     packets = []
@@ -264,13 +264,13 @@ def made() -> dict[str, str]:
 
 
 def released() -> dict[str, str]:
-    """The versions that were released, with the digest of their folders."""
+    """Return the released versions with the digests of their folders."""
     found: dict[str, str] = json.loads((TARGET / RELEASED).read_text())
     return found
 
 
 def folder_digest(folder: Path) -> str:
-    """Digest of all files of a folder and their names."""
+    """Return a digest of all files of a folder and their names."""
     files = sorted(folder.iterdir())
     return hashlib.sha256(
         b"".join(hashlib.sha256(x.name.encode() + b"\0" + x.read_bytes()).digest() for x in files)
@@ -279,12 +279,12 @@ def folder_digest(folder: Path) -> str:
 
 def record(
     release: Annotated[
-        bool, typer.Option("--release", help="It is released now: seal the folder, it never changes again.")
+        bool, typer.Option("--release", help="This version is released now: seal the folder for ever.")
     ] = False,
 ) -> None:
-    """Write what this version says to others into tests/data/wire/VERSION.
+    """Write this version's messages and public names into tests/data/wire/VERSION.
 
-    Run it after a change of the protocol or of public names. With --release, run it right before the tag.
+    Run this after a change of the protocol or of public names. With --release, run it right before the tag.
     """
     sealed = released()
     if VERSION in sealed:
@@ -297,7 +297,7 @@ def record(
     folder = TARGET / VERSION
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name not in files:  # recorded before, and not any more
+        if path.name not in files:  # recorded earlier, but no longer made
             path.unlink()
     for name, text in files.items():
         (folder / name).write_text(text)

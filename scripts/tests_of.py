@@ -1,9 +1,9 @@
-"""Say which tests run the code of a file: `python -m scripts.tests_of asynckv/core/lease.py`.
+"""Print the tests that run the code of a file: `python -m scripts.tests_of asynckv/core/lease.py`.
 
-What it prints can be run line by line, the quickest tests first. It goes by `tests/data/reached.json`, which
-`python -m scripts.tests_of --measure` writes anew: it runs all tests but the slow ones and notes which functions each
-runs (`scripts/reach.py`), and for every file it keeps a few test files that run all that any test runs of it. What
-is not seen to run has the tests of the files that name it.
+The output is commands, the quickest tests first. It comes from `tests/data/reached.json`, which
+`python -m scripts.tests_of --measure` writes: that runs all tests except slow ones, and records the functions that each
+runs (`scripts/reach.py`). For every file it keeps a few test files, which together run every function of it that any
+test runs. A file that no test is seen to run gets the tests of the files that name it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from scripts import command
 from scripts.mutate import CONNECTOR, ROOT, VLLM, Reach, copy_tree, measured, sources, vllm
 
 RECORD = ROOT / "tests/data/reached.json"
-"""Every file of the package, to the test files that run its functions, the quickest first."""
+"""File with the test files of every file of the package, the quickest first."""
 TIMES = 3
-"""How many of the test files that are kept run a function, if so many do."""
+"""Number of kept test files that run each function, if there are as many."""
 
 
 def known_tests(path: str) -> list[str]:
-    """The test files for a file, or for all files of a folder, the quickest first."""
+    """Return the test files for a file, or for all files of a folder, the quickest first."""
     record: dict[str, list[str]] = json.loads(RECORD.read_text())
     return list(dict.fromkeys(t for name in record if Path(name).is_relative_to(path) for t in record[name]))
 
 
 def kept(reach: Reach, paths: Sequence[str]) -> dict[str, list[str]]:
-    """For each file the test files that run each of its functions, three times if possible: special and quick ones."""
+    """Return specific and quick test files for each file, which run each of its functions three times if possible."""
     runs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     breadth: dict[str, set[str]] = defaultdict(set)
@@ -65,7 +65,7 @@ def kept(reach: Reach, paths: Sequence[str]) -> dict[str, list[str]]:
             }
             chosen.append(max(gains, key=lambda tests: gains[tests]))
             left.subtract(by_tests[chosen[-1]])
-        # Nothing may be seen to run: a file may have no functions, or run in other processes.
+        # A file may have no functions, or run only in other processes.
         chosen = chosen or list(dict.fromkeys(test.partition("::")[0] for test in reach.of(path)))[:TIMES]
         out[path] = sorted(chosen, key=lambda t: (t.startswith(VLLM), seconds[path, t]))
     return out
@@ -73,11 +73,11 @@ def kept(reach: Reach, paths: Sequence[str]) -> dict[str, list[str]]:
 
 def say(
     path: Annotated[str, typer.Argument(metavar="FILE", help="A file or folder below asynckv/.")] = "asynckv",
-    measure: Annotated[bool, typer.Option(help="Measure anew which tests run which files: some minutes.")] = False,
+    measure: Annotated[bool, typer.Option(help="Measure again which tests run which files (takes minutes).")] = False,
 ) -> None:
-    """Say which tests run the code of a file, as commands: the quickest first.
+    """Print commands for the tests that run the code of a file, the quickest first.
 
-    Slow tests, and what tests run in processes of their own, are not looked at.
+    Slow tests, and code that runs in child processes of tests, are not considered.
     """
     if measure:
         with tempfile.TemporaryDirectory(prefix="tests-of-") as home:
@@ -88,9 +88,9 @@ def say(
     if not name.exists():
         raise ConfigError(f"{path}: there is no such file")
     if not name.is_relative_to(ROOT / "asynckv"):
-        raise ConfigError(f"{path} does not lie in {ROOT / 'asynckv'}")
+        raise ConfigError(f"{path} is not in {ROOT / 'asynckv'}")
     if not (known := known_tests(str(name.relative_to(ROOT)))):
-        raise ConfigError(f"no test runs anything of {path}; if it is new, run this with --measure")
+        raise ConfigError(f"no test runs any code of {path}; if it is new, run this with --measure")
     for tests in (t for t in known if not t.startswith(VLLM)):
         print("pytest", tests)
     if beside := [t for t in known if t.startswith(VLLM)]:
@@ -104,7 +104,7 @@ EPILOG = """
 
   python -m scripts.tests_of asynckv/core/lease.py | sh -ex
 
-[bold]Exit status[/bold]  0 there are some, 2 none, or bad input
+[bold]Exit status[/bold]  0 tests found, 2 none, or bad input
 """
 main = command.script(say, EPILOG)
 

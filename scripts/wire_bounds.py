@@ -1,17 +1,17 @@
-"""Messages and params at the bounds of their types, as recipes: what a correct peer may say at most, and at least.
+"""Messages and params at the bounds of their types, as recipes: the largest and smallest that a correct peer may send.
 
-A later version must read all of them: a bound that became smaller loses packets between two versions, and nobody
-notices before somebody's request id is that long. At their upper bounds some are megabytes, so they are recorded as
-recipes. A recipe is JSON; what is long is an object with `times`:
+A later version must read all of them. A smaller bound would lose packets between two versions, which shows only when a
+request id is that long. At their upper bounds some are megabytes, so they are recorded as recipes. A recipe is JSON
+with an object with `times` for every long part:
 
     {"text": "é", "times": 3}                     "ééé"
     {"bytes": "6b", "times": 3}                   b"kkk"
     {"items": 7, "times": 3}                      [7, 7, 7]
     {"keys": "k", "wide": 4, "value": 7, "times": 2}   {"0kkk": 7, "1kkk": 7}
 
-Everything is derived from the types (`msgspec.inspect`), so a field that comes later is at its bounds as well. What no
-type bounds stays as it is in the example that the recipe was made from. Bounds that no type states (a packet's bytes)
-are numbers of their own (`limits`).
+Everything is derived from the types (`msgspec.inspect`), so a field that is added later is at its bounds too. A value
+without a bound stays as in the example behind the recipe. Bounds that no type states (a packet's bytes) are separate
+numbers (`limits`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from asynckv.core import account, types, wire
 from asynckv.geometry import bounds, check
 
 LONG = 16
-"""What repeats more often than this is written as a recipe."""
+"""Number of repetitions above which a text is written as a recipe."""
 
 WIDE, NARROW = "\U0001f600", "k"
 """Characters of four bytes and of one."""
 
 
 def limits() -> dict[str, int]:
-    """The bounds that stand in no type: how much may come at all, before it is decoded or after."""
+    """Return the bounds that no type states: limits on size, before and after decoding."""
     return {
         "bytes of a packet": wire.MAX_PACKET,
         "bytes of a packet to who listens": wire.MAX_REQUEST_PACKET,
@@ -48,7 +48,7 @@ def limits() -> dict[str, int]:
 
 
 def packets(messages: Mapping[str, wire.Message]) -> dict[str, Any]:
-    """Recipes for packets: one for each kind of message at its upper and at its lower bounds, and a full packet."""
+    """Return recipes for packets: each kind of message at its upper and lower bounds, and a full packet."""
     found: dict[str, Any] = {}
     kinds = {type(message): message for message in messages.values()}
     for kind, message in kinds.items():
@@ -65,13 +65,13 @@ def _packet(messages: Any) -> list[Any]:
 
 
 def params(example: types.KVTransferParams) -> dict[str, Any]:
-    """Recipes for params: each field alone at its upper and its lower bound, for all of them would be gigabytes."""
+    """Return recipes for params: each field alone at its bounds, because all at once would be gigabytes."""
     kind = inspect.type_info(type(example))
     assert isinstance(kind, inspect.StructType)
     found, plain = {}, msgspec.to_builtins(example)
     for field in kind.fields:
         for is_most, word in ((True, "most"), (False, "least")):
-            # One long list at a time: 64 groups of a million runs are nobody's request.
+            # Only one long list at a time, because no real request has 64 groups of a million runs.
             value = _bound(field.type, getattr(example, field.name), is_most, nested=False)
             if value != plain[field.name]:
                 found[f"{field.name} at its {word}"] = {**plain, field.name: value}
@@ -90,7 +90,7 @@ def _inside(value: Any) -> Any:
 
 
 def _bound(kind: inspect.Type, value: Any, is_most: bool, nested: bool = True) -> Any:
-    """A value at the bound of its type. `nested`: what is in a list is at its bound as well."""
+    """Return a value at the bound of its type. With `nested`, items of a list are at their bounds too."""
     match kind:
         case inspect.StructType() if isinstance(value, Struct):
             found = {f.encode_name: _bound(f.type, getattr(value, f.name), is_most, nested) for f in kind.fields}
@@ -133,7 +133,7 @@ def _number(kind: inspect.IntType | inspect.FloatType, value: float, is_most: bo
 
 
 def expand(recipe: Any) -> Any:
-    """Make what a recipe describes."""
+    """Return the value that a recipe describes."""
     match recipe:
         case {"text": text, "times": times}:
             return text * times

@@ -201,10 +201,10 @@ def test_runs_with_faults_are_named_first_and_left_out() -> None:
     text = printed(result)
     assert "! b/1.json: 6 of 2 requests failed; 6 x expired: the [b]lease" in text
     assert "\x1b" not in text
-    assert text.index("b/1.json") < text.index("after: figures without these runs") < text.index("requests/s")
+    assert text.index("b/1.json") < text.index("after: the figures exclude these runs") < text.index("requests/s")
     result = compare(side("a", made(100)), side("b", faulty))
     assert result["points"][0]["metrics"]["requests_per_s"]["after"] == 2.0
-    assert "after: every run had faults, so the figures are theirs" in printed(result)
+    assert "after: every run had faults, so the figures include them" in printed(result)
 
 
 def test_a_large_change_is_a_factor_and_every_figure_has_a_verdict() -> None:
@@ -296,9 +296,9 @@ def test_a_directory_is_several_runs(tmp_path: Path) -> None:
         ("{}", "is neither"),
         (
             '{"schema": "asynckv.bench/9"}',
-            "is of schema asynckv.bench/9, and this asynckv compares asynckv.bench/1",
+            "has schema asynckv.bench/9, but this asynckv compares asynckv.bench/1",
         ),
-        ('{"schema": "asynckv.sweep/9"}\n', "is no sweep of schema asynckv.sweep/1"),
+        ('{"schema": "asynckv.sweep/9"}\n', "is not a sweep of schema asynckv.sweep/1"),
         ('{"schema": "asynckv.bench/1"}', "is damaged: config, environment, blocks, requests.completed"),
         (json.dumps(made() | {"requests": {}}), "is damaged: requests.completed, requests.failed cannot be read"),
         ("\x00\xff", "is neither"),
@@ -359,11 +359,11 @@ def test_a_file_that_is_given_twice_is_refused_by_whatever_name(
     for other in (a, str(tmp_path)):
         assert "was given twice" in complaint(["bench", "compare", a, other], monkeypatch, capsys)
     text = complaint(["bench", "compare", a, str(tmp_path / "c.json")], monkeypatch, capsys)
-    assert f"c.json: was given twice (as {a}); every file is one measurement" in text
+    assert f"c.json: was given twice (as {a}); give each file once" in text
 
 
 def test_an_unfinished_sweep_says_how_to_finish_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is unfinished, 2 of 3 runs are there; go on with: asynckv bench sweep"):
+    with pytest.raises(ConfigError, match=r"is unfinished, with 2 of 3 runs; continue by: asynckv bench sweep"):
         table.load(sweep(tmp_path / "a.jsonl", 1, 2))
 
 
@@ -373,7 +373,7 @@ def test_the_command_pipes_json_and_its_status_is_for_ci(tmp_path: Path) -> None
     done = asynckv("bench", "compare", a, b, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["schema"] == "asynckv.compare/1"
-    assert "how much the figures vary by themselves is unknown" in " ".join(done.stderr.split())
+    assert "the noise of the figures is unknown" in " ".join(done.stderr.split())
     done = asynckv("bench", "compare", a, b, "--fail-above", "5%")
     assert done.returncode == 1
     assert "! the run: requests_per_s is worse by 10.0%" in done.stdout

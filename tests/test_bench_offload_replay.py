@@ -88,7 +88,7 @@ def test_every_combination_of_sizes_and_policies_is_a_run(
     assert {(run["policy"], run["host_bytes"] >> 20, run["file_bytes"] >> 20) for run in runs} == {
         (policy, host, file) for policy in POLICIES for host in (1, 2) for file in (0, 8)
     }
-    assert "a cache that forgets nothing would find" in " ".join(said.err.split())
+    assert "a cache without eviction would find" in " ".join(said.err.split())
 
 
 @pytest.mark.parametrize(

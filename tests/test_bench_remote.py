@@ -100,7 +100,7 @@ def test_a_command_that_cannot_be_run_or_greets_is_named() -> None:
     done = run("--remote", "/nowhere/ssh host", "--remote-host", "127.0.0.1", status=2)
     assert "--remote /nowhere/ssh host: /nowhere/ssh cannot be run: No such file" in done.stderr
     done = run("--remote", "echo Welcome", "--remote-host", "127.0.0.1", status=1)
-    assert "prefill/tp0 answered b'Welcome\\n', which cannot be understood" in " ".join(done.stdout.split())
+    assert "prefill/tp0 answered b'Welcome\\n', which is not a valid answer" in " ".join(done.stdout.split())
 
 
 def test_a_worker_refuses_another_version_and_what_is_no_driver() -> None:
@@ -109,10 +109,10 @@ def test_a_worker_refuses_another_version_and_what_is_no_driver() -> None:
     (_, _, setup), _ = Host(experiment, {"prefill": [4], "decode": [4]}).setups
     setup.version = "0.0.1"
     done = subprocess.run(WORKER, input=encode(setup), capture_output=True, timeout=50)
-    assert json.loads(done.stdout)["message"].endswith("and its driver 0.0.1; both have to be the same")
+    assert json.loads(done.stdout)["message"].endswith("but its driver is 0.0.1; install the same version on both")
     done = subprocess.run(WORKER, input=b"hello\n", capture_output=True, timeout=50)
     assert (done.returncode, done.stdout) == (2, b"")
-    assert b"this is no driver" in done.stderr
+    assert b"stdin is not from a driver" in done.stderr
 
 
 @contextmanager

@@ -171,9 +171,9 @@ def test_too_little_memory_is_said_in_units_that_show_something_with_its_cause()
     with pytest.raises(ConfigError, match=r"8 worker processes need 5.2 GiB .*\(600.0 MiB each\), but 1.0 GiB .*--tp"):
         many.num_blocks(1 << 30)
     few = Experiment(Options(pool_mb=1), Model("small", (Heads(8, 128),) * 2), Workload("x", (1024,)))
-    with pytest.raises(ConfigError, match=r"needs a pool of 8.0 MiB .* 1.0 MiB can be had .*raise --pool-mb"):
+    with pytest.raises(ConfigError, match=r"needs a pool of 8.0 MiB .* 1.0 MiB is available .*raise --pool-mb"):
         few.num_blocks(1 << 40)
-    with pytest.raises(ConfigError, match=r"4.0 MiB can be had .*free memory"):
+    with pytest.raises(ConfigError, match=r"4.0 MiB is available .*free memory"):
         Experiment(Options(), Model("small", (Heads(8, 128),) * 2), Workload("x", (1024,))).num_blocks(
             2 * (600 << 20) + (512 << 20) + (8 << 20)
         )

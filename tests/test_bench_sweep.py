@@ -114,12 +114,12 @@ def test_semicolons_separate_values_that_hold_commas() -> None:
         (["--concurrency", "1", "--concurrency", "2"], "given twice"),
         (["--concurrency"], "Option '--concurrency' requires an argument"),
         (["--concurrency", ","], "holds no value"),
-        (["--layers", "1,,2"], "--layers '1,,2': a value of the list is empty; take the extra comma out"),
-        (["--prompt-tokens", "1;;2"], "take the extra semicolon out"),
+        (["--layers", "1,,2"], "--layers '1,,2': a value of the list is empty; remove the extra comma"),
+        (["--prompt-tokens", "1;;2"], "remove the extra semicolon"),
         (["--concurrency", "1,x"], "Invalid value for '--concurrency'"),
         (["--concurrency", "1,1"], "two points of the sweep are the same: concurrency 1"),
         (["--seed", ",".join(map(str, range(101))), "--tp", ",".join(map(str, range(101)))], "10201 points"),
-        (["--json", "x"], "is of single runs"),
+        (["--json", "x"], "is for single runs"),
         (["--rounds", "0"], "--rounds 0"),
         (["--out", "x.json"], "neither a FILE.jsonl nor a directory"),
         (["--out", "/etc/passwd"], "--out /etc/passwd is neither a FILE.jsonl nor a directory"),
@@ -221,7 +221,7 @@ def test_more_rounds_add_to_what_is_there_and_fewer_take_nothing_away(tmp_path: 
     ("other", "says"),
     [
         (head(keys=("a", "b")), "holds another sweep .*use another --out, or remove the file"),
-        (head(environment=HERE | {"host": "there"}), "begun elsewhere: host was here, is there; use another --out"),
+        (head(environment=HERE | {"host": "there"}), "started in another environment: host was here, is there; use another --out"),
         (head(environment={"host": "here", "asynckv": "2"}), "asynckv was 1, is 2"),
     ],
 )
@@ -240,7 +240,7 @@ def test_another_sweep_machine_or_version_is_refused(tmp_path: Path, other: Head
 def test_a_strangers_file_is_never_touched(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "s.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="is no sweep"):
+    with pytest.raises(ConfigError, match="is not a sweep"):
         Journal(path)
     assert path.read_bytes() == content
 
@@ -248,7 +248,7 @@ def test_a_strangers_file_is_never_touched(tmp_path: Path, content: bytes) -> No
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     path.write_bytes(whole().replace(b"asynckv.sweep/1", b"asynckv.sweep/9"))
-    with pytest.raises(ConfigError, match=r"is no sweep of schema asynckv\.sweep/1"):
+    with pytest.raises(ConfigError, match=r"is not a sweep of schema asynckv\.sweep/1"):
         loaded(path)
 
 

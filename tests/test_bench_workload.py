@@ -58,7 +58,7 @@ def test_a_trace_gives_its_first_requests(tmp_path: Path) -> None:
         ('{"input_length": "5"}', "got `str` - at `$.input_length`"),
         ('{"input_length": 5, "timestamp": "now"}', "got `str` - at `$.timestamp`"),
         ('{"input_length": 5, "timestamp": NaN}', "line 2: JSON is malformed"),
-        ('{"input_length": 5, "timestamp": 3}', "line 1: has no timestamp, though others have"),
+        ('{"input_length": 5, "timestamp": 3}', "line 1: has no timestamp, but other lines have"),
         ('{"input_length": 5, "hash_ids": 7}', "line 2: Expected `array`, got `int` - at `$.hash_ids`"),
         ('{"input_length": 5, "hash_ids": [true]}', "got `bool` - at `$.hash_ids["),
         ('{"input_length": 5, "hash_ids": [-1]}', "line 2: Expected `int` >= 0 - at `$.hash_ids["),
@@ -99,7 +99,7 @@ def test_a_trace_brings_its_arrivals_and_chunks(tmp_path: Path) -> None:
     assert work.arrivals_s == (0.0, 0.0, 3.0)
     assert work.chunks == ((0, 1), (0,), (0, 4, 5))
     assert work.capped(700).chunks == ((0, 1), (0,), (0, 4))
-    with pytest.raises(ConfigError, match="--shared-prefix was given with a trace whose hash_ids"):
+    with pytest.raises(ConfigError, match="--shared-prefix was given, but the hash_ids"):
         work.sharing(5, 1, 0)
 
 

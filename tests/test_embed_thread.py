@@ -389,11 +389,11 @@ def test_what_a_call_raises_is_not_told_again_when_it_ends_the_loop(thread: Engi
     assert end_of(thread) == []
 
 
-def test_a_loop_that_somebody_stops_ends_the_engine(thread: EngineThread) -> None:
+def test_a_loop_that_is_stopped_from_outside_ends_the_engine(thread: EngineThread) -> None:
     assert thread._loop is not None
     on_loop(thread, thread._loop.stop)
     thread._thread.join(PATIENCE_S)
-    with pytest.raises(RuntimeError, match="somebody stopped"):
+    with pytest.raises(RuntimeError, match="stopped from outside"):
         thread.take_finished()
     assert end_of(thread) == []
 

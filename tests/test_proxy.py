@@ -328,7 +328,7 @@ async def test_what_an_engine_refuses_is_passed_on_as_it_said_it() -> None:
                 assert await client.ask() == (400, refusal)
         assert len(prefill.asked) == 1
         (ended,) = [event for event in events if event["event"] == "request"]
-        assert "refused it with status 400: no luck no luck" in ended["error"]
+        assert "refused the request with status 400: no luck no luck" in ended["error"]
 
 
 @pytest.mark.parametrize(
@@ -816,7 +816,7 @@ async def test_a_request_that_two_engines_were_lost_with_is_not_tried_on_a_third
     async with routed(prefill, decode, attempts=9) as client:
         status, told = await client.ask()
         assert (status, told["error"]["type"]) == (502, "lost")
-        assert "another engine was lost with this request before, and a third is not tried" in told["error"]["message"]
+        assert "another engine was lost with this request before, so a third is not tried" in told["error"]["message"]
     assert sum(bool(it.asked) for it in (*prefill, *decode) if it.acts == [dies]) == 2
     assert not decode[-1].asked
 
@@ -885,10 +885,10 @@ async def test_a_file_that_is_broken_or_gone_leaves_the_engines_and_is_said_once
                 assert await sources.look() == want
                 assert len(events) == count
     assert "--engines" in events[0]["trouble"]
-    assert "'b:1' is no URL" in events[0]["trouble"]
+    assert "'b:1' is not a URL" in events[0]["trouble"]
     assert "No such file" in events[1]["trouble"]
-    assert "the last line does not end" in events[3]["trouble"]
-    assert "names no decode engine any more" in events[4]["trouble"]
+    assert "the last line has no newline" in events[3]["trouble"]
+    assert "no longer names a decode engine" in events[4]["trouble"]
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"--engines .*can't decode"):
         Sources([], [], file)
@@ -1081,7 +1081,7 @@ async def test_bodies_hold_so_much_in_all_and_no_more() -> None:
             await client.until(is_held)
             status, told = await client.ask(body)
             assert (status, told["error"]["type"]) == (503, "overloaded")
-            assert told["error"]["message"] == "bodies of requests hold 0.1 MiB already"
+            assert told["error"]["message"] == "bodies of requests already hold 0.1 MiB"
             assert (await client.ask())[0] == 200
 
         async def has_room() -> bool:
@@ -1250,12 +1250,12 @@ async def test_metrics_count_what_happened() -> None:
     [
         ("--prefill http://a", "there is no decode engine; give --decode URL, or --engines FILE"),
         ("--decode http://a", "there is no prefill engine; give --prefill URL, or --engines FILE"),
-        ("--prefill a:1 --decode http://b", "'a:1' is no URL, such as http://10.0.0.7:8100, or dns+http://"),
-        ("--prefill dns+https://a --decode http://b", "'dns+https://a' is no URL"),
-        ("--prefill http://a:99999 --decode http://b", "'http://a:99999' is no URL"),
-        ("--prefill http://a..b --decode http://b", "'http://a..b' is no URL"),
-        (f"--prefill http://{'a' * 64} --decode http://b", "is no URL"),
-        ("--prefill http://u:p@a --decode http://b", "is no URL"),
+        ("--prefill a:1 --decode http://b", "'a:1' is not a URL, such as http://10.0.0.7:8100, or dns+http://"),
+        ("--prefill dns+https://a --decode http://b", "'dns+https://a' is not a URL"),
+        ("--prefill http://a:99999 --decode http://b", "'http://a:99999' is not a URL"),
+        ("--prefill http://a..b --decode http://b", "'http://a..b' is not a URL"),
+        (f"--prefill http://{'a' * 64} --decode http://b", "is not a URL"),
+        ("--prefill http://u:p@a --decode http://b", "is not a URL"),
         ("--engines /nowhere/file", "--engines /nowhere/file: cannot be read: No such file"),
         ("--prefill http://a --decode http://b --attempts 0", "--attempts"),
         ("--prefill http://a --decode http://b --connect-s nan", "Invalid value for '--connect-s'"),
@@ -1345,13 +1345,13 @@ def test_a_tiny_engine_reads_what_it_is_asked() -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (b"", "the body is no request: Input data was truncated"),
-        (b"[" * 100_000, "the body is no request: "),
-        (b"[]", "the body is no request: Expected `object`, got `array`"),
+        (b"", "the body is not a request: Input data was truncated"),
+        (b"[" * 100_000, "the body is not a request: "),
+        (b"[]", "the body is not a request: Expected `object`, got `array`"),
         (b"{}", "prompt is missing or empty"),
         (b'{"prompt": ""}', "prompt is missing or empty"),
         (b'{"prompt": 5}', "Expected `str | null`, got `int` - at `$.prompt`"),
-        (b'{"prompt": "\\ud800"}', "the body is no request: "),
+        (b'{"prompt": "\\ud800"}', "the body is not a request: "),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens 0 is outside 1 ... 4096"),
         (b'{"prompt": "a", "max_tokens": -1}', "max_tokens -1 is outside 1 ... 4096"),
         (b'{"prompt": "a", "max_tokens": 100000000}', "max_tokens 100000000 is outside 1 ... 4096"),
@@ -1605,7 +1605,7 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it(short_path: Path) ->
         told = (await process.stderr.read()).decode()
         for name in ("prefill0", "decode0"):
             assert re.search(f"^{name}, process [0-9]+, listens on http://", told, re.MULTILINE)
-        assert "stopping: 0 requests under way" in told
+        assert "stopping: 0 requests in flight" in told
         lasts = {path.stem: path.read_text().splitlines()[-1] for path in sorted(short_path.iterdir())}  # noqa: ASYNC240
         assert sorted(lasts) == [answer.account.engine_id for answer in answers]
         assert all(json.loads(last)["event"] == "engine_stopped" for last in lasts.values())

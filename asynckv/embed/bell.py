@@ -1,7 +1,8 @@
-"""How one thread wakes another that sleeps in `epoll`: a descriptor that is rung and silenced.
+"""A descriptor that one thread rings to wake another that sleeps in `epoll`.
 
-Python's own calls let go of its lock (the GIL) around every system call, so a busy thread that rings in this way may
-get it back only after the switch interval (5 ms). Ringing takes a microsecond and never blocks, so this keeps the lock.
+Python's own calls release its lock (the GIL) around every system call, so a busy thread that rings with them may get
+the lock back only after the switch interval (5 ms). A bell keeps the lock, because ringing takes a microsecond and
+never blocks.
 """
 
 from __future__ import annotations
@@ -33,5 +34,5 @@ class Bell:
         _write(self._fd, 1)
 
     def silence(self) -> None:
-        """Make it unreadable, whoever rang how often."""
+        """Make the descriptor unreadable, however often it was rung."""
         _read(self._fd, _unread)

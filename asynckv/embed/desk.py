@@ -69,9 +69,9 @@ class EngineDesk:
         self._left: deque[Order] = deque()  # what the loop has taken over, and not carried out yet
         self._is_due = False
         self._tasks: dict[asyncio.Task[None], Order] = {}  # what waits for the end of which order
-        self._unbegun: set[asyncio.Task[None]] = set()  # pulls, loads and stores whose task has not had its first turn
+        self._unbegun: set[asyncio.Task[None]] = set()  # pulls, loads and stores with a task that has not run yet
         self._failed: set[asyncio.Task[None]] = set()
-        """Pulls, loads and stores that were told in `failed`, and whose blocks are not the engine's yet."""
+        """Pulls, loads and stores that were reported in `failed`, and still hold blocks."""
         self._lent: set[str] = set()
         """Ids of requests that were lent: `finished_sending` names an id, so it has to be of one request."""
         self._news: deque[tuple[str, Any]] = deque()
@@ -99,7 +99,7 @@ class EngineDesk:
                 self._soon()
             else:
                 self._wake()
-            if self._is_over:  # just now: nobody looks any more
+            if self._is_over:  # just now: no thread looks any more
                 self._refuse_all()
 
     def take_finished(self) -> Finished:
@@ -265,7 +265,7 @@ class EngineDesk:
     def _has_ended(self, task: asyncio.Task[None]) -> None:
         order = self._tasks.pop(task, None)
         self._failed.discard(task)
-        if task in self._unbegun:  # somebody cancelled every task of the loop
+        if task in self._unbegun:  # the application cancelled every task of the loop
             self._unbegun.discard(task)
             if order is not None:
                 self._refuse(order, EngineClosed("the engine's loop was ended before this was carried out"))
@@ -306,9 +306,9 @@ class EngineDesk:
                     self._failed.discard(task)
                     if not self._is_held(order):
                         self._report(_of(order, "returned"), order.request_id)
-        except GeneratorExit:  # the loop is gone, and nobody is left to be told
+        except GeneratorExit:  # the loop is gone, so no caller can be told
             raise
-        except BaseException as exc:  # a bug, or somebody cancels every task of the loop
+        except BaseException as exc:  # a bug, or the application cancels every task of the loop
             await self._tell_when_returned(order, exc, returned)
             if not isinstance(exc, Exception):
                 raise
@@ -372,12 +372,12 @@ def _of(order: Pull | Load | Store, what: str) -> str:
 
 
 def _held(order: Pull | Load | Store, cause: BaseException) -> PullCancelled:
-    """Return the error of an order whose blocks may still be touched, for all that is known."""
+    """Return the error of an order with blocks that may still be in use."""
     held: dict[int, tuple[int, ...]] = {}
     with suppress(TypeError, ValueError):  # what is no list of blocks was never pulled into
         held = {i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(order.groups)}
     error = PullCancelled(
-        f"request {order.request_id!r}: nobody waits for it any more ({cause!r})",
+        f"request {order.request_id!r}: no task waits for it any more ({cause!r})",
         request_id=order.request_id,
         reason="cancelled",
         held=held,

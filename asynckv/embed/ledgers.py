@@ -71,7 +71,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What a request of the decode engine meets."""
+    """Events of a request in the decode engine."""
 
     PULL = "pull"
     CANCEL = "cancel"
@@ -90,7 +90,7 @@ ON_EVENT: Mapping[State, Mapping[Event, State]] = {
     State.HELD: {Event.RETURN: State.OVER},
     State.OVER: {},
 }
-"""What each state takes, and where it leads; anything else raises before anything has changed."""
+"""Events that each state takes, and the next state. Any other event raises before anything has changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,14 +138,14 @@ class Fetch:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the decode engine's scheduler has to act on. Each thing is told once, and nothing of a cancelled request but
-    what becomes of its blocks.
+    """Requests that the decode engine's scheduler has to act on. Each is reported once. Of a cancelled request only its
+    blocks are reported.
 
     Attributes:
-        received: Requests whose KV is in place on every rank. Look at `num_tokens`, and compute the rest.
-        failed: Requests that failed (`errors`): compute the prompt, or have it prefilled again. Use other blocks.
-        free: Requests that failed or were cancelled, and whose blocks (`groups`) nothing writes any more.
-        retired: Requests whose blocks a rank gave up (`BlocksRetired`). They follow in `free` only if the rank dies.
+        received: Requests with their KV in place on every rank. Compute the tokens beyond `num_tokens`.
+        failed: Requests that failed (`errors`): compute the prompt in other blocks, or have it prefilled again.
+        free: Failed or cancelled requests with blocks (`groups`) that nothing writes any more.
+        retired: Requests with blocks that a rank gave up (`BlocksRetired`). They follow in `free` only if it dies.
     """
 
     received: list[Fetch] = field(default_factory=list)
@@ -170,7 +170,7 @@ class DecodeLedger(_Ledger):
         self._num_orders = 0
         self._fetches: dict[str, Fetch] = {}  # all that are not over, by name
         self._current: dict[str, Fetch] = {}  # those that the scheduler still thinks of, by its own id
-        self._readers: dict[Key, Fetch] = {}  # who is to read what, and has not yet
+        self._readers: dict[Key, Fetch] = {}  # requests to be read, by their key
         self._waiting: dict[Key, dict[str, Fetch]] = {}  # requests that wait for a reader of the same, by name
         self._spent: dict[Key, None] = {}  # params that were read or given up, oldest first
         self._outcome = Outcome()
@@ -179,7 +179,7 @@ class DecodeLedger(_Ledger):
         return len(self._fetches)
 
     def get(self, request_id: str) -> Fetch | None:
-        """Return a request that was not cancelled, and whose end was not told."""
+        """Return a request that was not cancelled, and has no reported end."""
         return self._current.get(request_id)
 
     # -- what the scheduler decides ----------------------------------------------------------------
@@ -383,7 +383,7 @@ class DecodeLedger(_Ledger):
         return fetch
 
     def _fail(self, fetch: Fetch, rank: int, error: Exception) -> None:
-        """Take note of a failure, and end the pull on the other ranks: nobody needs their part any more."""
+        """Note a failure, and end the pull on the other ranks, because their parts are not needed any more."""
         fetch.errors[rank] = error
         is_unbegun = not getattr(error, "failed_in", "") and rank not in self._missing
         if is_unbegun and not fetch.is_released:
@@ -438,18 +438,18 @@ class DecodeLedger(_Ledger):
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """A request of the prefill engine whose blocks are not the engine's to use.
+    """A lent request of the prefill engine, which must not use its blocks.
 
     Attributes:
         request_id: The scheduler's id.
-        name: The same on the wire; another one while an earlier request of this id is lent.
-        params: What travels to the decode engine.
-        groups: The blocks that are lent, as they were given to `lend`.
+        name: The id on the wire, which differs while an earlier request of this id is lent.
+        params: Data that travels to the decode engine.
+        groups: The lent blocks, as they were given to `lend`.
         decode_engines: The only decode engines that have the params; empty if that is not known.
-        is_written: The KV is in the blocks, so that ranks lend them.
-        ends: How the loan ended, by rank. A rank that refused to lend, or has died, is not in here.
+        is_written: True if the KV is in the blocks, so that ranks lend them.
+        ends: Ends of the loan, by rank, without ranks that refused to lend or have died.
         ranks: Ranks on which the loan has not ended; None until its order has left.
-        is_withdrawn: The scheduler has taken it back, or a rank of it is missing.
+        is_withdrawn: True if the scheduler has taken it back, or one of its ranks is missing.
     """
 
     request_id: str
@@ -505,15 +505,15 @@ class PrefillLedger(_Ledger):
         The arguments are those of `PrefillRanks.make_params`, and:
 
         Args:
-            written: The KV is in the blocks. If not, the params may travel ahead of it: call `mark_written` when it is
-                there.
-            decode_engines: The ids of all decode engines that may get the params, of which one reads the request, where
-                that is known: if they restart, it will not be read (`decode_restarted`).
+            written: True if the KV is in the blocks. If not, the params may travel ahead of it: call `mark_written`
+                when it is there.
+            decode_engines: Ids of all decode engines that may get the params, of which one reads the request, if they
+                are known: if they restart, it will not be read (`decode_restarted`).
 
         Raises:
             ConfigError: A value is out of range or of another type.
-            LocalProtocolError: A rank has died, and no other is in its place: nobody could read the request. Or a
-                request of this id waits for its KV.
+            LocalProtocolError: A rank has died and was not replaced, so the request could not be read. Or a request of
+                this id waits for its KV.
         """
         if self._missing:
             raise LocalProtocolError(f"rank {min(self._missing)} has died: nothing can be lent before rank_joined")

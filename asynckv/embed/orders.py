@@ -1,8 +1,8 @@
-"""What an engine's worker asks for, and what it hears back: plain values that cross threads and processes.
+"""Orders of an engine's worker and their ends: plain values that cross threads and processes.
 
-A step hands over a list of orders in one go, and takes everything that has ended since the last look as one `Finished`.
-Every order ends in one place, once, also when the engine is closed under way. Ends name the request's id, so an id is
-of one order of a kind at a time: another one is in `refused`.
+A step hands over a list of orders in one call, and takes all new ends as one `Finished`. Every order ends in one place,
+once, also if the engine is closed meanwhile. Ends name the request's id, so an id belongs to one order of a kind at a
+time: a second one is in `refused`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Order(msgspec.Struct, frozen=True):
 class Announce(Order, frozen=True):
     """Say that a request will be pulled: the engine meets its ranks, claims it and keeps it (`Engine.announce`).
 
-    Ends in `Finished.refused` if it was refused, else nowhere.
+    Ends in `Finished.refused` if it was refused, and is not reported otherwise.
     """
 
     request_id: str
@@ -69,9 +69,9 @@ class Lend(Order, frozen=True):
 
 
 class Withdraw(Order, frozen=True):
-    """Say that a request whose params have left will never be lent, or take it back (`Engine.withdraw`).
+    """Declare that a request with params that have left will never be lent, or take it back (`Engine.withdraw`).
 
-    Ends in `Finished.refused` if it was refused, else nowhere.
+    Ends in `Finished.refused` if it was refused, and is not reported otherwise.
     """
 
     params: Mapping[str, Any]
@@ -152,22 +152,22 @@ class Refused:
 
 @dataclass(slots=True)
 class Finished:
-    """What has ended since the last call. Each end is told once.
+    """Orders that have ended since the last call. Each end is reported once.
 
     Attributes:
-        finished_sending: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`).
-            Exception: what `close` returned as cut short; nobody may write those blocks before the process ends.
-        finished_recving: Pulls whose bytes are in place; one that failed is in `failed`.
-        found: What lookups have found, each with its request's id.
+        finished_sending: Lent requests with blocks that are this engine's again, released or not (`LeaseEnd.cause`).
+            Exception: blocks that `close` returned as cut short must not be written before the process ends.
+        finished_recving: Pulls with their bytes in place; failed ones are in `failed`.
+        found: Results of lookups, each with its request's id.
         stored: Stores that have ended; their blocks are the engine's again.
-        loaded: Loads that have ended; `Loaded.num_tokens` says how many tokens are in place.
-        failed: Pulls that ended badly.
-        returned: Ids of failed pulls whose held blocks nothing can write any more.
-        retired: Ids of failed pulls whose held blocks must never be used again (`BlocksRetired`).
-        offload_failed: Loads and stores that ended badly.
-        offload_returned: Ids of failed loads and stores whose held blocks nothing can write or read any more.
-        offload_retired: Ids of failed loads and stores whose held blocks must never be used again.
-        refused: Orders that were refused. Of pulls, loads and stores only those whose id was under way.
+        loaded: Loads that have ended, with `Loaded.num_tokens` tokens in place.
+        failed: Pulls that failed.
+        returned: Ids of failed pulls with held blocks that nothing can write any more.
+        retired: Ids of failed pulls with held blocks that must never be used again (`BlocksRetired`).
+        offload_failed: Loads and stores that failed.
+        offload_returned: Ids of failed loads and stores with held blocks that nothing can write or read any more.
+        offload_retired: Ids of failed loads and stores with held blocks that must never be used again.
+        refused: Orders that were refused. Of pulls, loads and stores only those with an id that was under way.
     """
 
     finished_sending: list[LeaseEnd] = field(default_factory=list)

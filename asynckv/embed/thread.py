@@ -1,13 +1,13 @@
-"""The engine on a thread and event loop of its own, for workers whose own thread is busy computing.
+"""The engine on a thread and event loop of its own, for workers that compute on their own thread.
 
-Every call may come from any thread, and none waits for the network, but for `start`, `call` and `close`.
+Every call may come from any thread, and none waits for the network, except `start`, `call` and `close`.
 
-Two threads share Python's lock. The caller's gives it away in none of these calls (`bell`), so a hand-over costs
-microseconds. The engine's thread gets it when the caller's computes outside of Python, sleeps, or has had it for the
-switch interval.
+Two threads share Python's lock. The caller's thread keeps it in all of these calls (`bell`), so a hand-over costs
+microseconds. The engine's thread gets it when the caller's thread computes outside of Python, sleeps, or has held it
+for the switch interval.
 
-However the thread ends, it ends the engine first: what was promised to readers is kept. It is a daemon, because a loop
-that is stuck must not keep the process. When the interpreter exits, an engine that is still open is closed.
+However the thread ends, it ends the engine first, so grants to readers are kept. It is a daemon, because a stuck loop
+must not keep the process alive. When the interpreter exits, an engine that is still open is closed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=f"asynckv-{config.engine_id}", daemon=True)
         self._bell, self._is_rung = Bell(), False
         self._bell_for_news = Bell()
-        self._news_bell: Bell | None = None  # wakes whoever waits for news; and the same if anybody does
+        self._news_bell: Bell | None = None  # wakes threads that wait for news; None if none does
         self._desk = EngineDesk(self.engine, self._wake, self._on_news)
         self._num_wakeups = 0
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -136,7 +136,7 @@ class EngineThread:
         until = time.monotonic() + timeout_s
         if self._switch_interval_s is not None and sys.getswitchinterval() > self._switch_interval_s:
             sys.setswitchinterval(self._switch_interval_s)
-        self._is_asked_for = True  # first: whoever closes meanwhile has to wait for it
+        self._is_asked_for = True  # first, because a thread that closes meanwhile has to wait for it
         try:
             self._thread.start()
         except BaseException:
@@ -158,18 +158,18 @@ class EngineThread:
         return self
 
     def close(self, timeout_s: float = CLOSE_S) -> tuple[HeldBlocks, ...]:
-        """End the engine and its thread. Everything under way ends, and `take_finished` tells how.
+        """End the engine and its thread. Everything under way ends, and `take_finished` reports the ends.
 
-        It takes no more orders. Call it from any thread, at any time, and again. On the engine's own thread it asks for
-        the end and waits for nothing.
+        No more orders are taken. Call it from any thread, at any time, and again. On the engine's own thread it only
+        asks for the end, without waiting.
 
-        Promises to readers are kept until a second before `timeout_s` is up. Those that run longer are cut short and
-        returned: their memory must not be written before the process ends (`Engine.aclose`).
+        Grants to readers are kept until a second before `timeout_s` is up. Longer ones are cut short and returned:
+        their memory must not be written before the process ends (`Engine.aclose`).
 
         Raises:
-            TimeoutError: It has not ended yet, and goes on doing so. Call again to wait again.
-            BackendError: Something is still inside NIXL, so that memory may still be written. Call again to try again.
-            BaseException: What had ended the loop before, if nobody was told.
+            TimeoutError: It has not ended yet, and continues to end. Call again to wait again.
+            BackendError: A call is still inside NIXL, so memory may still be written. Call again to try again.
+            BaseException: The exception that had ended the loop before, if no caller has got it yet.
         """
         timeout_s = number("timeout_s", timeout_s, 0)
         self._is_closing = True
@@ -185,7 +185,7 @@ class EngineThread:
         self._ask_to_end(max(timeout_s - LAST_S, 0.0))
         if threading.current_thread() is self._thread:
             return ()
-        if not self._is_over:  # else nobody will look
+        if not self._is_over:  # else no thread will look
             try:
                 outcome.result(timeout_s)
             except concurrent.futures.TimeoutError:
@@ -252,7 +252,7 @@ class EngineThread:
         while not (self._has_news or self._is_over):
             bell.silence()
             if self._has_news or self._is_over:
-                bell.ring()  # for whoever else waits
+                bell.ring()  # for other threads that wait
             elif (left := until - time.monotonic()) <= 0:
                 break
             else:
@@ -335,7 +335,8 @@ class EngineThread:
             self._bell.ring()
 
     def _shows_life(self) -> None:
-        """Whoever embeds this is alive; one that sleeps until there is news shows it again when news has come."""
+        """Note that the embedding thread is alive; a thread that sleeps until there is news shows it again after
+        that."""
         if self._started.done() and not self._is_over:
             driver = self.engine._driver
             driver.core.decode.alive_at = math.inf
@@ -352,7 +353,7 @@ class EngineThread:
         return self._desk.has_news or bool(self._untold)
 
     def _fail(self, future: concurrent.futures.Future[Any]) -> None:
-        """Tell whoever waits for something that the loop will not do any more."""
+        """Fail a future of work that the loop will not do any more."""
         with suppress(concurrent.futures.InvalidStateError):
             future.set_exception(EngineClosed(f"the engine's thread has ended: {self._cause}"))
 
@@ -366,13 +367,13 @@ class EngineThread:
 
     def _listening(self) -> Bell:
         if self._news_bell is None:
-            self._news_bell = self._bell_for_news  # the same for all who ask first at once
+            self._news_bell = self._bell_for_news  # the same for all threads that ask first at once
             if self._has_news or self._is_over:
                 self._news_bell.ring()
         return self._news_bell
 
     def _whereabouts(self) -> str:
-        """Say where the thread is, for whoever waited for it in vain."""
+        """Describe where the thread is, for callers that waited for it in vain."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         if frame is None:
             return ""
@@ -416,13 +417,13 @@ class EngineThread:
             try:
                 loop.run_forever()
                 if not main.done():
-                    raise RuntimeError("somebody stopped the engine's event loop")
+                    raise RuntimeError("the engine's event loop was stopped from outside")
             except BaseException as exc:
                 num_crashes += 1
                 self._crashed(exc)
                 self._end_soon()
         if not main.done() or main.cancelled() or main.exception() is not None:
-            # The engine could not be ended. Whoever reads what is lent may go on for as long as was promised.
+            # The engine could not be ended. Readers of lent blocks may continue until their grants end.
             time.sleep(self.engine.config.lease.grant_s)
             self._desk._abandon(RuntimeError(self._cause))
         if tasks := asyncio.all_tasks(loop):
@@ -491,7 +492,7 @@ class EngineThread:
         if not self._started.done():
             self._main.cancel()
         elif self._is_ending:
-            # Whoever has less time than those who asked before is heard.
+            # A caller with less time than earlier callers shortens the wait.
             self._hurrying = asyncio.get_running_loop().create_task(self._hurry(timeout_s))
         else:
             self._close_s = min(self._close_s, timeout_s) if self._ask.is_set() else timeout_s
@@ -545,7 +546,7 @@ def _at_exit() -> None:
         thread._is_closing = True
         thread._ask_to_end()
     for thread in tuple(_THREADS):
-        with suppress(BaseException):  # nobody is left to be told
+        with suppress(BaseException):  # no caller is left to be told
             thread.close()
 
 

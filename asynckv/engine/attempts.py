@@ -1,6 +1,6 @@
-"""How a caller waits for a pull, through one attempt or several, and what it is told in the end.
+"""A caller's wait for a pull, through one attempt or several, and the result that it gets.
 
-A cancelled caller is kept until the pull has its outcome, because NIXL may still be writing into its blocks. The core
+A cancelled caller waits until the pull has its outcome, because NIXL may still be writing into its blocks. The core
 decides whether another attempt follows (`core/attempts.py`).
 """
 
@@ -42,7 +42,7 @@ ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.READ_FAILED: errors.ReadFailed,
     Reason.LEASE_LOST: errors.LeaseLost,
 }
-"""What a failed pull raises; every other reason is a refusal of its claim."""
+"""Errors of failed pulls by reason; every other reason is a refusal of the claim."""
 
 
 # -- one attempt -----------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ ERRORS: Mapping[Reason, type[PullError]] = {
 async def attempt(driver: Driver, request: Request, seconds: float, now: float) -> Waiting:
     """Pull once, to its outcome; if this raises, nothing was begun."""
     core, clock = driver.core, driver.clock
-    driver.soon()  # also where it is refused: there may be something to say to somebody
+    driver.soon()  # also after a refusal, because a message to a peer may be waiting
     wanted = request.wanted
     try:
         pull = core.pull(wanted, seconds, now, attempt=request.attempts, retryable=request.retryable)
@@ -125,7 +125,7 @@ def let_go(driver: Driver, request: Request) -> None:
 
 
 class Retries:
-    """A request whose attempts follow each other, and its caller, who waits."""
+    """A request with attempts that follow each other, and its caller, which waits."""
 
     def __init__(self, driver: Driver, request: Request) -> None:
         self.request = request

@@ -1,7 +1,7 @@
-"""What is copied between the blocks of a device and a shelf, move by move.
+"""Copies between the blocks of a device and a shelf, move by move.
 
-Where a shelf has the rank's own form, blocks are copied one for one. What ranks of another geometry have left is put in
-place by the planner that reads remote ranks, by the tokens that blocks hold. Pieces are made as a plane gets to them.
+If a shelf has the rank's own form, blocks are copied one for one. Blocks that ranks of another geometry left are placed
+by their tokens, with the planner of remote reads. Pieces are made when a plane takes them.
 """
 
 from __future__ import annotations

@@ -59,13 +59,13 @@ TURNED_AWAY = (
     "authorized keys"
 )
 POST_SLICE_S = 0.001
-"""How long a turn may go on posting before the loop gets its turn."""
+"""Seconds for which a turn may post before the loop gets its turn."""
 
 BEAT_S = 0.25
 """While anything is under way the timer runs at least this often, to notice that the loop was away."""
 
 IDLE_BEAT_S = 2.5
-"""The beat while nothing is under way: nobody here has a deadline then, and a newcomer waits for `handshake_s`."""
+"""The beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`."""
 
 MAX_WAITED = 8
 
@@ -74,12 +74,12 @@ Ts = TypeVarTuple("Ts")
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Whoever waits for a pull's outcome, and for its blocks."""
+    """The callers that wait for a pull's outcome, and for its blocks."""
 
     pull: Pull
     home: Home
     outcome: asyncio.Future[None] | None = None
-    """What is waited on, if somebody does; a caller who is cancelled takes it along."""
+    """Future that a caller waits on, if any; a cancelled caller cancels it too."""
     returned: asyncio.Event = field(default_factory=asyncio.Event)
     """The blocks are the caller's again, or were given up."""
 
@@ -115,10 +115,10 @@ async def kept(task: asyncio.Task[tuple[HeldBlocks, ...]]) -> tuple[HeldBlocks, 
 
 
 class Guest(Protocol):
-    """A part that uses the engine's memory beside it, and ends before it does: an offload, whose owner calls `owner`.
+    """A part that uses the engine's memory too, and ends before the engine: an offload, called `owner` by its user.
 
-    What it counts, how things stand and what it runs on is told with the engine's own. `let_go` has it use the memory
-    no more and returns what had to be cut short, or raises `BackendError` if something may still write it; `take_again`
+    Its counters, gauges and description are reported with the engine's own. `let_go` stops its use of the memory and
+    returns the requests that were cut short, or raises `BackendError` if the memory may still be written; `take_again`
     gives it the memory back, which has been registered anew.
     """
 
@@ -140,12 +140,12 @@ class Driver:
     """One rank's core on an event loop: one once the engine has started, and another after it was resumed.
 
     Attributes:
-        waiting: Callers of pulls that are not over.
-        lent: Leases that are not over, and who waits for that.
-        turned: Set by every turn, for whoever waits for something to be over.
-        release_s: How long the last releases took in the background.
-        data_down: Why the data plane does not serve now; empty while it does.
-        control_down: Why the control plane has ended by itself; empty while it serves.
+        waiting: Callers of unfinished pulls.
+        lent: Unfinished leases, and the callers that wait for their ends.
+        turned: Event that every turn sets, for tasks that wait for an end.
+        release_s: Seconds that the last releases took in the background.
+        data_down: Reason for which the data plane does not serve now; empty while it does.
+        control_down: Reason for which the control plane has ended by itself; empty while it serves.
     """
 
     core: RankCore
@@ -208,7 +208,7 @@ class Driver:
         core.outbox.trace = self.recorder.is_tracing
 
     def attach(self, guest: Guest) -> None:
-        """Let somebody use the memory beside the core until the engine ends; one guest at a time."""
+        """Let a guest use the memory until the engine ends; one guest at a time."""
         if self.life.state is not LifeState.RUNNING:
             raise EngineClosed(f"the engine is {self.life.state.value}, and takes no offload")
         if self.guests:
@@ -257,7 +257,7 @@ class Driver:
         await asyncio.gather(*self._loading, return_exceptions=True)
 
     def destroyed(self) -> None:
-        """The agent is gone: nothing of ours is read or written any more, and nobody waits for that."""
+        """Note that the agent is gone: our memory is neither read nor written any more, and no caller has to wait."""
         self.core.decode.destroyed(self.clock.now())
         self._obey()
         for waiting in self.waiting.values():
@@ -288,22 +288,22 @@ class Driver:
             self._internal_error(exc)
         self.soon()
 
-    def on_question(self, who: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
+    def on_question(self, asker: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
         """Take a question that came by another way than the control plane's."""
-        self._safely(self.core.survey.ask, who, asked, answer, self.clock.now())
+        self._safely(self.core.survey.ask, asker, asked, answer, self.clock.now())
         self.soon()
 
-    def on_refused(self, cause: str, who: str) -> None:
-        """The control plane let somebody not in, may not talk to somebody, or has ended."""
+    def on_refused(self, cause: str, peer: str) -> None:
+        """Note that the control plane refused a peer, may not contact one, or has ended."""
         if cause == "ended":
-            self.control_down = who
-            self._internal_error(BackendError(who))
-            self.core.shut(f"cut off ({who})")
-            self.core.decode.leave(self.clock.now(), who)
+            self.control_down = peer
+            self._internal_error(BackendError(peer))
+            self.core.shut(f"cut off ({peer})")
+            self.core.decode.leave(self.clock.now(), peer)
             return self.soon()
-        self.recorder.log(told.Refused(cause, short(who)), self.clock.now())
+        self.recorder.log(told.Refused(cause, short(peer)), self.clock.now())
         if cause == "turned_away":
-            self._safely(self.core.decode.hint, Address(who), TURNED_AWAY)
+            self._safely(self.core.decode.hint, Address(peer), TURNED_AWAY)
 
     def on_data(self) -> None:
         before = self._polled_at
@@ -361,7 +361,7 @@ class Driver:
         if when < math.inf:
             self._timer = self.clock.call_at(when, self._on_timer)
         self._timer_at = when
-        # What should have been done before (a peer is pinged that was idle until now) is due now, and nobody is late.
+        # Overdue work (pinging a peer that was idle until now) is due now, and does not count as late.
         self._due_at = max(when, self.clock.now())
 
     def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
@@ -407,7 +407,7 @@ class Driver:
         self._arm(self.core.next_at)
 
     def _work(self, core: RankCore) -> None:
-        """Send what somebody waits for, obey, read for a short slice, and send the rest."""
+        """Send messages that peers wait for, run commands, read for a short slice, and send the other messages."""
         outbox, decode = core.outbox, core.decode
         has_waited, self._has_waited = self._has_waited, False
         if outbox.is_urgent:
@@ -419,7 +419,7 @@ class Driver:
             if outbox.commands:
                 self._obey()
         if outbox.messages:
-            # Nobody waits for a release, and who has just been told often asks for more: both go in one packet.
+            # A release is not urgent. A caller with a new outcome often asks for more, and both then share one packet.
             if has_waited or outbox.is_urgent:
                 self._send()
             else:
@@ -513,7 +513,7 @@ class Driver:
             case RemovePeer(peer, keep):
                 self.data.remove_remote_agent(peer.agent_name, keep=keep)
             case Disconnect(address):
-                self._send()  # what is said there later makes another link, which nobody closes
+                self._send()  # a later message would open another link, which is never closed
                 self.control.disconnect(address)
             case PeerChanged(peer, before, after):
                 self.tell(Observer.peer_changed, peer, before, after, now)
@@ -532,7 +532,7 @@ class Driver:
             is_trusted = "#" in peer.address or is_loopback(peer.address)  # an address with a key has proved it
             agent = AgentInfo(peer.agent_name, metadata, is_trusted, self.control.host(peer.address))
             await self.data.add_remote_agent(agent, peer.layout.memories)
-        except Exception as exc:  # whatever it is, who waits for this peer must hear of it
+        except Exception as exc:  # pulls that wait for this peer must hear of any error
             failure = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)
         self._safely(core.decode.load_ended, peer, failure, self.clock.now())
         self.soon()

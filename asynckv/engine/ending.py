@@ -1,11 +1,12 @@
-"""How an engine ends: drained, suspended until it is resumed, or closed for good.
+"""The end of an engine: drained, suspended until it is resumed, or closed for good.
 
-The order keeps memory safe. First pulls are cancelled and leases revoked, and the promises that run are kept. Then
-everybody is told goodbye, and the data plane is left, which is refused while something is still inside it. Only when
-the agent is gone are blocks given back that something might have written.
+The order keeps memory safe. First pulls are cancelled and leases revoked, and running grants are kept. Then all peers
+get a goodbye, and the data plane is closed, which fails while a call is still inside it. Blocks that might have been
+written are given back only when the agent is gone.
 
-Suspending and closing are tasks of their own, which a cancelled caller does not leave half done, and which later
-callers wait for. Promises that a caller has no time for are cut short: safe as long as nobody writes the memory.
+Suspending and closing are tasks of their own, so that a cancelled caller does not leave them half done, and later
+callers wait for them. Grants that a caller has no time for are cut short, which is safe as long as the memory is not
+written.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from asynckv.engine.driver import Driver, kept
 from asynckv.observe.observer import Observer
 
 GRACE_S = 1.0
-"""How long closing waits for what owes nothing but an acknowledgement, or has no time left and is being loaded."""
+"""Seconds for which closing waits for acknowledgements alone, or for peers that are being loaded when time is up."""
 
 PROMISED = frozenset(LeaseState)
 """Why blocks are held that a reader may still read by a promise."""
 
 LOG_S = 0.25
-"""How long the log's last lines are waited for when there is no more time; a disk takes milliseconds, or hangs."""
+"""Seconds for which closing waits for the log's last lines when time is up; a disk takes milliseconds, or hangs."""
 
 MAX_NAMED = 64
-"""Requests that the log names whose promises were cut short."""
+"""Most requests with grants that were cut short that the log names."""
 
 
 class Ending:
@@ -156,7 +157,7 @@ class Ending:
         if self._suspending is not None and not self._suspending.done():
             await asyncio.gather(self._suspending, return_exceptions=True)
             left = self._left
-        # Once more if whoever closed before was cancelled: the promises are still to be kept.
+        # Again if an earlier closing was cancelled, because the grants still have to be kept.
         if self._life.takes(LifeEvent.CLOSE):
             self._life.receive(LifeEvent.CLOSE)
             driver.core.shut("closed")
@@ -171,7 +172,7 @@ class Ending:
                 await self.close_planes()
         finally:
             if self._life.state is LifeState.STUCK and driver.home.is_settled:
-                # Whoever waits for blocks is told by `held_s` that they are given up, if nobody closes again.
+                # Callers that wait for blocks hear after `held_s` that these are retired, unless it is closed again.
                 driver.soon()
         if driver.home.is_settled:
             driver.stop()
@@ -182,7 +183,7 @@ class Ending:
         return left
 
     def _how_it_ended(self, left: Sequence[HeldBlocks]) -> told.EngineStopped:
-        """What the last line of a log says, so that one that ends is told from one that stops."""
+        """Return the last line of a log, which tells an orderly end from a crash."""
         counters = self._driver.core.outbox.counters
         kinds = ("leases.", "pulls.", "refused.", "blocks.", "parked.", "requests.", "internal_errors")
         counted = {name: n for name, n in sorted(counters.items()) if n and name.startswith(kinds)}
@@ -195,8 +196,8 @@ class Ending:
             retrying.end(Reason.ENGINE_CLOSED)
         core.close(driver.clock.now(), how)
         driver.soon()
-        # A promise outlives the wish to leave: the longest one running, or a drain, bounds this. Who only owes an
-        # acknowledgement is not waited for that long, nor what holds nothing but blocks: those end with the agent.
+        # Grants are kept although the engine closes: the longest running one, or a drain, bounds this wait. Missing
+        # acknowledgements are not waited for that long, nor are holders of blocks alone: those end with the agent.
         patience = max(self._config.lease.grant_s, self._config.pull.drain_s) + 1.0
         await driver.wait(lambda: self._is_late or (not core.is_bound and not self._retrying), patience)
         if not core.is_bound:
@@ -217,5 +218,5 @@ class Ending:
 
 def _names(stragglers: Sequence[HeldBlocks]) -> list[str]:
     return [
-        f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for[:8]) or 'nobody'})" for h in stragglers[:8]
+        f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for[:8]) or 'no peer'})" for h in stragglers[:8]
     ]

@@ -243,25 +243,25 @@ class Engine:
         return await self._ending.drain(timeout_s)
 
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
-        """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent.
+        """End everything: cancel pulls, revoke leases, keep the grants, then close. Idempotent.
 
-        Promises to readers run for `lease.grant_s` at most. Give `timeout_s` if there is less time, because the process
-        is about to be killed: after it the rest is cut short. Readers then hear goodbye, and use no bytes that they
-        have not proven. Ending the NIXL agent takes milliseconds more (a second if a peer is just being loaded, ten if
-        something is stuck inside NIXL).
+        Grants to readers run for `lease.grant_s` at most. Give `timeout_s` if there is less time, because the process
+        is about to be killed: after it the other grants are cut short. Readers then get a goodbye, and use no unproven
+        bytes. Ending the NIXL agent takes milliseconds more (a second if a peer is just being loaded, ten if a call is
+        stuck inside NIXL).
 
-        **Do not write the memory after promises were cut short**, before this process ends or the promises have run out
-        (`HeldBlocks.left_s`): a reader whose goodbye was lost may read and believe it until then.
+        **Do not write the memory after grants were cut short**, before this process ends or the grants have run out
+        (`HeldBlocks.left_s`): a reader that missed the goodbye may read and accept it until then.
 
         Args:
-            timeout_s: How long to wait for promises and transfers; as long as they need if left out. A later call may
+            timeout_s: Seconds to wait for grants and transfers; as long as they need if left out. A later call may
                 shorten the time of an earlier one.
 
         Returns:
-            Holders that were not waited for (promised blocks, transfers, unacknowledged releases).
+            Holders that were not waited for (granted blocks, transfers, unacknowledged releases).
 
         Raises:
-            BackendError: Something is still inside NIXL, so the memory may still be written; no held block is returned
+            BackendError: A call is still inside NIXL, so the memory may still be written; no held block is returned
                 yet. Call again to wait again.
         """
         self._home.here(self.aclose, is_first=True)
@@ -353,7 +353,7 @@ class Engine:
 
     @property
     def endpoint(self) -> Endpoint:
-        """How decode ranks reach this one; for the `endpoints` of a `PrefillRanks`.
+        """Address at which decode ranks reach this one; for the `endpoints` of a `PrefillRanks`.
 
         Raises:
             EngineClosed: The engine was not started.
@@ -365,7 +365,8 @@ class Engine:
 
     @property
     def memory_epoch(self) -> int:
-        """How often this engine's memory was registered anew; for a `PrefillRanks`, the greatest of all ranks'."""
+        """Number of times that this engine's memory was registered anew. A `PrefillRanks` needs the greatest of all
+        ranks."""
         # Any thread may ask, even while the engine starts.
         return self._driver.core.prefill.memory_epoch if hasattr(self._driver, "core") else 0
 
@@ -609,7 +610,7 @@ class Engine:
         if params is not None and retrying is None and not driver.core.is_pulled(request_id):
             wanted = decode_params(params)
             if self._life.is_shut or self._life.state is LifeState.SUSPENDED:
-                raise EngineClosed(f"the engine is {self._life.state.value}, and can tell nobody")
+                raise EngineClosed(f"the engine is {self._life.state.value}, and cannot tell its peers")
             driver.soon()
             driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
             return True
@@ -623,8 +624,8 @@ class Engine:
     async def returned(self, request_id: str) -> None:
         """Wait until no attempt at a request can write any block.
 
-        For a pull whose task was cancelled: a `CancelledError` cannot carry `PullError.returned`. Returns at once if
-        nothing is held.
+        It is for a pull with a cancelled task, because a `CancelledError` cannot carry `PullError.returned`. Returns at
+        once if nothing is held.
 
         Raises:
             BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.
@@ -659,7 +660,7 @@ class Engine:
         )
 
     def _facts(self) -> Facts:
-        """Return what the core cannot know, for whoever inspects this engine."""
+        """Return facts that the core cannot know, for questions about this engine."""
         driver, now, lag = self._driver, self._clock.now(), self._driver.lag
         between = self._between_attempts(now)
         return Facts(
@@ -677,7 +678,8 @@ class Engine:
         )
 
     def holds(self) -> tuple[HeldBlocks, ...]:
-        """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
+        """Return the holders of blocks, with reasons, ages, remaining times and the peers that they wait for; oldest
+        first."""
         self._home.asked(self.holds)
         now = self._clock.now()
         return self._core.inspect.holds(now) + self._between_attempts(now)
@@ -698,7 +700,7 @@ class Engine:
         return self._driver.data.describe()
 
     def check_integrity(self) -> None:
-        """Compare who holds blocks with what is under way, as tests do.
+        """Compare the holders of blocks with the running requests, as tests do.
 
         Raises:
             AsyncKVError: They contradict each other: a bug to report, with this message.

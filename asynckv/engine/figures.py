@@ -1,4 +1,4 @@
-"""What is told of an offload in figures: to its owner, with its engine's own, and in the log now and then."""
+"""Figures of an offload: for its owner, for its engine's statistics, and for the log at intervals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOW = frozenset(
         *("files.running", "files.records", "files.is_read_only", "files.is_off"),
     }
 )
-"""What planes say of how things stand; all else they have counted."""
+"""Gauges among the planes' figures; all others are counters."""
 
 
 class Figures:
@@ -58,7 +58,7 @@ class Figures:
         return counters | {name: count for name, count in self._planes().items() if name not in NOW}
 
     def gauges(self) -> dict[str, int]:
-        """How much is kept in each tier, whether it is in use, and what is under way."""
+        """Return the amount in each tier, whether the tier is in use, and the running jobs."""
         own, mover = self._own, self._mover
         said, file = own.catalogue.statistics(), own.catalogue.file
         gauges = {name: said[name] for name in GAUGES}

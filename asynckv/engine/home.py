@@ -23,7 +23,7 @@ OWNERS = {
     "Observation": "engine.observation",
     "PullError": "error",
 }
-"""What callers may call their objects; everything else is the engine's."""
+"""Attributes that callers may set on their objects; all others are the engine's."""
 
 
 class Home:
@@ -68,7 +68,7 @@ class Home:
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def answered() -> None:
-            if answer.set_running_or_notify_cancel():  # else nobody waits any more
+            if answer.set_running_or_notify_cancel():  # else no caller waits any more
                 try:
                     answer.set_result(question())
                 except Exception as exc:
@@ -100,7 +100,7 @@ class Home:
         else:
             if inspect.iscoroutinefunction(call):
                 remedy = f"asyncio.run_coroutine_threadsafe({what}(...), loop)"
-            elif owner == "Offload":  # whoever calls wants its answer
+            elif owner == "Offload":  # the caller wants its answer
                 remedy = f"asyncio.run_coroutine_threadsafe with a coroutine that returns {what}(...), and loop"
             else:
                 remedy = f"loop.call_soon_threadsafe({what}, ...)"

@@ -1,6 +1,6 @@
-"""A store or a load in somebody's hands: who waits for it, and for its blocks.
+"""A store or a load, its callers, and the custody of its blocks.
 
-The outcome is bounded in time and the custody of the blocks is not, so they are waited for apart, as for a pull.
+The outcome is bounded in time and the custody of the blocks is not, so callers wait for them separately, as for a pull.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class OffloadJob:
     def closed(self) -> None:
         if not self.outcome.done():
             self.outcome.set_exception(EngineClosed("the offload was closed"))
-            self.outcome.exception()  # nobody may be waiting
+            self.outcome.exception()  # perhaps no caller waits
 
     async def until_returned(self) -> None:
         """Wait for the blocks; raise `BlocksRetired` if they were given up."""
@@ -107,7 +107,7 @@ class OffloadJob:
             raise BlocksRetired("a copy that does not end may still write these blocks; never use them again")
 
     def error(self) -> PullError:
-        """Return what a call raises whose blocks may still be touched, or that was cancelled by its id."""
+        """Return the error of a call with blocks that may still be in use, or that was cancelled by its id."""
         ended = self.ended
         assert ended is not None
         kinds: Mapping[JobOutcome, type[PullError]] = {

@@ -1,4 +1,4 @@
-"""How late the event loop came: what an engine's timer tells of the loop that it shares with others."""
+"""Delays of the event loop that an engine shares, measured by the engine's timer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LAGS_S = (0.001, 0.01, 0.1, 1.0, 10.0)
 
 
 class LoopLag:
-    """How much later than asked an engine's timer fired."""
+    """Delays with which an engine's timer fired."""
 
     def __init__(self, away_s: float) -> None:
         self._away_s = away_s

@@ -1,6 +1,6 @@
-"""Stored blocks are lent to engines of other processes, by an engine that the host tier has of its own.
+"""Stored blocks are lent to engines of other processes, by the host tier's own engine.
 
-What is lent is pinned until nobody may read it any more. To whoever pulls, it is a request like any other.
+Lent blocks are pinned until no reader may read them any more. For a reader, such a request is like any other.
 """
 
 from __future__ import annotations

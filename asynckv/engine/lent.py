@@ -1,4 +1,4 @@
-"""A lent request in its owner's hands: to wait for its end, to ask who still owes a release, to take it back."""
+"""A lent request for its owner: wait for its end, list the readers that have not released, or take it back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What catalogues want is carried out here, and their jobs hear how it ended.
+"""Moves that catalogues want are carried out here, and their jobs get the ends.
 
-A turn (`pump`) forgets what files must no longer say, hands moves to planes, and tells who waits. Blocks are the
-engine's again when nothing touches them any more.
+A turn (`pump`) removes evicted blocks from files, hands moves to planes, and wakes callers. Blocks are the engine's
+again when nothing reads or writes them any more.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move
 from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHandle
 
 LATE_S = 1.0
-"""How long a load's copy may take beyond its job's time: it takes milliseconds, or hangs. Stores, whose copies wait for
-those of loads, have `timeout_s` from when they are posted."""
+"""Seconds that a load's copy may take beyond its job's deadline: it takes milliseconds, or hangs. Copies of stores wait
+for those of loads, and have `timeout_s` after they are posted."""
 
 IN_ONE_TURN = 256
 """Blocks that are taken, and posted, in one turn of the loop: a thousand take two milliseconds for each."""
@@ -56,7 +56,7 @@ COUNTERS = (
     *(f"not_stored.{why}" for why in ("no_room", "failed", "missing", "cancelled", "timeout")),
     *(f"{kind.value}.overloaded" for kind in JobKind),
 )
-"""What is counted of an offload: what its metrics and `Offload.statistics` are made of."""
+"""Counters of an offload, for its metrics and `Offload.statistics`."""
 
 
 @dataclass(slots=True)
@@ -71,18 +71,18 @@ class Mover:
     """Carries out moves of all shelves.
 
     Args:
-        driver: The engine's: its clock, its log, and the core whose ledger says which blocks are in use.
+        driver: The engine's driver, with its clock, its log, and the core with the ledger of blocks in use.
 
     Attributes:
-        shelves: Those that blocks are on, the rank's own first.
-        copies: What copies; set when the device's memory is taken.
-        copying: What is copied between that and each shelf.
-        is_open: Shelves were opened, and are the loop's.
-        cause: Why nothing is begun; empty while something is.
-        jobs: Those that have not ended, or whose blocks something may still touch.
-        posted: Moves that have not ended, those in doubt as well.
-        ids: Of jobs, pins and transfers.
-        on_moved: Called when a move has ended.
+        shelves: Shelves with blocks, the rank's own first.
+        copies: The copy plane; set when the device's memory is taken.
+        copying: Copies between the device and each shelf.
+        is_open: True if shelves were opened, and belong to the loop.
+        cause: Reason for which no move begins; empty while moves may begin.
+        jobs: Jobs that have not ended, or with blocks that a copy may still touch.
+        posted: Moves that have not ended, including those in doubt.
+        ids: Source of ids of jobs, pins and transfers.
+        on_moved: Callback after the end of a move.
     """
 
     def __init__(self, driver: Driver, config: OffloadConfig) -> None:
@@ -97,7 +97,7 @@ class Mover:
         self._by_request: dict[str, dict[str, OffloadJob]] = {}
         self.posted: dict[TransferId, _Posted] = {}
         self._held: dict[str, OffloadJob] = {}
-        """Those of the jobs that have ended, and whose blocks a copy in doubt may still touch."""
+        """Ended jobs with blocks that a copy in doubt may still touch."""
         self.ids = count(1)
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.on_moved: Callable[[], None] = lambda: None
@@ -176,7 +176,7 @@ class Mover:
             self.soon()
 
     async def outcome(self, job: OffloadJob) -> JobEnded:
-        """Wait until a job has ended; whoever is cancelled meanwhile gives it up."""
+        """Wait until a job has ended; a cancelled caller gives it up."""
         try:
             return await job.outcome
         except asyncio.CancelledError:
@@ -282,7 +282,7 @@ class Mover:
         return True
 
     def _doubt(self, now: float) -> float:
-        """Fail jobs whose copies have not ended in time, and hold what these may touch. Return when to look again."""
+        """Fail jobs with overdue copies, and hold the blocks of these copies. Return the time of the next check."""
         if now < self._late_at:
             return self._late_at
         when = math.inf
@@ -336,7 +336,7 @@ class Mover:
         self._held.pop(job.job_id, None)
         job.is_free = True
         job.is_returned.set()
-        self._driver.soon()  # somebody may wait until nothing is held
+        self._driver.soon()  # a caller may wait until nothing is held
 
     def _post(self, shelf: Shelf, move: Move) -> None:
         """Hand a move to its plane; a bug that one meets does not take the others of this turn with it."""
@@ -445,8 +445,8 @@ class Mover:
     # -- its end -------------------------------------------------------------------------------------
 
     async def end_work(self, timeout_s: float, flush_s: float = 0.0) -> tuple[HeldBlocks, ...]:
-        """Cancel what is asked for, wait `timeout_s` for what runs and `flush_s` for writing to files; return who holds
-        blocks still.
+        """Cancel waiting jobs, wait `timeout_s` for running ones and `flush_s` for writes to files; return holders of
+        blocks.
         """
         driver, began = self._driver, self._driver.clock.now()
         self._is_flushing = flush_s > 0 and self.is_open
@@ -472,14 +472,14 @@ class Mover:
         return (each.move for each in self.posted.values() if each.move.kind is kind and not each.is_doubtful)
 
     async def let_go_of_device(self, timeout_s: float) -> None:
-        """End the copy plane, for whose threads so long is waited; raise `BackendError` if it may still write."""
+        """End the copy plane, with `timeout_s` for its threads; raise `BackendError` if it may still write."""
         if self.is_copying and self.copies is not None:
             await self.copies.quiesce(timeout_s)
             self.copies.close()
             self.is_copying = False
 
     def forsake(self, kinds: Sequence[MoveKind] = tuple(MoveKind)) -> None:
-        """Moves whose plane is gone have ended: nothing touches their blocks any more."""
+        """End the moves of a plane that is gone, because nothing touches their blocks any more."""
         for transfer_id, posted in list(self.posted.items()):
             if posted.move.kind in kinds:
                 self._ended(transfer_id, Ending.FAILED, "the plane was closed")

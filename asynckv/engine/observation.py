@@ -1,6 +1,6 @@
-"""What metrics and traces are told of an engine, and can ask, from whatever thread.
+"""Figures of an engine for metrics and traces, readable from any thread.
 
-A reading takes some microseconds per request that is open, on the loop: ask for it once in some seconds.
+A reading takes some microseconds per open request, on the loop, so take one every few seconds only.
 """
 
 from __future__ import annotations

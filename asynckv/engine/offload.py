@@ -56,7 +56,7 @@ class Pin:
 
 
 class Offload:
-    """What one rank keeps of its blocks in host memory and in files.
+    """Blocks that one rank keeps in host memory and in files.
 
     Use it as an async context manager inside of its engine's, or call `start` and `aclose`; an engine that ends closes
     it first. It belongs to the engine's event loop, and every method raises `WrongThread` elsewhere.
@@ -66,11 +66,11 @@ class Offload:
 
     Args:
         config: Checked configuration.
-        engine: Whose blocks these are; started before this is.
+        engine: Engine of these blocks; it must be started before.
         copies: Copy plane; NIXL if left out.
         records: Record plane; files of `config.directory` if left out.
         serve: Makes the host tier's own engine of `config.network`; for tests.
-        leftovers: Finds what ranks of another geometry have left in files; for tests.
+        leftovers: Finds blocks that ranks of another geometry left in files; for tests.
 
     Raises:
         ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the host tier is too
@@ -94,7 +94,7 @@ class Offload:
         if config.network is not None and config.network.engine_id == engine.config.engine_id:
             raise ConfigError(
                 f"offload.network.engine_id is {config.network.engine_id!r}, as the engine's own; give the host tier's "
-                f"engine another, such as {config.network.engine_id + '-host'!r}: who pulls has to tell them apart"
+                f"engine another, such as {config.network.engine_id + '-host'!r}: readers have to tell them apart"
             )
         self.config, self.engine = config, engine
         tiers = self._tiers = Tiers(self, config, engine, copies, records, serve, leftovers)
@@ -198,13 +198,13 @@ class Offload:
         return Pin(lambda: self._mover.unpin(name))
 
     def evict(self, hashes: Sequence[str | bytes] | None = None) -> Evicted:
-        """Give up what is kept of a prompt, or of all prompts, except what is pinned or lent.
+        """Evict the kept blocks of a prompt, or of all prompts, except pinned and lent blocks.
 
-        Copies that run go on to their end, but nobody finds their blocks any more. What ranks of another geometry have
-        left is not found any more either, until the next start: this rank may not change their files.
+        Running copies continue, but lookups no longer find their blocks. Blocks that ranks of another geometry left are
+        not found any more either, until the next start, because this rank may not change their files.
 
         Args:
-            hashes: Of the prompt; all prompts if left out.
+            hashes: Hashes of the prompt; all prompts if left out.
         """
         self._opened(self.evict)
         chain = None if hashes is None else self._chain(hashes, None)
@@ -367,9 +367,9 @@ class Offload:
         return bool(jobs)
 
     async def returned(self, request_id: str) -> None:
-        """Wait until nothing reads or writes a request's blocks, whatever became of its stores and loads.
+        """Wait until nothing reads or writes a request's blocks, after any end of its stores and loads.
 
-        For a call whose task was cancelled: a `CancelledError` cannot carry `PullError.returned`.
+        It is for a call with a cancelled task, because a `CancelledError` cannot carry `PullError.returned`.
 
         Raises:
             BlocksRetired: A copy did not end within `held_s`; the blocks must never be used again.

@@ -127,7 +127,7 @@ class Shelf:
         return self._blocks.of(move)
 
     def forget(self) -> None:
-        """What was given up is to be found in the files no more."""
+        """Remove evicted blocks from the files' index."""
         freed = self.catalogue.forgotten()
         if freed and self.records is not None and self._is_own:
             self.records.forget(self._blocks.places(freed))

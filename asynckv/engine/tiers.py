@@ -52,10 +52,10 @@ MAX_THROUGH_BYTES = 512 << 20
 MAX_TOLD = 8
 
 GRACE_S = 1.0
-"""How long closing writes to files, and waits for copies that run, unless it is told otherwise."""
+"""Seconds for which closing writes to files and waits for running copies, by default."""
 
 CLOSE_S = 10.0
-"""How long a plane's threads are waited for, unless closing is told otherwise."""
+"""Seconds for which closing waits for a plane's threads, by default."""
 
 WRITTEN = f"blocks.{MoveKind.WRITE_BACK.value}"
 
@@ -64,18 +64,18 @@ Leftovers = Callable[[OffloadConfig, Shelf, str], list[Shelf]]
 
 
 class Tiers:
-    """A rank's own shelf, and those that ranks of another geometry have left.
+    """A rank's own shelf, and the shelves that ranks of another geometry left.
 
     Args:
-        owner: Whose calls it serves.
+        owner: Offload with the calls that it serves.
         serve: Makes the host tier's own engine.
-        leftovers: Finds what ranks of another geometry have left in files.
+        leftovers: Finds blocks that ranks of another geometry left in files.
 
     Attributes:
-        others: All of them are needed for a prefix; and how each is read.
-        align: Prefixes end at multiples of it.
+        others: Shelves that are all needed for a prefix, and how each is read.
+        align: Tokens of which every prefix length is a multiple.
         network: The host tier's own engine.
-        is_started: Somebody has called `start`.
+        is_started: True after the first call of `start`.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Tiers:
         )
 
     def _leave(self) -> None:
-        """Wait no longer for what is being opened: whoever does is told."""
+        """Stop waiting for shelves that are being opened, and tell the waiting callers."""
         if not self._is_left:
             self._is_left = True
             self.driver.recorder.log(told.OffloadBroken(self._hangs))
@@ -230,7 +230,7 @@ class Tiers:
                 over.set_result(None)
 
     def _came_back(self, work: asyncio.Future[int]) -> None:
-        """Nothing is being opened any more; if nobody has waited for it, let go of it."""
+        """Note that opening has ended; release the shelves if no caller has waited for them."""
         work.exception()
         if self._is_left:
             self._tidying = asyncio.get_running_loop().create_task(self._tidy())
@@ -358,7 +358,7 @@ class Tiers:
     # -- what they hold ------------------------------------------------------------------------------
 
     def found(self, chain: list[bytes]) -> Found:
-        """What is kept of a prefix on the rank's own shelf, or on those of others if that is more."""
+        """Find a prefix on the rank's own shelf, or on those of others if they have more."""
         if self.mover.cause:
             chain = []  # a load is refused
         found = self.own.catalogue.lookup(chain)
@@ -370,7 +370,7 @@ class Tiers:
         return found
 
     def _left(self, chain: list[bytes]) -> Found:
-        """What ranks of another geometry have left of a prefix: all of them, for every block that it takes here."""
+        """Find a prefix that ranks of another geometry left: each block here needs all of them."""
         groups, codes, partners = list[StoredGroup](), list[Codes](), list[list[int]]()
         for shelf, copying in self.others.items():
             kept = shelf.catalogue
@@ -422,7 +422,7 @@ class Tiers:
         return any(group.is_state or group.window for group in self.own.groups)
 
     def _had(self, job: OffloadJob) -> int:
-        """How long a prefix was there before a load."""
+        """Return the tokens of the prefix that was there before a load."""
         return min(min(job.blocks[index][0], job.tokens) for index in self.own.kept) // self.align * self.align
 
     def loaded(self, job: OffloadJob) -> int:

@@ -1,4 +1,4 @@
-"""The command line. Exit status: 0 good, 1 something went wrong, 2 bad input, 130 interrupted."""
+"""The command line. Exit status: 0 good, 1 something is wrong, 2 bad input, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from asynckv.tools.proxy import cli as proxy_cli
 from asynckv.tools.streams import Unwritten, prepare
 
 START_EPILOG = """
-[bold]Begin with[/bold]
+[bold]Start with[/bold]
 
   asynckv doctor
 
   asynckv bench --layers 4 --requests 400 --floor
 
-[bold]Every command has[/bold] -h with its options, examples and exit status
+[bold]Help of a command[/bold]  -h shows its options, examples and exit status
 
-[bold]Exit status[/bold]  0 good, 1 something is wrong, 2 bad input, 130 Ctrl-C, 141 the reader of stdout has left
+[bold]Exit status[/bold]  0 good, 1 something is wrong, 2 bad input, 130 Ctrl-C, 141 stdout was closed (such as by head)
 """
 
 
 class Root(typer.core.TyperGroup):
-    """All commands. Ctrl-C is told in a line; typer only ends with 130."""
+    """All commands. Ctrl-C prints a line before it ends with 130, because typer prints nothing."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -51,7 +51,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the decisions.",
+    help="Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the control messages.",
     epilog=START_EPILOG,
 )
 
@@ -59,7 +59,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the versions of asynckv and what it stands on, and exit.")
+        bool, typer.Option("--version", help="Print the versions of asynckv and its dependencies, and exit.")
     ] = False,
 ) -> None:
     if version:
@@ -106,7 +106,7 @@ def main() -> NoReturn:
 
 
 def run() -> int:
-    """Run the command line; errors are one line on stderr. Returns the exit status."""
+    """Run the command line, with errors as one line on stderr; return the exit status."""
     prepare()
     try:
         return _run()
@@ -122,7 +122,7 @@ def _run() -> int:
     except (typer.Abort, KeyboardInterrupt):
         status = 130
     except USAGE_ERROR as exc:
-        # Otherwise there were no arguments, and the help has been printed.
+        # Without a message there were no arguments, and the help has been printed.
         return _say(_usage(exc), exc.exit_code) if exc.format_message() else int(exc.exit_code)
     except ConfigError as exc:
         return _say(exc, 2)
@@ -132,17 +132,17 @@ def _run() -> int:
         if exc.filename is None:
             raise
         return _say(f"{os.fsdecode(exc.filename)}: {exc.strerror}", 2)
-    # Whoever has hung up is noticed here, and not by the interpreter at exit.
+    # A closed stdout must be noticed here, not by the interpreter at exit.
     sys.stdout.flush()
     return status
 
 
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-"""What wrong options raise: of click, or of the copy of it that newer releases of typer have inside."""
+"""The error that wrong options raise: click's, or that of the copy of click in newer releases of typer."""
 
 
 def _usage(exc: Any) -> str:
-    """Say what is wrong with an option in one line."""
+    """Describe an error in the options in one line."""
     context = getattr(exc, "ctx", None)
     text = " ".join(exc.format_message().split()).rstrip(".").replace("Value error, ", "")
     if context is None:

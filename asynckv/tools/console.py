@@ -1,4 +1,4 @@
-"""Texts for a terminal: those of strangers, and numbers of bytes."""
+"""Text for a terminal: strings from other processes or files, and numbers of bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def printable(value: T) -> T:
-    """Make every string inside a value safe to print: no control characters, no markup of rich's."""
+    """Make every string in a value safe to print: without control characters, and with rich's markup escaped."""
     out: object = value
     if isinstance(value, str):
         out = escape(without_control(value))

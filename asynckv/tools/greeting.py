@@ -1,4 +1,4 @@
-"""What listens at a port: whether anything does, and by its greeting whether it speaks ZMQ, with keys or without."""
+"""Find out what listens at a port: nothing, or ZMQ with or without keys, which its greeting shows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import socket
 from typing import NamedTuple
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
-"""As far as the version (ZMTP 3, RFC 23): whoever hears it answers with its own mechanism, before it has seen ours."""
+"""A greeting up to the version (ZMTP 3, RFC 23). The peer answers with its mechanism before it has seen ours."""
 
 MECHANISM_END = 32
 
 
 class Greeted(NamedTuple):
-    """What came of a look: whether something listens, and what ZMQ's greeting offers, or what was said instead."""
+    """Result of a look: whether a process listens, and the mechanism in ZMQ's greeting, or the error instead."""
 
     connected: bool
     mechanism: str = ""
@@ -22,7 +22,7 @@ class Greeted(NamedTuple):
 
 
 def look_at_port(host: str, port: int, connect_s: float, greet_s: float) -> Greeted:
-    """Connect to a port, greet, and hear what greets back."""
+    """Connect to a port, send a greeting, and read the greeting that comes back."""
     connected, waits_s, data = False, connect_s, b""
     try:
         with socket.create_connection((host, port), connect_s) as there:
@@ -37,4 +37,4 @@ def look_at_port(host: str, port: int, connect_s: float, greet_s: float) -> Gree
         return Greeted(connected, "", exc.strerror or str(exc), exc.errno or 0)
     if len(data) >= MECHANISM_END and data[0] == 0xFF and data[9] == 0x7F:
         return Greeted(True, data[12:MECHANISM_END].rstrip(b"\0").decode("ascii", "replace"))
-    return Greeted(True, "", f"it said {data[:MECHANISM_END]!r}" if data else "it closed the connection")
+    return Greeted(True, "", f"it answered {data[:MECHANISM_END]!r}" if data else "it closed the connection")

@@ -1,4 +1,4 @@
-"""`asynckv keygen`: the keys of one engine."""
+"""`asynckv keygen`: make the keys of one engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 KEYGEN_EPILOG = """
-[bold]Example[/bold]  two engines that trust each other
+[bold]Example[/bold]  keys for two engines that trust each other
 
   asynckv keygen prefill-0; asynckv keygen decode-0
 
@@ -16,24 +16,24 @@ KEYGEN_EPILOG = """
 
   KeysConfig(secret="keys/prefill-0.key_secret", authorized="authorized")
 
-Each engine's host gets its own secret, and a copy of authorized/. Pass KeysConfig as EngineConfig(keys=...).
+Each engine's host needs its own secret and a copy of authorized/. Pass KeysConfig as EngineConfig(keys=...).
 
 [bold]Exit status[/bold]  0 written, 2 bad input
 """
 
 
 def keygen(
-    name: Annotated[str, typer.Argument(help="Of the engine that will own the keys, such as prefill-0.")],
-    dir: Annotated[Path, typer.Option("--dir", help="Where to write them.", metavar="DIR")] = Path("keys"),
+    name: Annotated[str, typer.Argument(help="Name of the engine that owns the keys, such as prefill-0.")],
+    dir: Annotated[Path, typer.Option("--dir", help="Directory for the key files.", metavar="DIR")] = Path("keys"),
 ) -> None:
-    """Make the keys of one engine, for a control plane that is authenticated and encrypted.
+    """Make the keys of one engine, so that its control plane is authenticated and encrypted.
 
-    NAME.key_secret is the engine's own: it stays there, readable by its user only. NAME.key is public:
-    copy it into the authorized directory of every engine that this one talks to. Nothing is overwritten.
+    NAME.key_secret is secret: keep it on the engine's host, readable by the engine's user only. NAME.key is public:
+    copy it into the authorized directory of every engine that this one talks to. Existing files are not overwritten.
     """
     from asynckv.edges.zmq import make_pair
     from asynckv.keys import write_pair
 
     secret, public = write_pair(dir, name, make_pair())
-    typer.echo(f"{secret}  secret: only for {name} (KeysConfig.secret); never leaves its host, mode 0600")
+    typer.echo(f"{secret}  secret: only for {name} (KeysConfig.secret); keep it on its host, mode 0600")
     typer.echo(f"{public}  public: for the authorized directory of each engine that {name} talks to")

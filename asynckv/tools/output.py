@@ -1,4 +1,4 @@
-"""Where a command's results and progress go."""
+"""Output of commands: help texts, files, JSON and tables."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from asynckv.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-MOST_WIDE = 4096  # letters of a line in a file or pipe
+MOST_WIDE = 4096  # columns of a line in a file or pipe
 
 
 def help_of(function: Callable[..., Any]) -> str:
-    """Return what a command says of itself, in lines as wide as the terminal and not as the source."""
+    """Return a command's docstring without its line breaks, so that it fills the width of the terminal."""
     return "\n\n".join(" ".join(x.split()) for x in inspect.cleandoc(function.__doc__ or "").split("\n\n"))
 
 
 def write(option: str, target: str, text: str) -> None:
-    """Write to a file, or to stdout where it is `-`."""
+    """Write to a file, or to stdout if the target is `-`."""
     if target == "-":
         bare = getattr(sys.stdout, "buffer", None)
         if bare is None:
             sys.stdout.write(text)
         else:
-            # Files are UTF-8, whatever the terminal can show.
+            # Output is UTF-8 even if the terminal has another encoding, because it is meant for files.
             sys.stdout.flush()
             bare.write(text.encode())
         sys.stdout.flush()
@@ -50,7 +50,7 @@ def write_json(target: str | None, value: Any) -> None:
 
 
 def check_writable(option: str, target: str | None) -> None:
-    """Refuse what `write` could not write to, before anything starts; nothing is changed."""
+    """Raise `ConfigError` before a run starts if `write` could not write to the target, which is left unchanged."""
     if target not in (None, "-"):
         path, is_new = Path(target), not os.path.lexists(target)
         try:
@@ -71,9 +71,9 @@ def print_table(
     styles: Sequence[str] = (),
     is_markup: bool = False,
 ) -> None:
-    """Print a table whose heads and numbers are never cut: it becomes narrower, or else its lines run over.
+    """Print a table without cutting heads or numbers: it is made narrower, or else its lines exceed the width.
 
-    `texts` are the columns that are aligned left, `wrapped` those of words, which may be broken into lines.
+    The columns in `texts` are aligned left; those in `wrapped` hold words, and may be broken into lines.
     """
     from rich.markup import escape
     from rich.measure import Measurement
@@ -104,7 +104,7 @@ def print_table(
 
 
 def print_unpadded(console: Console, what: RenderableType, *, is_whole: bool = False) -> None:
-    """Print a table; elsewhere than on a terminal without spaces at the ends, and what `is_whole` is not folded."""
+    """Print a table; off a terminal without trailing spaces, and unfolded if `is_whole`."""
     from rich.console import Console
 
     if console.is_terminal:

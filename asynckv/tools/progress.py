@@ -1,4 +1,4 @@
-"""How far a command is, on stderr: a bar on a terminal, and elsewhere a line now and then."""
+"""Progress of a command on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVERY_S = 15.0  # between two lines where stderr is no terminal
+EVERY_S = 15.0  # between two lines if stderr is not a terminal
 
 
 class Bar:
@@ -42,7 +42,7 @@ class Bar:
         self._bar.stop()
 
     def begin(self, what: str, total: int | None = None) -> None:
-        """Say what is done from now on, and how much of it there is, if anybody knows."""
+        """Begin a new step with its description and, if known, its total."""
         self._bar.remove_task(self._task)
         self._task = self._bar.add_task(what, total=total)
         self._what, self._total = what, total

@@ -1,6 +1,6 @@
-"""stdout and stderr as they really are: closed, full, hung up on, or unable to show every letter.
+"""Handle a stdout or stderr that is closed, full or cut off, or that cannot show every character.
 
-`prepare` comes first in every command. From then on, what stdout does not take raises `Unwritten`.
+Every command calls `prepare` first. From then on, a failed write to stdout raises `Unwritten`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 
 
 class Unwritten(OSError):
-    """stdout takes no more. Without an `errno`, by which click and rich would end the process in ways of their own."""
+    """Raised if stdout takes no more. It has no `errno`, because click and rich would then end the process."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"the output cannot be written: {error.strerror}")
         self.cause = error
 
     def told(self) -> tuple[str, int]:
-        """Say in a line, with an exit status, why; nothing is written to stdout after this, nor at exit."""
+        """Return a line with the reason, and an exit status; afterwards stdout is discarded, also at exit."""
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        # The reader has heard enough: `| head`.
+        # The reader of a pipe such as `| head` has ended, which is no error.
         return ("", 141) if self.cause.errno == errno.EPIPE else (str(self), 2)
 
 
 class _Stdout(io.FileIO):
-    """stdout, whose errors are told from those of all other files."""
+    """stdout, with errors that differ from those of other files."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -40,19 +40,19 @@ class _Stdout(io.FileIO):
 
 
 def prepare() -> None:
-    """Make stdout and stderr such that writing to them either works or, on stdout, raises `Unwritten`."""
+    """Change stdout and stderr so that a write works or, on stdout, raises `Unwritten`."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            # Otherwise the next file or socket gets this number, and what libraries print goes there.
+            # Otherwise the next file or socket gets this number, and libraries print into it.
             with contextlib.suppress(OSError):
                 os.open(os.devnull, os.O_RDWR)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif isinstance(out := sys.stdout, io.TextIOWrapper):
         held = out.buffer
-        if type(getattr(held, "raw", held)) is io.FileIO:  # not whatever a caller has put there
+        if type(getattr(held, "raw", held)) is io.FileIO:  # not a replacement by the caller
             out.flush()
             raw = _Stdout(out.fileno(), "w", closefd=False)
             sys.stdout = io.TextIOWrapper(

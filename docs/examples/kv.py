@@ -1,4 +1,4 @@
-"""What the examples share: a worker's KV tensors, a step of its model, and processes that talk through pipes."""
+"""Code that the examples share: a worker's KV tensors, a step of its model, and processes with pipes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def memory(seed: int) -> tuple[dict[str, torch.Tensor], Registration]:
-    """KV tensors of two layers: keys and values, 64 blocks of 16 tokens, 8 heads of 128."""
+    """Make KV tensors of two layers: keys and values, 64 blocks of 16 tokens, 8 heads of 128."""
     import torch
 
     torch.manual_seed(seed)
@@ -34,7 +34,7 @@ def memory(seed: int) -> tuple[dict[str, torch.Tensor], Registration]:
 
 
 def forward() -> None:
-    """Compute for some milliseconds, as a step does; outside of Python, mostly."""
+    """Compute for a few milliseconds, mostly outside Python, as a step of a model does."""
     import torch
 
     x = torch.ones(512, 512)
@@ -43,18 +43,18 @@ def forward() -> None:
 
 
 def content(tensors: dict[str, torch.Tensor], blocks: list[int]) -> list[float]:
-    """Say what blocks hold, in a few numbers."""
+    """Return a sum of the blocks' contents per layer."""
     return [float(tensor[:, blocks].double().sum()) for tensor in tensors.values()]
 
 
 def overwrite(tensors: dict[str, torch.Tensor], blocks: list[int]) -> None:
-    """Use blocks for something else."""
+    """Reuse blocks for other contents."""
     for tensor in tensors.values():
         tensor[:, blocks] = -1.0
 
 
 def run(work: Callable[..., Any], *args: Any) -> None:
-    """Do a worker's work, which may be asynchronous."""
+    """Run a worker's function, which may be asynchronous."""
     if inspect.isawaitable(done := work(*args)):
         asyncio.run(_awaited(done))
 
@@ -64,7 +64,7 @@ async def _awaited(work: Awaitable[None]) -> None:
 
 
 def start(work: Callable[..., Any], *args: Any) -> Connection:
-    """Start a process; returns this end of the pipe to it."""
+    """Start a process, and return this end of the pipe to it."""
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
     context.Process(target=run, args=(work, *args, its)).start()
@@ -72,7 +72,7 @@ def start(work: Callable[..., Any], *args: Any) -> Connection:
 
 
 def end(worker: Connection, blocks: list[int]) -> list[float]:
-    """End a worker, and hear what its blocks hold."""
+    """End a worker, and return the contents of its blocks."""
     worker.send(None)
     worker.send(blocks)
     found: list[float] = worker.recv()

@@ -1,4 +1,4 @@
-"""asyncio: prefill, decode and scheduler, each a process of its own. A worker's steps run beside its loop."""
+"""asyncio: prefill, decode and scheduler in three processes. A worker's steps run in a thread next to its loop."""
 
 import asyncio
 from multiprocessing.connection import Connection
@@ -29,7 +29,7 @@ def scheduler() -> None:
     lent, pulled = prefill.recv(), decode.recv()
     while not (lent.finished_sending and pulled.finished_recving):
         for each in (prefill, decode):
-            each.send([])  # a step in which nothing new is asked for
+            each.send([])  # a step without new orders
         lent, pulled = prefill.recv() or lent, decode.recv() or pulled
     assert kv.end(prefill, [3, 4, 9]) == kv.end(decode, [7, 5, 6])
     print(pulled.finished_recving[0].num_bytes, "bytes,", lent.finished_sending[0].cause)

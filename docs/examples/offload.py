@@ -1,4 +1,4 @@
-"""Offload: KV blocks go to host memory and files, and come back into other blocks."""
+"""Offload: store KV blocks in host memory and files, and load them back into other blocks."""
 
 import asyncio
 import tempfile
@@ -14,13 +14,13 @@ async def worker(directory: str) -> None:
     config = OffloadConfig(
         model="example-7b", hash_tokens=16, host_bytes=64 << 20, directory=directory, file_bytes=256 << 20
     )
-    hashes = ["a1", "b2", "c3", "d4"]  # of every 16 tokens of a prompt, each covering all before it
+    hashes = ["a1", "b2", "c3", "d4"]  # one per 16 tokens of a prompt; each covers all tokens before it
     async with Engine(EngineConfig(engine_id="worker"), registration) as engine, Offload(config, engine) as offload:
         before = kv.content(tensors, [3, 4, 9])
         stored = await offload.store("r1", [(0, [3, 4, 9])], hashes[:3])
-        kv.overwrite(tensors, [3, 4, 9])  # they are the engine's again
+        kv.overwrite(tensors, [3, 4, 9])  # the engine may reuse them
 
-        found = offload.lookup(hashes)  # another request, whose prompt begins with the same 48 tokens
+        found = offload.lookup(hashes)  # another request with the same first 48 tokens
         loaded = await offload.load("r2", [(0, [7, 5, 6, None])], hashes, num_tokens=found.tokens)
         assert kv.content(tensors, [7, 5, 6]) == before
         print(stored.num_bytes, "bytes,", loaded.num_tokens, "tokens")

@@ -1,4 +1,4 @@
-"""How to test your integration: simulated planes, a clock by hand. A read hangs, and its blocks are held."""
+"""Test your integration with simulated planes and a manual clock: here a read hangs, and its blocks are held."""
 
 import asyncio
 
@@ -16,17 +16,17 @@ async def main() -> None:
         for data in planes
     )
     async with prefill, decode:
-        lender, reader = EngineDesk(prefill), EngineDesk(decode)  # what an EngineThread has inside
+        lender, reader = EngineDesk(prefill), EngineDesk(decode)  # an EngineThread has one inside
         params = PrefillRanks("prefill", [prefill.endpoint]).make_params("r1", [(0, [3, 4, 9])], 40, written=True)
-        planes[1].deferred = True  # reads begin, and do not end until the test says so
+        planes[1].deferred = True  # reads begin, but end only when the test says so
         lender.submit([Lend(params)])
         reader.submit([Pull(request_id="r1", groups=[(0, [7, 5, 6])], params=params, timeout_s=5.0)])
 
         (failed,) = (await told(reader, clock)).failed
         assert isinstance(failed.error, PullTimeout)
-        assert failed.is_held  # your scheduler must not give blocks 7, 5 and 6 to anybody now
-        planes[1].finish()  # as late as you like: nothing here waits for real time
-        assert (await told(reader, clock)).returned == ["r1"]  # and now it may
+        assert failed.is_held  # your scheduler must not reuse blocks 7, 5 and 6 yet
+        planes[1].finish()  # at any time, because nothing here waits for real time
+        assert (await told(reader, clock)).returned == ["r1"]  # now it may reuse them
         assert [end.request_id for end in (await told(lender, clock)).finished_sending] == ["r1"]
     print("held after PullTimeout, and returned")
 

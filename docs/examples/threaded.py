@@ -1,4 +1,4 @@
-"""An engine of your own: two workers, each a process with an EngineThread, and a scheduler with two ledgers."""
+"""Your own engine: two workers, each a process with an EngineThread, and a scheduler with two ledgers."""
 
 from multiprocessing.connection import Connection
 
@@ -13,7 +13,7 @@ def worker(role: str, seed: int, pipe: Connection) -> None:
         pipe.send(thread.engine.endpoint)
         while (orders := pipe.recv()) is not None:
             thread.submit(orders)
-            kv.forward()  # the engine works meanwhile
+            kv.forward()  # meanwhile the engine works in its thread
             pipe.send(thread.take_finished())
     pipe.send(kv.content(tensors, pipe.recv()))
 
@@ -21,12 +21,12 @@ def worker(role: str, seed: int, pipe: Connection) -> None:
 def scheduler() -> None:
     prefill, decode = kv.start(worker, "prefill", 1), kv.start(worker, "decode", 2)
     loans, pulls = PrefillLedger(PrefillRanks("prefill", [prefill.recv()])), DecodeLedger(num_ranks=1)
-    decode.recv()  # where it listens: no other engine reads from it
+    decode.recv()  # its endpoint, not needed because no engine reads from it
     params = loans.lend("r1", [(0, [3, 4, 9])], num_tokens=40)
     pulls.announce("r1", params)
     pulls.pull("r1", [(0, [7, 5, 6])])
     free, received = [], []
-    while not (free and received):  # a step of either engine; in most of them nothing new is asked for
+    while not (free and received):  # one step of each engine, mostly without new orders
         for rank, ledger in ((prefill, loans), (decode, pulls)):
             rank.send(ledger.take_orders())
             ledger.update(0, rank.recv())

@@ -1,7 +1,7 @@
-"""One request from prefill to decode as one trace, printed as its spans end: `python docs/examples/traced.py`.
+"""Trace one request from prefill to decode, and print its spans as they end: `python docs/examples/traced.py`.
 
-Needs `pip install 'asynckv[tracing]' opentelemetry-sdk`. Two engines in one process stand for two workers; what matters
-is the SDK at the top, and where the context is put into the params.
+This needs `pip install 'asynckv[tracing]' opentelemetry-sdk`. Two engines in one process stand for two workers. The
+important parts are the SDK at the top, and the line that puts the context into the params.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from asynckv import Engine, EngineConfig, PrefillRanks, Tracing
 
 
 def line(span: ReadableSpan) -> str:
-    """Write a span in a line; leave `formatter` out for all that it has, as JSON."""
+    """Format a span as a line; without `formatter`, the exporter prints all of it as JSON."""
     took_ms = ((span.end_time or 0) - (span.start_time or 0)) / 1e6
     events = ", ".join(event.name for event in span.events)
     return f"{span.context.trace_id:032x} {span.name:15} {took_ms:6.1f} ms  {events}\n"
 
 
 provider = TracerProvider()
-# For a collector: BatchSpanProcessor(OTLPSpanExporter()), of opentelemetry-exporter-otlp.
+# For a collector, use BatchSpanProcessor(OTLPSpanExporter()) from opentelemetry-exporter-otlp.
 provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(formatter=line)))
 trace.set_tracer_provider(provider)
 
@@ -40,7 +40,7 @@ async def main() -> None:
         Tracing(prefill, decode)
         group = PrefillRanks("prefill", [prefill.endpoint])
         with trace.get_tracer("example").start_as_current_span("request"):
-            context = asynckv.trace_context()  # behind HTTP: the headers that the request came with
+            context = asynckv.trace_context()  # a server passes the headers of the HTTP request
             params = group.make_params("cmpl-1", [(0, [3, 4, 5, 6])], 64, written=True, trace=context)
             lent = prefill.lend(params)
             await decode.pull("req-1", [(0, [0, 1, 2, 3])], params)

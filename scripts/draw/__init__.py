@@ -1,4 +1,4 @@
 """Pages, tables and pictures of the documentation that are made from code: `python -m scripts.draw --help`.
 
-Each module says by `files` what lies where. A test compares all of it with what is there.
+The `files` of each module returns its files and their text. A test compares them with the files in the tree.
 """

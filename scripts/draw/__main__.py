@@ -1,4 +1,4 @@
-"""Writes what the documentation has from code: `python -m scripts.draw --help`."""
+"""Write the parts of the documentation that are made from code: `python -m scripts.draw --help`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MADE: dict[str, tuple[Callable[[], dict[Path, str]], str]] = {
     "tables": (tables.files, "the causes in docs/leaks.md and the findings in docs/doctor.md"),
     "states": (states.files, "docs/structure.md and its pictures, from the transition tables; pictures need Graphviz"),
     "geometry": (geometry.files, "pictures of geometry, from real plans"),
-    "life": (life.files, "the life of a request, and which process calls what"),
-    "structure": (structure.files, "one worker process, its core, and what stands around it"),
+    "life": (life.files, "the life of a request, and the calls between processes"),
+    "structure": (structure.files, "one worker process: its core and the parts around it"),
 }
 
 
 def draw(
     what: Annotated[
-        list[str] | None, typer.Argument(metavar="WHAT", help="What to draw; everything if left out.")
+        list[str] | None, typer.Argument(metavar="WHAT", help="Parts to draw; by default all.")
     ] = None,
 ) -> None:
     """Write the pages, tables and pictures of the documentation that are made from code.
 
-    Run it after a change of what they are made from; a test compares.
+    Run this after a change of their sources; a test compares.
     """
     for name in command.chosen(what, MADE, "page or picture"):
         for path, text in MADE[name][0]().items():
@@ -43,7 +43,7 @@ EPILOG = f"""
 
 {command.listed({name: about for name, (_, about) in MADE.items()})}
 
-[bold]Exit status[/bold]  0 written, 2 bad input, or what it is made from is not whole
+[bold]Exit status[/bold]  0 written, 2 bad input, or an incomplete source
 """
 
 main = command.script(draw, EPILOG)

@@ -1,4 +1,4 @@
-"""Geometry drawn with coloured bars."""
+"""Draw geometry with coloured bars."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb5500", "#117777")
-"""Paul Tol's bright scheme, told apart with colour-blind eyes too; the labels say the same without colour."""
+"""Paul Tol's bright scheme, which colour-blind readers can tell apart; labels say the same without colour."""
 DARK_INK = (1, 3, 4)
-"""The colours of the palette on which black is read better than white."""
+"""Colours of the palette on which black is easier to read than white."""
 EMPTY = "#dddddd"
 INK = "#141414"
 
@@ -23,7 +23,7 @@ class Segment(NamedTuple):
     hi: float
     label: str = ""
     colour: int | None = None
-    """Index into the palette; None for what is not of interest."""
+    """Index into the palette; None for grey."""
 
 
 class Bar(NamedTuple):
@@ -47,9 +47,9 @@ def bars(title: str, extent: float, rows: Iterable[Bar], *, width: int = 72) -> 
             line.append(" " * (start - at))
             size = max(end - max(start, at), 1)
             colour, ink = colours(segment.colour)
-            # A label is never cut: half a number is a wrong one.
+            # A label is never cut, because half a number is wrong.
             label = segment.label if len(segment.label) < size else ""
-            # A gap of one column, so that neighbours of one colour are seen apart.
+            # A gap of one column separates neighbours of one colour.
             body = f"{label:^{size}}"
             line.append(body[:-1] if size > 1 else body, style=f"{ink} on {colour}")
             if size > 1:
@@ -62,7 +62,7 @@ def bars(title: str, extent: float, rows: Iterable[Bar], *, width: int = 72) -> 
 
 
 def colours(index: int | None) -> tuple[str, str]:
-    """Background, and what can be read on it (`INK` where both follow the reader's theme)."""
+    """Return a background and an ink for it (`INK` if both follow the reader's theme)."""
     if index is None:
         return EMPTY, INK
     index %= len(PALETTE)

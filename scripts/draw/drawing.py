@@ -1,10 +1,10 @@
-"""What pages and pictures share: a frame, its colours, and where the files are.
+"""Common parts of pages and pictures: the frame, the colours and the paths.
 
-A picture is an image of its own in a page: a theme that is switched by hand does not reach it. So each paints its own
-background, and follows the reader's system: light or dark.
+A picture is a separate image in a page, so a theme that is switched by hand does not reach it. Each picture therefore
+paints its own background, and follows the reader's system: light or dark.
 
-Draw with `currentColor` (ink), with `colours(i)` (a fill, and the ink that is read on it), and with `colours(None)`
-(grey). All of them are right in both.
+Draw with `currentColor` (ink), with `colours(i)` (a fill with its ink), and with `colours(None)` (grey). All of them
+work in both themes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ THEMES = f""".picture {{ color: {INK}; }}
 .picture [fill="{PAPER}"] {{ fill: #131416; }}
 .picture [fill="{EMPTY}"] {{ fill: #484848; }}
 }}"""
-"""What a picture's colours are where the reader's system is dark. Its root has the class `picture`, its first
-rectangle the fill `PAPER`, and what is written on it is `currentColor`. A picture in a page is an image of its own: it
-cannot know the page's colours, so it brings its background."""
+"""Colours of a picture in light and dark. Its root has the class `picture`, its first rectangle the fill `PAPER`, and
+its texts are `currentColor`. A picture cannot know the colours of its page, so it has its own background."""
 CELL, LINE, MARGIN = 12.2, 24.4, 20
-"""Units of one character of rich's SVGs, and around all of them."""
+"""Units of one character in rich's SVGs, and of the margin."""
 SCALE = 0.7
 """Pixels per unit: letters are 14 pixels high."""
 FORM = (
@@ -60,17 +59,17 @@ STYLE = f"""{THEMES}
 .picture .bold {{ font-weight: bold; }}
 .picture .line {{ fill: none; stroke: currentColor; stroke-width: 1.5; }}
 .picture .head {{ fill: currentColor; }}"""
-"""Texts, lines and arrow heads in the reader's ink. `.picture text` wins over `fill="..."`: use `text(ink=...)`."""
+"""Texts, lines and arrow heads in the reader's ink. `.picture text` overrides `fill="..."`: use `text(ink=...)`."""
 
 
 def colours(index: int | None) -> tuple[str, str]:
-    """A fill of the palette (None: grey), and the ink that is read on it, for `text(ink=...)`."""
+    """Return a fill of the palette (None: grey), and its ink for `text(ink=...)`."""
     fill, ink = bars.colours(index)
     return fill, "currentColor" if ink == INK else ink
 
 
 def svg(title: str, width: float, height: float, body: str) -> str:
-    """Frame a picture: `title` is read out by screen readers, and not drawn.
+    """Frame a picture; screen readers read `title` out, but it is not drawn.
 
     The size is in pixels. A page shows it no wider than its own column (some 740 pixels, and 350 on a phone).
     """
@@ -95,7 +94,7 @@ def text(
 
 
 def between(page: Path, name: str, made: str) -> dict[Path, str]:
-    """Return a page with new text between `<!-- name -->` and `<!-- /name -->`; the rest is written by hand."""
+    """Return a page with new text between its marks `<!-- name -->` and `<!-- /name -->`."""
     before, begin, rest = page.read_text().partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"<!-- /{name} -->")
     return {page: f"{before}{begin}{made}{end}{after}"}

@@ -1,4 +1,4 @@
-"""Draw the documentation's pictures of geometry from real plans; a test compares."""
+"""Draw the pictures of geometry from real plans; a test compares them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from scripts.draw.drawing import PICTURES, to_svg
 
 
 def ranks(model: Model, tp_size: int) -> list[Layout]:
-    """All ranks of one engine."""
+    """Return the layouts of all ranks of one engine."""
     return [model_layout(model, tp_rank=r, tp_size=tp_size) for r in range(tp_size)]
 
 
 def shares(title: str, model: Model, prefill: int, decode: int, part: str, extent: int) -> RenderableType:
-    """Who holds what along an axis, and who reads it from whom."""
+    """Draw the shares of an axis that ranks hold, and the ranks that read them."""
     there, here = ranks(model, prefill), ranks(model, decode)
     read: dict[int, list[Segment]] = {p: [] for p in range(prefill)}
     rows = []
@@ -59,7 +59,7 @@ def shares(title: str, model: Model, prefill: int, decode: int, part: str, exten
 
 
 def one_group(block_size: int, ratio: int = 1, kind: str = "tokens") -> Layout:
-    """A small layout with a single part."""
+    """Return a small layout with a single part."""
     group = Group("g", block_size, 64, ratio, kind)  # type: ignore[arg-type]
     dims = [("token", group.kernel_size), ("dim", 1)] if kind == "tokens" else [("dim", 1)]
     part: Part = dense_part("kv", "int8", dims)
@@ -70,7 +70,7 @@ def one_group(block_size: int, ratio: int = 1, kind: str = "tokens") -> Layout:
 
 
 def tokens(title: str, here: int, there: int, first: int, num_tokens: int) -> RenderableType:
-    """How two block sizes and a cached prefix are cut along the tokens."""
+    """Draw how two block sizes and a cached prefix are cut along the tokens."""
     local, remote = one_group(here), one_group(there)
     peer = PeerTables(local, remote, assign(local, [remote])[0], itertools.count(1))
     mine, theirs = -(-num_tokens // here), -(-num_tokens // there)
@@ -102,7 +102,7 @@ def tokens(title: str, here: int, there: int, first: int, num_tokens: int) -> Re
 
 
 def conv(title: str) -> RenderableType:
-    """The channels of a convolution's state on one prefill rank and two decode ranks."""
+    """Draw the channels of a convolution's state on one prefill rank and two decode ranks."""
     state = State((Projection("x", 4, 4), Projection("B", 2, 4), Projection("C", 2, 4)), 3, 4, (4, 4))
     model = Model("m", (state,))
     there, here = ranks(model, 1), ranks(model, 2)
@@ -135,7 +135,7 @@ def conv(title: str) -> RenderableType:
 
 
 def states(title: str, num_tokens: int) -> RenderableType:
-    """Which state is moved: the one after the last token, wherever each side keeps it."""
+    """Draw which state is moved: the one after the last token, wherever each side keeps it."""
     local, remote = one_group(ONE_PER_REQUEST, kind="state"), one_group(16, kind="state")
     peer = PeerTables(local, remote, assign(local, [remote])[0], itertools.count(1))
     theirs: list[int | None] = [None, 41, None, 43, 44]
@@ -157,7 +157,7 @@ def states(title: str, num_tokens: int) -> RenderableType:
 
 
 def files() -> dict[Path, str]:
-    """Every file's text by its name."""
+    """Return the pictures by their paths."""
     gqa, few, mla = (Model("m", (layer,)) for layer in (Heads(12, 8), Heads(2, 8), Latent(8, 4)))
     drawn: dict[str, tuple[RenderableType, ...]] = {
         "heads": (shares("12 KV heads, from prefill ranks p0 to p3 to decode ranks d0 to d5", gqa, 4, 6, "k", 12),),

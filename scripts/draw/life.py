@@ -1,8 +1,8 @@
-"""Draw the first two pictures that a reader sees: the life of a request, and which process calls what.
+"""Draw the first two pictures that a reader sees: the life of a request, and the calls between processes.
 
-In the life, time runs downwards. On the left is what a prefill rank holds, on the right what a decode rank does. It is
-drawn by hand from `docs/structure.md`, "The life of a request". It shows what is different here: two bars on the right,
-the reads and the grant. Bytes are believed if the first ends before the second.
+In the life, time runs downwards. The left side shows the blocks of a prefill rank, the right side the work of a decode
+rank. It is drawn by hand from `docs/structure.md`, "The life of a request". Two bars on the right show the special part:
+bytes are believed if the reads end before the grant does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from scripts.draw import drawing
 from scripts.draw.drawing import PICTURES, colours, text
 
 WIDTH = 440
-"""Narrow: on a phone it is scaled to some 350 pixels, and its words can still be read."""
+"""Narrow, so that its words are readable on a phone, where it is scaled to some 350 pixels."""
 OWNER, READER = 36, 352
-"""Where the two engines' lines are."""
+"""Positions of the lines of the two engines."""
 
 LENT, GRANT, READS, PULL = 0, 2, 3, 1
 """Colours of the palette."""
@@ -24,12 +24,12 @@ BAR = 14
 
 
 def bar(x: float, top: float, bottom: float, colour: int) -> str:
-    """A time during which something is so."""
+    """Return a bar for a span of time."""
     return f'<rect x="{x:g}" y="{top:g}" width="{BAR}" height="{bottom - top:g}" fill="{colours(colour)[0]}"/>'
 
 
 def arrow(start: float, end: float, y: float, *, wide: bool = False, dashed: bool = False) -> str:
-    """What goes from one engine to the other; wide: the bytes."""
+    """Return an arrow from one engine to the other; a wide one stands for the bytes."""
     way = 1 if end > start else -1
     size = 11 if wide else 7
     style = ' style="stroke-width: 9"' if wide else ' stroke-dasharray="5 4"' if dashed else ""
@@ -40,7 +40,7 @@ def arrow(start: float, end: float, y: float, *, wide: bool = False, dashed: boo
 
 
 def head(x: float, edge: float, anchor: str, name: str, does: str) -> list[str]:
-    """An engine's name, over its line; `edge` is the picture's, which the words begin or end at."""
+    """Return an engine's name and line; `edge` is where the words begin or end."""
     return [
         text(edge, 28, name, size=18, anchor=anchor, kind="bold"),
         text(edge, 48, does, anchor=anchor),
@@ -49,7 +49,7 @@ def head(x: float, edge: float, anchor: str, name: str, does: str) -> list[str]:
 
 
 def notes(x: float, y: float, anchor: str, *lines: str) -> list[str]:
-    """Lines beside an engine; the first one is a call or a state."""
+    """Return lines of text next to an engine; the first one is a call or a state."""
     first, *others = lines
     return [
         text(x, y, first, anchor=anchor, kind="bold"),
@@ -58,7 +58,7 @@ def notes(x: float, y: float, anchor: str, *lines: str) -> list[str]:
 
 
 def life() -> str:
-    """The life of a request."""
+    """Return the picture of the life of a request."""
     middle = (OWNER + READER) / 2
     left, right = OWNER + BAR / 2 + 4, READER - BAR / 2 - 4
     lender, reader = OWNER + BAR / 2 + 10, READER - BAR / 2 - 10
@@ -93,13 +93,13 @@ def life() -> str:
 
 
 def box(x: float, y: float, width: float, height: float, *, is_outer: bool = False) -> str:
-    """A process, or all of one engine."""
+    """Return a box for a process or for a whole engine."""
     style = 'fill="none" class="line"' if is_outer else f'fill="{colours(None)[0]}"'
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" {style}/>'
 
 
 def process(x: float, y: float, name: str, has: str = "") -> list[str]:
-    """A process of an engine, and what it has of asynckv."""
+    """Return a process of an engine, with the class of asynckv in it."""
     middle = x + 66
     words = [text(middle, y + (20 if has else 28), name, anchor="middle")]
     words += [text(middle, y + 38, has, size=12, anchor="middle", kind="code")] if has else []
@@ -107,7 +107,7 @@ def process(x: float, y: float, name: str, has: str = "") -> list[str]:
 
 
 def down(x: float, start: float, end: float) -> str:
-    """An arrow downwards."""
+    """Return an arrow downwards."""
     return (
         f'<path d="M{x:g} {start:g}V{end - 8:g}" class="line"/>\n'
         f'<path d="M{x:g} {end:g}L{x - 5:g} {end - 9:g}H{x + 5:g}Z" class="head"/>'
@@ -115,7 +115,7 @@ def down(x: float, start: float, end: float) -> str:
 
 
 def workers() -> str:
-    """Which processes there are, and what goes between them."""
+    """Return the picture of the processes, and the messages between them."""
     lines = [
         box(170, 12, 100, 32),
         text(220, 33, "client", anchor="middle"),
@@ -150,7 +150,7 @@ def workers() -> str:
 
 
 def files() -> dict[Path, str]:
-    """Every file's text by its name."""
+    """Return the pictures by their paths."""
     of_life = (
         "The life of a request. The prefill engine lends blocks and sends params by way of a router. The decode engine "
         "claims the request and reads the KV at the same time. The grant comes back. The reads end before the grant "

@@ -1,6 +1,6 @@
-"""Draw the picture of docs/structure.md: one worker process, its core, and what stands around it.
+"""Draw the picture of docs/structure.md: one worker process, its core, and the parts around it.
 
-Drawn by hand from the essay of `asynckv/core/__init__.py`.
+It is drawn by hand from the docstring of `asynckv/core/__init__.py`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from scripts.draw.drawing import PICTURES, colours, text
 
 WIDTH, HEIGHT = 740, 404
 LEFT, MIDDLE, RIGHT = 30, 220, 400
-"""Where the boxes of the engine and the edges begin, are parted, and end."""
+"""Left, middle and right of the boxes of the engine and the edges."""
 
 CORE = 550
-"""Where the core begins."""
+"""Left of the core."""
 
 ENGINE, EDGES, PURE = 0, 2, 3
 """Colours of the palette."""
 
 
 def box(left: float, top: float, right: float, bottom: float, colour: int) -> str:
-    """A part of the process."""
+    """Return the box of a part of the process."""
     fill, _ = colours(colour)
     place = f'x="{left:g}" y="{top:g}" width="{right - left:g}" height="{bottom - top:g}"'
     return f'<rect {place} rx="8" fill="{fill}"/>'
 
 
 def named(left: float, top: float, right: float, colour: int, name: str, *lines: str) -> list[str]:
-    """A part with its file, and what it does."""
+    """Return a part with its file and its purpose."""
     _, ink = colours(colour)
     words = [text(left + 12, top + 22, name, kind="code bold", ink=ink)]
     words += [text(left + 12, top + 24 + 17 * i, line, size=13, ink=ink) for i, line in enumerate(lines, 1)]
@@ -37,7 +37,7 @@ def named(left: float, top: float, right: float, colour: int, name: str, *lines:
 
 
 def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
-    """What is said by one part to another: straight down, up, left or right."""
+    """Return a straight arrow (down, up, left or right) for messages between parts."""
     dx, dy = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
     back_x, back_y = to_x - 9 * dx, to_y - 9 * dy
     tip = f"M{to_x:g} {to_y:g}L{back_x + 5 * dy:g} {back_y + 5 * dx:g}L{back_x - 5 * dy:g} {back_y - 5 * dx:g}Z"
@@ -45,7 +45,7 @@ def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
 
 
 def structure() -> str:
-    """The whole picture."""
+    """Return the whole picture."""
     x, between = (LEFT + RIGHT) / 2, (RIGHT + CORE) / 2
     parts = [
         f'<rect x="12" y="34" width="{WIDTH - 24}" height="300" rx="10" class="line" stroke-dasharray="6 4"/>',
@@ -90,5 +90,5 @@ def structure() -> str:
 
 
 def files() -> dict[Path, str]:
-    """The pictures by the names of their files."""
+    """Return the picture by its path."""
     return {PICTURES / "structure.svg": structure()}

@@ -431,12 +431,12 @@ def test_what_moves_between_equal_ranks_only_is_said_and_nothing_of_the_rest(
     layers = hybrid(state)
     with caplog.at_level("INFO", "vllm.asynckv"):
         check_moved(tmp_path, Side(layers), Side(layers))
-    said = [text for text in caplog.messages if "is moved whole" in text]
+    said = [text for text in caplog.messages if "are moved whole" in text]
     assert bool(said) is not is_known
     for text in said:
         assert LAYERS[0] in text
         assert LAYERS[2] not in text  # attention
-        assert "tensor-parallel size 1 only" in text
+        assert "only between engines of tensor-parallel size 1" in text
 
 
 @pytest.mark.parametrize(("channels", "fits"), [(128, False), (129, False), (130, True), (127, False), (64, False)])

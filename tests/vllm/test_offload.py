@@ -248,5 +248,5 @@ def test_what_is_forgotten_everywhere_is_computed_again(server: Server, tmp_path
 
 def test_stages_of_unequal_bytes_are_refused_with_the_numbers(server: Server) -> None:
     setup = replace(offloading(), model=Model(layers=(Attention(),) * 3, block_size=32), pp=2)
-    with pytest.raises(Dead, match=r"cut the host memory by block_bytes=\d+|ranks whose layers differ"):
+    with pytest.raises(Dead, match=r"divide the host memory by block_bytes=\d+|ranks with different numbers of layers"):
         server.start(setup)

@@ -109,7 +109,7 @@ def test_the_spec_is_found_by_its_path_and_names_its_metrics() -> None:
     ("extra", "said"),
     [
         ({"cpu_bytes_to_use": 1}, 'say "host_bytes"'),
-        ({"host_bytes": 7 * PAGE}, f"host_bytes is {7 * PAGE}, and one slot takes {PAGE} bytes .* give {8 * PAGE}"),
+        ({"host_bytes": 7 * PAGE}, f"host_bytes is {7 * PAGE}, but one slot takes {PAGE} bytes .* give {8 * PAGE}"),
         ({"directory": "/x", "file_bytes": 7 * PAGE}, f"file_bytes is {7 * PAGE}, .* give {8 * PAGE}"),
     ],
 )
@@ -314,7 +314,7 @@ def test_bytes_that_nobody_can_copy_end_the_rank() -> None:
     worker, _, _ = made(Copies(Ending.FAILED))
     worker.submit_store(1, GPULoadStoreSpec([5, 2], (2, 0), (0, 0)), CPULoadStoreSpec([3]))
     for ask in (lambda: worker.wait({1}), worker.get_finished):
-        with pytest.raises(BackendError, match=r"job 1: as the test says.*knows no job that failed, so this rank ends"):
+        with pytest.raises(BackendError, match=r"job 1, a .*: as the test says.*has no failed jobs, so this rank ends"):
             ask()
     worker.shutdown()
 
@@ -491,7 +491,7 @@ def test_what_engines_left_is_removed_and_nothing_that_a_link_leads_to_is_opened
 
 def test_a_job_whose_slots_do_not_match_its_blocks_is_refused() -> None:
     worker, _, _ = made(Copies(Ending.DONE))
-    with pytest.raises(BackendError, match="has 3 blocks and 1 slots, and its groups take 3 and 2"):
+    with pytest.raises(BackendError, match="has 3 blocks and 1 slots, but its groups take 3 and 2"):
         worker.submit_store(1, GPULoadStoreSpec([5, 2, 7], (3, 0), (1, 0)), CPULoadStoreSpec([3]))
     worker.shutdown()
 
@@ -730,7 +730,7 @@ def test_files_are_not_used_where_workers_have_another_memory(caplog: pytest.Log
         kept.manager.complete_store([key(2)], context)
         assert not kept.manager._check(), "one that was cut at the same time"
     (said,) = caplog.messages
-    assert said.startswith("0 of 1 ranks share host memory")
+    assert said.startswith("only 0 of 1 ranks share host memory")
     assert not kept.records.posted
     assert kept.manager.catalogue.file is not None
     assert kept.manager.catalogue.file.is_off

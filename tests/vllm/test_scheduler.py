@@ -156,7 +156,7 @@ def test_an_abort_after_the_end_changes_nothing() -> None:
 def test_what_only_a_step_under_way_has_computed_is_not_lent() -> None:
     side = Side()
     request = SimpleNamespace(num_computed_tokens=5, num_in_flight_tokens=5, num_tokens=5, num_output_tokens=0)
-    with pytest.raises(AsyncKVError, match="nothing of it is held"):
+    with pytest.raises(AsyncKVError, match="its blocks or its state are gone"):
         side.half._lists(request, [[1]] * len(side.half.shape.groups))
     request.num_in_flight_tokens = 0
     assert side.half._lists(request, [[1]] * len(side.half.shape.groups)) == ([(0, [1])], 5)
@@ -165,7 +165,7 @@ def test_what_only_a_step_under_way_has_computed_is_not_lent() -> None:
 def test_of_a_request_that_was_preempted_and_has_no_blocks_nothing_is_lent() -> None:
     side = Side(HYBRID)
     request = SimpleNamespace(num_computed_tokens=0, num_in_flight_tokens=0, num_tokens=5, num_output_tokens=0)
-    with pytest.raises(AsyncKVError, match="nothing of it is held"):
+    with pytest.raises(AsyncKVError, match="its blocks or its state are gone"):
         side.half._lists(request, [[] for _ in side.half.shape.groups])
 
 

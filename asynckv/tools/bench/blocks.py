@@ -1,6 +1,6 @@
-"""The block ids of one wave, as an engine's scheduler and its prefix cache would choose them.
+"""The block ids of one wave, chosen as an engine's scheduler and prefix cache would choose them.
 
-Requests that the same engine lends share the blocks that hold the same tokens.
+Requests that one engine lends share the blocks that hold the same tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Allocation(NamedTuple):
 
 
 class Allocator:
-    """All engines' free blocks, for one wave."""
+    """The free blocks of all engines, for one wave."""
 
     def __init__(
         self, num_blocks: Mapping[str, Sequence[int]], experiment: Experiment, rng: np.random.Generator | None = None
@@ -42,10 +42,10 @@ class Allocator:
                 pools.append(ids[::-1].tolist())
         self._shared: dict[tuple[Place, int, int, int], int] = {}
         self.num_lent = self.num_shared = 0
-        """Places that were lent, and those of them whose block another request is lent as well."""
+        """Number of places that were lent, and of those that reuse a block already lent to another request."""
 
     def take(self, request: Request) -> Allocation | None:
-        """Give a request its blocks on both engines; None, and nothing is taken, if they do not fit."""
+        """Give a request its blocks on both engines; return None, and take nothing, if they do not fit."""
         lent_at = self._experiment.places(request.lender.role, request.tokens, 0)
         pulled_at = self._experiment.places(request.reader.role, request.tokens, request.cached)
         keys = [self._keys(request, g, there) for g, (_, there) in enumerate(lent_at)]
@@ -75,7 +75,7 @@ class Allocator:
         return self._shared[key]
 
     def _keys(self, request: Request, group: int, there: Sequence[bool]) -> list[tuple[Place, int, int, int] | None]:
-        """For every block that there is: what others know it by, if all of its tokens are of shared chunks."""
+        """Return the key by which requests share each block; None for a block with tokens outside shared chunks."""
         size = self._experiment.sides[request.lender.role].block_size
         chunk_tokens, out = self._experiment.workload.chunk_tokens, []
         for i, is_there in enumerate(there):

@@ -21,38 +21,38 @@ bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
 
 output = partial(typer.Option, rich_help_panel="Output")
-what = partial(typer.Option, rich_help_panel="What is run")
+grid = partial(typer.Option, rich_help_panel="Grid")
 MOST_ROUNDS = 1000
 
 BENCH_EPILOG = """
-[bold]How fast is this host, and how much of it is reached?[/bold]
+[bold]Measure this host, and the share of its speed that the engine reaches[/bold]
 
   asynckv bench --layers 4 --requests 400 --floor
 
-[bold]Prefill and decode cut differently, part of each prompt cached, a report to keep[/bold]
+[bold]Different parallelism and block sizes, part of each prompt cached, a JSON report[/bold]
 
   asynckv bench --model nemotron-h-8b --layers 4 --tp 1:2 --block-size 64:16 --prefix-hit 30% --json report.json
 
-[bold]Open loop: a rate of requests, shared prefixes[/bold]
+[bold]Open loop: 200 requests per second, with shared prefixes[/bold]
 
   asynckv bench --layers 2 --shared-prefix 512 --rate 200
 
-[bold]A trace, over TCP, a tenth of the time between arrivals[/bold]
+[bold]Replay a trace over TCP, ten times as fast as it was recorded[/bold]
 
   asynckv bench --layers 2 --trace trace.jsonl --requests 500 --speed 10 --transport tcp
 
-[bold]A grid of runs, and what changed since[/bold]
+[bold]Run a grid of options; compare two reports[/bold]
 
   asynckv bench sweep --concurrency 1,16,64 --layers 4 --rounds 5 --out sweep.jsonl
 
   asynckv bench compare before.json after.json
 
-[bold]Two machines: prefill ranks on another one, over ssh[/bold]
+[bold]Two machines: start the prefill ranks on the other one over ssh[/bold]
 
   asynckv bench --layers 4 --remote "ssh 10.0.0.1 asynckv bench worker" --remote-host 10.0.0.1
 
 [bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C, \
-141 the reader of stdout has left
+141 stdout was closed (such as by head)
 """
 
 
@@ -63,7 +63,7 @@ SWEEP_EPILOG = """
 
   asynckv bench sweep --transport auto,tcp --tp 1,2 --layers 4 --requests 200 --rounds 8 --out results/
 
-[bold]Going on[/bold]  the same command with the same --out runs what is missing; more --rounds add to what is there
+[bold]Resume[/bold]  repeat the command with the same --out: it runs what is missing, and more --rounds add to the file
 
 [bold]Exit status[/bold]  0 every point good, 1 a point failed or was bad, 2 bad input, 130 Ctrl-C
 """
@@ -88,12 +88,12 @@ COMPARE_EPILOG = """
 def bench(context: typer.Context, **given: Any) -> None:
     """Measure how fast KV cache moves from prefill to decode processes, and verify every byte.
 
-    A first look, in half a minute: asynckv bench --layers 4 --requests 400 --floor
+    A first run takes half a minute: asynckv bench --layers 4 --requests 400 --floor
 
-    Starts one process per rank, on this host or (--remote) on two, with real NIXL and real ZMQ. Requests go in waves:
-    blocks are filled with a seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed
-    loop so many are in flight at any time; in an open loop (--rate, --speed) they come by a schedule, and latency
-    counts from there.
+    The benchmark starts one process per rank, on this host or (with --remote) on two, with real NIXL and real ZMQ, but
+    without a model. Requests go in waves. Prefill ranks fill blocks with a seeded pattern and lend them; decode ranks
+    pull them while the clock runs, and compare them afterwards. A closed loop keeps --concurrency pulls in flight. An
+    open loop (--rate, --speed) starts requests by a schedule, and latency counts from the scheduled time.
     """
     if context.invoked_subcommand is not None:
         _refuse_options(context)
@@ -109,7 +109,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     json, target = experiment.options.json, experiment.options.log
     check_writable("--json", json)
     if target == "-":
-        raise ConfigError("--log -: stdout is not for logs; give a file, or leave it out for errors on stderr")
+        raise ConfigError("--log -: logs cannot go to stdout; give a file, or omit --log to see errors on stderr")
     if target is not None:
         write("--log", target, "")
     errors = Console(stderr=True, highlight=False)
@@ -132,7 +132,7 @@ bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_o
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """Refuse a single run's options before a subcommand, where they would do nothing."""
+    """Refuse options of a single run before a subcommand, where they would have no effect."""
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if source is not None and source.name == "COMMANDLINE":
@@ -142,9 +142,9 @@ def _refuse_options(context: typer.Context) -> None:
 
 @bench_app.command()
 def worker() -> None:
-    """Be one worker of a benchmark that is driven from elsewhere: what --remote starts.
+    """Run one worker for a driver on another machine; --remote starts this command.
 
-    The driver's lines come on stdin, the answers go to stdout, and logs to stderr. It ends with its stdin.
+    The worker reads commands on stdin, answers on stdout and logs to stderr. It ends when stdin is closed.
     """
     from asynckv.tools.bench.worker import main
 
@@ -161,16 +161,16 @@ def worker() -> None:
 )
 def sweep(
     context: typer.Context,
-    out: Annotated[str, output(help="FILE.jsonl, or a directory for sweep.jsonl.", metavar="DIR|FILE.jsonl")],
+    out: Annotated[str, output(help="Result file, or a directory for sweep.jsonl.", metavar="DIR|FILE.jsonl")],
     rounds: Annotated[
-        int, what(help="How often the whole grid is run; noise shows from 2 on, 8 make good intervals.")
+        int, grid(help="Number of times to run the whole grid; 2 or more show the noise, 8 give good intervals.")
     ] = 1,
 ) -> None:
-    """Run `asynckv bench` over a grid: every option of it may have a list of values, with commas between.
+    """Run `asynckv bench` over a grid: any of its options takes a list of values, separated by commas.
 
-    Every combination is a point; each point is a run of its own, and a JSON line with its whole report as soon as
-    it is done. A point that fails is a line with the reason, and the sweep goes on. Where a value has commas itself,
-    semicolons stand between values.
+    Every combination of values is a point, and every point is a separate run. A finished run becomes a JSON line with
+    its whole report. If a run fails, its line has the reason, and the sweep continues. Where a value contains commas,
+    separate the values by semicolons.
     """
     from rich.console import Console
 
@@ -206,7 +206,7 @@ def sweep(
     latest = book.sweep.latest()
     sweeps.show(book.sweep, console)
     if was_interrupted:
-        say(f"interrupted after {len(latest)} of {total} runs; the same command goes on:\n  {command}")
+        say(f"interrupted after {len(latest)} of {total} runs; to continue, repeat the command:\n  {command}")
         raise typer.Exit(130)
     console.print(str(target), markup=False, soft_wrap=True)
     raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
@@ -214,22 +214,22 @@ def sweep(
 
 @bench_app.command(epilog=COMPARE_EPILOG)
 def compare(
-    before: Annotated[str, typer.Argument(help="A report, a sweep, or a directory of them.")],
-    after: Annotated[str, typer.Argument(help="The same, to compare with it.")],
+    before: Annotated[str, typer.Argument(help="A JSON report, a sweep, or a directory of them.")],
+    after: Annotated[str, typer.Argument(help="The report, sweep or directory to compare with it.")],
     fail_above: Annotated[
         str | None,
         typer.Option(
-            help="Exit with 1 if a figure is worse by more than this, such as 5%, unless that is within noise; "
-            "or if a point is missing or has more faults.",
+            help="Exit with 1 if a figure is worse by more than this (such as 5%) and not within noise, or if a point "
+            "is missing or has more faults.",
             metavar="PERCENT",
         ),
     ] = None,
-    json: Annotated[str | None, output(help="Write the comparison there; - for stdout.", metavar="FILE")] = None,
+    json: Annotated[str | None, output(help="Write the comparison as JSON; - for stdout.", metavar="FILE")] = None,
 ) -> None:
-    """Say what changed between two reports or sweeps, and whether it is more than noise.
+    """Compare two reports or sweeps, and show which changes are more than noise.
 
-    Points of sweeps match by their parameters; parameters that have one value on each side, and not the same,
-    are what was changed. Noise needs several runs of each point on each side.
+    Points of sweeps match by their parameters. A parameter that has one value before and another value after is
+    reported as changed. To know the noise, give several runs of each point on each side.
     """
     from rich.console import Console
 

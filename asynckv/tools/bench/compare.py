@@ -1,7 +1,7 @@
-"""Two sides, each one report or many: what changed between them, and whether that is more than noise.
+"""Compare two sides, each one report or several, and find the changes that are more than noise.
 
-Runs of the same point on the same side show a figure's noise. One run shows none, so only its ratio is told. The
-figures of runs with faults count only where a side has no others.
+Runs of the same point on one side show a figure's noise. One run shows none, so only the ratio is reported. Figures of
+runs with faults are used only if a side has no other runs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Verdict = Literal["better", "worse", "noise", "unsure", "undefined"]
 
 
 class Change(Struct, frozen=True):
-    """One figure of one point. `excess` says by how much it is worse: 0.05 for 5 % fewer requests/s or 5 % more ms.
+    """One figure of one point. `excess` is how much it is worse: 0.05 for 5 % fewer requests/s or 5 % more ms.
 
-    `ratio` is None where before is zero, and its interval is None with fewer than two runs on either side.
+    `ratio` is None if before is zero; its interval is None with fewer than two runs on either side.
     """
 
     before: float
@@ -54,9 +54,9 @@ def judge(
     better: Literal["higher", "lower"],
     within: tuple[Range | None, Range | None] = (None, None),
 ) -> Change:
-    """Compare one figure's runs. A change counts where the interval of the ratio does not hold 1.
+    """Compare the runs of one figure. A change counts if the interval of the ratio does not contain 1.
 
-    `within` are the intervals that the runs themselves found, for single runs.
+    `within` holds the intervals that the runs themselves found; single runs are judged by them.
     """
     first, second = median_of(before).median, median_of(after).median
     if not first:
@@ -83,15 +83,15 @@ def judge(
 
 
 def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[str, Any]:
-    """Compare two sides point by point; what is worse by more than `fail_above`, and not within noise, has exceeded it.
+    """Compare two sides point by point; `exceeded` lists what is worse by more than `fail_above` and not within noise.
 
-    Points match where all parameters agree, but for those that have one value on each side and not the same: these
-    are what was changed.
+    Points match if all parameters agree, except those that have one value on each side, but not the same: these count
+    as changed.
     """
     sides = before, after
     for side in sides:
         if not (before.is_sweep and after.is_sweep):
-            # Reports have no options, so all are matched by what they say they ran.
+            # Reports have no options, so match all runs by their recorded configuration.
             side.runs = [run._replace(params=flat(run.report["config"])) for run in side.runs if run.report]
         if not side.reports:
             raise ConfigError(f"{side.name}: every point failed, so there is nothing to compare")
@@ -137,7 +137,7 @@ def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[
 
 
 def _compared(chosen: Sequence[Figure], held: Sequence[Sequence[Run]]) -> dict[str, Any]:
-    """Compare the runs of one point; those with faults count only where a side has no others."""
+    """Compare the runs of one point; those with faults count only if a side has no others."""
     measured = [[run for run in runs if run.report] for runs in held]
     judged = [[r.report for r in runs if not r.fault] or [r.report for r in runs] for runs in measured]
     metrics, caveats = {}, dict[str, list[int]]()
@@ -148,7 +148,7 @@ def _compared(chosen: Sequence[Figure], held: Sequence[Sequence[Run]]) -> dict[s
             metrics[figure.name] = {"unit": figure.unit, "better": figure.better, **msgspec.to_builtins(change)}
     for i, reports in enumerate(judged):
         for each in reports:
-            # What a report says against its own figures.
+            # Collect the reservations of a report about its own figures.
             for text in [*each.get("warnings", []), *each.get("floor", {}).get("caveats", [])]:
                 caveats.setdefault(text, [0, 0])[i] += 1
     return {
@@ -178,9 +178,9 @@ def _exceeded(points: Sequence[Mapping[str, Any]], lost: Sequence[Any], fail_abo
 
 
 def _columns(sides: Sequence[Side]) -> tuple[dict[str, list[Any]], list[str], set[str]]:
-    """Return what was changed, the parameters that a point is known by, and those of them that vary.
+    """Return the changed parameters, the parameters that identify a point, and those of them that vary.
 
-    A parameter that only one side knows is of another version, and says nothing.
+    A parameter that only one side has comes from another version, and is ignored.
     """
     found = _values(sides, [name for name in _names(sides[0]) if name in _names(sides[1])])
     changed = {n: [*a, *b] for n, (a, b) in found.items() if len(a) == len(b) == 1 and a != b}
@@ -197,7 +197,7 @@ def _values(sides: Sequence[Side], names: Sequence[str]) -> dict[str, list[list[
 
 
 def _points(side: Side, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Run]]:
-    """Take the runs of one point together, where at least one of them has a report."""
+    """Group the runs by point, and keep the points with at least one report."""
     out: dict[tuple[Any, ...], list[Run]] = {}
     for run in side.runs:
         out.setdefault(tuple(run.params.get(k) for k in keys), []).append(run)
@@ -205,10 +205,10 @@ def _points(side: Side, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Run]]
 
 
 def _environments(sides: Sequence[Side]) -> dict[str, list[list[str]]]:
-    """What differs between the machines and versions, within a side or between them."""
+    """Return the machines and versions that differ, within a side or between the sides."""
     names = dict.fromkeys(n for side in sides for e in side.environments for n in e)
     found = {n: [list(dict.fromkeys(e[n] for e in s.environments if n in e)) for s in sides] for n in names}
-    # What only one side states, such as a sweep beside a report, says nothing.
+    # A name that only one side has (a sweep compared with a report) is no difference.
     return {n: both for n, both in found.items() if all(both) and (both[0] != both[1] or len(both[0]) > 1)}
 
 
@@ -280,11 +280,11 @@ def show(result: dict[str, Any], console: Console) -> None:
             say(f"  failed {side}: {_where(each['point'])}: {each['reason']}", style="red")
     if min(n for point in result["points"] for n in point["runs"]) == 1:
         say(
-            "With one run on a side, how much the figures vary by themselves is unknown. More runs tell: sweeps with "
-            "--rounds, or several reports."
+            "With one run on a side, the noise of the figures is unknown. Make more runs: sweeps with --rounds, or "
+            "several reports."
         )
     elif any(c["verdict"] == "unsure" for p in result["points"] for c in p["metrics"].values()):
-        console.print("unsure: apart, but with so few runs that may be chance; 4 or more per side tell.")
+        console.print("unsure: the sides differ, but with so few runs this may be chance; make 4 or more per side.")
     for each in result["exceeded"]:
         metric, point, excess = each["metric"], _where(each["point"]), each["excess"]
         much = f" by {excess:.1%}" if excess <= 1 else f": {_change(1 + excess)}"
@@ -296,13 +296,13 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _show_faulty(there: Sequence[Mapping[str, Any]], side: str, runs: int, say: Callable[..., None]) -> None:
-    """Name a side's runs with faults before any figure, for those explain most."""
+    """Print the runs of a side that had faults, before any figure, because they explain most."""
     for each in there[:MOST_FAULTY]:
         say(f"  [red]! {each['run']}: {each['says']}[/red]")
     if there:
         more = f"{len(there) - MOST_FAULTY} more runs {side} had faults; " if len(there) > MOST_FAULTY else ""
         is_used = len(there) == runs
-        text = "every run had faults, so the figures are theirs" if is_used else "figures without these runs"
+        text = "every run had faults, so the figures include them" if is_used else "the figures exclude these runs"
         say(f"    [red]{more}{side}: {text}[/red]")
 
 

@@ -1,7 +1,7 @@
-"""The driver: it plays the two schedulers and the router, and collects figures.
+"""The driver: it acts as both schedulers and the router, and collects the figures.
 
-Requests go in *waves*: fill the blocks, tell the ranks that pull, lend, open the window in which they pull, close it,
-verify, and wait until every lease is over. Only the windows are timed. The concurrency sizes the pools.
+Requests go in *waves*: fill the blocks, tell the pulling ranks, lend, open the window in which they pull, close it,
+verify, and wait until every lease has ended. Only the windows are timed. The concurrency sets the size of the pools.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = structlog.get_logger("asynckv.bench")
 START_S = 120.0
 GRACE_S = 30.0
 CANCELLED_S = 0.5
-FILLED_PER_S = 2e8  # bytes that a slow machine fills, poisons or compares
+FILLED_PER_S = 2e8  # bytes that a slow machine fills, poisons or compares in a second
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Measured:
     warmup: list[p.Outcome] = field(default_factory=list)
     windows_s: list[float] = field(default_factory=list)
     scheduled_s: float = 0.0
-    """When the last request that was submitted should have come."""
+    """Scheduled arrival of the last submitted request, in seconds."""
     lent: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     blocks: Counter[str] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class Driver:
         self._cpu_at: dict[str, float] = {}
 
     async def run(self, workers: Workers) -> Measured:
-        """Run all requests on these workers, which were told who they are; bounded in time."""
+        """Run all requests on these workers, which already have their setup; the time is bounded."""
         self._engines = {place: workers[place] for place in self._experiment.engines.places}
         for place, ranks in self._engines.items():
             self._roles |= dict.fromkeys(ranks, place.role)
@@ -95,7 +95,7 @@ class Driver:
             except WorkerLost as exc:
                 self._lost(str(exc))
                 with contextlib.suppress(WorkerLost):
-                    # The other workers still have leases to see off.
+                    # The other workers still have leases that must end.
                     await self._finish()
             await self._reports()
         except WorkerLost as exc:
@@ -103,10 +103,10 @@ class Driver:
         return self.found
 
     async def _ready(self) -> Groups:
-        """Wait until all workers are up; returns the schedulers' views of the engines that lend."""
+        """Wait until all workers are up, and return the schedulers' views of the lending engines."""
         endpoints: dict[Place, list[Endpoint]] = {}
         self._progress.begin(f"starting {len(self._roles)} workers", len(self._roles))
-        self._progress.note("they register memory")
+        self._progress.note("registering memory")
         for place, workers in self._engines.items():
             for worker in workers:
                 ready = await worker.hear(p.Ready, START_S)
@@ -128,14 +128,14 @@ class Driver:
 
     async def _waves(self, groups: Groups) -> None:
         await self._warm_up(groups)
-        self._progress.begin("requests, with filling and comparing", len(self._schedule))
+        self._progress.begin("requests (including filling and comparing)", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
         most = -(-total // ROUNDS) if self._options.floor else total
         while done < total and not self._has_lost:
             wave = self._allocate(self._schedule[i] for i in range(done, min(done + most, total)))
             await self._wave(groups, wave, clock_s)
-            # The schedule's clock stands still between windows, and goes on where the last one closed: who would
-            # have waited behind a window that took too long is late by that much.
+            # The schedule's clock stops between windows. If a window took too long, the requests of the next one count
+            # as late by that time, because they would have waited.
             clock_s += self.found.windows_s[-1]
             self.found.scheduled_s = wave[-1].request.arrival_s
             done += len(wave)
@@ -143,13 +143,13 @@ class Driver:
         self._progress.begin("ending the workers")
 
     async def _warm_up(self, groups: Groups) -> None:
-        """Move some requests of the workload before the clock runs; only their faults count."""
+        """Move some requests of the workload before the clock runs; of these only faults count."""
         found, pairs, todo = self.found, dict[tuple[Place, Place], list[Request]](), list[Request]()
         for request in self._schedule:
             pairs.setdefault((request.lender, request.reader), []).append(request)
         for requests in pairs.values():
             for i in range(self._options.warmup):
-                # Under numbers that no measured request has.
+                # These numbers belong to no measured request.
                 number = len(self._schedule) + len(todo)
                 todo.append(requests[i % len(requests)]._replace(number=number, chunks=()))
         self._progress.begin("warm-up, first handshakes", len(todo))
@@ -191,7 +191,7 @@ class Driver:
             (reader,) = self._readers
             reader.tell(p.Prepare([], pull[Place("decode", 0)]))
             await reader.hear(p.Done, patience)
-        # Only now: a floor keeps the readers' loops from answering, and leases would run out meanwhile.
+        # Lend after the floor: it blocks the readers' loops, so earlier leases could expire meanwhile.
         for worker in self._lenders:
             worker.tell(p.Do("lend"))
         for worker in self._lenders:
@@ -217,7 +217,7 @@ class Driver:
             found.floor.append(Round(window_s, seconds, moved, cpu_s, options.concurrency, sample, failed))
 
     def _pool_bytes(self) -> int:
-        """Bytes of all pools, which the slowest filling takes its time for."""
+        """Return the bytes of all pools, which bound the time of filling."""
         return sum(
             n * size * len(workers)
             for place, workers in self._engines.items()
@@ -236,7 +236,7 @@ class Driver:
         return sample
 
     def _allocate(self, requests: Iterable[Request]) -> list[Allocation]:
-        """Give the first requests their blocks, as many as fit at once."""
+        """Give blocks to the first requests, as many as fit at once."""
         it, out = self._experiment, []
         allocator = Allocator(self._num_blocks, it, self._rng if it.options.block_order == "random" else None)
         for request in requests:
@@ -264,7 +264,7 @@ class Driver:
 
     async def _finish(self) -> None:
         found = self.found
-        # Where a reader never came, the lease has to run out first.
+        # If a reader never came, its lease must expire first.
         patience = self._options.lease.lease_s + 2 * self._options.lease.grant_s + 10.0
         async for worker, ended in self._ask(self._lenders, p.Finish(patience), p.Ended, patience + GRACE_S):
             found.leases.update(ended.causes)
@@ -291,7 +291,7 @@ class Driver:
     async def _ask(
         self, workers: Sequence[Worker], command: p.Command, kind: type[T], patience_s: float, *noted: type[Exception]
     ) -> AsyncIterator[tuple[Worker, T]]:
-        """Tell all that are still there, and hear each; who is lost meanwhile, or fails as `noted`, ends the run."""
+        """Send a command to all living workers, and yield the answers; a lost worker or `noted` error ends the run."""
         alive = [worker for worker in workers if not worker.is_lost]
         errors: tuple[type[Exception], ...] = (WorkerLost, *noted)
         for worker in alive:
@@ -311,13 +311,13 @@ class Driver:
 
 
 async def run(experiment: Experiment, progress: Bar) -> Measured:
-    """Run a benchmark; nothing is left running. SIGINT and SIGTERM cancel it."""
+    """Run a benchmark, and end all its processes. SIGINT and SIGTERM cancel it."""
     num_blocks = await asyncio.to_thread(experiment.num_blocks)
     driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress)
     host, task, end_s = Host(experiment, num_blocks), asyncio.current_task(), END_S
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Once: what ends the workers is not cancelled in its turn.
+        # Cancel once only, because a second signal must not cancel the ending of the workers.
         asyncio.get_running_loop().add_signal_handler(number, lambda: task.cancelling() or task.cancel())
     try:
         return await driver.run(await host.start())

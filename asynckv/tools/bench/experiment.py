@@ -1,4 +1,4 @@
-"""What the options of a run amount to: a model, a workload, two sides, who lends to whom, and how large pools are."""
+"""The experiment that the options of a run describe: model, workload, both sides, schedule, and sizes of the pools."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import Model, State, chosen
 
 MiB = 1 << 20
-PROCESS_BYTES = 600 * MiB  # what a process may use beside its pool
+PROCESS_BYTES = 600 * MiB  # memory of a process without its pool
 PREFIXES = 8
 LOOPBACK = "127.0.0.1"
 OPEN_BYTES = 2048 * MiB
-"""A pool's size in an open loop, if the schedule needs more: every window's end costs the time of its last pulls."""
+"""Largest pool in an open loop: a large one makes few windows, because each window waits for its last pulls."""
 
 
 class Experiment:
-    """One run, worked out from its options and checked as a whole."""
+    """One run, derived from its options and checked as a whole."""
 
     def __init__(self, options: Options, model: Model | None = None, workload: Workload | None = None) -> None:
         self.options = options
@@ -39,14 +39,14 @@ class Experiment:
         self.engines = Engines(*(options.number("engines", role) for role in self.sides))
         if options.rate is not None and options.speed is not None:
             raise ConfigError(
-                f"--rate {options.rate:g} and --speed {options.speed:g} contradict each other, because --speed is of "
-                f"the trace's own times; leave one of them out"
+                f"--rate {options.rate:g} and --speed {options.speed:g} contradict each other, because --speed uses "
+                f"the trace's own times; omit one of them"
             )
         self.is_open = options.arrivals != "closed"
         if any(self.workload.chunks) and options.prefix_hit not in ("0", "0%"):
             raise ConfigError(
-                f"--prefix-hit {options.prefix_hit} was given for prompts that share prefixes, of which the modelled "
-                f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
+                f"--prefix-hit {options.prefix_hit} was given, but for prompts that share prefixes the modelled cache "
+                f"decides the hits; set its size by --prefix-cache, or omit --prefix-hit"
             )
         self.hosts = _hosts(options)
         if options.floor:
@@ -64,17 +64,17 @@ class Experiment:
             "--rate, --speed": self.is_open,
             "--memory": options.memory != "host",
             "--remote": options.remote is not None,
-            # Claims that are granted before the window opens are not in it: the engine's share would flatter.
+            # Claims that were granted before the window are not timed, so the engine's share would look too good.
             "--announced": options.announced,
         }
         if found := [name for name, is_given in strange.items() if is_given]:
             raise ConfigError(
-                f"--floor compares one decode rank with one prefill rank of this machine, in host memory and a closed "
-                f"loop, claims included; leave out {', '.join(found)}"
+                f"--floor needs one prefill and one decode rank on this machine, host memory, a closed loop, and "
+                f"claims within the measured time; leave out {', '.join(found)}"
             )
 
     def num_ranks(self, number: int) -> int:
-        """Ranks that pull a request; it is complete when all of them have it."""
+        """Return the number of ranks that pull a request; it is complete when all of them have it."""
         side = self.sides[self.engines.route(number)[1].role]
         return side.tp * side.pp
 
@@ -82,13 +82,13 @@ class Experiment:
         return make_schedule(self.workload, self.options, self.engines)
 
     def num_needed(self, role: str, tokens: int, cached: int = 0) -> list[int]:
-        """Blocks of each group that one request takes on one side."""
+        """Return the number of blocks of each group that one request takes on one side."""
         return [sum(there) for _, there in self.places(role, tokens, cached)]
 
     def places(self, role: str, tokens: int, cached: int = 0) -> list[tuple[int, list[bool]]]:
         """Return per group the first token, and for every place of its list whether there is a block.
 
-        As in engines, nothing is there before a sliding window, nothing of what is cached, and one state per request.
+        As in engines, there are no blocks before a sliding window or for cached tokens, and one state per request.
         """
         side = self.sides[role]
         out: list[tuple[int, list[bool]]] = []
@@ -110,7 +110,7 @@ class Experiment:
             raise ConfigError(f"--tp {shape.tp} ({role} side): {exc}") from exc
 
     def small_pieces(self) -> list[str]:
-        """Say where the two geometries cut what is read into pieces so small that it is slow."""
+        """Return warnings where the two geometries cut reads into pieces so small that they are slow."""
         ours, theirs = self.sides["decode"], self.sides["prefill"]
         found: dict[str, None] = {}
         for stage in range(ours.pp):
@@ -123,7 +123,7 @@ class Experiment:
         return list(found)
 
     def block_bytes(self, role: str) -> list[int]:
-        """Bytes of one block of each group, on the rank that holds most of it."""
+        """Return the bytes of one block of each group, on the rank that holds most of it."""
         side, most = self.sides[role], [0] * len(model_groups(self.model))
         for stage in range(side.pp):
             layout = self.layout(role, 0, stage)
@@ -135,9 +135,9 @@ class Experiment:
         return most
 
     def num_blocks(self, available: int | None = None) -> dict[str, list[int]]:
-        """Size every engine's pools per group, by role: twice the concurrency's blocks, as far as memory goes.
+        """Return every engine's blocks per group, by role: twice the concurrency's blocks, if memory allows.
 
-        An open loop gets as many as the schedule needs, or as fit into `pool_mb` (`OPEN_BYTES`), so that waves are few.
+        An open loop gets as many as the schedule needs or as fit into `pool_mb` (or `OPEN_BYTES`), to have few waves.
         """
         uses: dict[str, dict[Place, list[list[int]]]] = {role: {} for role in self.sides}
         for r in self.schedule():
@@ -167,8 +167,8 @@ class Experiment:
         need = {role: self._pool(role, least[role]) for role in self.sides}
         if not room:
             raise ConfigError(
-                f"{ranks} worker processes need {size(ranks * PROCESS_BYTES + 512 * MiB)} of memory beside their "
-                f"pools ({size(PROCESS_BYTES)} each), but {size(have)} can be had; use fewer ranks (--tp) "
+                f"{ranks} worker processes need {size(ranks * PROCESS_BYTES + 512 * MiB)} of memory in addition to "
+                f"their pools ({size(PROCESS_BYTES)} each), but {size(have)} are available; use fewer ranks (--tp) "
                 f"or engines"
             )
         for role in self.sides:
@@ -176,14 +176,14 @@ class Experiment:
             if need[role] > limit:
                 raise ConfigError(
                     f"the longest prompt ({max(self.workload.prompt_tokens):,} tokens) needs a pool of "
-                    f"{size(need[role])} on each of the {processes[role]} {role} ranks, but {size(limit)} can be had "
-                    f"for each of {ranks} processes; shorten it with --max-prompt-tokens, use fewer --layers or ranks, "
-                    f"or {'raise --pool-mb' if limit < room // ranks else 'free memory'}"
+                    f"{size(need[role])} on each of the {processes[role]} {role} ranks, but {size(limit)} is "
+                    f"available for each of {ranks} processes; shorten it with --max-prompt-tokens, use fewer --layers "
+                    f"or ranks, or {'raise --pool-mb' if limit < room // ranks else 'free memory'}"
                 )
         return out
 
     def _wanted(self, needs: Sequence[int], block_bytes: int) -> int:
-        """Blocks that one engine's pool of one group had better have, given what its requests need, largest first."""
+        """Return the size of one engine's pool of one group; `needs` are those of its requests, largest first."""
         size = max(block_bytes, 1)
         if self.is_open:
             room = OPEN_BYTES if self.options.pool_mb is None else self.options.pool_mb * MiB
@@ -195,7 +195,7 @@ class Experiment:
 
 
 def memory_available() -> int:
-    """Bytes of memory that this host could still give away."""
+    """Return the bytes of memory that this host has available."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -203,10 +203,10 @@ def memory_available() -> int:
 
 
 def _hosts(options: Options) -> dict[str, str]:
-    """Choose the address at which each side's engines listen, as the other side reaches it."""
+    """Return the address at which each side's engines listen, as the other side reaches it."""
     if options.remote is None:
         if options.remote_host is not None:
-            raise ConfigError("--remote-host says nothing without --remote; give a command as well")
+            raise ConfigError("--remote-host has no effect without --remote; give a command as well")
         return {"prefill": LOOPBACK, "decode": LOOPBACK}
     there = (options.remote_host or "").strip("[]")
     if not options.remote.split():
@@ -217,7 +217,7 @@ def _hosts(options: Options) -> dict[str, str]:
             "listen"
         )
     try:
-        # The address from which the other one is reached; nothing is sent.
+        # Connecting a UDP socket finds our own address on that route; nothing is sent.
         family, kind, _, _, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
@@ -240,7 +240,7 @@ def _workload(options: Options) -> Workload:
     if options.trace is not None:
         if options.prompt_tokens is not None:
             raise ConfigError(
-                "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one"
+                "--prompt-tokens and --trace were both given, but the trace sets the prompt lengths; choose one"
             )
         found = traced(Path(options.trace), options.requests)
     else:
@@ -250,7 +250,7 @@ def _workload(options: Options) -> Workload:
         tokens, colon, groups = options.shared_prefix.partition(":")
         if not tokens.isdecimal() or not (groups.isdecimal() or not colon):
             raise ConfigError(
-                f"--shared-prefix {options.shared_prefix!r} is no length such as 1024, and no 1024:8 (8 such prefixes)"
+                f"--shared-prefix {options.shared_prefix!r} is neither a length (1024) nor 1024:8 (8 such prefixes)"
             )
         return found.sharing(int(tokens), int(groups or PREFIXES), options.seed)
     return found

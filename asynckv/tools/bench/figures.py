@@ -1,4 +1,4 @@
-"""The figures of a report by name: where each is, its unit, and which way is better."""
+"""The figures of a report by name, each with its place, its unit and the direction that is better."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a report: its dotted path, the factor that makes its unit of it, and whether requests share it."""
+    """One number of a report: its dotted path, the factor to its unit, and whether to divide by the requests."""
 
     name: str
     unit: str
@@ -23,16 +23,16 @@ class Figure:
     is_per_request: bool = False
 
     def of(self, report: Report) -> float | None:
-        """Return it in the figure's unit; None where a report does not have it."""
+        """Return the number in the figure's unit; None if the report lacks it."""
         value = number_at(report, self.path)
         if value is None or not self.is_per_request:
             return None if value is None else value * self.scale
-        # Those that read nothing, being cached whole, are no requests of a transfer.
+        # A request that is cached whole reads nothing, so it has no transfer to count.
         number = report["requests"]["completed"] - report["requests"].get("read_nothing", 0)
         return value * self.scale / number if number else None
 
     def within(self, report: Report) -> tuple[float, float] | None:
-        """Return the interval that the run itself found, where it measured in rounds."""
+        """Return the interval that the run itself found, if it measured in rounds."""
         value = _find(report, self.path)
         if not isinstance(value, Mapping) or value.get("level", 0.0) < LEVEL:
             return None
@@ -47,7 +47,7 @@ def _find(report: Report, path: str) -> Any:
 
 
 def number_at(report: Report, path: str) -> float | None:
-    """Read a number, or the median of one that was measured in rounds."""
+    """Return a number, or the median of a number that was measured in rounds."""
     value = _find(report, path)
     if isinstance(value, Mapping):
         value = value.get("median")
@@ -76,5 +76,5 @@ SHARE = FLOORS[0]
 
 
 def head(name: str, unit: str = "") -> str:
-    """Name a figure as the head of a column."""
+    """Return the head of a figure's column."""
     return unit if unit and name.endswith("per_s") else HEADS.get(name) or f"{name} {unit}".rstrip()

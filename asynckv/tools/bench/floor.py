@@ -1,8 +1,8 @@
-"""The floor: the same bytes between the same buffers by a raw NIXL loop, measured beside the engine.
+"""The floor: the same bytes between the same buffers, moved by a raw NIXL loop in the same run as the engine.
 
-Before or after each window of the engine, in turn, the decode worker moves the wave's requests by a plain loop: the
-same descriptors in the same order, cut into posts as the engine cuts them. Planning and comparing are outside of the
-clock. The prefill worker only serves, by a second NIXL agent over the same memory.
+Before or after each window of the engine, in turn, the decode worker moves the wave's requests by a plain loop. It uses
+the same descriptors in the same order, cut into posts as the engine cuts them. Planning and comparing are not timed.
+The prefill worker only serves, with a second NIXL agent over the same memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 class Round(msgspec.Struct):
-    """One window of the engine (its CPU is the decode process's), and the floor's sample beside it.
+    """One window of the engine (CPU of the decode process), and the floor's sample of the same wave.
 
-    The floor moved the requests that failed in the engine, so a round with such is in no ratio.
+    The floor also moves requests that failed in the engine, so a round with failed requests is in no ratio.
     """
 
     window_s: float
@@ -51,7 +51,7 @@ class Round(msgspec.Struct):
 
 
 class Floor:
-    """A worker's part: a second agent over the same memory, which serves the other one's or reads from it."""
+    """A worker's part in the floor: a second agent over the same memory, which serves or reads."""
 
     def __init__(self, pool: Pool, verify: bool, config: PullConfig) -> None:
         self._pool, self._verify, self._config = pool, verify, config
@@ -64,7 +64,7 @@ class Floor:
         return self._raw
 
     def open(self) -> p.Opened:
-        """Start, and say how to read from here."""
+        """Start, and return the agent and layout by which the other side reads."""
         from asynckv.edges.nixl_raw import RawLoop
 
         self._raw = plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
@@ -72,16 +72,16 @@ class Floor:
         def progress() -> None:
             plane.poll()
 
-        # The same duties as the engine's: woken by UCX it makes progress for whoever reads from here.
+        # Like the engine, this agent must make progress for its remote readers when UCX wakes it.
         agent = plane.begin(self._here.memories, progress)
         return p.Opened(agent.name, agent.metadata, self._here)
 
     def serve(self, on: bool) -> None:
-        """Make progress for the raw loop from now on, or only when woken."""
+        """Make progress continuously for the raw loop, or only when woken if `on` is false."""
         self._plane.watch(on)
 
     async def connect(self, opened: p.Opened) -> None:
-        """Start, and load the agent of the prefill worker, unless that was done."""
+        """Start, and load the agent of the prefill worker, unless this is done already."""
         if self._raw is not None:
             return
         self.open()
@@ -95,8 +95,8 @@ class Floor:
             self._raw.close()
 
     async def measure(self, works: Sequence[p.Work], concurrency: int) -> p.Sample:
-        """Move all requests once more; the clock runs on the loop's thread, and nothing else does."""
-        # What is cached whole is nothing to move, and no request of the engine's figures either.
+        """Move all requests once more. This blocks the event loop, so that nothing else runs while the clock does."""
+        # Requests that are cached whole have nothing to move, and the engine's figures exclude them too.
         plans = [plan for work in works if (plan := self._plan(work)).num_bytes]
         num_bytes = sum(plan.num_bytes for plan in plans)
         if self._verify:
@@ -138,13 +138,13 @@ class Floor:
 
 
 def latencies(ends: Sequence[float], concurrency: int) -> list[float]:
-    """Latencies as a closed loop has them: a request is asked for when there is room, and done at its end."""
+    """Return latencies as in a closed loop: a request starts when there is room, and is done at its end."""
     ordered = sorted(ends)
     return [end - (ordered[i - concurrency] if i >= concurrency else 0.0) for i, end in enumerate(ends)]
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Sum up all rounds: `floor`, and `ratio_to_floor` (engine over floor, taken within each round)."""
+    """Summarise all rounds: `floor`, and `ratio_to_floor` (engine over floor, within each round)."""
     if not rounds:
         return {}
     notes = caveats(rounds)
@@ -177,15 +177,15 @@ KIND = "raw_nixl"
 NAME = "raw NIXL loop"
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
 
-ROUNDS = 10  # waves that a run beside the floor is cut into, or more where pools are small
-QUIET_S = 0.005  # p99 of the event loops' lag, at most, on cores that do nothing else
-LEAST_ROUNDS = 6  # from so many on an interval can be as sure as `noise.LEVEL`
+ROUNDS = 10  # waves of a run with a floor; small pools make more
+QUIET_S = 0.005  # highest p99 of the event loop lag on cores without other work
+LEAST_ROUNDS = 6  # rounds that an interval needs to reach `noise.LEVEL`
 LEAST_TURNS = 2
-"""How often each round has to fill what is in flight; otherwise the start and the end of a round are all there is."""
+"""Times that a round must refill what is in flight; with fewer, its start and end dominate the figures."""
 
 
 def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Rows for the table of `HEAD`: what each floor did, and what part of it the engine reaches; and what to heed."""
+    """Return the rows below `HEAD` (the floor, and the share of it that the engine reaches), and notes on them."""
     if "floor" not in report:
         return [], []
     rows: list[tuple[str, ...]] = []
@@ -213,7 +213,7 @@ def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
 
 
 def caveats(rounds: Sequence[Round]) -> list[str]:
-    """Say why the ratios mean little, and how many requests would do."""
+    """Return reasons to doubt the ratios, with the number of requests that would be enough."""
     if faulty := sum(r.failed > 0 for r in rounds):
         text = f"requests failed in {faulty} of {len(rounds)} rounds: these rounds are in no ratio"
         return [text, *caveats([r for r in rounds if not r.failed])]

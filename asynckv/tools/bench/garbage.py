@@ -1,17 +1,17 @@
-"""Python's cyclic garbage collector, as a serving engine sets it once it is warm (`docs/embedding.md`)."""
+"""The settings of Python's garbage collector that a serving engine uses once it is warm (`docs/embedding.md`)."""
 
 from __future__ import annotations
 
 import gc
 
 THRESHOLDS = (20_000, 20, 20)
-"""New objects before the youngest are looked through, and how often before older ones are."""
+"""New objects before the youngest generation is collected, then collections of it before an older one is."""
 
 
 def settle() -> None:
-    """Look through what lives on once, and never again; look through what is new seldom.
+    """Exclude long-lived objects from further collections, and collect new objects rarely.
 
-    A collection looks through everything in flight. With thousands of requests that costs more than they do.
+    A collection visits everything in flight. With thousands of requests it would cost more than the requests.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What a figure depends on beside its parameters: the machine, the versions, the code itself."""
+"""Influences on a figure besides its parameters: the machine, the versions, and the code itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asynckv.version import VERSION
 
 
 def environment() -> dict[str, str]:
-    """Describe this machine and what is installed, for telling sweeps of different ones apart."""
+    """Describe this machine and the installed versions, so that sweeps of different ones are not mixed."""
     return {
         "host": platform.node(),
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
@@ -35,7 +35,7 @@ def _field(path: str, name: str) -> str:
 
 
 def _source() -> str:
-    """Digest the package's code: a checkout changes without its version."""
+    """Return a digest of the package's code, because a checkout changes without a new version."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

@@ -1,8 +1,8 @@
 """One rank's KV pool, and the pattern in it.
 
-An element is a function of (seed, request, layer, part, token, place in the whole model's axes), in every layout: a
-byte of another request, token, layer, head or rank shows. Tokens that requests share depend on their chunk instead of
-the request.
+In every layout, an element is a function of (seed, request, layer, part, token, place in the whole model's axes). So a
+byte of another request, token, layer, head or rank is detected. Tokens that requests share depend on their chunk
+instead of the request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asynckv.geometry.layout import TOKEN, Group, Layout, Part, View
 from asynckv.tools.plan.layouts import with_addresses
 
 Lists = Sequence[tuple[int, Sequence[int | None]]]
-"""Per group the first token and the blocks from the one on that holds it, as the engines give them."""
+"""Per group: the first token, and the blocks from the one that holds this token, as the engines give them."""
 
 Prefix = tuple[int, Sequence[int]]  # tokens per chunk, and the ids of a request's leading chunks
 NOTHING_SHARED: Prefix = 1, ()
@@ -34,12 +34,12 @@ Uint64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
 POISON = 0xDEADBEEFDEADBEEF
 SHARED = 0x5348415245440000
-"""Where a request's number would stand, for what belongs to a chunk."""
-CHUNK = 8 << 20  # bytes that are made at a time
+"""Replaces the request's number in the pattern of a shared chunk."""
+CHUNK = 8 << 20  # bytes of pattern that are made at a time
 TOKEN_STEP = np.uint64(0x9E3779B97F4A7C15)
 AXIS_STEP = np.uint64(0xC2B2AE3D27D4EB4F)
 DIM_STEP = np.uint64(0xD6E8FEB86659FD93)
-"""Odd and unlike each other: sums of multiples of these coincide for no two places of a model."""
+"""Odd and different, so that sums of their multiples are the same for no two places of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class _Field:
     salt: int
     array: Words
     shift: np.uint64
-    """An element is the upper bits of its 64-bit value."""
+    """Right shift of a 64-bit value; its upper bits are the element."""
     places: Uint64s
-    """What a place along axis and dims adds: `[unit, dims ...]`."""
+    """Amounts that the places along axis and dims add: `[unit, dims ...]`."""
     token_bytes: int
 
 
 class Pool:
-    """The KV cache of one rank, in memory of its own."""
+    """The KV cache of one rank, in its own memory."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         raw = self._raw(layout)
@@ -66,39 +66,39 @@ class Pool:
         self._fields = [_field(layout, v, p, raw[v.memory]) for v in layout.views for p in v.parts]
 
     def _raw(self, layout: Layout) -> list[npt.NDArray[np.uint8]]:
-        """Make the memory, as this process sees it."""
+        """Allocate the memory, and return it as this process sees it."""
         self._maps = [shared_memory(m.length) for m in layout.memories]
         raw = [np.frombuffer(m, np.uint8) for m in self._maps]
         for array in raw:
-            array[::4096] = 0  # touched now, not under the clock
+            array[::4096] = 0  # touch the pages now, not while the clock runs
         return raw
 
     def _placed(self, layout: Layout, raw: list[npt.NDArray[np.uint8]]) -> Layout:
         return with_addresses(layout, [r.ctypes.data for r in raw])
 
     async def publish(self) -> None:
-        """Wait until what was filled and poisoned can be read by others."""
+        """Wait until filled and poisoned blocks can be read by other processes."""
 
     def fetch(self) -> None:
-        """Look at what others have written."""
+        """Make writes of other processes visible here."""
 
     def fill(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> None:
-        """Write a request's pattern for all tokens, and the states after the last."""
+        """Write a request's pattern for all tokens, and the states after the last one."""
         for it, ids, _, _, expected in self._chunks(request, lists, tokens, prefix):
             it.array[ids] = expected
 
     def poison(self, lists: Lists) -> None:
-        """Write what no request's pattern holds, so that a block nobody filled shows."""
+        """Write a value that is in no request's pattern, so that an unwritten block is detected."""
         for it in self._fields:
             group = self._layout.groups[it.group]
             ids = _kernel_blocks(group, [b for b in lists[it.group][1] if b is not None])
             it.array[ids] = np.uint64(POISON) >> it.shift
 
     def check(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> tuple[int, int]:
-        """Compare with a request's pattern; returns the bytes that were compared, and those that differ.
+        """Compare with a request's pattern; return the number of bytes that were compared and of those that differ.
 
-        What lies before a list's first token must still be poison. Tokens after the last, or before a window, may be
-        anything.
+        Bytes before a list's first token must still be poison. Tokens after the last one, or before a window, are not
+        checked.
         """
         compared = wrong = 0
         for it, ids, begin, end, expected in self._chunks(request, lists, tokens, prefix):
@@ -121,7 +121,7 @@ class Pool:
         return compared, wrong
 
     def wanted(self, lists: Lists, tokens: int) -> int:
-        """Bytes of a request that belong into these blocks."""
+        """Return the number of a request's bytes that belong into these blocks."""
         total = 0
         for it in self._fields:
             group, (first, blocks) = self._layout.groups[it.group], lists[it.group]
@@ -134,7 +134,7 @@ class Pool:
     def _chunks(
         self, request: int, lists: Lists, tokens: int, prefix: Prefix
     ) -> Iterator[tuple[_Field, Int64s, Int64s | None, tuple[Int64s, Int64s], Words]]:
-        """Per part and some kernel blocks: ids, the places wanted in each, and what belongs there."""
+        """Yield, per part and a few kernel blocks: ids, the wanted places in each, and the expected words."""
         none = np.zeros(0, np.int64), np.zeros(0, np.int64)
         for it in self._fields:
             group = self._layout.groups[it.group]
@@ -169,7 +169,7 @@ class Pool:
 
 
 class CudaPool(Pool):
-    """The same in the memory of a GPU: filled and compared in a copy on the host."""
+    """A pool in GPU memory, which is filled and compared through a copy on the host."""
 
     def _raw(self, layout: Layout) -> list[npt.NDArray[np.uint8]]:
         self._mirror = CudaMirror([m.length for m in layout.memories])
@@ -215,12 +215,12 @@ def _mix(*numbers: int) -> int:
 
 
 def _field(layout: Layout, view: View, part: Part, raw: npt.NDArray[np.uint8]) -> _Field:
-    """See a part as an array of words, as wide as its innermost dim allows in every layout of the model."""
+    """Return a part as an array of words, as wide as its innermost dim allows in every layout of the model."""
     group = layout.groups[view.group]
     dims = {d.name: d for d in part.dims}
     token, axis = dims.get(TOKEN), dims.get(part.axis)
     rest = [d for d in part.dims if d is not token and d is not axis]
-    # Only dims that lie densely in every memory order may be seen as wider words.
+    # Only dims that are dense in every memory order may be grouped into wider words.
     last = next((d for d in rest if d.name == "dim" or d.name == f"dim{len(rest) - 1}"), None)
     word = (
         math.gcd(last.size * part.itemsize, 8) if last is not None and last.stride == part.itemsize else part.itemsize

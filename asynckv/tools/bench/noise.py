@@ -1,8 +1,8 @@
-"""Noise of figures: an interval of order statistics, which assumes nothing of how noise is distributed.
+"""Noise of figures: intervals from order statistics, which assume nothing about the distribution of the noise.
 
-`median_of` is of one side's rounds (the sign test's interval), `ratio_of` of two sides' (the rank-sum test's): order
-the values, leave out as many at both ends as chance allows, and say what the rest is worth. Few rounds cannot give
-0.95; then the interval is the whole range, and `level` says how sure that is.
+`median_of` uses the rounds of one side (the sign test's interval), `ratio_of` those of two sides (the rank-sum test's).
+Both sort the values and drop as many at both ends as chance allows. With few rounds the interval cannot reach 0.95;
+then it is the whole range, and `level` gives its confidence.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy.typing as npt
 from msgspec import Struct
 
 LEVEL = 0.95
-MOST_EXACT = 400  # pairs of runs; beyond it the rank sum is as good as normal
+MOST_EXACT = 400  # pairs of runs; above this the rank sum is practically normal
 Floats = npt.NDArray[np.float64]
 
 
 class Interval(Struct, frozen=True):
-    """A median, or a ratio of medians, and the two values between which the true one lies with a chance of `level`.
+    """A median or a ratio of medians, and the bounds between which the true value lies with probability `level`.
 
-    `rounds` is how many there were, on the side that has fewer.
+    `rounds` is the number of rounds, of the side that has fewer.
     """
 
     median: float
@@ -37,23 +37,23 @@ def median_of(values: Sequence[float]) -> Interval:
     if not values:
         return Interval(0.0, 0.0, 0.0, 0.0, 0)
     number, ordered = len(values), np.sort(np.array(values, float))
-    # How many values lie below the true median is a matter of so many coins.
+    # The number of values below the true median is distributed as heads of `number` coins.
     below = [math.comb(number, k) / 2**number for k in range((number + 1) // 2)]
     return _interval(float(np.median(ordered)), ordered, np.array(below), number)
 
 
 def ratio_of(before: Sequence[float], after: Sequence[float]) -> Interval:
-    """Compare rounds with others, which must be above zero: `after` over `before`."""
+    """Return the ratio `after` over `before`, with its interval; all values must be above zero."""
     a, b = np.array(before, float), np.array(after, float)
     ratios = np.sort(np.divide.outer(b, a).ravel())
     ratio = float(np.median(b) / np.median(a))
     found = _interval(ratio, ratios, _rank_sums(len(a), len(b)), min(len(a), len(b)))
-    # The ratio of the medians is not the median of the ratios: an interval without its own figure would puzzle.
+    # The ratio of the medians is not the median of the ratios, so widen the interval to contain it.
     return Interval(ratio, min(found.low, ratio), max(found.high, ratio), found.level, found.rounds)
 
 
 def _interval(middle: float, ordered: Floats, chances: Floats, rounds: int) -> Interval:
-    """Cut as many values off at both ends as leave `LEVEL`."""
+    """Drop as many values at both ends as `LEVEL` allows."""
     levels = np.maximum(1 - 2 * np.cumsum(chances), 0.0)
     cut = max(int(np.count_nonzero(levels >= LEVEL)) - 1, 0)
     return Interval(middle, float(ordered[cut]), float(ordered[-1 - cut]), float(levels[cut]), rounds)
@@ -61,7 +61,7 @@ def _interval(middle: float, ordered: Floats, chances: Floats, rounds: int) -> I
 
 @functools.cache
 def _rank_sums(first: int, second: int) -> Floats:
-    """Chances that 0, 1, 2 ... pairs of runs stand the other way round, if two sides are alike (Mann and Whitney)."""
+    """Return the chances of 0, 1, 2 ... inverted pairs of runs if both sides are alike (Mann and Whitney)."""
     pairs = first * second
     if pairs > MOST_EXACT:
         deviation = math.sqrt(pairs * (first + second + 1) / 12)

@@ -1,4 +1,4 @@
-"""`asynckv bench offload`: what tiers of which sizes are worth for a workload."""
+"""`asynckv bench offload`: the hit rate that tiers of given sizes reach on a workload."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ tier, geometry, run = (partial(typer.Option, rich_help_panel=panel) for panel in
 
 @partial(taking_options, names=TAKEN)
 def offload(
-    host_mb: Annotated[str, tier(help="MiB of host memory per rank; several sizes with commas between.")] = "1024",
-    file_mb: Annotated[str, tier(help="MiB of files per rank, in the same way; 0 for none.")] = "0",
-    policy: Annotated[str, tier(help="What leaves first: s3-fifo, lru, or both with a comma between.")] = "s3-fifo",
-    tp: Annotated[int, geometry(help="Ranks of the engine; one of them is looked at.", min=1, max=1024)] = 1,
+    host_mb: Annotated[str, tier(help="MiB of host memory per rank; several sizes separated by commas.")] = "1024",
+    file_mb: Annotated[str, tier(help="MiB of files per rank; several sizes separated by commas; 0 for none.")] = "0",
+    policy: Annotated[str, tier(help="Eviction policy: s3-fifo, lru, or both separated by a comma.")] = "s3-fifo",
+    tp: Annotated[int, geometry(help="Ranks of the engine, of which one is simulated.", min=1, max=1024)] = 1,
     state_tokens: Annotated[
-        int, geometry(help="Tokens between states that are kept, in models that have some.", min=1, max=MiB)
+        int, geometry(help="Tokens between stored states, in models with recurrent layers.", min=1, max=MiB)
     ] = 512,
-    json: Annotated[str | None, run(help="Write the report there; - for stdout.", metavar="FILE")] = None,
+    json: Annotated[str | None, run(help="Write the report as JSON; - for stdout.", metavar="FILE")] = None,
     **given: Any,
 ) -> None:
-    """Say which share of a workload's tokens would be found in tiers of these sizes.
+    """Compute the share of a workload's tokens that tiers of given sizes would hold.
 
-    The catalogue that decides in an engine decides here, and no byte is moved, so sizes may be any. Each request looks
-    its prompt up, loads what is found, "computes" the rest, and stores that. With several sizes or policies each
-    combination is a run.
+    This runs the engine's own catalogue but moves no bytes, so the sizes may exceed this machine's. Each request looks
+    its prompt up, loads the tokens that are found, "computes" the rest, and stores them. Several sizes or policies make
+    one run per combination.
     """
     from rich.console import Console
 
@@ -146,7 +146,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         rows.append(row)
     print_table(console, ("policy", "host", "files", "hits", "in host", "in files", "evicted"), rows)
     best = report["runs"][0]["hit_rate"]["best"]
-    console.print(f"share of all prompts' tokens; a cache that forgets nothing would find {best:.1%}")
+    console.print(f"hits are shares of all prompt tokens; a cache without eviction would find {best:.1%}")
 
 
 def _sizes(name: str, text: str, least: int) -> list[int]:

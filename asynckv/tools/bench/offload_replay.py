@@ -1,7 +1,7 @@
-"""The share of a workload's prompts that tiers of some sizes would find again: the catalogue alone, without bytes.
+"""Replay a workload through an offload catalogue to find the hit rate of given tiers; no bytes are moved.
 
-The catalogue decides as it does in an engine; its moves are carried out by saying that they are done. Requests come
-one after another, so no request finds what is being stored just now.
+The catalogue decides as it does in an engine, and each move is reported as done at once. Requests run one after
+another, so none of them meets a store that is still running.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tiers(NamedTuple):
 
 
 class Prompts:
-    """A workload's requests, as an engine's scheduler sees them."""
+    """The requests of a workload, as an engine's scheduler sees them."""
 
     def __init__(self, workload: Workload, hash_tokens: int, align: int) -> None:
         self.workload, self.hash_tokens, self.align = workload, hash_tokens, align
@@ -40,18 +40,18 @@ class Prompts:
         return len(self.workload.prompt_tokens)
 
     def __iter__(self) -> Iterator[tuple[int, list[bytes], int]]:
-        """Give each request's length, the hashes of its whole blocks, and the leading tokens that were there before."""
+        """Yield each request's length, the hashes of its whole blocks, and its leading tokens that were seen before."""
         seen = set[bytes]()
         for number, tokens in enumerate(self.workload.prompt_tokens):
             hashes = self.hashes(number)
-            # The last token is computed again in any case.
+            # The last token is always computed again.
             most = hashes[: (tokens - 1) // self.hash_tokens]
             known = next((i for i, key in enumerate(most) if key not in seen), len(most))
             yield tokens, hashes, known * self.hash_tokens // self.align * self.align
             seen.update(hashes)
 
     def hashes(self, number: int) -> list[bytes]:
-        """Hash a prompt: what is of a chunk that others have as well is called by it, the rest by the request."""
+        """Return a prompt's hashes: those within shared chunks depend on the chunk, the others on the request."""
         workload, size = self.workload, self.hash_tokens
         chunks = workload.chunks[number] if workload.chunks else ()
         places = np.arange(workload.prompt_tokens[number] // size)
@@ -65,13 +65,13 @@ class Prompts:
 
 
 def kept_layout(layout: Layout, state_tokens: int) -> Layout:
-    """Let states be kept every so many tokens: an engine with prefix caching declares its groups so."""
+    """Return a layout with states every `state_tokens` tokens, as an engine with prefix caching declares its groups."""
     groups = [msgspec.structs.replace(g, block_size=state_tokens) if g.kind == "state" else g for g in layout.groups]
     return msgspec.structs.replace(layout, groups=tuple(groups))
 
 
 def groups_of(layout: Layout, hash_tokens: int) -> tuple[StoredGroup, ...]:
-    """Say what a catalogue has to know of a rank's groups."""
+    """Return the groups of a rank as a catalogue needs them."""
     try:
         strides = [size.stride for size in record_sizes(record_form(layout))]
     except LayoutError as exc:
@@ -82,7 +82,7 @@ def groups_of(layout: Layout, hash_tokens: int) -> tuple[StoredGroup, ...]:
 def replay(
     prompts: Prompts, groups: Sequence[StoredGroup], tiers: Tiers, progress: Callable[[], None]
 ) -> dict[str, Any]:
-    """Play all requests; a run of the report."""
+    """Replay all requests, and return one run of the report."""
     catalogue = Catalogue(groups, prompts.hash_tokens, tiers.host_bytes, tiers.file_bytes, policy=tiers.policy)
     tokens, moved = dict.fromkeys(("prompt", "host", "file", "computed", "best"), 0.0), dict.fromkeys(MoveKind, 0)
     for length, hashes, best in prompts:
@@ -96,7 +96,7 @@ def replay(
         if any(new):
             catalogue.store("store", hashes, positions=new)
             _carried_out(catalogue, moved, JobKind.STORE)
-        # A prefix of which both tiers have blocks is shared out by their bytes.
+        # If both tiers hold blocks of a prefix, each counts by its share of the bytes.
         pairs = list(zip(groups, found.groups, strict=True))
         file = sum(told.in_file * group.record_bytes for group, told in pairs)
         host = sum((told.ready + told.storing) * group.record_bytes for group, told in pairs)
@@ -119,7 +119,7 @@ def replay(
 
 
 def _carried_out(catalogue: Catalogue, moved: dict[MoveKind, int], kind: JobKind) -> JobEnded:
-    """Say of all moves that they are done, until there are none."""
+    """Report every move as done until none is left."""
     while moves := catalogue.moves(0.0):
         for move in moves:
             moved[move.kind] += move.num_bytes

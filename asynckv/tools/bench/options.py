@@ -1,7 +1,7 @@
 """Every option of `asynckv bench`, each declared once, as a field of `Options`.
 
-The declarations make the command line and the parameters of sweeps, what a worker is told (`protocol.Setup`), the JSON
-record's `config`, and the check of bounds. `--help` reads this, so it loads nothing heavy.
+The declarations make the command line, the parameters of sweeps, the setup that a worker gets (`protocol.Setup`), the
+`config` of the JSON report, and the check of bounds. `--help` imports this module, so it loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Shape(Struct, frozen=True, kw_only=True):
 
 
 def _in(panel: str, *, in_record: bool = True, is_single: bool = False) -> Callable[..., Any]:
-    """Make what declares an option of a panel of the help.
+    """Return a function that declares an option in one panel of the help.
 
-    With `in_record` its value stands in the JSON record; otherwise the record has what became of it, or nothing. An
-    option that `is_single` means nothing for a sweep, whose points are many runs.
+    With `in_record`, the JSON report has the option's value; without, it has derived values or nothing. An option that
+    `is_single` applies to a single run only, so sweeps refuse it.
     """
 
     def declare(default: Any, help: str, *names: str, **more: Any) -> Any:
@@ -75,101 +75,101 @@ def _in(panel: str, *, in_record: bool = True, is_single: bool = False) -> Calla
 
 
 SIDES = "N|PREFILL:DECODE"
-# The record has the model, the two shapes and the engines that these make.
-common = _in("Begin with these")
-asked = _in("Begin with these", in_record=False)
+# The report has no raw value of these: it has the model, the two shapes and the engines that they make.
+common = _in("Start with these")
+asked = _in("Start with these", in_record=False)
 geometry = _in("Geometry", in_record=False)
 work = _in("Workload")
 source = _in("Workload", in_record=False)
 run = _in("Run")
 apart = _in("Two machines", in_record=False)
-report = _in("Begin with these", in_record=False, is_single=True)
+report = _in("Start with these", in_record=False, is_single=True)
 output = _in("Output", in_record=False, is_single=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One run, as it was asked for. What may differ between the engines is text: one value, or `PREFILL:DECODE`."""
+    """Options of one run. An option that may differ by side is text: one value, or `PREFILL:DECODE`."""
 
     model: str | None = asked(
         None,
-        "Preset, such as llama-3.1-8b, gemma-3-4b, deepseek-v3, nemotron-h-8b, qwen3-next-80b-a3b; "
-        "an unknown name lists all.",
+        "Model preset, such as llama-3.1-8b, gemma-3-4b, deepseek-v3, nemotron-h-8b, qwen3-next-80b-a3b; "
+        "an unknown name makes asynckv list all presets.",
         show_default=DEFAULT_MODEL,
     )
-    layers: int | None = asked(None, "Layers, instead of the model's; one of every kind is kept.")
-    hf_config: str | None = geometry(None, "A Hugging Face config.json, instead of a preset.")
-    kv_heads: int | None = geometry(None, "KV heads, instead of the model's.")
+    layers: int | None = asked(None, "Number of layers, instead of the model's; one of every kind is kept.")
+    hf_config: str | None = geometry(None, "Hugging Face config.json, instead of a preset.")
+    kv_heads: int | None = geometry(None, "Number of KV heads, instead of the model's.")
     dtype: str | None = geometry(None, "Element type, such as bfloat16 or float8_e4m3fn.")
-    tp: str = geometry("1", "Ranks of each engine, or of prefill and decode, such as 2:1.", metavar=SIDES)
-    pp: str = geometry("1", "Pipeline stages, in the same way.", metavar=SIDES)
-    block_size: str = geometry("16", "Tokens per block, in the same way.", metavar=SIDES)
+    tp: str = geometry("1", "Ranks of each engine (TP): one value for both sides, or PREFILL:DECODE.", metavar=SIDES)
+    pp: str = geometry("1", "Pipeline stages of each engine: one value, or PREFILL:DECODE.", metavar=SIDES)
+    block_size: str = geometry("16", "Tokens per block: one value, or PREFILL:DECODE.", metavar=SIDES)
     order: str = geometry(
         "nhd",
-        "Memory order, in the same way: token before head (nhd) or after (hnd); block-nhd, block-hnd: K and V in "
-        "one block; cross-nhd, cross-hnd: all layers of a block adjacent.",
+        "Memory order: token before head (nhd) or after it (hnd). block-nhd and block-hnd keep K and V in one block; "
+        "cross-nhd and cross-hnd keep all layers of a block adjacent.",
         metavar="ORDER|PREFILL:DECODE",
     )
 
     prompt_tokens: str | None = asked(
         None,
-        "Prompt length: 1024, 128:4096 for uniform ones, 128:0.8,8192:0.2 for a mix with weights.",
+        "Prompt length in tokens: 1024 for all, 128:4096 for a uniform range, 128:0.8,8192:0.2 for a weighted mix.",
         show_default=PROMPT_TOKENS,
     )
     trace: str | None = source(
         None,
-        "Take requests from a file in Mooncake's format, one JSON object per line: input_length, and where "
-        "they are there hash_ids (shared prefixes) and timestamp (for --speed).",
+        "Take the requests from a trace in Mooncake's format. Each line is a JSON object with input_length, and "
+        "optionally hash_ids (shared prefixes) and timestamp (for --speed).",
     )
     max_prompt_tokens: int | None = source(None, "Cut longer prompts; the report says how many.", min=1, max=MOST)
-    prefix_hit: str = work("0", "How much of every prompt the decode side has already: tokens (512) or a share (50%).")
+    prefix_hit: str = work("0", "Part of every prompt that the decode side has already: tokens (512) or a share (50%).")
     shared_prefix: str | None = source(
         None,
-        "Let every prompt begin with one of 8 prefixes of so many tokens; 1024:32 for one of 32 prefixes.",
+        "Begin every prompt with one of 8 prefixes of this many tokens; 1024:32 gives 32 prefixes.",
         metavar="TOKENS[:PREFIXES]",
     )
     prefix_cache: int = work(
         1 << 20,
-        "Tokens that the modelled prefix cache of each reading engine holds, where prompts share prefixes; 0 for none.",
+        "Tokens in the modelled prefix cache of each decode engine, used where prompts share prefixes; 0 for none.",
         min=0,
         max=1 << 40,
     )
-    requests: int | None = asked(None, "How many requests; 100, or all of the trace.", min=1, max=MOST)
+    requests: int | None = asked(None, "Number of requests; by default 100, or all of the trace.", min=1, max=MOST)
     concurrency: int = common(16, "Pulls in flight on each decode rank (closed loop).", min=1)
     rate: float | None = work(
         None,
-        "Open loop: requests per second at random, however slow they are served.",
+        "Open loop: start this many requests per second, at random times, even if earlier ones are not done.",
         min=1e-6,
         max=MOST_RATE,
     )
     speed: float | None = work(
-        None, "Open loop: requests come at the trace's times, so many times as fast.", min=1e-6, max=MOST_RATE
+        None, "Open loop: start requests at the trace's times, this many times as fast.", min=1e-6, max=MOST_RATE
     )
-    engines: str = geometry("1", "Engines, in the same way; requests take turns among them.", metavar=SIDES)
+    engines: str = geometry("1", "Engines, which requests use in turn: one value, or PREFILL:DECODE.", metavar=SIDES)
     warmup: int = work(
         1,
-        "Requests between every two engines before the clock runs, so that figures hold no first connections.",
+        "Requests per pair of engines before the clock runs, so that the figures exclude first connections.",
         min=0,
         max=10_000,
     )
-    block_order: Literal["runs", "random"] = work("runs", "Whether a request's blocks lie in runs or anywhere.")
-    seed: int = work(0, "Of the pattern, the lengths and the block order.", min=0)
+    block_order: Literal["runs", "random"] = work("runs", "Place blocks in contiguous runs, or anywhere (random).")
+    seed: int = work(0, "Random seed of the pattern, the lengths and the block order.", min=0)
 
-    verify: Literal["full", "off"] = run("full", "Compare every byte, or nothing (and fill nothing).")
+    verify: Literal["full", "off"] = run("full", "Compare every byte (full), or neither fill nor compare blocks (off).")
     timeout_s: float = run(
         30.0,
-        "Deadline of each pull, and how long prefill holds the blocks of a request that nobody claims.",
+        "Deadline of each pull, and the time for which prefill holds the blocks of a request without a claim.",
         min=MIN_LEASE_S,
         max=MOST_S,
     )
     pool_mb: int | None = run(
         None,
-        "Largest KV pool per rank, in MiB; by default what the concurrency needs and memory allows.",
+        "Largest KV pool per rank, in MiB. The default is what the concurrency needs and memory allows.",
         min=1,
         max=MOST,
     )
     transport: Literal["auto", "tcp"] = run(
-        "auto", "What UCX may use: its own choice (shared memory on one host), or TCP on loopback."
+        "auto", "Transport: UCX's own choice (auto; shared memory on one host), or TCP on loopback (tcp)."
     )
     posting_threads: str = run(
         "auto",
@@ -178,43 +178,43 @@ class Options:
     )
     process: Literal["auto", "serving", "never"] = run(
         "auto",
-        "What of NIXL runs in a process of its own: what serves remote readers (serving), nothing (never), or as "
-        "engines choose by themselves (auto).",
+        "Part of NIXL that runs in a separate process: the part that serves remote readers (serving), none (never), "
+        "or the engine's own choice (auto).",
         metavar="WHAT",
     )
     announced: bool = run(
         False,
-        "Announce every request, and have its claim granted, before its window opens: as where the decode "
-        "engine hears of a request when its prefill begins.",
+        "Announce every request, and wait for its grant, before the clock runs. This models a decode engine that "
+        "hears of a request when its prefill begins.",
         "--announced",
     )
     floor: bool = common(
         False,
-        "Beside every wave move the same bytes by a raw NIXL loop, without the engine, and report how much of that "
-        "the engine reaches.",
+        "Also move the bytes of every wave by a raw NIXL loop, without the engine, and report the share of its "
+        "speed that the engine reaches.",
         "--floor",
     )
-    memory: Literal["host", "cuda"] = run("host", "Where the pools lie: host memory, or a GPU's.")
+    memory: Literal["host", "cuda"] = run("host", "Memory that holds the KV pools: the host's, or a GPU's.")
 
     remote: str | None = apart(
         None,
-        "Start every prefill worker by this command, such as 'ssh HOST asynckv bench worker': it speaks "
-        "over its stdin and stdout.",
+        "Command that starts a prefill worker, such as 'ssh HOST asynckv bench worker'. The driver talks to the "
+        "worker over its stdin and stdout.",
         metavar="COMMAND",
     )
     remote_host: str | None = apart(
-        None, "The address at which engines there listen, reachable from here.", metavar="ADDRESS"
+        None, "Address of the other machine at which its engines listen, reachable from here.", metavar="ADDRESS"
     )
 
     json: str | None = report(
         None,
-        "Write the report there; - for stdout. asynckv bench compare compares two.",
+        "Write the report as JSON; - for stdout. asynckv bench compare compares two reports.",
         metavar="FILE",
     )
-    log: str | None = output(None, "Write all processes' structured logs there, as JSON lines.", metavar="FILE")
+    log: str | None = output(None, "Write structured logs of all processes, as JSON lines.", metavar="FILE")
 
     def of_side(self, name: str, role: str) -> str:
-        """Return the value that an option has for one side."""
+        """Return the value of an option for one side."""
         prefill, colon, decode = str(getattr(self, name)).partition(":")
         return decode if colon and role == "decode" else prefill
 
@@ -231,7 +231,7 @@ class Options:
 
     @property
     def arrivals(self) -> Literal["closed", "poisson", "trace"]:
-        """In a closed loop the next request comes when one ends; else by a clock, however slow they are served."""
+        """Return how requests arrive: the closed loop starts one when another ends, the others follow a clock."""
         return "poisson" if self.rate is not None else "trace" if self.speed is not None else "closed"
 
     @property
@@ -247,7 +247,7 @@ class Options:
         return "info" if self.log else "error"
 
     def record(self) -> dict[str, Any]:
-        """What stands in the JSON record as it is."""
+        """Return the options that the JSON report repeats unchanged."""
         found = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["in_record"]}
         return found | {"posting_threads": self.posters}
 
@@ -255,14 +255,14 @@ class Options:
 DECLARED = {each.name: each for each in fields(Options)}
 OF_SINGLE_RUNS = {name for name, each in DECLARED.items() if each.metadata["is_single"]}
 
-# What `asynckv layout` asks for as well.
+# `asynckv layout` has these options as well.
 HfConfig = Annotated[str | None, DECLARED["hf_config"].metadata["option"]]
 KvHeads = Annotated[int | None, DECLARED["kv_heads"].metadata["option"]]
 Dtype = Annotated[str | None, DECLARED["dtype"].metadata["option"]]
 
 
 def taking_options(command: C, *, names: Iterable[str] = DECLARED) -> C:
-    """Give a command, in place of its `**given`, all options or those that are named."""
+    """Replace the `**given` of a command by all options, or by those that are named."""
     hints, kinds = typing.get_type_hints(command, include_extras=True), typing.get_type_hints(Options)
     annotated: Any = Annotated
     made = [x for x in inspect.signature(command).parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]

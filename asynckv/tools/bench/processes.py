@@ -1,7 +1,7 @@
-"""Processes that end with their driver, whatever happens to either. Imports the standard library only.
+"""Processes that always end with their driver. This module imports the standard library only.
 
-A driver speaks with a command over its stdin and stdout, and ends it by closing stdin. The kernel kills a process on
-the same host if the driver dies. Children that outlive such a process are found by a mark in their environment.
+A driver talks to a child over stdin and stdout, and ends it by closing stdin. If the driver dies, the kernel kills its
+children on the same host. Grandchildren that outlive a child are found by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Failure(Exception):
-    """An experiment cannot go on."""
+    """Raised if an experiment cannot continue."""
 
 
 class Child:
-    """A process, and this end of the conversation with it."""
+    """A process, with the streams to and from it."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, streams: Streams) -> None:
         self.name = name
@@ -48,7 +48,7 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """How it ended, as `asyncio.subprocess` says it; None while it runs."""
+        """Return code of `asyncio.subprocess`; None while the process runs."""
         return self._process.returncode
 
     async def ended(self) -> str:
@@ -79,18 +79,18 @@ class Child:
 
 
 class Processes:
-    """Processes of one driver; none is left after `stop`."""
+    """All processes of one driver; none is left after `stop`."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._children: list[Child] = []
         self._mark = f"{os.getpid()}-{random.getrandbits(64):x}"
-        # One thread per library: what is measured is the engine, not a pool of workers for numpy.
+        # One thread per library, because the engine is measured and not a thread pool of numpy.
         self._env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._env |= {**env, MARK: self._mark}
         self._env["PYTHONPATH"] = os.pathsep.join(x for x in (str(ROOT), self._env.get("PYTHONPATH")) if x)
 
     async def start_command(self, name: str, command: Sequence[str], errors: int | None = None) -> Child:
-        """Start a command, and speak over its stdin and stdout."""
+        """Start a command, to talk to over its stdin and stdout."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -98,7 +98,7 @@ class Processes:
             stderr=errors,
             env=self._env,
             limit=LIMIT,
-            process_group=0,  # what the terminal sends is for the driver, also while this one imports
+            process_group=0,  # signals of the terminal are for the driver only
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -107,14 +107,14 @@ class Processes:
         return child
 
     async def stop(self) -> list[int]:
-        """Kill every process; returns those that they had started and that outlived them, killed as well."""
+        """Kill every process; return the ids of grandchildren that outlived them and were killed as well."""
         for process in reversed(self._children):
             if process.status is None:
                 await process.kill()
             else:
                 await process.close()
         left: list[int] = []
-        for _ in range(30):  # a worker's own child ends by itself, soon
+        for _ in range(30):  # a worker's own child soon ends by itself
             if not (left := _marked(self._mark)):
                 return left
             await asyncio.sleep(0.1)
@@ -125,7 +125,7 @@ class Processes:
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes that have a mark in their environment."""
+    """Return the ids of processes with the mark in their environment."""
     found, wanted = [], f"{MARK}={mark}".encode()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -135,9 +135,9 @@ def _marked(mark: str) -> list[int]:
 
 
 def end_with_driver() -> None:
-    """Let the driver decide what Ctrl-C means, and do not outlive it."""
+    """Ignore Ctrl-C, which the driver handles, and end when the driver ends."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if MARK in os.environ:  # the driver itself started this process, and not a daemon of another host
-        # A stopped process could not see that its driver has died.
+    if MARK in os.environ:  # the driver itself started this process, not a daemon such as sshd
+        # A stopped process could not notice the driver's death, so the kernel must kill it.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The JSON lines that the driver and its workers say to each other. A worker whose stdin ends, ends itself."""
+"""The JSON lines between the driver and its workers. A worker ends when its stdin is closed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from asynckv.version import VERSION
 
 
 class Setup(Struct, tag=True, kw_only=True):
-    """Who the worker is, and what it takes part in: the first line.
+    """The first line to a worker: its rank and the options of the run.
 
-    Without `keys` the control plane stays on this host. `env` does not replace what the worker has. The log is stderr
-    where `log` is None.
+    Without `keys` the control plane stays on this host. `env` does not replace variables that the worker already has.
+    If `log` is None, the worker logs to stderr.
     """
 
     version: str = VERSION
@@ -41,7 +41,7 @@ class Setup(Struct, tag=True, kw_only=True):
 
 
 class Ready(Struct, tag=True):
-    """The engine is up."""
+    """Report that the engine is up."""
 
     pid: int
     endpoint: Endpoint
@@ -58,22 +58,22 @@ class Work(Struct):
     params: dict[str, Any]
     chunk_tokens: int = 1
     chunks: list[int] = []
-    """Ids of the leading chunks, by which their tokens' pattern is known."""
+    """Ids of the leading chunks, which determine the pattern of their tokens."""
     arrival_s: float = 0.0
-    """When it comes, from the opening of the window, or came, if negative; open loop only."""
+    """Arrival in seconds from the opening of the window (negative if earlier); open loop only."""
 
 
 class Prepare(Struct, tag=True):
-    """Fill the blocks of what is lent later, and get ready to pull the others."""
+    """Fill the blocks of the requests to lend, and prepare to pull the others."""
 
     lent: list[Work]
     pulled: list[Work]
 
 
 class Do(Struct, tag=True):
-    """Do what needs no more words.
+    """Carry out a command without parameters.
 
-    `lend` what was filled: leases run from here on. `verify` what was pulled. `serve` the floor's reader, or `rest`
+    `lend` the filled requests; their leases start now. `verify` the pulled bytes. `serve` the floor's reader, or `rest`
     again. `stop`: drain, audit, report and end.
     """
 
@@ -85,7 +85,7 @@ class Done(Struct, tag=True):
 
 
 class Go(Struct, tag=True):
-    """Open the window: pull them with this many in flight, or, if that is 0, when each arrives."""
+    """Open the window: pull with this many in flight, or each request at its arrival if this is 0."""
 
     concurrency: int
 
@@ -95,9 +95,9 @@ class Outcome(Struct):
     error: str = ""
     reason: str = ""
     seconds: float = 0.0
-    """From its scheduled arrival in an open loop, else from the call of `pull`."""
+    """Seconds from the scheduled arrival in an open loop, otherwise from the call of `pull`."""
     late: float = 0.0
-    """How long after its scheduled arrival `pull` was called."""
+    """Seconds between the scheduled arrival and the call of `pull`."""
     num_bytes: int = 0
     planned: int = 0
     posted: int = 0
@@ -110,11 +110,11 @@ class Pulled(Struct, tag=True):
     lags: list[float]
     outcomes: list[Outcome]
     held: int = 0
-    """Blocks of failed pulls that something may still write."""
+    """Number of blocks of failed pulls that a transfer may still write."""
 
 
 class Verified(Struct, tag=True):
-    """What the comparison found, in bytes; `wanted` are those of the completed requests in all."""
+    """Report the comparison, in bytes; `wanted` is the total of the completed requests."""
 
     verified: int
     wanted: int
@@ -122,7 +122,7 @@ class Verified(Struct, tag=True):
 
 
 class Finish(Struct, tag=True):
-    """Wait until every lease of the wave is over."""
+    """Wait until every lease of the wave has ended."""
 
     patience_s: float
 
@@ -144,7 +144,7 @@ class Report(Struct, tag=True):
 
 
 class Opened(Struct):
-    """How to read this side's memory with nothing around it (`asynckv.tools.bench.floor`)."""
+    """Agent and layout by which the raw NIXL loop reads this side's memory (`asynckv.tools.bench.floor`)."""
 
     agent_name: str
     metadata: bytes
@@ -152,14 +152,14 @@ class Opened(Struct):
 
 
 class Measure(Struct, tag=True):
-    """Move the wave's requests again, out of the memory that was opened, with nothing around it."""
+    """Move the wave's requests again from the opened memory, by the raw NIXL loop."""
 
     opened: Opened
     concurrency: int
 
 
 class Sample(Struct, tag=True):
-    """A wave that was moved without the engine."""
+    """Report a wave that was moved without the engine."""
 
     ends: list[float]
     window_s: float
@@ -170,7 +170,7 @@ class Sample(Struct, tag=True):
 
 
 class Failed(Struct, tag=True):
-    """The worker cannot go on; `config` says that the input is to blame."""
+    """Report that the worker cannot continue; `config` is true if the input is the cause."""
 
     message: str
     config: bool
@@ -190,7 +190,7 @@ def encode(message: Command | Answer) -> bytes:
 
 
 class Pipe:
-    """A worker's end: its stdin, and what was its stdout."""
+    """The worker's end: its stdin, and its original stdout."""
 
     def __init__(self, reader: asyncio.StreamReader, stdout: int) -> None:
         self._reader, self._stdout = reader, stdout
@@ -202,12 +202,12 @@ class Pipe:
         return cls(reader, stdout)
 
     async def read(self) -> Command | None:
-        """Wait for a command; None when the driver is gone."""
+        """Wait for a command; return None when the driver is gone."""
         line = await self._reader.readline()
         return commands.decode(line) if line else None
 
     def write(self, answer: Answer) -> None:
-        """Answer; harmless without a driver. The driver reads all the time, so this does not wait for long."""
+        """Write an answer; no effect without a driver. The driver always reads, so this does not block for long."""
         data = encode(answer)
         with contextlib.suppress(OSError):
             while data:

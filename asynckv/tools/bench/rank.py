@@ -1,6 +1,6 @@
-"""What a worker process does: it is one rank of the prefill or the decode engine, under the driver's commands.
+"""A worker process: one rank of a prefill or decode engine, controlled by the driver's commands.
 
-Filling, poisoning and verifying happen in a thread and outside of the window.
+Filling, poisoning and verifying run in a thread and outside the window.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAG_S = 0.005
 
 
 class LagSampler:
-    """Measures how late the loop calls back, by a clock of its own: uvloop's stands still while the loop is busy."""
+    """Measure how late the loop calls back, by `perf_counter`: uvloop's clock stands still while the loop is busy."""
 
     def __init__(self, every_s: float = LAG_S) -> None:
         self.lags: list[float] = []
@@ -51,7 +51,7 @@ class LagSampler:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
-            # A stall that is still going on counts as well.
+            # A stall that still lasts counts as well.
             if (late := time.perf_counter() - self._due) > 0:
                 self.lags.append(late)
         return [round(x, 6) for x in self.lags]
@@ -90,10 +90,10 @@ class Worker:
         self.sampler.start()
 
     def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
-        """Write what is lent, and poison what is pulled."""
+        """Fill the lent blocks, and poison the blocks that are pulled into."""
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
         for work in lent:
-            # What requests share is written once.
+            # Blocks that requests share are written once.
             new = [
                 (first, [None if b in there else b for b in blocks])
                 for there, (first, blocks) in zip(filled, work.lists, strict=True)
@@ -109,11 +109,11 @@ class Worker:
         for work in self.works:
             self.engine.announce(f"decode-{work.number}", work.params, wait_s=self.options.timeout_s)
         with anyio.move_on_after(self.options.timeout_s):
-            while self.engine.statistics().gauges["pulls_unanswered"]:  # noqa: ASYNC110 - it has no event
+            while self.engine.statistics().gauges["pulls_unanswered"]:  # noqa: ASYNC110 - the engine has no event for it
                 await asyncio.sleep(0.001)
 
     async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
-        """Pull the wave: in a closed loop, or when each request arrives."""
+        """Pull the wave in a closed loop, or each request at its arrival."""
         if self.options.announced:
             await self.announce()
         garbage.settle()
@@ -135,7 +135,7 @@ class Worker:
             self.outcomes.append(await self._pull(work, time.perf_counter()))
 
     async def _arrive(self, start: float) -> None:
-        """Begin every pull at its time, however many are under way: who waits for nobody omits nothing."""
+        """Start every pull at its scheduled time, however many are in flight (no coordinated omission)."""
         loop = asyncio.get_running_loop()
         pulls: list[asyncio.Task[None]] = []
 
@@ -146,7 +146,7 @@ class Worker:
             pulls.append(loop.create_task(pull(work)))
 
         def keep_time() -> None:
-            # In a thread: the loop's own timers are late by up to a millisecond, which is more than a small pull.
+            # A thread keeps time, because the loop's timers are up to 1 ms late, which is longer than a small pull.
             for work in self.works:
                 ahead = start + work.arrival_s - time.perf_counter()
                 if self.stopping.wait(ahead) if ahead > 0 else self.stopping.is_set():
@@ -178,7 +178,7 @@ class Worker:
         )
 
     async def _returned(self) -> int:
-        """Wait until no failed pull's blocks can be written any more; how many still can be."""
+        """Wait until the failed pulls' blocks cannot be written; return the number of those that still can be."""
         held, self.held = self.held, []
         if held:
             await asyncio.wait([task for _, task in held], timeout=self.options.timeout_s)
@@ -245,11 +245,11 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
         layout = options.shape(setup.role).layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
         if (need := sum(m.length for m in layout.memories)) > (room := memory_available()):
             raise ConfigError(
-                f"{setup.engine_id} is to have a pool of {need:,} bytes, and its host has {room:,} of memory; lower "
+                f"{setup.engine_id} needs a pool of {need:,} bytes, but its host has {room:,} bytes of memory; lower "
                 f"--pool-mb or --concurrency"
             )
         keys = None
-        if setup.keys is not None:  # as engines read them
+        if setup.keys is not None:  # from files, as engines read them
             keys = KeysConfig(secret=write_pair(folder, "bench", setup.keys)[0], authorized=folder)
         pool = (CudaPool if options.memory == "cuda" else Pool)(layout, options.seed)
         engine = Engine(
@@ -283,12 +283,12 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
 async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
     try:
         await work
-    except Exception as exc:  # told to the driver, which ends the run
+    except Exception as exc:  # the driver ends the run
         pipe.write(p.Failed(f"the window failed: {exc!r}", False))
 
 
 async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
-    """Obey, until the driver says stop, or is gone: then there is no report."""
+    """Carry out commands until the driver says stop, and return the report; None if the driver is gone."""
     while (command := await pipe.read()) is not None:
         answer: p.Answer | None = None
         match command:
@@ -297,7 +297,7 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
             case p.Do("lend"):
                 worker.lend()
             case p.Go(concurrency):
-                # A task of its own: that the driver is gone must be heard while the window is open.
+                # The window is a task of its own, so that the loss of the driver is noticed while it is open.
                 worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
                 continue
             case p.Do("verify"):
@@ -316,6 +316,6 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
             case _:
                 assert_never(command)
         pipe.write(answer or p.Done(time.process_time()))
-    # The driver is gone: go.
+    # The driver is gone, so end the pulls that wait for their time.
     worker.stopping.set()
     return None

@@ -1,4 +1,4 @@
-"""A run's figures as data. How they read is said in `asynckv.tools.bench.report_text`."""
+"""The figures of a run as data. `asynckv.tools.bench.report_text` makes the printed report of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         if is_whole and not has_failed:
             completed += 1
             if not any(o.num_bytes for o in outcomes):
-                continue  # cached whole: an answer of the engine's own, not a transfer
+                continue  # cached whole: the engine answers without a transfer
             complete.append(max(o.seconds for o in outcomes))
             calls.append(max(o.seconds - o.late for o in outcomes))
         else:
@@ -108,7 +108,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
 def _warnings(experiment: Experiment) -> list[str]:
     try:
         small = experiment.small_pieces()
-    except AsyncKVError:  # the run says why there is no plan
+    except AsyncKVError:  # the run itself reports why there is no plan
         return []
     order = "asynckv plan shows every piece"
     if not all(side.order.endswith("hnd") for side in experiment.sides.values()):
@@ -117,7 +117,7 @@ def _warnings(experiment: Experiment) -> list[str]:
 
 
 def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, Any]:
-    """Say what was run: the options as they are, and what the others amount to."""
+    """Return the options that the report repeats, and values derived from the others."""
     options, model, work = experiment.options, experiment.model, experiment.workload
     return {
         **options.record(),
@@ -135,21 +135,21 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
         "engines": msgspec.to_builtins(experiment.engines),
         "arrivals": options.arrivals,
         "speed": options.speed or 1.0,
-        # These mean nothing without what they are about.
+        # These two apply only if the run has a floor, or shared prefixes.
         "rounds": floor.ROUNDS if options.floor else None,
         "prefix_cache": options.prefix_cache if work.chunks else None,
     }
 
 
 def is_good(report: dict[str, Any]) -> bool:
-    """Everything completed, every compared byte was right, and nothing leaked."""
+    """Return True if all requests completed, every compared byte was right, and no block leaked."""
     moved, wanted, verified = (report["bytes"][k] for k in ("moved", "wanted", "verified"))
     is_whole = report["requests"]["completed"] == report["config"]["requests"] and moved >= wanted
     return is_whole and not faults(report) and (report["config"]["verify"] != "full" or verified == wanted)
 
 
 def faults(report: Mapping[str, Any]) -> list[str]:
-    """Say what went wrong in a run: how often, and the messages about it."""
+    """Return the faults of a run: their counts and the messages about them."""
     requests, moved, blocks = report["requests"], report["bytes"], report["blocks"]
     counts = {
         "of {:,} requests failed".format(report["config"]["requests"]): requests["failed"],
@@ -163,7 +163,7 @@ def faults(report: Mapping[str, Any]) -> list[str]:
 
 
 def _prefix(workload: Workload, found: Measured, schedule: Sequence[Request]) -> dict[str, Any]:
-    """What the readers' modelled caches held, and what was lent to several requests at a time."""
+    """Report the hits of the modelled caches, and the blocks that were lent to several requests at a time."""
     tokens, hit = sum(r.tokens for r in schedule), sum(r.cached for r in schedule)
     return {
         "shared": bool(workload.chunks),
@@ -176,14 +176,14 @@ def _prefix(workload: Workload, found: Measured, schedule: Sequence[Request]) ->
 
 
 def quantiles(values: Sequence[float], **at: float) -> dict[str, float]:
-    """Name quantiles; zeros if there are no values."""
+    """Return quantiles by name; zeros if there are no values."""
     if not values:
         return dict.fromkeys(at, 0.0)
     return {name: float(np.quantile(values, q, method="higher")) for name, q in at.items()}
 
 
 def _errors(found: Measured) -> dict[str, int]:
-    """The first message of every reason, and how often it occurred."""
+    """Count the failures by reason; each reason has its first message."""
     first: dict[str, str] = {}
     failed = [outcome for outcomes in found.outcomes.values() for outcome in outcomes if outcome.error]
     return dict(Counter(first.setdefault(o.reason, f"{o.reason}: {o.error}"[:400]) for o in failed))

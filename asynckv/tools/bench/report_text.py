@@ -1,4 +1,4 @@
-"""How a run's report reads: the verdict in one line, then what was reached, how fast, at what cost, and what ran."""
+"""The printed report of a run: the verdict in one line, then throughput, latencies, costs and configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asynckv.tools.output import print_table
 
 
 class Part(NamedTuple):
-    """Rows that belong together: a name and a text each or, where there is a head, the cells of a table."""
+    """Rows that belong together: each a name and a text or, with a head, the cells of a table."""
 
     rows: Sequence[tuple[str, ...]]
     head: tuple[str, ...] = ()
@@ -93,11 +93,11 @@ def _reached(found: dict[str, Any]) -> Part:
 
 _HEAD = ("latency", "p50", "p90", "p99", "max")
 LEAST_P99 = 200
-"""Requests that a p99 takes: of fewer a hundredth is a single one, and the slowest says as much."""
+"""Requests that a p99 needs: of fewer, one in a hundred is a single request, which `max` shows already."""
 
 
 def _latencies(found: dict[str, Any]) -> Part:
-    """Say how long requests took, and under them how long each phase of a pull took on a rank."""
+    """Return the latencies of requests, and below them the time of each phase of a pull on a rank."""
     requests = found["requests"]
     number = requests["completed"] - requests["read_nothing"]
     if not number:
@@ -106,12 +106,12 @@ def _latencies(found: dict[str, Any]) -> Part:
     if found["config"]["arrivals"] != "closed":
         clocks.append(("from the call of pull", found["pull_s"]))
     rows = [(name, *(_seconds(q[at]) for at in _HEAD[1:])) for name, q in clocks]
-    # What none of the pulls did has no time: connections are made in the warm-up.
+    # Skip phases without time, such as handshakes, which the warm-up has done.
     for name, q in found["phases_s"].items():
         if q["p99"] and name != "release":
             rows.append((f"  {name}", _seconds(q["p50"]), "", _seconds(q["p99"]), ""))
     release = found["phases_s"]["release"]
-    rows.append(("release, after it", _seconds(release["p50"]), "", _seconds(release["p99"]), ""))
+    rows.append(("release (after the pull)", _seconds(release["p50"]), "", _seconds(release["p99"]), ""))
     if number < LEAST_P99:
         return Part([(*row[:3], *row[4:]) for row in rows], (f"latency ({number})", *_HEAD[1:3], *_HEAD[4:]))
     return Part(rows, _HEAD)
@@ -121,7 +121,7 @@ def _cost(found: dict[str, Any]) -> Part:
     lag, warmup, windows, it = found["loop_lag_s"], found["warmup"], found["windows"], found["schedule"]
     busy = f" (not quiet: above {floor.QUIET_S * 1e3:.0f} ms)" if lag["p99"] > floor.QUIET_S else ""
     several = f", in {windows['count']:,} measurement windows" if windows["count"] > 1 else ""
-    warm = "none: the latencies hold the first connections"
+    warm = "none: the latencies include the first connections"
     if found["config"]["warmup"]:
         slowest = _seconds(warmup["max_latency_s"])
         warm = f"slowest pull {slowest} (with the first connections), {warmup['failed']:,} failed; not in the figures"
@@ -161,13 +161,13 @@ def _run(found: dict[str, Any]) -> Part:
 
 def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
     whole = config["prompts_wholly_cached"]
-    cached = f"; {whole:,} of {config['requests']:,} are cached whole, so nothing of them is read" if whole else ""
+    cached = f"; {whole:,} of {config['requests']:,} are cached whole and read nothing" if whole else ""
     has_hit = config["prefix_cache"] is None and config["prefix_hit"] not in ("0", "0%")
     hit = f", prefix hit {config['prefix_hit']}" if has_hit else ""
     match config["arrivals"]:
         case "closed":
             load = f"{config['concurrency']} in flight"
-            # Every measurement window begins and ends with fewer.
+            # At the beginning and end of every measurement window, fewer requests are in flight.
             if (mean := windows["mean_in_flight"]) < 0.75 * config["concurrency"] and mean:
                 load = f"up to {load}, {mean:.1f} on average"
         case "trace":
@@ -177,15 +177,15 @@ def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
     engines = config["engines"]
     announced = "; announced: claims are granted before each measurement window opens" if config["announced"] else ""
     many = engines["prefill"] + engines["decode"] > 2
-    who = f"; engines: {Engines(**engines)}" if many else ""
+    several = f"; engines: {Engines(**engines)}" if many else ""
     return (
         f"{config['prompt_tokens']} tokens{hit}{cached}; {load}, blocks {config['block_order']}, seed "
-        f"{config['seed']}{who}{announced}"
+        f"{config['seed']}{several}{announced}"
     )
 
 
 def _seconds(value: float) -> str:
-    """Milliseconds, or microseconds where those would be 0.05 or 0.00."""
+    """Return a time in milliseconds, or in microseconds if it is below 0.1 ms."""
     return f"{value * 1e3:,.2f} ms" if value >= 1e-4 or not value else f"{value * 1e6:.1f} µs"
 
 

@@ -1,4 +1,4 @@
-"""The schedule: every request with its engines, its arrival, and what of it is cached. Made before anything runs."""
+"""The schedule: each request with its engines, its arrival and its cached tokens, all known before the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynckv.tools.bench.workload import Workload, cached_tokens
 
 
 class Place(NamedTuple):
-    """One engine: its role, and which one of that role."""
+    """One engine: its role, and its number within the role."""
 
     role: str
     number: int
@@ -35,7 +35,7 @@ class Engines:
         return place.role if is_alone else f"{place.role}-{place.number}"
 
     def route(self, number: int) -> tuple[Place, Place]:
-        """Who lends a request, and who pulls it."""
+        """Return the engine that lends a request, and the engine that pulls it."""
         return Place("prefill", number % self.prefill), Place("decode", number // self.prefill % self.decode)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Engines:
 
 
 def _times(workload: Workload, options: Options) -> list[float]:
-    """Seconds from the start of the schedule, ascending; all zero in a closed loop."""
+    """Return arrivals in seconds from the start of the schedule, ascending; all zero in a closed loop."""
     number = len(workload.prompt_tokens)
     if options.rate is not None:
         gaps = np.random.default_rng([options.seed, 2]).exponential(1 / options.rate, number)
@@ -52,7 +52,7 @@ def _times(workload: Workload, options: Options) -> list[float]:
         return [0.0] * number
     if len(workload.arrivals_s) != number:
         raise ConfigError(
-            f"--speed {options.speed:g} needs a --trace whose lines have a timestamp; without one, use --rate"
+            f"--speed {options.speed:g} needs a --trace with a timestamp in its lines; without one, use --rate"
         )
     return [t / options.speed for t in workload.arrivals_s]
 
@@ -68,10 +68,10 @@ class Request(NamedTuple):
 
 
 class PrefixCache:
-    """The decode side's prefix cache, as a model: which chunks of a prompt would be there already.
+    """A model of the decode side's prefix cache: it says which chunks of a prompt would be cached.
 
-    Least recently used chunks leave first, and of one prompt its end before its beginning. The model goes by the order
-    of the schedule, so it gives the same answer whatever the clock does.
+    The least recently used chunks are evicted first, and within a prompt its end before its beginning. The model
+    follows the order of the schedule, so its answers do not depend on the clock.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -82,12 +82,12 @@ class PrefixCache:
         return len(self._chunks)
 
     def num_cached(self, chunks: Sequence[Hashable]) -> int:
-        """Count the leading chunks of a prompt that are here."""
+        """Return how many leading chunks of a prompt are cached."""
         return next((n for n, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
 
     def use(self, chunks: Sequence[Hashable]) -> None:
-        """Hold a prompt's chunks as the most recently used; the oldest make room."""
-        # Its beginning is used last: whoever shares anything with it shares that.
+        """Make a prompt's chunks the most recently used, and evict the oldest."""
+        # The beginning is used last, because every prompt that shares a part of this one shares its beginning.
         for chunk in reversed(chunks):
             self._chunks[chunk] = None
             self._chunks.move_to_end(chunk)
@@ -113,5 +113,5 @@ def make_schedule(workload: Workload, options: Options, engines: Engines) -> lis
 
 
 def _held(number: int, tokens: int, chunks: Sequence[int], size: int) -> list[int | tuple[int, int]]:
-    """What a prompt puts into a cache: its chunks, and its own whole ones, which nobody else asks for."""
+    """Return the chunks that a prompt puts into a cache: shared ones, and whole ones of its own that no other uses."""
     return [*chunks, *((number, i) for i in range(len(chunks), max(len(chunks), tokens // size)))]

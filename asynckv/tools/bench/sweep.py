@@ -1,6 +1,6 @@
-"""Sweeps: the grid of runs that options span, each run in a process of its own, each a line of the table.
+"""Sweeps: a grid of runs over lists of options. Each run is a separate process and one line of the file.
 
-What one point leaves behind cannot touch the next, and every line's command repeats its point by itself.
+So no run affects the next one, and the command in each line repeats that run alone.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Status = Literal["good", "bad", "failed"]
 
 
 class Point(NamedTuple):
-    """One run of a grid: what follows `asynckv bench`, its place (option without dashes -> value), and all parameters.
+    """One run of a grid: its arguments, its place (option without dashes -> value), and all parameters.
 
-    The key is a digest of all parameters, defaults included: the same point has the same key in any sweep.
+    The key is a digest of all parameters, including defaults, so the same point has the same key in every sweep.
     """
 
     key: str
@@ -54,7 +54,7 @@ class Point(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The options that have several values, and all points; the last axis varies fastest."""
+    """The options with several values, and all points; the last axis varies fastest."""
 
     axes: dict[str, list[str]]
     points: list[Point]
@@ -66,9 +66,9 @@ class Grid(NamedTuple):
 
 
 def values(text: str) -> list[str]:
-    """Split a list: at semicolons if there are any, else at commas; it may end in its mark.
+    """Split a list at semicolons if there are any, otherwise at commas; a separator at the end is allowed.
 
-    Semicolons are for values that hold commas themselves: `128:0.8,8192:0.2;1024`, or `128:0.8,8192:0.2;` alone.
+    Semicolons are for values that contain commas: `128:0.8,8192:0.2;1024`, or `128:0.8,8192:0.2;` alone.
     """
     mark, name = (";", "semicolon") if ";" in text else (",", "comma")
     found = [x.strip() for x in text.split(mark)]
@@ -77,12 +77,12 @@ def values(text: str) -> list[str]:
     if not found[-1]:
         found.pop()
     if not all(found):
-        raise ConfigError(f"a value of the list is empty; take the extra {name} out")
+        raise ConfigError(f"a value of the list is empty; remove the extra {name}")
     return found
 
 
 def expand(command: Any, args: Sequence[str]) -> Grid:
-    """Make the grid that options span, of which each may have a list of values."""
+    """Return the grid of all combinations of the options' values."""
     given = _options(command, args)
     if (size := math.prod(map(len, given.values()))) > MOST_POINTS:
         raise ConfigError(f"the sweep has {size} points, more than {MOST_POINTS}; shorten a list")
@@ -91,7 +91,7 @@ def expand(command: Any, args: Sequence[str]) -> Grid:
     for chosen in product(*given.values()):
         pairs = dict(zip(given, chosen, strict=True))
         argv = [x for name, value in pairs.items() for x in (f"--{name}", value) if x is not None]
-        # Parsed and not run: wrong values are found before anything is measured.
+        # Parse every point first, so that wrong values are found before anything is measured.
         params = command.make_context("asynckv bench", list(argv)).params
         plain = {k: v for k, v in sorted(params.items()) if k not in OF_SINGLE_RUNS}
         key = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
@@ -103,7 +103,7 @@ def expand(command: Any, args: Sequence[str]) -> Grid:
 
 
 def _options(command: Any, args: Sequence[str]) -> dict[str, Sequence[str | None]]:
-    """Name every option without its dashes, with its values: None for a flag."""
+    """Return the values of every option by its name without dashes; a flag has the value None."""
     context = command.context_class(command, info_name="asynckv bench")
     found, left, order = command.make_parser(context).parse_args(list(args))
     if left:
@@ -113,7 +113,7 @@ def _options(command: Any, args: Sequence[str]) -> dict[str, Sequence[str | None
         flag, text = param.opts[0], found[param.name]
         name = flag.lstrip("-")
         if param.name in OF_SINGLE_RUNS:
-            raise ConfigError(f"{flag} is of single runs, not of sweeps, whose reports are the lines of --out")
+            raise ConfigError(f"{flag} is for single runs; the reports of a sweep are the lines of --out")
         if name in given:
             raise ConfigError(f"{flag} was given twice; an axis is one list, such as {flag} 1,16,64")
         try:
@@ -127,7 +127,7 @@ def _options(command: Any, args: Sequence[str]) -> dict[str, Sequence[str | None
 
 
 def target_of(out: str) -> Path:
-    """Name the table's file: FILE.jsonl, or sweep.jsonl in a directory."""
+    """Return the path of the results: FILE.jsonl, or sweep.jsonl in a directory."""
     if not out:
         raise ConfigError("--out is empty; give a FILE.jsonl or a directory")
     path = Path(out)
@@ -139,7 +139,7 @@ def target_of(out: str) -> Path:
 
 
 def judged(returncode: int, stdout: bytes, stderr: bytes) -> tuple[Status, str, dict[str, Any] | None]:
-    """Say what became of a point: status, the reason if it is not good, the report if there is one."""
+    """Return the result of a run: status, the reason if it is not good, and the report if there is one."""
     found: dict[str, Any] = {}
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         found = msgspec.json.decode(stdout, type=dict[str, Any])
@@ -154,7 +154,7 @@ def judged(returncode: int, stdout: bytes, stderr: bytes) -> tuple[Status, str, 
 
 
 def _measure(argv: Sequence[str]) -> tuple[int, bytes, bytes, bool]:
-    """Run one point: exit status, stdout, stderr, and whether Ctrl-C came; then it has ended in order."""
+    """Run one point; return exit status, stdout, stderr, and whether Ctrl-C came (the run then ended in order)."""
     command = [sys.executable, "-m", "asynckv", "bench", *argv, "--json", "-"]
     piped: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **piped) as process:
@@ -170,10 +170,10 @@ def _measure(argv: Sequence[str]) -> tuple[int, bytes, bytes, bool]:
 
 
 def run(journal: Journal, points: Sequence[Point], progress: Callable[[int, Point, int, Row | None], None]) -> bool:
-    """Run what the journal misses, in its order; returns whether Ctrl-C or SIGTERM ended it between lines.
+    """Run what the journal lacks, in its order; return True if Ctrl-C or SIGTERM ended it before the last run.
 
-    `progress` is called with the number of runs that are done, a point and its round: when it begins, and with its row
-    when that is written.
+    `progress` is called with the number of finished runs, a point and its round: when the run begins, and again with
+    its row when that is written.
     """
     by_key = {point.key: point for point in points}
     todo = journal.sweep.missing()
@@ -228,7 +228,7 @@ def result(row: Row) -> str:
 
 
 def show(sweep: Sweep, console: Console) -> None:
-    """Print a row per point, with medians over its rounds, and what became of those that were not good."""
+    """Print a row per point, with medians over its rounds, and the reasons of runs that were not good."""
     points, head = sweep.points(), sweep.head
     if not points:
         return
@@ -252,7 +252,7 @@ def show(sweep: Sweep, console: Console) -> None:
 
 
 def _rounds(runs: Sequence[int], head: Head) -> str:
-    """Say how many rounds the medians are of, where a sweep was interrupted not all."""
+    """Return the number of rounds behind the medians; an interrupted sweep lacks some."""
     total, absent = head.rounds, len(head.points) - len(runs)
     if min(runs) == total and not absent:
         return f"medians of {total} rounds"

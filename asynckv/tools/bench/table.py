@@ -1,8 +1,8 @@
-"""Files of results: sweeps, which can be gone on with, and reports that can be compared.
+"""Files of results: sweeps, which can be resumed, and reports, which can be compared.
 
-A sweep's file has a head, which says what is swept and where, and then a line per finished run, written in one piece
-and synced. A line that a crash tore off is cut away, and its run is measured again. The last head counts, and the last
-line of a point and round.
+A sweep's file has a head, which describes the grid and the machine, and one line per finished run. A line is written in
+one piece and synced. A line that a crash cut off is removed, and its run is measured again. The last head counts, and
+the last line of each point and round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Place(Struct, frozen=True):
 
 
 class Head(Struct, frozen=True, kw_only=True, tag="sweep", tag_field="kind"):
-    """What is swept, how often, on what."""
+    """The first line of a sweep: its grid, its rounds and its machine."""
 
     schema: str = SCHEMA
     command: str
@@ -45,7 +45,7 @@ class Head(Struct, frozen=True, kw_only=True, tag="sweep", tag_field="kind"):
 
 
 class Row(Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):
-    """One point, measured once. `bad`: it ran, and something failed, was wrong or leaked; `failed`: no report."""
+    """One run of one point. `bad`: it has a report with failures, wrong bytes or leaks; `failed`: no report."""
 
     key: str
     round: int
@@ -65,7 +65,7 @@ _decoder: msgspec.json.Decoder[Head | Row] = msgspec.json.Decoder(Head | Row)
 
 @dataclass(slots=True)
 class Sweep:
-    """The lines of a file; `torn` are bytes of a last one that was never finished."""
+    """The lines of a file; `torn` is the number of bytes in an unfinished last line."""
 
     heads: list[Head] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -76,11 +76,11 @@ class Sweep:
         return self.heads[-1]
 
     def latest(self) -> dict[tuple[str, int], Row]:
-        """The row that counts, per point and round."""
+        """Return the row that counts for each point and round."""
         return {(row.key, row.round): row for row in self.rows}
 
     def order(self) -> Iterator[tuple[int, str]]:
-        """All rounds and points as they are run: every second round backwards, so that drift falls on all alike."""
+        """Yield rounds and points in running order; every second round runs backwards, to spread drift evenly."""
         keys = [place.key for place in self.head.points]
         for number in range(1, self.head.rounds + 1):
             for key in keys if number % 2 else reversed(keys):
@@ -91,7 +91,7 @@ class Sweep:
         return [(number, key) for number, key in self.order() if (key, number) not in done]
 
     def points(self) -> list[Point]:
-        """Take the rounds of every place together that has any, in the grid's order."""
+        """Return the measured points with their rounds, in the grid's order."""
         rows: dict[str, list[Row]] = {}
         for row in sorted(self.latest().values(), key=lambda row: row.round):
             rows.setdefault(row.key, []).append(row)
@@ -99,18 +99,18 @@ class Sweep:
 
 
 class Point(NamedTuple):
-    """One place of the grid, measured."""
+    """One place of the grid with its rounds."""
 
     axes: dict[str, str]
     rows: list[Row]
 
     @property
     def faults(self) -> list[str]:
-        """Reasons of the rounds that were not good."""
+        """Return the reasons of the rounds that were not good."""
         return list(dict.fromkeys(f"{row.status}: {row.reason}" for row in self.rows if row.status != "good"))
 
     def interval(self, figure: Figure) -> Interval | None:
-        """Take a figure's rounds together; None where no report has it."""
+        """Return the median of a figure over the rounds; None if no report has it."""
         found = [v for row in self.rows if row.report and (v := figure.of(row.report)) is not None]
         return median_of(found) if found else None
 
@@ -120,9 +120,9 @@ def label(axes: Mapping[str, Any]) -> str:
 
 
 def read(data: bytes, name: str) -> Sweep:
-    """Read a sweep's file, or refuse what is none, is of another schema, or damaged before its end."""
+    """Read a sweep's file; refuse another kind of file, another schema, and damage before the last line."""
     if data[: len(BEGIN)] != BEGIN[: len(data)]:
-        raise ConfigError(f"{name}: is no sweep of schema {SCHEMA} (asynckv bench sweep writes them)")
+        raise ConfigError(f"{name}: is not a sweep of schema {SCHEMA}, as asynckv bench sweep writes it")
     *lines, torn = data.split(b"\n")
     sweep = Sweep(torn=len(torn))
     for number, line in enumerate(lines, 1):
@@ -138,7 +138,7 @@ def read(data: bytes, name: str) -> Sweep:
 
 
 class Journal:
-    """A sweep's file, open for one writer; it is made if it is not there."""
+    """A sweep's file, open for one writer; it is created if needed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._name = path, f"--out {path}"
@@ -161,7 +161,7 @@ class Journal:
             raise
 
     def begin(self, head: Head) -> None:
-        """Begin this sweep, or go on with it; another one, or one of another machine or version, is refused."""
+        """Begin or resume this sweep; refuse another grid, another machine or another version."""
         if self.sweep.heads:
             self._check(head)
             if self.sweep.head.rounds >= head.rounds:
@@ -170,7 +170,7 @@ class Journal:
         self.sweep.heads.append(head)
 
     def add(self, row: Row) -> None:
-        """Append a row; it is on the disk when this returns."""
+        """Append a row, and return when it is on disk."""
         self._append(row)
         self.sweep.rows.append(row)
 
@@ -179,13 +179,13 @@ class Journal:
 
     def _check(self, head: Head) -> None:
         old = self.sweep.head
-        remedy = "use another --out, or remove the file to begin anew"
+        remedy = "use another --out, or remove the file to start again"
         if [p.key for p in old.points] != [p.key for p in head.points]:
             raise ConfigError(f"{self._name}: holds another sweep ({old.command}); {remedy}")
         was, now = old.environment, head.environment
         if names := sorted(name for name in was.keys() | now if was.get(name) != now.get(name)):
             changes = ", ".join(f"{n} was {was.get(n, 'unknown')}, is {now.get(n, 'unknown')}" for n in names)
-            raise ConfigError(f"{self._name}: was begun elsewhere: {changes}; {remedy}")
+            raise ConfigError(f"{self._name}: was started in another environment: {changes}; {remedy}")
 
     def _append(self, line: Head | Row) -> None:
         data = _encoder.encode(line) + b"\n"
@@ -211,7 +211,7 @@ NUMBERS = (
 
 
 class Run(NamedTuple):
-    """One run: its parameters, its report, what to call it, and why it has no report."""
+    """One run: its parameters, its report, its name, and the reason if it has no report."""
 
     params: dict[str, Any]
     report: dict[str, Any]
@@ -225,7 +225,7 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Side:
-    """One side of a comparison; a run that failed has an empty report."""
+    """One side of a comparison; a failed run has an empty report."""
 
     name: str
     is_sweep: bool = True
@@ -238,7 +238,7 @@ class Side:
 
 
 def load(text: str) -> Side:
-    """Read one side: a report, a sweep, or a directory of them. What is unfinished is refused."""
+    """Read one side: a report, a sweep, or a directory of them; refuse an unfinished sweep."""
     side = Side(text)
     for path in _files(Path(text)):
         try:
@@ -256,13 +256,13 @@ def load(text: str) -> Side:
 
 
 def refuse_repeated(texts: Sequence[str]) -> None:
-    """Refuse a file that is given twice: its noise would be none, and the change as sure as anything."""
+    """Refuse a file that is given twice, because it would hide the noise, and make any change look certain."""
     seen: dict[Path, Path] = {}
     for path in (path for text in texts for path in _files(Path(text))):
         there = path.resolve()
         if there in seen:
             also = f" (as {seen[there]})" if seen[there] != path else ""
-            raise ConfigError(f"{path}: was given twice{also}; every file is one measurement, so name it once")
+            raise ConfigError(f"{path}: was given twice{also}; give each file once, because it is one measurement")
         seen[there] = path
 
 
@@ -282,7 +282,7 @@ def _report(data: bytes, path: Path) -> dict[str, Any]:
     except (*_MALFORMED, KeyError):
         raise ConfigError(f"{path}: is neither a report of asynckv bench nor a sweep") from None
     if schema != report.SCHEMA:
-        raise ConfigError(f"{path}: is of schema {schema}, and this asynckv compares {report.SCHEMA} and {SCHEMA}")
+        raise ConfigError(f"{path}: has schema {schema}, but this asynckv compares {report.SCHEMA} and {SCHEMA}")
     _check_shape(found, path)
     return found
 
@@ -299,7 +299,7 @@ def _add_sweep(side: Side, path: Path, found: Sweep) -> None:
     if missing := found.missing():
         total = len(found.head.points) * found.head.rounds
         raise ConfigError(
-            f"{path}: is unfinished, {total - len(missing)} of {total} runs are there; go on with: {found.head.command}"
+            f"{path}: is unfinished, with {total - len(missing)} of {total} runs; continue by: {found.head.command}"
         )
     for row in found.latest().values():
         if row.report is not None:
@@ -312,7 +312,7 @@ def _add_sweep(side: Side, path: Path, found: Sweep) -> None:
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Name every leaf of nested parameters by its dotted path."""
+    """Return every leaf of nested parameters by its dotted path."""
     if isinstance(value, Mapping):
         return {k: v for key, sub in value.items() for k, v in flat(sub, f"{name}.{key}".strip(".")).items()}
     return {name: json.dumps(value) if isinstance(value, list) else value}

@@ -1,4 +1,4 @@
-"""A worker process: the first line says what its environment is, so nothing that reads that is loaded before."""
+"""A worker process. The first line sets its environment, so modules that read the environment are loaded later."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from asynckv.version import VERSION
 
 
 def main() -> None:
-    """Hear commands on stdin and answer on stdout, until the driver says stop or is gone."""
-    # Libraries print to stdout as well: from here on that is stderr.
+    """Read commands from stdin and answer on stdout, until the driver says stop or is gone."""
+    # Libraries may print to stdout too, so from here on it is stderr.
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -33,11 +33,11 @@ def main() -> None:
         setup = msgspec.json.decode(line, type=p.Setup)
     except p.MALFORMED as exc:
         raise ConfigError(
-            f"this is no driver of asynckv {VERSION} ({exc}); a worker is started by asynckv bench --remote COMMAND of "
-            f"the same version, which talks to it"
+            f"stdin is not from a driver of asynckv {VERSION} ({exc}); start a worker by asynckv bench --remote "
+            f"COMMAND of the same version"
         ) from exc
     if setup.version != VERSION:
-        text = f"the worker is asynckv {VERSION}, and its driver {setup.version}; both have to be the same"
+        text = f"the worker is asynckv {VERSION}, but its driver is {setup.version}; install the same version on both"
         os.write(stdout, p.encode(p.Failed(text, True)))
         return
     for name, value in setup.env.items():

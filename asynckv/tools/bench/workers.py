@@ -1,4 +1,4 @@
-"""Workers as the driver sees them, on this machine, or elsewhere by what `--remote` starts."""
+"""Workers as the driver sees them: on this machine, or started elsewhere by `--remote`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END_S = 15.0
 
 
 class WorkerLost(Exception):
-    """A worker process ended before it was told to."""
+    """Raised if a worker process ended too early."""
 
 
 class Worker:
@@ -32,13 +32,13 @@ class Worker:
         self.name, self.is_lost, self._child = child.name, False, child
 
     def tell(self, command: p.Command) -> None:
-        """Send a command; harmless if the worker is lost."""
+        """Send a command; no effect if the worker is lost."""
         if not self.is_lost:
             with contextlib.suppress(ConnectionError, RuntimeError):
                 self._child.writer.write(p.encode(command))
 
     async def hear(self, kind: type[T], timeout_s: float) -> T:
-        """Wait for the answer to the last command, or raise `WorkerLost`, or what the worker says that it failed of."""
+        """Wait for the answer to the last command; raise `WorkerLost`, or the failure that the worker reports."""
         while True:
             try:
                 answer = await self._next(timeout_s)
@@ -49,17 +49,17 @@ class Worker:
                 raise ConfigError(answer.message) if answer.config else AsyncKVError(f"{self.name}: {answer.message}")
             if isinstance(answer, kind):
                 return answer
-            # Left over from a step that was given up because another worker died.
+            # Ignore an answer to a step that was abandoned because another worker died.
 
     async def end(self, within_s: float = END_S) -> None:
-        """Make sure that the process is gone; it may take so long to end in order."""
+        """End the process in order within this time, or kill it."""
         with contextlib.suppress(Failure):  # it was killed
             await self._child.end(within_s)
 
     async def _next(self, timeout_s: float) -> p.Answer:
         line = b""
         try:
-            with contextlib.suppress(ConnectionError):  # it had not read everything
+            with contextlib.suppress(ConnectionError):  # the worker had not read everything
                 line = await asyncio.wait_for(self._child.reader.readline(), timeout_s)
         except TimeoutError:
             raise WorkerLost(f"{self._child} did not answer within {timeout_s:.0f} s") from None
@@ -68,14 +68,14 @@ class Worker:
         try:
             return p.answers.decode(line)
         except p.MALFORMED as exc:
-            raise WorkerLost(f"{self.name} answered {line[:80]!r}, which cannot be understood: {exc}") from exc
+            raise WorkerLost(f"{self.name} answered {line[:80]!r}, which is not a valid answer: {exc}") from exc
 
 
 Workers = Mapping[Place, Sequence[Worker]]
 
 
 class Host:
-    """All workers of a run: names them, starts them, and sees them off."""
+    """All workers of a run: their names, their start and their end."""
 
     def __init__(self, experiment: Experiment, num_blocks: Mapping[str, list[int]]) -> None:
         self._experiment, self._options = experiment, experiment.options
@@ -86,7 +86,7 @@ class Host:
         self.workers: dict[Place, list[Worker]] = {place: [] for place in experiment.engines.places}
 
     async def start(self) -> Workers:
-        """Start all of them, and tell them who they are; they come up meanwhile."""
+        """Start all workers, and send each its setup; they get ready in the background."""
         for name, place, setup in self.setups:
             worker = Worker(await self._start(name, is_remote=self._is_remote(place.role)))
             self.workers[place].append(worker)
@@ -94,7 +94,7 @@ class Host:
         return self.workers
 
     async def end(self, within_s: float = END_S) -> None:
-        """End every worker; none is left."""
+        """End all workers."""
         await asyncio.gather(*(worker.end(within_s) for workers in self.workers.values() for worker in workers))
         await self._processes.stop()
         await asyncio.gather(*self._logs)
@@ -103,7 +103,7 @@ class Host:
         return self._options.remote is not None and role == "prefill"
 
     def _setups(self, num_blocks: Mapping[str, list[int]]) -> Iterator[tuple[str, Place, p.Setup]]:
-        """Name every rank of every engine, stage by stage."""
+        """Yield the name, place and setup of every rank, stage by stage."""
         experiment, options, keys = self._experiment, self._options, None
         if options.remote is not None:
             from asynckv.edges.zmq import make_pair
@@ -125,7 +125,7 @@ class Host:
                         bind=f"tcp://{experiment.hosts[place.role]}:0",
                         keys=keys,
                         env=self._env,
-                        # A log elsewhere is stderr of the command, which comes here.
+                        # A remote worker logs to stderr, which the command brings here.
                         log=None if self._is_remote(place.role) else options.log,
                     )
                     yield name, place, setup
@@ -144,7 +144,7 @@ class Host:
 
 
 async def _sort(errors: asyncio.StreamReader, log: Path) -> None:
-    """Append the log of a worker elsewhere to the one here; what else stands on its stderr is shown."""
+    """Append a remote worker's log lines to the local log; show everything else from its stderr."""
     with log.open("ab", buffering=0) as file:
         async for line in errors:
             (file if line.startswith(b"{") else sys.stderr.buffer).write(line)
@@ -152,7 +152,7 @@ async def _sort(errors: asyncio.StreamReader, log: Path) -> None:
 
 
 def _environment(experiment: Experiment) -> dict[str, str]:
-    """Make what is special about the environment of workers."""
+    """Return the environment variables that workers get in addition."""
     options, env = experiment.options, dict[str, str]()
     if options.transport == "tcp":
         env["UCX_TLS"] = "tcp,cuda_copy" if options.memory == "cuda" else "tcp"

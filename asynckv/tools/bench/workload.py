@@ -1,7 +1,7 @@
-"""Prompt lengths, what prompts have in common, and when a trace's requests arrived.
+"""Prompt lengths, shared prefixes, and the arrival times of a trace.
 
-Two prompts have a prefix in common where they name the same *chunks*: pieces of `chunk_tokens` tokens, each standing
-for all tokens before it as well, as `hash_ids` do in Mooncake's traces.
+Two prompts share a prefix if they name the same leading *chunks*: pieces of `chunk_tokens` tokens. As `hash_ids` do in
+Mooncake's traces, a chunk's id stands for its own tokens and all tokens before them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from asynckv.errors import ConfigError
 
-TRACE_CHUNK_TOKENS = 512  # that one of a trace's `hash_ids` stands for
+TRACE_CHUNK_TOKENS = 512  # per entry of a trace's `hash_ids`
 SHARED_CHUNK_TOKENS = 16
 
 _MOST_TOKENS = 1 << 30
@@ -29,7 +29,7 @@ class Workload:
     """The requests to send.
 
     `num_capped` prompts were shortened by `--max-prompt-tokens`. `chunks` are the ids of each request's leading chunks,
-    empty if nobody shares; `arrivals_s` is empty if nobody noted the times.
+    or empty if no prompts share any. `arrivals_s` is empty if the trace has no times.
     """
 
     source: str
@@ -52,15 +52,15 @@ class Workload:
         )
 
     def sharing(self, tokens: int, groups: int, seed: int) -> Workload:
-        """Let every prompt begin with one of so many prefixes of `tokens` tokens, drawn at random."""
+        """Begin every prompt with one of `groups` prefixes of `tokens` tokens, drawn at random."""
         if any(self.chunks):
             raise ConfigError(
-                "--shared-prefix was given with a trace whose hash_ids say already what its prompts share; leave it out"
+                "--shared-prefix was given, but the hash_ids of the trace already define the shared prefixes; omit it"
             )
         if not 1 <= tokens <= _MOST_TOKENS:
             raise ConfigError(f"--shared-prefix {tokens} is outside 1 ... {_MOST_TOKENS} tokens")
         if not 1 <= groups <= _MOST_TOKENS:
-            raise ConfigError(f"--shared-prefix {tokens}:{groups}: there are 1 ... {_MOST_TOKENS} prefixes")
+            raise ConfigError(f"--shared-prefix {tokens}:{groups}: the prefixes are outside 1 ... {_MOST_TOKENS}")
         size = math.gcd(tokens, SHARED_CHUNK_TOKENS)
         longest = min(tokens, max(self.prompt_tokens, default=0)) // size
         drawn = np.random.default_rng([seed, 1]).integers(0, groups, len(self.prompt_tokens)).tolist()
@@ -86,8 +86,8 @@ def drawn(spec: str, requests: int, seed: int) -> Workload:
         lo, hi = 0, 0
     if not 1 <= lo <= hi <= _MOST_TOKENS:
         raise ConfigError(
-            f"--prompt-tokens {spec!r} is neither a length such as 1024 nor a range such as 128:4096, nor a mix such "
-            f"as 128:0.8,8192:0.2 (1 ... {_MOST_TOKENS} tokens)"
+            f"--prompt-tokens {spec!r} is not a length such as 1024, a range such as 128:4096, or a mix such as "
+            f"128:0.8,8192:0.2 (1 ... {_MOST_TOKENS} tokens)"
         )
     if lo == hi:
         return Workload(f"fixed {lo}", (lo,) * requests)
@@ -118,8 +118,8 @@ def _mixed(spec: str, requests: int, seed: int) -> Workload:
 def traced(path: Path, requests: int | None) -> Workload:
     """Read the first requests of a trace in Mooncake's format: one JSON object per line.
 
-    `input_length` (or `prompt_tokens`) has to be there; `timestamp` (milliseconds) and `hash_ids` (one per 512 tokens,
-    the last one of what is left) may be.
+    `input_length` (or `prompt_tokens`) is required. `timestamp` (milliseconds) and `hash_ids` (one per 512 tokens, and
+    one for the remainder) are optional.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -136,7 +136,7 @@ def traced(path: Path, requests: int | None) -> Workload:
     times = [e.timestamp for e in entries if e.timestamp is not None]
     if times and len(times) < len(entries):
         line = next(e.line for e in entries if e.timestamp is None)
-        raise ConfigError(f"--trace {path} line {line}: has no timestamp, though others have; give all of them one")
+        raise ConfigError(f"--trace {path} line {line}: has no timestamp, but other lines have; give every line one")
     for (before, after), entry in zip(pairwise(times), entries[1:], strict=False):
         if after < before:
             raise ConfigError(
@@ -152,7 +152,7 @@ def traced(path: Path, requests: int | None) -> Workload:
 
 
 def cached_tokens(text: str, tokens: int) -> int:
-    """Return how many of a prompt's tokens are cached: a number (`512`), or a share (`50%`)."""
+    """Return the number of a prompt's cached tokens, given as a number (`512`) or a share (`50%`)."""
     try:
         share = float(text[:-1]) / 100 if text.endswith("%") else 0.0
         hit = int(tokens * share + 1e-6) if text.endswith("%") else int(text)
@@ -189,6 +189,6 @@ def _entry(path: Path, number: int, line: str) -> _Entry:
     if entry.hash_ids and len(entry.hash_ids) != (need := -(-entry.tokens // TRACE_CHUNK_TOKENS)):
         raise ConfigError(
             f"{where}: hash_ids has {len(entry.hash_ids)} entries, but {entry.tokens} tokens need {need}: one per "
-            f"{TRACE_CHUNK_TOKENS} tokens, and one for what is left"
+            f"{TRACE_CHUNK_TOKENS} tokens, and one for the remainder"
         )
     return msgspec.structs.replace(entry, line=number)

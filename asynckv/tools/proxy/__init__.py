@@ -1,4 +1,4 @@
-"""`asynckv proxy`: a small router of prefill and decode engines for OpenAI's clients.
+"""`asynckv proxy`: a small router between OpenAI clients and prefill and decode engines.
 
-Only `cli` is loaded without the extra `proxy`.
+Only `cli` can be imported without the extra `proxy`.
 """

@@ -1,21 +1,21 @@
-"""The engines behind the router: which are up, which has the least to do, and what their answers mean.
+"""The engines behind the router: which are up, which has the least work, and what their answers mean.
 
-Everything that an engine can do wrong becomes an `EngineFault` with one word, `why`:
+Every fault of an engine becomes an `EngineFault` with one word, `why`:
 
-- `unreachable`: no connection. The engine counts as down from then on, until its health says otherwise.
-- `lost`: the connection broke before the answer was whole.
+- `unreachable`: no connection. The engine counts as down until its health is good again.
+- `lost`: the connection broke before the answer was complete.
 - `overloaded`: status 429 or 503.
-- `kv_transfer_error`: a decode engine could not fetch the KV cache, and says so (vLLM does not: it `failed`).
-- `failed`: any other status from 500 on, or an answer with the `finish_reason` "abort": vLLM is about to end.
-- `garbage`: not what this API answers.
-- `silent`: it was asked twice in a row how it is, and has sent nothing at all meanwhile: it was stopped, its loop is
-  blocked, or its host is gone. One that refuses connections is not silent: it may be about to end, and finish its work.
-- `timeout`: no answer in time. To ask another would take as long again, so this is the last attempt.
+- `kv_transfer_error`: a decode engine reports that it could not fetch the KV cache (vLLM reports `failed` instead).
+- `failed`: any other status from 500 on, or an answer with the `finish_reason` "abort", because vLLM is about to end.
+- `garbage`: an answer that does not fit this API.
+- `silent`: two health checks in a row had no answer, and the engine sent nothing else: it was stopped, its loop is
+  blocked, or its host is gone. An engine that refuses connections is not silent, because it may be finishing its work.
+- `timeout`: no answer in time. Another engine might take as long again, so this is the last attempt.
 
-What an engine refuses for the client's fault (status 4xx) is no fault, and passed on as it is (`Refused`).
+An answer with status 4xx is the client's fault, and is passed on unchanged (`Refused`).
 
-Engines come and go (`sources`). A new one is looked at before it is used; one that is named no longer gets no new
-request, and is watched until it has finished what it has.
+Engines come and go (`sources`). A new one is checked before it is used. One that is no longer named gets no new
+requests, and is watched until it has finished its work.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from asynckv.tools.proxy.sources import Sources
 
 STATUS = {"unreachable": 503, "overloaded": 503, "timeout": 504, "silent": 504}
 UNHEARD = 2
-"""Looks at its health without a word from an engine, after which requests wait for it no longer."""
+"""Health checks without a sign of life from an engine, after which its requests end as `silent`."""
 NO_HOST = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 NEW = "not asked yet"
 PREAMBLE = re.compile(
     rb'event: response\.(created|queued|in_progress)\s|data: .*"delta": ?{"role": ?"\w+", ?"content": ?""}'
 )
-"""Events of `/v1/responses` and of chats that vLLM sends before it has begun."""
+"""Events of `/v1/responses` and of chats that vLLM sends before it begins to generate."""
 BLANK = (b"\n\n", b"\n\r\n")
 ABORTED = re.compile(rb'"finish_reason": ?"abort"')
-MOST_UNREAD = 2**16  # bytes of a stream, in search of its first event
+MOST_UNREAD = 2**16  # bytes of a stream in which its first event is searched
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long engines may take, in seconds; what for, the options of `asynckv proxy` say."""
+    """Time-outs and intervals of engines in seconds; the options of `asynckv proxy` explain them."""
 
     connect_s: float = 2.0
     prefill_s: float = 120.0
@@ -65,7 +65,7 @@ class Limits:
 
 
 class EngineFault(Refused):
-    """An engine did not do its part; another one may."""
+    """Raised if an engine fails at a request; another engine may succeed."""
 
     def __init__(self, engine: Engine, why: str, text: str) -> None:
         super().__init__(STATUS.get(why, 502), f"{engine} {text}", why)
@@ -73,7 +73,7 @@ class EngineFault(Refused):
 
 
 def _error_in(data: bytes) -> dict[str, Any] | None:
-    """The error that an answer or an event is, if it is one."""
+    """Return the error in an answer or an event; None if it is not an error."""
     if ABORTED.search(data):
         return {"code": 500}
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
@@ -96,13 +96,13 @@ def _code(error: Mapping[str, Any]) -> int:
 
 
 class Engine:
-    """One engine, as far as the router knows.
+    """One engine, as the router knows it.
 
     Attributes:
-        trouble: Why it is down; empty while it is up.
-        unheard: Looks at its health in a row, since it has sent anything; a part of an answer will do.
-        working: When to give up what it works on for us: never, unless it falls silent.
-        lends_once: Its params are not asynckv's: of several answers to one request, only the first may read by them.
+        trouble: The reason why it is down; empty while it is up.
+        unheard: Health checks in a row since it last sent anything, including a part of an answer.
+        working: The time-outs of its current requests; they expire only if it falls silent.
+        lends_once: True if its params are not asynckv's, so that only one of several answers to a request may read.
     """
 
     def __init__(self, role: str, url: str, faults: prometheus.Counter) -> None:
@@ -128,14 +128,14 @@ class Engine:
         self.trouble = trouble
 
     def not_heard(self) -> None:
-        """It did not say how it is: what waits for it ends as `silent`, if nothing else came since the last look."""
+        """Note a failed health check; requests end as `silent` if the engine sent nothing else since the last one."""
         if self.unheard >= UNHEARD:
             for limit in self.working:
                 if not limit.expired():
                     limit.reschedule(0)
 
     def fault(self, why: str, text: str) -> EngineFault:
-        """Count and log what it did wrong; raise what this returns."""
+        """Count and log a fault, and return the error to raise."""
         if why == "unreachable":
             self.found(text)
         self.faults.add(why)
@@ -149,21 +149,21 @@ class Engine:
         try:
             return msgspec.json.decode(data, type=dict[str, Any])
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            raise self.fault("garbage", f"answered with what is no JSON object: {exc}") from exc
+            raise self.fault("garbage", f"did not answer with a JSON object: {exc}") from exc
 
     def refusal(self, status: int, data: bytes) -> Refused:
-        """Say what an answer other than 200 means."""
+        """Return the error that an answer other than 200 means."""
         said, error = data[:1000].decode(errors="replace"), _error_in(data) or {}
         if 400 <= status < 500 and status != 429:
             reason = str(error.get("message", said))[:300]  # for the log; the client gets the answer itself
-            return Refused(status, f"{self} refused it with status {status}: {reason}", body=data)
+            return Refused(status, f"{self} refused the request with status {status}: {reason}", body=data)
         if error.get("type") == "kv_transfer_error":
             return self.fault("kv_transfer_error", f"could not fetch the KV cache: {said}")
         why = "overloaded" if status in (429, 503) else "failed" if status >= 500 else "garbage"
         return self.fault(why, f"answered with status {status}: {said}")
 
     async def first_event(self, answer: aiohttp.ClientResponse) -> bytes:
-        """Read at least the first event of a stream: vLLM sends status 200 before it knows whether a request fails."""
+        """Read at least the first event of a stream, because vLLM sends status 200 before it knows of an error."""
         found, event = b"", b""
         if answer.content_type == "text/event-stream":
             while not event and len(found) < MOST_UNREAD and (piece := await answer.content.readany()):
@@ -178,7 +178,7 @@ class Engine:
         return found
 
     def failed_at_end(self, end: bytes) -> Refused | None:
-        """Say which error a stream has ended with, if it has: the client got it, and log and metrics have to."""
+        """Return the error that ended a stream, if any. The client has it, but log and metrics need it too."""
         events = [
             event for event in end.replace(*BLANK[::-1]).split(BLANK[0]) if event.strip() not in (b"", b"data: [DONE]")
         ]
@@ -191,18 +191,18 @@ class Engines:
     def __init__(self, sources: Sources, limits: Limits, metrics: Any) -> None:
         labels = ["role", "engine"]
         self._faults = prometheus.Counter(
-            "pd_proxy_engine_faults", "What engines did wrong.", [*labels, "why"], registry=metrics
+            "pd_proxy_engine_faults", "Faults of engines.", [*labels, "why"], registry=metrics
         )
-        self._up = prometheus.Gauge("pd_proxy_engine_up", "Said that it is well.", labels, registry=metrics)
+        self._up = prometheus.Gauge("pd_proxy_engine_up", "1 if the engine is up.", labels, registry=metrics)
         self._outstanding = prometheus.Gauge(
-            "pd_proxy_engine_outstanding", "Requests that it works on for us.", labels, registry=metrics
+            "pd_proxy_engine_outstanding", "Requests in flight at the engine.", labels, registry=metrics
         )
         self._known: dict[tuple[str, str], Engine] = {}
         self._sources, self._limits, self._turn = sources, limits, itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Engines:
-        # vLLM closes connections that were idle for 5 s; to use one again at that very moment would lose a request.
+        # vLLM closes connections after 5 idle seconds; reusing one at that moment would lose a request.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
         self.session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         await self._refresh()
@@ -229,7 +229,7 @@ class Engines:
                 log.exception("refresh_failed")
 
     async def _refresh(self) -> None:
-        """Take up engines that are new, and leave those that are named no longer."""
+        """Add new engines, and drop those that are no longer named."""
         named = await self._sources.look()
         new = {key: Engine(*key, self._faults) for key in named if key not in self._known}
         await asyncio.gather(*map(self._look, new.values()))
@@ -237,7 +237,7 @@ class Engines:
         for key, engine in self._known.items():
             if engine.is_named and key not in named:
                 log.info("engine_removed", role=engine.role, engine=engine.url, outstanding=engine.outstanding)
-            engine.is_named = key in named  # one that comes back still has the work that it had
+            engine.is_named = key in named  # an engine that returns still has its earlier work
         for engine in new.values():
             self._spawn(self._watch(engine))
 
@@ -257,10 +257,10 @@ class Engines:
                 engine.unheard = 0
                 engine.found("" if answer.status == 200 else f"its health is status {answer.status}")
                 engine.is_late = False
-        except Exception as exc:  # whatever it is: one engine must not end the watching
+        except Exception as exc:  # no error of one engine may end the watching
             was_late, engine.is_late = engine.is_late, isinstance(exc, TimeoutError)
             if was_late or engine.trouble or not engine.is_late:  # a single late answer may be chance
-                engine.found(str(exc) or "did not say in time how it is")
+                engine.found(str(exc) or "its health check had no answer in time")
             if engine.is_late or getattr(exc, "errno", None) in NO_HOST:
                 engine.not_heard()
             else:
@@ -270,7 +270,7 @@ class Engines:
         return [engine for engine in self._known.values() if engine.role == role and engine.is_named]
 
     def states(self) -> dict[str, list[dict[str, Any]]]:
-        self._up.clear()  # of engines that are no more, nothing is said
+        self._up.clear()  # removed engines must not be reported
         self._outstanding.clear()
         told: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
         for it in (it for role in told for it in self.of(role)):
@@ -280,7 +280,7 @@ class Engines:
         return told
 
     def is_up(self, role: str, avoid: Collection[str] = ()) -> bool:
-        """Whether an engine of this role is up, other than those to avoid."""
+        """Return True if an engine of this role is up, except those to avoid."""
         return any(not engine.trouble and engine.url not in avoid for engine in self.of(role))
 
     def up(self, role: str) -> list[Engine]:
@@ -290,7 +290,7 @@ class Engines:
         raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
 
     def choose(self, role: str, avoid: Collection[str]) -> Engine:
-        """Take the one with the least to do of those that are up; one to avoid only if there is no other."""
+        """Return the living engine with the fewest requests; one to avoid only if there is no other."""
         chosen = min(self.up(role), key=lambda engine: (engine.url in avoid, engine.outstanding, engine.last_turn))
         chosen.last_turn = next(self._turn)
         return chosen
@@ -299,7 +299,7 @@ class Engines:
     async def ask(
         self, engine: Engine, path: str, headers: Mapping[str, str], body: Any, **within: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask an engine, for an answer with status 200; to leave before its end closes the connection."""
+        """Ask an engine for an answer with status 200; leaving before the answer ends closes the connection."""
         timeout = aiohttp.ClientTimeout(**within, sock_connect=self._limits.connect_s)
         url = engine.url + path
         method, data = ("GET", None) if body is None else ("POST", io.BytesIO(msgspec.json.encode(body)))
@@ -317,7 +317,7 @@ class Engines:
             raise engine.fault("unreachable", f"cannot be reached: {exc}") from exc
         except TimeoutError as exc:
             if limit.expired():
-                raise engine.fault("silent", "sends nothing, and does not say how it is") from exc
+                raise engine.fault("silent", "sends nothing, not even to health checks") from exc
             raise engine.fault("timeout", "did not answer in time") from exc
         except aiohttp.ClientError as exc:
             raise engine.fault("lost", f"was lost: {exc or type(exc).__name__}") from exc

@@ -1,21 +1,21 @@
-"""One request of a client becomes two: a prefill, and a decode.
+"""The router turns each request of a client into two: a prefill and a decode.
 
 To its clients the router looks like one engine. A prefill engine computes the prompt and one token, and answers with
-`kv_transfer_params`, which say where the KV cache lies; a decode engine gets the request as the client wrote it, with
-these params, fetches the KV cache, and generates. What it answers is passed on unchanged, piece by piece as it comes.
+`kv_transfer_params`, which locate the KV cache. A decode engine gets the client's request with these params, fetches
+the KV cache, and generates. Its answer is passed on unchanged, piece by piece as it arrives.
 
-The router keeps nothing but counts. What can go wrong is settled in one loop, `Router._route`:
+The router stores only counts. One loop, `Router._route`, handles all faults:
 
-- Until the first piece was passed on, nothing is lost: if an engine cannot be reached, dies, falls silent, or answers
-  with an error of its own, the request is tried again, elsewhere if there is an elsewhere. Params are good for one use:
-  they outlive a decode engine that was not reached at all; after anything else the prompt is computed anew.
-- A request that two engines were lost with may be what kills them. It is not tried on a third.
-- Where no prefill is to be had, or none can be shared (`CAUSES`), a decode engine computes the prompt itself.
-- After the first piece, the client hears of an error as the last event of its stream; also when the router is stopped.
-  No other engine goes on with it: two engines need not say the same.
-- A client that leaves cancels its handler. That closes the connection to the engine, which is how engines are told.
+- Until the first piece was passed on, a request can be retried: if an engine is unreachable, dies, falls silent or
+  answers with an error, another engine is tried if there is one. Params are good for one use. They can be reused only
+  if the decode engine was not reached at all; after any other fault the prompt is computed again.
+- If two engines were lost with a request, the request may be the cause, so it is not tried on a third.
+- If no prefill is available or its KV cache cannot be used (`CAUSES`), a decode engine computes the prompt itself.
+- After the first piece, the client gets an error as the last event of its stream, also when the router stops. No other
+  engine continues the stream, because two engines may generate different text.
+- A client that disconnects cancels its handler. This closes the connection to the engine, which tells the engine.
 
-Whatever speaks HTTP and passes `kv_transfer_params` in vLLM's way will do as an engine.
+An engine can be any server that speaks HTTP and passes `kv_transfer_params` as vLLM does.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from asynckv.tools.proxy.sources import Sources
 
 RESPONSES = "/v1/responses"
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options", "n", "best_of"}
-"""What a request may say of its generation that does not go with one token in one piece."""
-OF_HOSTS = {"kv_transfer_params", "ec_transfer_params"}  # never a client's
+"""Fields of a request that contradict a prefill, which generates one token in one piece."""
+OF_HOSTS = {"kv_transfer_params", "ec_transfer_params"}  # a client must not set these
 LOOKED_AT = {"stream", "previous_response_id", "background", "n", "best_of", "use_beam_search", "echo", "logprobs"}
 LOOKED_AT |= {"prompt_logprobs"}
 """Fields of a request that the router decodes, each a `SCALAR`."""
@@ -50,34 +50,34 @@ SCALAR = msgspec.json.Decoder(str | float | bool | None)
 MAX_FIELDS = 1000
 PASSED_ON = ("Authorization", "traceparent", "tracestate")
 RANK = "X-data-parallel-rank"
-"""vLLM's header: which data-parallel rank of the engine that gets it serves the request."""
+"""vLLM's header that selects the data-parallel rank of the engine that gets it."""
 CAUSES = ["no_prefill_engine", "prefill_failed", "transfer_failed", "no_params", "n", "prompts", "beam_search"]
 CAUSES += ["prompt_logprobs"]
-"""Why a decode engine computes a prompt itself: docs/deploy.md has a table."""
+"""Causes for which a decode engine computes a prompt itself; docs/deploy.md has a table."""
 LOST = {"lost", "silent"}
 OF_TRANSFER = {"kv_transfer_error", "failed"}
-"""Faults of decode engines that may come of the KV cache; vLLM does not say whether they do."""
+"""Faults of decode engines that the KV cache may have caused; vLLM does not report whether it did."""
 GRACE_S = 0.5
-"""After the drain, for writing the errors in which it ends; what is no completion (/metrics) has no longer either."""
-MAX_NAMED = 8  # requests that `/health/ready` names
-END = 16384  # bytes of a stream, in which an error is looked for
+"""Time after the drain to write its errors; other requests (such as /metrics) also get only this long."""
+MAX_NAMED = 8  # requests that `/health/ready` lists
+END = 16384  # last bytes of a stream, which are searched for an error
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 log = structlog.get_logger()
 
 
 class Job:
-    """One request of a client, on its way.
+    """One request of a client in flight.
 
     Attributes:
-        headers: What engines are told: the client's credentials and trace, and the id that all logs have in common.
-        body: Its fields as they came, and `asked`: those that are `LOOKED_AT`.
-        params: Where the KV cache lies, and `lender`, the prefill engine that has said so.
-        heard: When the engine was asked, or something came of it last.
-        failure: The error that the engine's stream has ended with.
-        avoid: URLs of engines that have failed it, and `lost`: of those that were lost while they worked on it.
-        limit: When the router ends it; never, as long as the router runs.
-        notes: For the log.
+        headers: Headers for engines: the client's credentials and trace, and the request id of all logs.
+        body: The fields of the request as they came; `asked` has those that are `LOOKED_AT`.
+        params: Location of the KV cache, as given by the prefill engine `lender`.
+        heard: Time at which the engine was asked, or last sent something.
+        failure: The error that ended the engine's stream.
+        avoid: URLs of engines that failed the request; `lost` has those that were lost while they worked on it.
+        limit: Time-out of the request; it expires only while the router stops.
+        notes: Fields for the log.
     """
 
     def __init__(self, request: web.Request, ends: float | None = None) -> None:
@@ -106,7 +106,7 @@ class Job:
         self.hears()
 
     def hears(self) -> None:
-        """Take note that something came, or begins."""
+        """Note that data came, or that a step begins."""
         self.heard, self.is_waiting = time.monotonic(), False
 
     def seen(self) -> dict[str, Any]:
@@ -116,11 +116,11 @@ class Job:
 
 
 class Name(str):
-    """The name of a field. As a type of its own, msgspec lets `fields` count it."""
+    """The name of a field, as a separate type, so that msgspec lets `fields` count the names."""
 
 
 def fields(data: bytes) -> dict[str, Any]:
-    """Read an object without `OF_HOSTS`, and no value: as Python's they may take thirty times as much."""
+    """Read an object without `OF_HOSTS`; values stay raw, because Python objects may be thirty times as large."""
     count = itertools.count(1)
 
     def counted(kind: type, name: str) -> Name:
@@ -133,31 +133,31 @@ def fields(data: bytes) -> dict[str, Any]:
 
 
 def _is_one(prompt: bytes) -> bool:
-    """Whether a prompt is a text, tokens, or a list of one of these."""
+    """Return True if a prompt is a text, tokens, or a list of one of these."""
     if not prompt.startswith(b"[") or prompt.translate(None, b"-0123456789, \t\r\n") == b"[]":
         return True
-    with contextlib.suppress(msgspec.ValidationError):  # raised at the second
+    with contextlib.suppress(msgspec.ValidationError):  # raised at the second prompt
         return bool(msgspec.json.decode(prompt, type=tuple[msgspec.Raw]))
     return False
 
 
 def why_alone(job: Job) -> str:
-    """The cause for which no engine can be handed the KV cache of a request; empty if one can."""
+    """Return the cause why a request cannot use a transferred KV cache; empty if it can."""
     asked = job.asked
     prompts = [bytes(job.body.get(name, b"null")) for name in ("prompt", "prompt_embeds")]
     if prompts.count(b"null") == 0 or not all(map(_is_one, prompts)):
         return "prompts"
     if asked.get("use_beam_search"):
         return "beam_search"
-    # For a chat, vLLM takes `top_logprobs`, which is 0 if left out.
+    # For a chat, vLLM uses `top_logprobs`, which is 0 by default.
     is_echo = asked.get("echo") and ("messages" in job.body or asked.get("logprobs") is not None)
     return "prompt_logprobs" if is_echo or asked.get("prompt_logprobs") is not None else ""
 
 
 class Router:
-    """Carries requests to engines, and answers to clients.
+    """Carry requests to engines, and answers to clients.
 
-    The options are those of `asynckv proxy`. A request that has waited for an engine for `warn_s` is named in the log.
+    The options are those of `asynckv proxy`. A request that has waited for an engine for `warn_s` is logged.
     """
 
     def __init__(
@@ -184,15 +184,15 @@ class Router:
         self.engines = Engines(Sources(prefill, decode, file), self._limits, self._registry)
         at: dict[str, Any] = {"registry": self._registry}
         self._answered = prometheus.Counter("pd_proxy_requests", "Requests ended.", ["path", "status"], **at)
-        self._retried = prometheus.Counter("pd_proxy_retries", "Further attempts, by why.", ["why"], **at)
+        self._retried = prometheus.Counter("pd_proxy_retries", "Further attempts, by reason.", ["why"], **at)
         self._decode_only = prometheus.Counter(
-            "pd_proxy_decode_only", "Requests that a decode engine is to compute whole, by why.", ["cause"], **at
+            "pd_proxy_decode_only", "Requests that a decode engine computes alone, by cause.", ["cause"], **at
         )
         for cause in CAUSES:
             self._decode_only.labels(cause)
-        text = "Until prefill, first event, end."
+        text = "Seconds until prefill, first event and end."
         self._seconds = prometheus.Histogram("pd_proxy_seconds", text, ["until"], buckets=BUCKETS, **at)
-        self._in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests under way.", **at)
+        self._in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests in flight.", **at)
         self._jobs: set[Job] = set()
         self._ends: float | None = None
 
@@ -219,7 +219,7 @@ class Router:
             await asyncio.wait([warning])
 
     async def _warn(self) -> None:
-        """Name once each request that waits for long. Answers in one piece take as long as they take."""
+        """Log each request once if it waits for long, except for an answer in one piece, which has no time limit."""
         while True:
             await asyncio.sleep(min(1.0, self._warn_s / 2))
             for job in self._jobs:
@@ -229,7 +229,7 @@ class Router:
                     log.warning("request_waits", role=engine.role, trouble=engine.trouble, **job.seen())
 
     async def _drain(self, app: web.Application) -> None:
-        """Wait for what is under way, and end what takes too long; nothing new arrives any more."""
+        """Wait for requests in flight, and end those that take too long; no new ones arrive."""
         self.end_within(self._drain_s)
         if tasks := [job.task for job in self._jobs if job.task is not None]:
             await asyncio.wait(tasks, timeout=self._drain_s + GRACE_S)
@@ -237,7 +237,7 @@ class Router:
     def end_within(self, seconds: float) -> None:
         self._ends = asyncio.get_running_loop().time() + seconds
         for job in self._jobs:
-            with contextlib.suppress(RuntimeError):  # it has come to its end already, and is only writing
+            with contextlib.suppress(RuntimeError):  # the request has ended already, and is only writing
                 job.limit.reschedule(self._ends)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -267,9 +267,9 @@ class Router:
             try:
                 async with job.limit:
                     job.body = await self._read(job)
-                    # A client that does not send its body takes no place.
+                    # A request counts only once its body is here.
                     if sum(bool(it.body) for it in self._jobs) > self._max_requests:
-                        raise Refused(503, f"{self._max_requests} requests are under way already", "overloaded")
+                        raise Refused(503, f"{self._max_requests} requests are already in flight", "overloaded")
                     response = await self._route(job)
                 status = response.status
                 if job.failure is not None:
@@ -295,13 +295,13 @@ class Router:
                 log.info("request", path=job.path, status=status, **job.notes)
 
     async def _read_body(self, job: Job) -> bytes:
-        """Read a body. What it holds is counted until its request ends, because a further attempt needs it."""
+        """Read a body, and count its bytes until the request ends, because a further attempt needs the body."""
         body = bytearray()
         async for piece in job.request.content.iter_any():
             if len(body) + len(piece) > self._max_body_mib * 2**20:
                 raise Refused(413, f"the body is larger than {self._max_body_mib:g} MiB")
             if self._body_bytes + len(piece) > self._max_bodies_mib * 2**20:
-                raise Refused(503, f"bodies of requests hold {self._max_bodies_mib:g} MiB already", "overloaded")
+                raise Refused(503, f"bodies of requests already hold {self._max_bodies_mib:g} MiB", "overloaded")
             body += piece
             job.body_bytes += len(piece)
             self._body_bytes += len(piece)
@@ -311,7 +311,7 @@ class Router:
         try:
             async with asyncio.timeout(self._body_s):
                 data = await self._read_body(job)
-            data.decode()  # what is not looked at may hold other bytes
+            data.decode()  # fields that are not decoded could hold bytes that are not UTF-8
             body = fields(data)
             job.asked = {name: SCALAR.decode(body[name]) for name in LOOKED_AT & body.keys()}
             if (extra := bytes(body.get("vllm_xargs", b""))).startswith(b"{"):
@@ -319,36 +319,36 @@ class Router:
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {self._body_s:g} s") from None
         except (msgspec.MsgspecError, web.RequestPayloadError, ValueError, RecursionError) as exc:
-            raise Refused(400, f"the body is no JSON object: {exc}") from None
+            raise Refused(400, f"the body is not a JSON object: {exc}") from None
         if not isinstance(job.asked.get("stream"), bool | None):
             raise Refused(400, "stream is neither true nor false")
         if job.asked.get("previous_response_id") or job.asked.get("background"):
-            what = "previous_response_id and background need the one engine that keeps a response"
+            what = "previous_response_id and background need the engine that keeps the response"
             raise Refused(400, f"{what}; send the whole conversation as input")
         return body
 
     async def _route(self, job: Job) -> web.StreamResponse:
-        """Have a request prefilled and decoded, by other engines if need be."""
+        """Have a request prefilled and decoded, and retry with other engines if needed."""
         if cause := why_alone(job):
             self._leave_alone(job, cause)
         spent = 0
         for job.notes["attempts"] in itertools.count(1):
             try:
                 if job.lender is None and not job.is_alone:
-                    self.engines.up("decode")  # or the prefill would be for nothing
+                    self.engines.up("decode")  # otherwise the prefill would be wasted
                     await self._prefill(job)
                 return await self._decode(self.engines.choose("decode", job.avoid), job)
             except EngineFault as fault:
                 why, engine = fault.why, fault.engine
                 job.lost |= {engine.url} if why in LOST else set()
                 if len(job.lost) > 1:
-                    others = "another engine was lost with this request before, and a third is not tried"
+                    others = "another engine was lost with this request before, so a third is not tried"
                     raise EngineFault(engine, why, f"{fault.text}; {others}") from fault
                 job.avoid |= {engine.url} if why != "kv_transfer_error" else set()
-                # Nothing was sent to an engine that is unreachable, and the others are still to be tried.
+                # Nothing was sent to an unreachable engine, so this attempt is free if there are others to try.
                 is_free = why == "unreachable" and self.engines.is_up(engine.role, job.avoid)
                 spent += not is_free
-                # Where it can be computed without those that failed, that is one attempt more.
+                # If a decode engine can compute the prompt instead, that is one more attempt.
                 is_of_transfer = engine.role == "prefill" or (why in OF_TRANSFER and job.params is not None)
                 is_last = not is_free and (spent >= self._attempts or why == "timeout")
                 if job.stream is not None or (is_last and not (is_of_transfer and self._is_computed)):
@@ -357,13 +357,13 @@ class Router:
                 if why in OF_TRANSFER and job.lender is not None:
                     job.avoid.add(job.lender.url)
                 if why != "unreachable" or engine is job.lender:
-                    job.lender = job.params = None  # they may be used up
+                    job.lender = job.params = None  # the params may be used up
                 if is_last:
                     self._leave_alone(job, "prefill_failed" if engine.role == "prefill" else "transfer_failed")
         raise AssertionError
 
     def _leave_alone(self, job: Job, cause: str) -> None:
-        """Have a decode engine compute the prompt, too."""
+        """Let a decode engine compute the prompt too."""
         job.is_alone, job.lender, job.params = True, None, None
         job.notes["decode_only"] = cause
         self._decode_only.labels(cause).inc()
@@ -389,7 +389,7 @@ class Router:
         self._passed("prefill", job)
         if not params or not isinstance(params, dict):
             return self._leave_alone(job, "no_params")
-        # Each of several answers reads. An owner that is not asynckv's may free the blocks after the first read.
+        # Several answers read several times, but an owner other than asynckv may free the blocks after the first read.
         engine.lends_once = "asynckv" not in params
         if is_shared and engine.lends_once:
             return self._leave_alone(job, "n")
@@ -399,7 +399,7 @@ class Router:
         job.asks(engine)
         body = job.body | ({"kv_transfer_params": job.params} if job.params else {})
         is_stream = job.asked.get("stream")
-        silence_s = self._limits.silence_s if is_stream else None  # an answer in one piece takes as long as it takes
+        silence_s = self._limits.silence_s if is_stream else None  # an answer in one piece has no limit
         rank = {RANK: job.request.headers[RANK]} if RANK in job.request.headers else {}
         async with self.engines.ask(engine, job.path, job.headers | rank, body, sock_read=silence_s) as answer:
             headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
@@ -413,7 +413,7 @@ class Router:
             try:
                 await response.prepare(job.request)
                 job.stream = response
-                rest = b""  # half an event: the client never gets it if the engine fails
+                rest = b""  # half an event, which the client must not get if the engine fails
                 while piece:
                     engine.unheard = 0
                     job.hears()
@@ -427,7 +427,7 @@ class Router:
                 await response.write(rest)
                 await response.write_eof()
             except ConnectionError as exc:
-                raise asyncio.CancelledError from exc  # the client has left, as if aiohttp had noticed first
+                raise asyncio.CancelledError from exc  # the client has disconnected
             return response
 
     def _passed(self, until: str, job: Job) -> None:
@@ -437,8 +437,8 @@ class Router:
 
 
 async def serve(router: Router, host: str, port: int, drain_s: float, bounds: Bounds) -> None:
-    """Serve until told to stop; told twice, end what is under way."""
-    told = told_to_stop(lambda: router.end_within(0))  # first of all: process 1 passes over what it does not handle
+    """Serve until a signal to stop; at a second signal, end the requests in flight."""
+    told = told_to_stop(lambda: router.end_within(0))  # first, because process 1 ignores unhandled signals
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with serving(router.app(), host, port, GRACE_S, bounds) as url:

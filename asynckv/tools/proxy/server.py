@@ -1,4 +1,4 @@
-"""The router as an HTTP server, and engines of examples too: errors in OpenAI's form, a life, a log."""
+"""The HTTP server of the router and of the example engines: errors in OpenAI's form, start and stop, and a log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class Refused(Exception):
-    """What a client is told instead of an answer."""
+    """An error that a client gets instead of an answer."""
 
     def __init__(self, status: int, text: str, kind: str = "invalid_request_error", body: bytes = b"") -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ class Refused(Exception):
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer whatever was raised, also by aiohttp itself (no such path, a body too large)."""
+    """Answer every error as JSON, also those of aiohttp itself (unknown path, body too large)."""
     try:
         return await handler(request)
     except Refused as exc:
@@ -51,18 +51,18 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as exc:
         return Refused(exc.status, f"{request.method} {request.path}: {exc.reason}").response()
     except ConnectionError:
-        raise  # the client is gone, as aiohttp knows
+        raise  # the client is gone, and aiohttp knows it
     except Exception:
         log.exception("handler_failed", path=request.path)
-        return Refused(500, "the server failed; its log says how", "server_error").response()
+        return Refused(500, "the server failed; see its log", "server_error").response()
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the clients of a server may hold: connections, of one host and in all.
+    """Limits for the clients of a server: connections of one host and in all.
 
-    Each request also has a connection to an engine, so a third of the process's descriptors is a bound as well. A
-    connection without a whole request is closed after `idle_s`, and so is one that reads nothing of what it is sent.
+    Each request also needs a connection to an engine, so a third of the process's descriptors is a limit too. After
+    `idle_s` a connection is closed if it has not sent a whole request, or does not read its answer.
     """
 
     idle_s: float = 75.0
@@ -71,13 +71,13 @@ class Bounds:
 
 
 READ_BUFFER, MAX_HEADERS = 65_536, 64
-"""Bytes of a body that wait to be read, and headers, of 8 KiB each, that one connection may have."""
+"""Bytes of a body that may wait to be read, and headers (of 8 KiB each), per connection."""
 SPARE, PROBE_S = 16, 1.0
-"""Connections beyond the bounds that are read before they are refused, and for how long: a probe must not fail."""
+"""Connections above the limits that are read before refusal, and for how long, so that health probes succeed."""
 
 
 class _Guard(asyncio.Protocol):
-    """A new connection: the HTTP server's if there is room, or if it asks for /health; else told so and closed."""
+    """A new connection: passed to the HTTP server if there is room or it asks for /health, otherwise refused."""
 
     def __init__(self, server: web.Server, bounds: Bounds, waiting: set[_Guard]) -> None:
         self._server, self._bounds, self._waiting, self._why = server, bounds, waiting, ""
@@ -85,7 +85,7 @@ class _Guard(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport, bounds = transport, self._bounds
-        # The kernel breaks the connection of a client that reads nothing.
+        # With this option the kernel closes the connection of a client that reads nothing.
         idle_ms, peer = int(1000 * bounds.idle_s), transport.get_extra_info("socket")
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, idle_ms)
         host, *_ = transport.get_extra_info("peername")
@@ -103,7 +103,7 @@ class _Guard(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self not in self._waiting:
-            return  # it is decided already
+            return  # this connection is decided already
         self._waiting.remove(self)
         if not self._why or data.startswith(b"GET /health"):
             handler = self._server()
@@ -120,11 +120,11 @@ class _Guard(asyncio.Protocol):
 async def serving(
     app: web.Application, host: str, port: int, drain_s: float, bounds: Bounds | None = None
 ) -> AsyncIterator[str]:
-    """Serve an application; the value is its URL. At the end it takes nothing new, and finishes what it has begun."""
+    """Serve an application, and yield its URL. At the end, accept nothing new and finish the current requests."""
     bounds = bounds or Bounds()
-    # aiohttp closes a connection that has waited so long for a request, whatever part of it has come.
+    # aiohttp closes a connection without a whole request after this time.
     bounded: dict[str, Any] = {"keepalive_timeout": bounds.idle_s, "read_bufsize": READ_BUFFER}
-    # A client that leaves cancels its handler. At the end aiohttp waits for handlers twice before it cancels them.
+    # A client that disconnects cancels its handler. At the end aiohttp waits twice before it cancels handlers.
     at_end: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": drain_s / 2}
     runner = web.AppRunner(app, access_log=None, max_headers=MAX_HEADERS, **bounded, **at_end)
     await runner.setup()
@@ -146,7 +146,7 @@ async def serving(
 
 
 def told_to_stop(at_once: Callable[[], None] = lambda: None) -> asyncio.Event:
-    """Make what Ctrl-C or SIGTERM sets; a second one calls `at_once`."""
+    """Return an event that Ctrl-C or SIGTERM sets; a second signal calls `at_once`."""
     told = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, lambda: at_once() if told.is_set() else told.set())
@@ -155,5 +155,5 @@ def told_to_stop(at_once: Callable[[], None] = lambda: None) -> asyncio.Event:
 
 def log_as_json() -> None:
     configure_logging()
-    # It writes a traceback for input that is no HTTP; what fails in a handler is logged by `errors_as_json`.
+    # aiohttp logs a traceback for invalid HTTP; errors in handlers are logged by `errors_as_json`.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Where engines are found: URLs of options, lines of a file that is read again, and names that DNS resolves again."""
+"""Sources of engines: URLs in options, a file that is read repeatedly, and names that DNS resolves repeatedly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asynckv.errors import ConfigError
 Found = dict[tuple[str, str], None]
 DNS = "dns+"
 URL = re.compile(r"(https?|dns\+http)://[^\s/?#@]+(/[^\s?#]*)?")
-"""No password: it would stand in log and metrics."""
+"""URLs without a password, because it would appear in log and metrics."""
 
 log = structlog.get_logger()
 
@@ -26,15 +26,15 @@ def checked(url: str) -> str:
     try:
         if not URL.fullmatch(url) or not urlsplit(url).hostname or urlsplit(url).port == 0:
             raise ValueError
-        (urlsplit(url).hostname or "").encode("idna")  # as resolvers do
+        (urlsplit(url).hostname or "").encode("idna")  # resolvers do the same
     except ValueError:
         example = "such as http://10.0.0.7:8100, or dns+http://prefill:8100 for every address of a name"
-        raise ConfigError(f"{url!r} is no URL, {example}") from None
+        raise ConfigError(f"{url!r} is not a URL, {example}") from None
     return url.rstrip("/")
 
 
 def parse(text: str) -> Found:
-    """Read the lines of a file, such as `prefill http://10.0.0.7:8100`; what follows a # is passed over."""
+    """Read the lines of a file, such as `prefill http://10.0.0.7:8100`; text after a # is ignored."""
     found: Found = {}
     for number, line in enumerate(text.splitlines(), 1):
         match line.partition("#")[0].split():
@@ -57,12 +57,12 @@ class Sources:
         self._troubles: dict[str, str] = {}
 
     async def look(self) -> Found:
-        """Return the engines that there are now. A place that fails has those that it had, and is logged once."""
+        """Return the current engines. A source that fails keeps its earlier ones, and is logged once."""
         if self._file is not None:
             try:
                 lines = await asyncio.to_thread(self._read, self._file)
                 if gone := {role for role, _ in self._lines} - {role for role, _ in lines}:
-                    raise ConfigError(f"--engines {self._file}: names no {min(gone)} engine any more")
+                    raise ConfigError(f"--engines {self._file}: no longer names a {min(gone)} engine")
                 self._lines = lines
                 self._found(str(self._file), "")
             except ConfigError as exc:
@@ -76,7 +76,7 @@ class Sources:
         try:
             text = file.read_text(encoding="utf-8")
             if not text.endswith("\n"):
-                raise ConfigError("the last line does not end: the file is cut short")
+                raise ConfigError("the last line has no newline, so the file may be cut off")
             return parse(text)
         except OSError as exc:
             raise ConfigError(f"--engines {file}: cannot be read: {exc.strerror}") from exc
@@ -91,7 +91,7 @@ class Sources:
         except (OSError, UnicodeError) as exc:
             self._addresses.setdefault(url, [])
             return self._found(url, str(exc))
-        # Of one family: an engine with an address of each would count twice.
+        # Use one address family only, because an engine with IPv4 and IPv6 would count twice.
         hosts = sorted({str(address[0]) for family, *_, address in found if family == found[0][0]})
         where = (f"[{host}]" if ":" in host else host for host in hosts)
         self._addresses[url] = [f"http://{host}:{port}{parts.path}" for host in where]

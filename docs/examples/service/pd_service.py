@@ -1,7 +1,7 @@
-"""Prefill and decode apart, all on this host: `python -m docs.examples.service.pd_service`.
+"""Run a prefill/decode service on this host: `python -m docs.examples.service.pd_service`.
 
-Starts tiny engines (`tiny_engine.py`) as processes of their own and the router (`asynckv proxy`) before them, and says
-what to try. Each engine writes its log into one directory and listens there for questions, so that `asynckv why`
+This starts tiny engines (`tiny_engine.py`) as processes, and a router (`asynckv proxy`) in front of them, and prints
+commands to try. All engines write their logs into one directory, and listen there for questions, so that `asynckv why`
 needs only its name. Ctrl-C ends everything; the logs stay.
 """
 
@@ -36,18 +36,18 @@ Try
   curl {url}/v1/completions -d '{{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
   curl {url}/health/ready
   curl {url}/metrics
-  asynckv why {directory}      # is all well? who holds which blocks?
+  asynckv why {directory}      # is all well? which requests hold blocks?
   kill -9 PROCESS   # of an engine, as listed above
-  asynckv why {directory}      # what came of it?
+  asynckv why {directory}      # what happened?
 
-Its weights are random, and so is what it says. Ctrl-C ends all; the logs in {directory} stay.
+The weights are random, so the answers are, too. Ctrl-C ends everything; the logs in {directory} stay.
 """
 
 
 async def serve(prefill: int, decode: int, host: str, port: int, directory: Path) -> None:
-    """Start it all, and serve until told to stop."""
+    """Start engines and router, and serve until a signal to stop."""
     async with serving(web.Application(), host, port, GRACE_S):
-        pass  # else one would hear that the port is taken only when all engines have started
+        pass  # check the port first, because starting the engines takes long
     names = [f"{role}{i}" for role, count in (("prefill", prefill), ("decode", decode)) for i in range(count)]
     print(
         f"starting {len(names)} engines, each of which loads torch and transformers first", file=sys.stderr, flush=True
@@ -79,7 +79,7 @@ async def serve(prefill: int, decode: int, host: str, port: int, directory: Path
             print(TRY.format(prefill=prefill, decode=decode, url=url, directory=where), flush=True)
             await told.wait()
             count = router.num_in_flight
-            print(f"stopping: {count} requests under way, with {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
+            print(f"stopping: {count} requests in flight, with {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
         print(
             f"ending {len(started)} engines, which takes some seconds; their logs stay in {directory}",
             file=sys.stderr,
@@ -89,16 +89,16 @@ async def serve(prefill: int, decode: int, host: str, port: int, directory: Path
 
 
 def service(
-    prefill: Annotated[int, typer.Option(help="Prefill engines.")] = 2,
-    decode: Annotated[int, typer.Option(help="Decode engines.")] = 1,
-    host: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Of the router; 0: one that the system chooses.")] = 0,
+    prefill: Annotated[int, typer.Option(help="Number of prefill engines.")] = 2,
+    decode: Annotated[int, typer.Option(help="Number of decode engines.")] = 1,
+    host: Annotated[str, typer.Option(help="Address of the router.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the router; 0 for a free one.")] = 0,
     dir: Annotated[
         Path | None,
-        typer.Option(help="For the engines' logs and sockets; a new one, which stays, if not given.", metavar="DIR"),
+        typer.Option(help="Directory for logs and sockets; by default a new one, which stays.", metavar="DIR"),
     ] = None,
 ) -> int:
-    """Start tiny prefill and decode engines on this host with a router before them, and say how to try it."""
+    """Start tiny prefill and decode engines with a router on this host, and print commands to try."""
     for name, value in (("--prefill", prefill), ("--decode", decode)):
         command.check(1 <= value <= 16, f"{name} {value} is outside 1 ... 16")
     command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
@@ -111,7 +111,7 @@ def service(
         return 1
     finally:
         if dir is None:
-            with contextlib.suppress(OSError):  # it stays if anything was written
+            with contextlib.suppress(OSError):  # a directory with files stays
                 directory.rmdir()
     return 0
 

@@ -1,16 +1,16 @@
-"""A tiny engine for `asynckv proxy`, with everything in it that matters: `python -m docs.examples.service.tiny_engine`.
+"""A tiny but complete engine for `asynckv proxy`: `python -m docs.examples.service.tiny_engine`.
 
-A real transformer with random weights (`scripts.disagg_generate`), its KV cache in paged memory, asynckv on the same
-event loop as the HTTP server, and the model on a thread of its own. It speaks as vLLM does, as far as the router can
-tell: what a request's `kv_transfer_params` say decides what is done, not the engine's role.
+It is a real transformer with random weights (`scripts.disagg_generate`) and a KV cache in paged memory. asynckv runs on
+the same event loop as the HTTP server, and the model in a thread. To the router it behaves as vLLM does: the
+`kv_transfer_params` of a request decide what it does, not the engine's role.
 
-- `do_remote_decode`: compute the prompt but its last token, lend the KV cache, generate one token, answer with params.
-- `do_remote_prefill`: fetch the KV cache that the params describe, and generate from the last token of the prompt on.
-- Neither: do both here. The tokens are the same, bit by bit, because the same steps are made.
+- `do_remote_decode`: compute the prompt without its last token, lend the KV cache, and answer with a token and params.
+- `do_remote_prefill`: fetch the KV cache that the params describe, and generate from the last token of the prompt.
+- Neither: do both here. The tokens are the same, bit by bit, because the steps are the same.
 
-Who holds blocks, and until when, is the whole art. On the prefill side a request holds them until its lease has ended,
-long after its answer. On the decode side it holds them until it has generated, or its client has left; and if a pull
-was cut short, until nothing can write them any more.
+The essential part is how long blocks are held. On the prefill side a request holds them until its lease has ended, long
+after its answer. On the decode side it holds them until it has generated or its client has disconnected; after an
+interrupted pull, until nothing can write them any more.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from scripts import command
 from scripts.disagg_generate import Pages, Subject, gather, load, store
 
 CHUNK = 64
-"""Tokens of a prompt per step."""
+"""Tokens of a prompt that one step computes."""
 
 T = TypeVar("T")
 Role = Literal["prefill", "decode"]
@@ -61,21 +61,21 @@ LAYOUTS: dict[Role, dict[str, Any]] = {
     "prefill": {"block_size": 12, "order": "cross-hnd"},
     "decode": {"block_size": 8, "order": "nhd"},
 }
-"""The two sides keep their KV caches differently, as real ones do."""
+"""Layouts of the two sides, which differ as those of real engines do."""
 
 
 def encode(text: str) -> list[int]:
-    """A token per byte, after one that begins every prompt."""
+    """Return one token per byte, after a token that begins every prompt."""
     return [0, *(byte % 128 for byte in text.encode(errors="replace"))]
 
 
 def decode(tokens: list[int]) -> str:
-    """Tokens as text."""
+    """Return tokens as text."""
     return bytes(tokens).decode("ascii")
 
 
 class Blocks:
-    """Who wants blocks waits until there are enough."""
+    """Free blocks; a request waits until there are enough."""
 
     def __init__(self, count: int) -> None:
         self.count, self._free, self._freed = count, list(range(count)), asyncio.Event()
@@ -86,7 +86,7 @@ class Blocks:
 
     async def take(self, count: int) -> list[int]:
         if count > self.count:
-            raise Refused(400, f"the prompt needs {count} blocks, and there are {self.count}")
+            raise Refused(400, f"the prompt needs {count} blocks, but there are {self.count}")
         while len(self._free) < count:
             self._freed.clear()
             await self._freed.wait()
@@ -102,11 +102,11 @@ class TinyEngine:
     """An engine, from its HTTP server down to its memory.
 
     Args:
-        role: Names the engine, and says how its memory is laid out.
-        step_ms: Wait so long before every step, as a larger model would.
-        directory: Where it writes its log, and listens for `asynckv why`; nowhere if empty.
-        advertise: Address at which other hosts read from it; only this host can if empty.
-        keys: Its `NAME.key_secret`, beside the `.key` files of all engines that it talks to.
+        role: Role of the engine, which sets its name and its memory layout.
+        step_ms: Wait before every step, to imitate a larger model.
+        directory: Directory for its log and for questions of `asynckv why`; none if empty.
+        advertise: Address at which other hosts read from it; if empty, only this host can.
+        keys: Its `NAME.key_secret`, in a directory with the `.key` files of all engines that it talks to.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class TinyEngine:
         self._pages = Pages(self._subject, num_blocks=blocks, **LAYOUTS[role])
         self._block_size = LAYOUTS[role]["block_size"]
         self._blocks = Blocks(blocks)
-        # A router can ask another engine within seconds, so a lost one need not be waited for.
+        # A router can ask another engine within seconds, so do not wait long for a lost one.
         pull = PullConfig(timeout_s=20, handshake_s=2, gone_s=4)
         told: dict[str, Any] = {}
         if directory:
@@ -158,10 +158,10 @@ class TinyEngine:
 
     async def __aenter__(self) -> Self:
         await self._engine.start()
-        await self._on_model(self._subject.step, torch.tensor([[0]]))  # the first step loads much, and takes seconds
+        await self._on_model(self._subject.step, torch.tensor([[0]]))  # the first step takes seconds
         self._group = PrefillRanks(self.name, [self._engine.endpoint])
-        # What torch and transformers have made lasts as long as the process. To look through it all once more as the
-        # interpreter ends took seconds.
+        # Objects of torch and transformers live as long as the process. Collecting them again when the interpreter
+        # ends took seconds.
         gc.freeze()
         self.url = await self._serving.__aenter__()
         return self
@@ -172,7 +172,7 @@ class TinyEngine:
         self._model.shutdown()
 
     async def address(self) -> str:
-        """Where it listens."""
+        """Return the URL of the engine."""
         return self.url
 
     # -- requests ----------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class TinyEngine:
                 found = await self._prefill(request_id, prompt, request.headers)
                 return await answer.whole(found[0], {"do_remote_prefill": True, "asynckv": found[1]})
             if isinstance(lent, dict):
-                lent = lent | trace_context(request.headers)  # of the router's question to us
+                lent = lent | trace_context(request.headers)  # the trace of the router's request
             async with self._cache(request_id, prompt, lent) as cache:
                 tokens = self._generate(cache, prompt[-1], len(prompt) - 1, count)
                 return await (answer.stream(tokens) if answer.is_stream else answer.whole([t async for t in tokens]))
@@ -196,7 +196,7 @@ class TinyEngine:
     async def _prefill(
         self, request_id: str, prompt: list[int], headers: Mapping[str, str]
     ) -> tuple[list[int], dict[str, Any]]:
-        """Compute a prompt and lend its KV cache; returns a token, and the params for whoever goes on."""
+        """Compute a prompt and lend its KV cache; return a token, and the params for the decode engine."""
         tokens = len(prompt) - 1
         blocks = await self._take(tokens)
         try:
@@ -208,19 +208,19 @@ class TinyEngine:
         except BaseException:
             self._blocks.give(blocks)
             raise
-        # From here on the lease says how long the blocks are held, whoever has left meanwhile.
+        # From here on the lease decides how long the blocks are held, even if the client disconnects.
         self._spawn(self._give_when(lent.wait_released(), blocks))
         return first, params
 
     @contextlib.asynccontextmanager
     async def _cache(self, request_id: str, prompt: list[int], lent: dict[str, Any] | None) -> AsyncIterator[Any]:
-        """The KV cache of a prompt but its last token, fetched or computed; blocks are held as long as it is used."""
+        """Fetch or compute the KV cache of a prompt without its last token, and hold its blocks while it is used."""
         tokens = len(prompt) - 1
         if lent is None:
             yield await self._compute_prompt(prompt)
             return
         try:
-            self._engine.announce(request_id, lent)  # keeps it lent while we wait for blocks
+            self._engine.announce(request_id, lent)  # keeps the request lent while it waits for blocks
             try:
                 blocks = await self._take(tokens)
             except BaseException:
@@ -230,7 +230,7 @@ class TinyEngine:
                 await self._engine.pull(request_id, [(0, blocks)], lent, retries=1)
                 yield await self._on_model(self._gather, blocks, tokens)
             finally:
-                # A pull that was cut short may still write.
+                # An interrupted pull may still write.
                 self._spawn(self._give_when(self._engine.returned(request_id), blocks))
         except PullError as exc:
             raise Refused(503, f"{type(exc).__name__} ({exc.reason}): {exc}", "kv_transfer_error") from exc
@@ -242,7 +242,7 @@ class TinyEngine:
             return await self._blocks.take(-(-tokens // self._block_size))
 
     async def _give_when(self, over: Coroutine[Any, Any, Any], blocks: list[int]) -> None:
-        with contextlib.suppress(BlocksRetired):  # they are lost: something may write them for ever
+        with contextlib.suppress(BlocksRetired):  # never reuse these, because a transfer may still write them
             await over
             self._blocks.give(blocks)
 
@@ -262,7 +262,7 @@ class TinyEngine:
     # -- the model ---------------------------------------------------------------------------------
 
     async def _on_model(self, work: Callable[..., T], *args: Any) -> T:
-        """Call something on the model's thread; even who is cancelled waits for its end, for it may write blocks."""
+        """Call a function in the model's thread; wait for its end even if cancelled, because it may write blocks."""
         running = asyncio.get_running_loop().run_in_executor(self._model, work, *args)
         try:
             return await asyncio.shield(running)
@@ -307,7 +307,7 @@ class TinyEngine:
 
 
 class Answer:
-    """Writes tokens as OpenAI's API does."""
+    """Write tokens as OpenAI's API does."""
 
     def __init__(self, request: web.Request, answer_id: str, is_chat: bool, is_stream: bool, num_prompt: int) -> None:
         self.request, self.is_chat, self.is_stream, self.num_prompt = request, is_chat, is_stream, num_prompt
@@ -344,18 +344,18 @@ async def _run(**setup: Any) -> None:
 
 
 def engine(
-    role: Annotated[Role, typer.Option(help="Names the engine, and says how its memory is laid out.")],
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: one that the system chooses; the first line of stdout names it.")] = 0,
-    blocks: Annotated[int, typer.Option(help="Of KV cache.")] = 1024,
-    step_ms: Annotated[float, typer.Option(help="Wait before every step, as a larger model would.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the weights; the same for all engines.")] = 0,
+    role: Annotated[Role, typer.Option(help="Role of the engine, which sets its name and its memory layout.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 for a free one. The first line of stdout names it.")] = 0,
+    blocks: Annotated[int, typer.Option(help="Blocks of the KV cache.")] = 1024,
+    step_ms: Annotated[float, typer.Option(help="Wait before every step, to imitate a larger model.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights; use the same for all engines.")] = 0,
     dir: Annotated[str, typer.Option(help="For its log and a socket: asynckv why DIR.", metavar="DIR")] = "",
     advertise: Annotated[
-        str, typer.Option(help="Let other hosts read, from this address, such as tcp://NAME:0; needs --keys.")
+        str, typer.Option(help="Address at which other hosts read, such as tcp://NAME:0; needs --keys.")
     ] = "",
     keys: Annotated[
-        str, typer.Option(help="NAME.key_secret of asynckv keygen, beside every engine's .key.", metavar="FILE")
+        str, typer.Option(help="NAME.key_secret of asynckv keygen, next to every engine's .key.", metavar="FILE")
     ] = "",
 ) -> int:
     """Serve a tiny transformer with random weights through OpenAI's API, as prefill or decode engine."""
@@ -373,7 +373,7 @@ EPILOG = """
 
   python -m docs.examples.service.tiny_engine --role prefill --port 8100
 
-  python -m docs.examples.service.pd_service   # two of these to prefill, one to decode, and the router
+  python -m docs.examples.service.pd_service   # two of these for prefill, one for decode, and the router
 
 [bold]Exit status[/bold]  0 stopped in order, 2 bad input
 """

@@ -1,6 +1,6 @@
-"""What a client asks of a tiny engine, read and checked.
+"""Read and check requests to a tiny engine.
 
-Apart from `docs.examples.service.tiny_engine`, so that it can be tested without loading a model.
+This is separate from `docs.examples.service.tiny_engine`, so that tests need not load a model.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MAX_TOKENS = 4096
 
 
 class Message(msgspec.Struct):
-    """Of a chat."""
+    """One message of a chat."""
 
     role: str
     content: str
 
 
 class Asked(msgspec.Struct):
-    """The body of a request, as far as it is understood; of what OpenAI's API knows besides, nothing is done."""
+    """The supported fields of a request; other fields of OpenAI's API are ignored."""
 
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -34,15 +34,15 @@ class Asked(msgspec.Struct):
 
 
 def read(data: bytes, path: str) -> tuple[str, int, bool, dict[str, Any]]:
-    """Read a request: the text, how many tokens follow it, whether they are streamed, and `kv_transfer_params`.
+    """Read a request: its text, the number of tokens to generate, whether to stream, and `kv_transfer_params`.
 
     Raises:
-        Refused: It is none that can be answered, and why not.
+        Refused: The request cannot be answered; the error says why.
     """
     try:
         asked = msgspec.json.decode(data, type=Asked)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise Refused(400, f"the body is no request: {exc}") from None
+        raise Refused(400, f"the body is not a request: {exc}") from None
     if path == COMPLETIONS[1]:
         name, text = "messages", "".join(f"{it.role}: {it.content}\n" for it in asked.messages or ())
     else:

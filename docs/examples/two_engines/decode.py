@@ -1,4 +1,4 @@
-"""The decode engine: its scheduler, and by default one worker. The scheduler has a ledger, and no engine of asynckv."""
+"""The decode engine: a scheduler and, by default, one worker. The scheduler has a ledger, but no `Engine`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from asynckv import AsyncKVError, DecodeLedger, token_hashes
 
 @dataclass(eq=False)
 class Request:
-    """A request between its call and its answer."""
+    """A request from its call to its answer."""
 
     call: Call
     blocks: list[int] = field(default_factory=list)
     num_bytes: int = 0
     why: str = ""
-    """Why its prompt is computed here."""
+    """Reason why this engine computes the prompt."""
 
     def __post_init__(self) -> None:
         self.request_id, self.prompt = str(self.call.body["request_id"]), list(self.call.body["prompt"])
 
 
 class Scheduler:
-    """Decides once per step what happens on all ranks."""
+    """Decide once per step for all ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.ledger = ranks, DecodeLedger(len(ranks.endpoints))
@@ -36,7 +36,7 @@ class Scheduler:
         self.ready: list[Request] = []
 
     def take(self, call: Call) -> None:
-        """Take a call of the router."""
+        """Accept a call of the router."""
         request_id = call.body.get("request_id", "")
         if call.path == "/decode":
             if request_id in self.requests:
@@ -44,22 +44,22 @@ class Scheduler:
                 return
             request = self.requests[request_id] = Request(call)
             self.waiting.append(request)
-            try:  # now, though there may be no blocks for it yet: ranks meet, and the lease is kept while it waits
+            try:  # now, before it has blocks: ranks connect, and the lease lasts while it waits
                 self.ledger.announce(request_id, call.body["params"])
-            except AsyncKVError as error:  # the params are not what an engine made
+            except AsyncKVError as error:  # the params do not come from an engine
                 request.why = str(error)
             return  # answered when the KV is there
         if call.path == "/abort" and request_id in self.requests:
             request = self.requests[request_id]
             if request in self.waiting or self.ledger.get(request_id):
-                self.ledger.cancel(request_id)  # every rank tells the prefill engine, which frees its blocks
+                self.ledger.cancel(request_id)  # every rank releases it, so the prefill engine frees its blocks
                 if request in self.waiting:
                     self.waiting.remove(request)
                 self.answer(request, {"from": "nowhere", "why": "aborted"})
         call.answer.set_result({"free_blocks": len(self.free)})
 
     def step(self) -> None:
-        """Make one step on all ranks."""
+        """Run one step on all ranks."""
         computed = []
         while self.waiting and blocks_of(self.waiting[0].prompt) <= len(self.free):
             request = self.waiting.popleft()
@@ -68,9 +68,9 @@ class Scheduler:
             del self.free[:count]
             if self.ledger.may_pull(request.request_id):
                 params = request.call.body["params"]
-                # Of its own prompt, of as many tokens as were lent: only those are read whose hashes are the same.
+                # Hashes of our own prompt, as long as the lent one: only tokens with equal hashes are read.
                 hashes = token_hashes(request.prompt[: params["num_tokens"]], params["hash_tokens"])
-                # From token 0 on; with a cached prefix: its length, and the blocks after it.
+                # The blocks start at token 0. With a cached prefix, give its length and the blocks after it.
                 self.ledger.pull(request.request_id, [(0, request.blocks)], timeout_s=10.0, hashes=hashes)
             else:
                 self.ledger.cancel(request.request_id)
@@ -80,7 +80,7 @@ class Scheduler:
         told = self.ranks.step(
             self.ledger.take_orders(),
             compute=[(request.prompt, request.blocks) for request in computed],
-            check=[(request.prompt, request.blocks) for request in ready],  # a real engine generates tokens from it
+            check=[(request.prompt, request.blocks) for request in ready],  # a real engine would generate tokens now
         )
         alive = [each[1] for each in told if each is not None]
         for i, request in enumerate(ready):
@@ -99,9 +99,9 @@ class Scheduler:
         self.act()
 
     def act(self) -> None:
-        """Do what the ranks' reports mean."""
+        """Act on the reports of the ranks."""
         outcome = self.ledger.take_outcome()
-        for fetch in outcome.received:  # the bytes are there, and proven
+        for fetch in outcome.received:  # the bytes have arrived and are proven
             request = self.requests[fetch.request_id]
             request.num_bytes = sum(result.num_bytes for result in fetch.results.values())
             if fetch.num_tokens < len(request.prompt):
@@ -109,7 +109,7 @@ class Scheduler:
                 self.compute_here(request, f"only {fetch.num_tokens} tokens are those that were lent")
             else:
                 self.ready.append(request)
-        for fetch in outcome.failed:  # the client need not notice: compute the prompt here, into other blocks
+        for fetch in outcome.failed:  # hide it from the client: compute the prompt here, in other blocks
             error = next(iter(fetch.errors.values()))
             why = f"{type(error).__name__}: {getattr(error, 'reason', '')}"
             self.compute_here(self.requests[fetch.request_id], why)
@@ -119,7 +119,7 @@ class Scheduler:
             print(f"decode: blocks {fetch.groups} are lost until this rank starts again", flush=True)
 
     def has_died(self, rank: int) -> None:
-        """Go on with another rank in the place of one that has died: its part of all KV is lost."""
+        """Replace a rank that has died by a new one; its part of all KV is lost."""
         print(f"decode: rank {rank} has died; it is started again", flush=True)
         self.ledger.rank_died(rank)
         for request in self.ready:
@@ -130,12 +130,12 @@ class Scheduler:
         self.ledger.rank_joined(rank)
 
     def compute_here(self, request: Request, why: str) -> None:
-        """Queue a request whose KV is to be computed by this engine."""
+        """Queue a request so that this engine computes its KV."""
         request.why = why
         self.waiting.appendleft(request)
 
     def answer(self, request: Request, what: dict[str, object]) -> None:
-        """End a request."""
+        """Answer a request, and forget it."""
         del self.requests[request.request_id]
         request.call.answer.set_result(what)
 

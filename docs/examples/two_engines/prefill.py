@@ -1,4 +1,4 @@
-"""The prefill engine: its scheduler, and by default two workers. The scheduler has a ledger, and no `Engine`."""
+"""The prefill engine: a scheduler and, by default, two workers. The scheduler has a ledger, but no `Engine`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asynckv import PrefillLedger, PrefillRanks, token_hashes
 
 
 class Scheduler:
-    """Decides once per step what happens on all ranks."""
+    """Decide once per step for all ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.ledger = ranks, PrefillLedger(PrefillRanks("prefill", ranks.endpoints))
@@ -19,7 +19,7 @@ class Scheduler:
         self.waiting = deque[Call]()
 
     def take(self, call: Call) -> None:
-        """Take a call of the router."""
+        """Accept a call of the router."""
         request_id = call.body.get("request_id", "")
         if call.path == "/prefill":
             self.waiting.append(call)
@@ -29,13 +29,13 @@ class Scheduler:
             self.waiting.remove(waiting[0])
             waiting[0].answer.set_result({"error": "aborted"})
         elif call.path == "/abort":
-            # The params have left. Readers are refused from now on, and the blocks come back when no reader is in the
-            # middle of a read. Without this they would come back when the lease ends, after 30 s.
+            # The params are already at the router. From now on readers are refused, and the blocks are free when no
+            # reader is in the middle of a read. Without this they would be free when the lease ends, after 30 s.
             self.ledger.withdraw(request_id)
         call.answer.set_result({"free_blocks": len(self.free)})
 
     def step(self) -> None:
-        """Make one step on all ranks."""
+        """Run one step on all ranks."""
         batch: list[tuple[Call, list[int]]] = []
         while self.waiting and blocks_of(self.waiting[0].body["prompt"]) <= len(self.free):
             call = self.waiting.popleft()
@@ -53,15 +53,15 @@ class Scheduler:
                 self.ledger.update(rank, each[0])
         for loan in self.ledger.take_free():  # read, withdrawn or expired
             self.free += [block for _, blocks in loan.groups for block in blocks if block is not None]
-        if None in told:  # a rank's part of this KV is lost: compute it again, when there is another rank
+        if None in told:  # a rank's part of this KV is lost, so compute it again on a new rank
             for call, blocks in reversed(batch):
                 self.free += blocks
                 self.waiting.appendleft(call)
             return
 
         for call, blocks in batch:
-            # The KV is in the blocks of all ranks. The params are plain data, so they may travel as JSON. The hashes
-            # say which prompt the KV is of: the decode engine compares them with its own.
+            # The KV is in the blocks of all ranks now. The params are plain data that JSON can carry. The hashes
+            # identify the prompt: the decode engine compares them with those of its own.
             prompt = call.body["prompt"]
             hashes = token_hashes(prompt, BLOCK_SIZE)
             params = self.ledger.lend(
@@ -70,7 +70,7 @@ class Scheduler:
             call.answer.set_result({"params": params})
 
     def has_died(self, rank: int) -> None:
-        """Go on with another rank in the place of one that has died."""
+        """Replace a rank that has died by a new one."""
         print(f"prefill: rank {rank} has died; it is started again", flush=True)
         self.ledger.rank_died(rank)
         self.ranks.restart(rank)

@@ -1,4 +1,4 @@
-"""The router, and three clients: `python router.py PREFILL_URL DECODE_URL`. A router needs nothing of asynckv."""
+"""The router, and three clients: `python router.py PREFILL_URL DECODE_URL`. A router does not need asynckv."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from scenery import NUM_BLOCKS, ask
 
 
 def main(prefill: str, decode: str) -> None:
-    """Send three requests, one of which goes well."""
+    """Send three requests, of which the first one succeeds."""
     prompt = list(range(40))
 
-    # 1. It goes well. What travels between the engines is `params`: the router passes them on as they are.
+    # 1. A request that succeeds. The router passes `params` from one engine to the other unchanged.
     params = ask(f"{prefill}/prefill", request_id="r1", prompt=prompt)["params"]
     answer = ask(f"{decode}/decode", request_id="r1", prompt=prompt, params=params)
     print(f"r1: {answer['num_bytes']:,} bytes of KV came from {answer['from']}; they are right: {answer['is_right']}")
 
-    # 2. The client leaves before the decode engine has heard of the request.
+    # 2. The client disconnects before the decode engine knows of the request.
     ask(f"{prefill}/prefill", request_id="r2", prompt=prompt)
     ask(f"{prefill}/abort", request_id="r2")
     print(f"r2: aborted; the prefill engine has its blocks back after {wait_until_free(prefill):.2f} s")
 
-    # 3. The prefill engine takes a request back, and the decode engine comes with its params all the same.
+    # 3. The prefill engine withdraws a request, but the decode engine gets its params nevertheless.
     params = ask(f"{prefill}/prefill", request_id="r3", prompt=prompt)["params"]
     ask(f"{prefill}/abort", request_id="r3")
     wait_until_free(prefill)
@@ -35,7 +35,7 @@ def main(prefill: str, decode: str) -> None:
 
 
 def wait_until_free(engine: str, timeout_s: float = 10.0) -> float:
-    """Wait until an engine has all its blocks; returns the seconds that it took."""
+    """Wait until all blocks of an engine are free, and return the seconds that it took."""
     start = time.monotonic()
     while ask(f"{engine}/status")["free_blocks"] < NUM_BLOCKS:
         if time.monotonic() > start + timeout_s:

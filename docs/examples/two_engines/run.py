@@ -1,4 +1,4 @@
-"""All of it with one command: `python docs/examples/two_engines/run.py [DIRECTORY]`; logs and sockets go there."""
+"""Run the whole example: `python docs/examples/two_engines/run.py [DIRECTORY]`; DIRECTORY gets logs and sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 def main(directory: str = "") -> None:
-    """Start both engines, be the router, and end them."""
+    """Start both engines, act as the router, and end the engines."""
     commands = [[sys.executable, str(HERE / f"{name}.py"), "--dir", directory] for name in ("prefill", "decode")]
     engines = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
     try:

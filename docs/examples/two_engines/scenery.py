@@ -1,6 +1,6 @@
-"""What your engine has already, as short as it can be: a KV cache, worker processes, a loop of steps, JSON over HTTP.
+"""A minimal version of the parts that your engine has already: KV cache, workers, a loop of steps, JSON over HTTP.
 
-There is nothing to copy in here. asynckv is in `worker.py`, `prefill.py` and `decode.py`.
+There is nothing to copy here. `worker.py`, `prefill.py` and `decode.py` use asynckv.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from asynckv import Finished, Order, Registration, register_tensors, shard, shar
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_DIM = 2, 64, 16, 8, 128
 
 Prompts = Sequence[tuple[list[int], list[int]]]
-"""Of each prompt its tokens, and the blocks of its KV."""
+"""For each prompt: its tokens, and the blocks of its KV."""
 
 
 def blocks_of(prompt: list[int]) -> int:
-    """How many blocks the KV of a prompt takes."""
+    """Return the number of blocks for the KV of a prompt."""
     return -(-len(prompt) // BLOCK_SIZE)
 
 
 class KVCache:
-    """One rank's KV cache, and a model whose KV depends on every token of the prompt, and on nothing else."""
+    """One rank's KV cache, and a model: its KV depends on every token of the prompt, and on nothing else."""
 
     def __init__(self, tp_rank: int, tp_size: int) -> None:
-        import torch  # here, because schedulers need none
+        import torch  # here, because schedulers do not need torch
 
         self._rank, self._heads = (tp_rank, tp_size), shard(NUM_HEADS, tp_rank, tp_size)
         shape = (2, NUM_BLOCKS, BLOCK_SIZE, self._heads[1] - self._heads[0], HEAD_DIM)
         self.tensors = {f"layers.{i}": shared_tensor(shape, torch.bfloat16) for i in range(NUM_LAYERS)}
 
     def register(self) -> Registration:
-        """Tell asynckv what the tensors hold. Both engines name layers alike; how they cut them may differ."""
+        """Describe the tensors to asynckv. Both engines must use the same layer names; their sharding may differ."""
         return register_tensors(
             self.tensors,
             order=("kv", "block", "token", "head", "dim"),
@@ -56,7 +56,7 @@ class KVCache:
             num_heads=NUM_HEADS,
             tp_rank=self._rank[0],
             tp_size=self._rank[1],
-            model="example",  # another name is refused when the engines meet
+            model="example",  # engines with different names refuse each other
         )
 
     def _forward(self, prompt: list[int], layer: int) -> Any:
@@ -67,13 +67,13 @@ class KVCache:
         return kv[:, :, slice(*self._heads)].bfloat16()
 
     def compute(self, prompt: list[int], blocks: list[int]) -> None:
-        """Do the prefill of a prompt."""
+        """Compute the KV of a prompt."""
         for layer, tensor in enumerate(self.tensors.values()):
             for each, kv in enumerate(self._forward(prompt, layer).split(BLOCK_SIZE, dim=1)):
                 tensor[:, blocks[each], : kv.shape[1]] = kv
 
     def is_right(self, prompt: list[int], blocks: list[int]) -> bool:
-        """Whether the blocks hold what this rank would have computed, byte by byte."""
+        """Return True if the blocks hold exactly the bytes that this rank would compute."""
         return all(
             bool((tensor[:, blocks].flatten(1, 2)[:, : len(prompt)] == self._forward(prompt, layer)).all())
             for layer, tensor in enumerate(self.tensors.values())
@@ -81,7 +81,7 @@ class KVCache:
 
 
 class Step(NamedTuple):
-    """What a scheduler sends to each of its workers, once per step."""
+    """Message of a scheduler to each of its workers, once per step."""
 
     orders: list[Order]
     compute: Prompts
@@ -89,12 +89,12 @@ class Step(NamedTuple):
 
 
 def _process(work: Callable[..., None], *args: Any) -> None:
-    with contextlib.suppress(EOFError, ConnectionError):  # the scheduler has died, and its worker ends
+    with contextlib.suppress(EOFError, ConnectionError):  # the scheduler has died, so its worker ends
         work(*args)
 
 
 class Ranks:
-    """All workers of one engine, as its scheduler sees them: processes at the other end of pipes."""
+    """All workers of one engine, as its scheduler sees them: processes with pipes."""
 
     def __init__(self, work: Callable[..., None], engine_id: str, tp_size: int, directory: str) -> None:
         self._started_with = (work, engine_id, tp_size, directory)
@@ -112,7 +112,7 @@ class Ranks:
         return process, ours
 
     def restart(self, tp_rank: int) -> None:
-        """Start another worker in place of one that has died. It has an empty KV cache, and another endpoint."""
+        """Replace a worker that has died. The new one has an empty KV cache, and another endpoint."""
         self._processes[tp_rank].join()
         self._processes[tp_rank], self._pipes[tp_rank] = self._start(tp_rank)
         self.endpoints[tp_rank] = self._pipes[tp_rank].recv()
@@ -120,7 +120,7 @@ class Ranks:
     def step(
         self, orders: list[Order], compute: Prompts = (), check: Prompts = ()
     ) -> list[tuple[Finished, list[bool]] | None]:
-        """Let every rank make a step; returns what each has to tell, and None for one that has died."""
+        """Let every rank run a step, and return the report of each; None for a rank that has died."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(Step(orders, compute, check))
@@ -134,9 +134,9 @@ class Ranks:
         return told
 
     def end(self) -> None:
-        """End all workers in order, and those that do not end by themselves."""
+        """End all workers in order, and kill those that do not end."""
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it has ended by itself
+            with contextlib.suppress(OSError):  # the worker has ended by itself
                 pipe.send(None)
         for process in self._processes:
             process.join(timeout=10.0)
@@ -146,7 +146,7 @@ class Ranks:
 
 @dataclass
 class Call:
-    """A request that came by HTTP, and the place for its answer."""
+    """A request that came by HTTP, with a future for its answer."""
 
     path: str
     body: dict[str, Any]
@@ -154,28 +154,28 @@ class Call:
 
 
 def ask(url: str, **body: Any) -> dict[str, Any]:
-    """Send JSON, get JSON."""
+    """Send JSON, and return the JSON answer."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return dict(json.load(answer))
 
 
 def check(path: str, body: dict[str, Any]) -> None:
-    """Raise unless a scheduler can take this call. What comes from outside must not end an engine."""
+    """Raise unless a scheduler can take this call, because input from outside must not end an engine."""
     if path in ("/prefill", "/decode"):
         prompt = body["prompt"]
         if not isinstance(prompt, list) or not all(type(token) is int and 0 <= token < 2**31 for token in prompt):
-            raise ValueError("prompt is no list of tokens")
+            raise ValueError("prompt is not a list of tokens")
         if not 0 < blocks_of(prompt) <= NUM_BLOCKS:
             raise ValueError(f"a prompt has 1 ... {NUM_BLOCKS * BLOCK_SIZE} tokens, not {len(prompt)}")
     if path == "/decode" and not isinstance(body["params"], dict):
-        raise ValueError("params is no object")
+        raise ValueError("params is not an object")
     if path != "/status" and not isinstance(body["request_id"], str):
-        raise ValueError("request_id is no text")
+        raise ValueError("request_id is not a string")
 
 
 def listen(port: int, calls: queue.SimpleQueue[Call]) -> str:
-    """Put calls that come by HTTP into a queue; returns the URL."""
+    """Put calls that come by HTTP into a queue, and return the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -202,11 +202,11 @@ def listen(port: int, calls: queue.SimpleQueue[Call]) -> str:
 
 
 def run_engine(engine_id: str, make_scheduler: Callable[[Ranks], Any], work: Callable[..., None], tp_size: int) -> None:
-    """Start an engine's workers, its scheduler and its HTTP server, and make steps until Ctrl-C or SIGTERM."""
+    """Start an engine's workers, scheduler and HTTP server, and run steps until Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=tp_size, choices=(1, 2, 4, 8), help="tensor-parallel ranks")
-    parser.add_argument("--port", type=int, default=0, help="where to listen; by default the system chooses")
-    parser.add_argument("--dir", default="", help="for the workers' logs and sockets; by default there are none")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; by default a free one")
+    parser.add_argument("--dir", default="", help="directory for the workers' logs and sockets; by default none")
     options = parser.parse_args()
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, lambda *_: sys.exit())

@@ -1,4 +1,4 @@
-"""A worker of either engine: one tensor-parallel rank, a process of its own. It has an `EngineThread`."""
+"""A worker of either engine: one tensor-parallel rank in its own process, with an `EngineThread`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from asynckv import EngineConfig, EngineThread, InspectConfig, LogConfig, config
 
 
 def work(engine_id: str, tp_rank: int, tp_size: int, directory: str, pipe: Connection) -> None:
-    """Make the steps that the scheduler sends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the scheduler, which ends its workers
-    configure_logging("error")  # of this program's stderr; the engine's own file (below) has everything
+    """Run the steps that the scheduler sends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler handles Ctrl-C, and ends its workers
+    configure_logging("error")  # for stderr; the engine's log file (below) has everything
     cache = KVCache(tp_rank, tp_size)
     with EngineThread(configuration(engine_id, directory), cache.register()) as thread:
         pipe.send(thread.engine.endpoint)  # for the scheduler's PrefillRanks
         while (step := pipe.recv()) is not None:
-            # First the orders: while the model computes, the engine's thread carries them out.
+            # Submit the orders first, so that the engine's thread carries them out while the model computes.
             thread.submit(step.orders)
             for prompt, blocks in step.compute:
                 cache.compute(prompt, blocks)
             right = [cache.is_right(prompt, blocks) for prompt, blocks in step.check]
-            # This waits for nothing: what has not ended yet is told in a later step.
+            # This does not wait: operations that end later are reported in a later step.
             pipe.send((thread.take_finished(), right))
-        # Let readers finish what they read. Leaving the `with` then closes the engine.
+        # Let readers finish their reads. Leaving the `with` block then closes the engine.
         thread.call(thread.engine.drain(timeout_s=2.0), timeout_s=5.0)
 
 
 def configuration(engine_id: str, directory: str) -> EngineConfig:
-    """The same for all ranks of an engine: they have one `engine_id`."""
+    """Return the configuration, which is the same for all ranks of an engine: they share one `engine_id`."""
     if not directory:
         return EngineConfig(engine_id=engine_id)
     log = LogConfig(file=f"{directory}/{{engine_id}}-{{rank}}.jsonl")  # `asynckv why DIRECTORY` reads them all
