@@ -39,15 +39,15 @@ class LeaseConfig:
     """Times and limits of lent requests on a prefill rank.
 
     Attributes:
-        lease_s: Seconds for which a request stays lent if no reader claims it. Raise it if decode engines hear of
+        lease_s: Seconds for which an unclaimed request stays lent. Raise it if decode engines hear of
             requests late (a long queue at the router, no `Engine.announce`). Lower it if KV memory is scarce.
         grant_s: Length of one grant to a reader, at least 0.5 s. The reader renews it while it needs the blocks. It
             also bounds how long a dead reader holds blocks, and how long `Engine.aclose` takes. Raise it if a reader's
             event loop may be blocked for longer.
-        max_lease_s: Longest time for which renewals keep a request lent. Raise it if requests wait for longer than that
-            in the decode engine's queue.
-        parked_s: Seconds for which an early claim or release, of a request that is not lent yet, is remembered. Raise
-            it if params reach the decode side long before the prefill ends.
+        max_lease_s: Longest time for which renewals keep a request lent. Raise it if requests wait longer in the decode
+            engine's queue.
+        parked_s: Seconds for which an early claim or release, of a request not lent yet, is remembered. Raise it if
+            params reach the decode side long before the prefill ends.
         max_parked: Most early claims and releases that are remembered.
     """
 
@@ -75,21 +75,20 @@ class PullConfig:
         timeout_s: Deadline of a pull that names none, including its queue and its retries. At least 2 s. Raise it if
             the largest prompts take longer over the slowest network.
         announce_s: Seconds for which an announced request may wait for its pull, if `Engine.announce` names none. After
-            that the engine gives the request up, and it cannot be pulled any more. Give more than any request waits in
-            the inference engine's queue.
-        handshake_s: Seconds that a remote rank may take to answer a handshake, and then to be loaded. Raise it for
-            networks on which UCX connects slowly.
+            that the engine gives it up, and it cannot be pulled any more. Give more than any request waits in the
+            inference engine's queue.
+        handshake_s: Seconds that a remote rank may take to answer a handshake, and then to be loaded. Raise it if UCX
+            connects slowly.
         hello_retry_s: Pause before an unanswered hello, the first message of a handshake, is repeated; it doubles.
         backoff_s: Pause after the first failed handshake; it doubles up to `max_backoff_s`.
-        max_backoff_s: Longest pause between two handshakes with an unreachable rank. A hello has some 100 bytes and is
-            sent only while a request needs that rank, so a rank is found soon after a partition.
+        max_backoff_s: Longest pause between handshakes with an unreachable rank.
         claim_retry_s: Pause before an unanswered claim is repeated; it doubles up to 2 s.
         release_retry_s: Pause before an unanswered release is repeated; it doubles up to 5 s.
         release_timeout_s: Seconds after which an unanswered release is given up. The lease then ends by itself.
-        drain_s: Seconds for which a failed or cancelled pull waits for its running transfers before it reports its
-            outcome. The outcome names blocks that are still in use as held.
-        held_s: Seconds after the outcome for which a transfer that does not end may hold a pull's blocks. The blocks
-            are then retired: an error is logged, and callers that wait for them get `BlocksRetired`.
+        drain_s: Longest time that a failed or cancelled pull waits for its running transfers. Its outcome then names
+            blocks still in use as held.
+        held_s: Seconds after the outcome for which a stuck transfer may hold a pull's blocks. The blocks are then
+            retired: an error is logged, and waiting callers get `BlocksRetired`.
         heartbeat_s: Interval of pings to a silent peer that owes or holds something.
         suspect_s: Seconds of silence after which a peer gets no new work.
         gone_s: Seconds of silence after which a peer counts as dead, and its pulls fail. Raise it if a rank's event
@@ -114,7 +113,7 @@ class PullConfig:
     handshake_s: float = 5.0
     hello_retry_s: float = 0.25
     backoff_s: float = 0.5
-    max_backoff_s: float = 1.0
+    max_backoff_s: float = 1.0  # a hello is some 100 bytes, and sent only while a request needs the rank
     claim_retry_s: float = 0.2
     release_retry_s: float = 0.2
     release_timeout_s: float = 30.0
@@ -165,10 +164,10 @@ class LimitsConfig:
 
     Attributes:
         messages_per_s: Messages per second that are processed. A malformed packet counts as a hundred.
-        message_burst: Most messages that may come at once after a silence.
+        message_burst: Most messages at once after a silence.
         hellos_per_s: Handshakes and status questions per second that are answered, because answers are large. Raise it
             if many operators or dashboards ask one engine.
-        hello_burst: Most handshakes and questions that may come at once after a silence.
+        hello_burst: Most handshakes and questions at once after a silence.
     """
 
     messages_per_s: float = 50_000.0
@@ -300,8 +299,8 @@ class InspectConfig:
 
     Attributes:
         enabled: True to answer. If false, the asker is told so.
-        directory: Directory in which this rank makes a socket for processes of this host and user, which then need
-            neither address nor keys. Ranks may share it, and it is made if it is missing. No socket if empty.
+        directory: Directory of this rank's socket for processes of this host and user, which then need neither address
+            nor keys. Ranks may share it, and it is made if missing. No socket if empty.
     """
 
     enabled: bool = True
@@ -415,10 +414,10 @@ class OffloadConfig:
         max_jobs: Most stores that wait or run, and most loads; one more is refused (`Overloaded`).
         timeout_s: Deadline of a load that names none. A store that has not begun to copy by then stores nothing, and
             one that copies has as long again. After that its outcome is told, and it still holds its blocks.
-        held_s: Seconds after the outcome of a load or a store for which a copy that does not end may hold its blocks.
-            The blocks are then retired: an error is logged, and callers that wait for them get `BlocksRetired`.
-        network: Address and keys of the host tier's own engine, which lends stored blocks (`Offload.lend`). It needs an
-            `engine_id` of its own. Without it nothing is lent.
+        held_s: Seconds after the outcome of a load or a store for which a stuck copy may hold its blocks. The blocks
+            are then retired: an error is logged, and waiting callers get `BlocksRetired`.
+        network: Address and keys of the host tier's own engine, which lends stored blocks (`Offload.lend`). It needs
+            its own `engine_id`. Without it nothing is lent.
     """
 
     model: str

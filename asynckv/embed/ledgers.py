@@ -336,7 +336,7 @@ class DecodeLedger(_Ledger):
             self._conclude(fetch)
 
     def rank_died(self, rank: int) -> None:
-        """Go on without a rank. Nothing writes its memory any more, and every pull that was not told has failed.
+        """Go on without a rank. Nothing writes its memory any more, and every unreported pull has failed.
 
         Requests that were received before have lost the rank's part of their KV: compute them again.
         """

@@ -78,7 +78,7 @@ class Withdraw(Order, frozen=True):
 
 
 class Reclaim(Order, frozen=True):
-    """Say that so many blocks are wanting: requests that were lent for long are revoked (`Engine.reclaim`).
+    """Ask for `num_blocks` blocks back: requests that were lent for long are revoked (`Engine.reclaim`).
 
     Ends in `Finished.refused` if it was refused, else nowhere; what it revokes ends in `Finished.finished_sending`.
     """

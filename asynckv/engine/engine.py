@@ -1,7 +1,7 @@
-"""The engine, as its owner sees it: what can be called, and what can be asked.
+"""The engine's public calls and properties.
 
-A call checks its arguments, asks for a turn of the loop, and is handed to the core with the time; `driver.py` does what
-comes of it, `ending.py` says how an engine ends.
+A call checks its arguments, asks for a turn of the loop, and is handed to the core with the time. `driver.py` carries
+out the results, and `ending.py` ends the engine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from asynckv.version import VERSION
 Groups = Sequence[tuple[int, BlockIds]]
 
 UNNAMED = "the layout does not name its model, so nothing keeps engines of different models apart; give it model="
-"""For people: two models of one shape have equal layouts but for their name."""
+"""Text of a warning: the layouts of two models of one shape differ only in their name."""
 
 MAX_RETRYING = 64
 
@@ -389,8 +389,8 @@ class Engine:
 
         Args:
             params: What `PrefillRanks.make_params` returned. The decode side may have them already.
-            num_readers: How many decode engines will read the request, each once. The blocks return when so many have
-                released; one that never comes costs the rest of `lease_s`, and one more is refused.
+            num_readers: Number of decode engines that will read the request, each once. The blocks return when all of
+                them have released. A reader that never comes costs the rest of `lease_s`; one more is refused.
 
         Raises:
             EngineClosed: The engine is closed or draining.
@@ -430,7 +430,7 @@ class Engine:
             self._recorder.log(told.RequestWithdrawn(*ids, len(waited), list(waited[:8])))
 
     def reclaim(self, num_blocks: int) -> int:
-        """Revoke requests that were lent for long, so that about so many blocks return.
+        """Revoke requests that were lent for long, so that about `num_blocks` blocks return.
 
         The reader engine that holds most loses its oldest request first. Every request is kept for `lease.grant_s`, and
         each reader engine keeps an equal share of all blocks, so the only one that reads here loses nothing. A reader
@@ -438,10 +438,10 @@ class Engine:
         Both get `LeaseRefused` (`revoked`), and prefill again.
 
         Args:
-            num_blocks: How many are wanted, of all groups, with those that were revoked before and have not returned.
+            num_blocks: Number of blocks wanted, of all groups, including those revoked before that have not returned.
 
         Returns:
-            How many requests were revoked (`LentRequest.wait_released` says `revoked`).
+            Number of requests that were revoked (`LentRequest.wait_released` says `revoked`).
 
         Raises:
             EngineClosed: The engine was not started.
@@ -470,7 +470,7 @@ class Engine:
         Args:
             request_id: The decode side's id.
             params: What the prefill side gave out for the request.
-            wait_s: How long it may wait; `pull.announce_s` if left out.
+            wait_s: Seconds for which the request may wait; `pull.announce_s` if left out.
             cohort_id: As for `pull`.
 
         Raises:

@@ -1,6 +1,6 @@
 """Write docs/configuration.md from the configuration's dataclasses and their docstrings; a test compares.
 
-A field that its docstring does not explain, or that the docstring explains and nobody has, is refused here.
+A field that its docstring does not explain is refused here, and so is an explained field that does not exist.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 HEAD = """# Configuration
 
-Every field of the configuration with its type, default and meaning, made from `asynckv/config.py` by
-`scripts/draw`. A test fails when this page is stale.
+Every field of the configuration with its type, default and meaning, generated from `asynckv/config.py`.
 
 ```python
 from asynckv import EngineConfig, LeaseConfig, PullConfig
@@ -47,7 +46,7 @@ VARIABLES = (
     (
         "`UCX_NET_DEVICES`",
         "the network devices that carry KV, such as `mlx5_0:1` or `eth0`; all that UCX finds if unset. Set it on every "
-        "host with more than one network",
+        "host with several networks",
         "[devices](deploy.md#which-devices-ucx-uses)",
     ),
     (
@@ -97,15 +96,15 @@ DOCTOR = """
 
 
 def environment() -> str:
-    """The variables of NIXL and UCX that matter."""
+    """Return the section on the variables of NIXL and UCX that matter."""
     return ENVIRONMENT + "".join(f"| {' | '.join(row)} |\n" for row in VARIABLES) + DOCTOR
 
 
 def explained(owner: type) -> tuple[str, dict[str, str]]:
-    """What a class says of itself, and of each of its fields.
+    """Return the summary of a class, and the meaning of each of its fields.
 
     Raises:
-        ConfigError: It explains other fields than it has.
+        ConfigError: The docstring explains other fields than the class has.
     """
     about, _, listed = (inspect.getdoc(owner) or "").partition("\n\nAttributes:\n")
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", listed, re.MULTILINE)
@@ -116,7 +115,7 @@ def explained(owner: type) -> tuple[str, dict[str, str]]:
 
 
 def default(field: Field[Any]) -> str:
-    """A default as people write it, with its unit."""
+    """Return a default in readable form, with its unit."""
     if field.default_factory is not MISSING:
         return "`{}`" if field.default_factory is dict else f"`{getattr(field.default_factory, '__name__', '')}()`"
     value = field.default
@@ -137,7 +136,7 @@ def default(field: Field[Any]) -> str:
 
 
 def section(owner: type) -> str:
-    """One class as a table of its fields."""
+    """Return the section of one class, with a table of its fields."""
     about, found = explained(owner)
     about = re.sub(r" \(`docs/(\w+)\.md`\)", r" ([\1](\1.md))", about)
     lines = [f"## {owner.__name__}\n", f"{about}\n", "| field | type, default | meaning |", "|---|---|---|"]
@@ -149,7 +148,7 @@ def section(owner: type) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     classes = {name for name, kind in vars(config).items() if is_dataclass(kind)}
     first = ["EngineConfig", "PullConfig", "LeaseConfig", "NixlConfig", "KeysConfig", "LogConfig", "InspectConfig"]
     names = [*first, *(name for name in sorted(classes) if name not in first)]
@@ -158,5 +157,5 @@ def page() -> str:
 
 
 def files() -> dict[Path, str]:
-    """The page."""
+    """Return the page by its path."""
     return {TARGET: page()}
