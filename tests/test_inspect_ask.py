@@ -230,11 +230,11 @@ async def test_an_answer_to_another_question_is_none() -> None:
         assert "no answer within" in (await one(address, SHORT_S)).error
 
 
-async def test_nobody_listens() -> None:
+async def test_no_process_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         answer = await one(f"tcp://127.0.0.1:{taken.getsockname()[1]}", SHORT_S)
-    assert "nobody listens there (TCP connection refused)" in answer.error
+    assert "no process listens there (TCP connection refused)" in answer.error
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
-"""Asks running engines what they hold, over the network or a socket of this host.
+"""Ask running engines for their state, over the network or a socket of this host.
 
     answers = await ask_all(["tcp://10.0.0.1:5555"])
 
-An answer is a value with what the engine said of itself, or with why it said nothing. What it said is believed to be of
-the right types and bounded, and no more; its texts are a stranger's, to be escaped before a person sees them.
+An answer holds the engine's status, or the reason for which there is none. Only the types and bounds of a status are
+checked; its texts are foreign and must be escaped before a person sees them.
 
-An engine answers on its event loop, so while that is away nobody is answered. Whoever asked in vain is told what can be
-known from here: whether somebody listens at all, whether its libraries still speak though the engine does not, whether
-it wants keys, and behind a socket of this host, which process it is and what the kernel says of it.
+An engine answers on its event loop, and not while the loop is blocked. If there is no answer, the asker gets the facts
+that can be found from here: whether a process listens, whether its libraries still speak, whether it wants keys, and
+for a socket of this host also the process and its state in the kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from asynckv.tools.greeting import Greeted, look_at_port
 
 TIMEOUT_S = 5.0
 REPEAT_S = 1.0  # an unanswered question is asked again
-PROBE_S = 1.0  # how long whoever listens may take to greet
+PROBE_S = 1.0  # time for a listener's greeting
 MAX_AT_ONCE = 64  # engines that are asked at the same time
 MAX_SOCKETS = 4096  # sockets of one directory
 _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}(#.{16,})?\Z")
@@ -53,7 +53,7 @@ class Trouble(enum.Enum):
     """Why there is no answer."""
 
     NONE = "it answered"
-    GONE = "nobody is behind this socket or port any more"
+    GONE = "no process is behind this socket or port any more"
     AWAY = "the process lives, and its event loop is away, or it is stopped"
     NETWORK = "no connection comes about"
     KEYS = "it may have answered, had it known our key"
@@ -62,9 +62,9 @@ class Trouble(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one engine said, or why it did not."""
+    """One engine's status, or the reason for which there is none."""
 
-    address: str  # whom we asked
+    address: str  # the address that was asked
     error: str = ""  # why there is no answer, and what to do about it; empty if there is one
     trouble: Trouble = Trouble.NONE  # what kind of reason that is
     pid: int = 0  # of the process behind a socket that gave no answer; 0 if it is not known
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def rank(self) -> str:
-        """Its name, as in all logs (`prefill/tp0@0a1b2c3d`); the address of who did not answer."""
+        """The rank's name as in all logs (`prefill/tp0@0a1b2c3d`), or the address if it did not answer."""
         return self.account.rank or self.address
 
     @property
@@ -97,14 +97,14 @@ async def ask_all(
 
     Args:
         addresses: `tcp://host:port`, with the engine's key behind it (`#...`) if it has one, or the path of a socket.
-        keys: Who asks, and whom it trusts; needed by engines with keys, over the network.
-        timeout_s: How long an engine may take for one answer.
-        most: Requests that are told by each, the oldest; everything is counted in any case. More than 256 take several
+        keys: The asker's keys and the trusted engines' keys; needed for engines with keys, over the network.
+        timeout_s: Seconds that an engine may take for one answer.
+        most: Number of oldest requests that each engine lists; all are counted in any case. More than 256 take several
             questions, of which an engine answers some eight a second.
-        with_peers: Ask the engines that these read from as well, as soon as they are named; their answers follow.
+        with_peers: Also ask the engines that these read from, as soon as they are named; their answers follow.
 
     Raises:
-        ConfigError: An address is none, or a key file cannot be used.
+        ConfigError: An address is malformed, or a key file cannot be used.
     """
     for address in addresses:
         if address.startswith("tcp://"):
@@ -130,7 +130,7 @@ async def ask_all(
     answers = [x.result() for x in asked]
     there = {x.account.incarnation for x in answers} - {""}
     for peer, task in named:
-        # Nobody asked for these: that they do not answer here says nothing if their readers hear from them.
+        # The operator did not name these, so their silence here proves nothing if their readers hear from them.
         answer = task.result()
         if peer.state != "ready" if answer.error else answer.account.incarnation not in there:
             answers.append(answer)
@@ -280,7 +280,7 @@ class _Asker:
                     self.plane.send(Address(address), encode_packet(self._name, "", [question]))
                     await asyncio.wait([answered], timeout=REPEAT_S)
                     if not answered.done() and (await _look(address)).errno == errno.ECONNREFUSED:
-                        raise _Vain(NOBODY, T.GONE)
+                        raise _Vain(NO_LISTENER, T.GONE)
                 return answered.result()
             finally:
                 del self._asked[question.nonce]
@@ -288,7 +288,7 @@ class _Asker:
         try:
             yield ask
         except BaseException:
-            # ZMQ tries no more where it was once refused; whoever else asks there asks again.
+            # ZMQ does not try again after a refusal, so a later question to that address has to ask again.
             self.plane.disconnect(Address(address))
             raise
 
@@ -305,7 +305,7 @@ class _Asker:
                 writer.close()
                 if address in self._behind:
                     raise TimeoutError
-                raise _Vain(f"nobody takes its connections and no more fit: {AWAY}", T.AWAY)
+                raise _Vain(f"its connections are not accepted and no more fit: {AWAY}", T.AWAY)
         except ConnectionRefusedError:
             raise _Vain(
                 "its process has ended without taking the socket away: it was killed, or has crashed", T.GONE
@@ -379,7 +379,7 @@ class _Asker:
             case Greeted(connected=True):
                 how = T.OTHER, f"TCP connects, but what listens is no engine: {found.error}"
             case Greeted(errno=errno.ECONNREFUSED):
-                how = T.GONE, NOBODY
+                how = T.GONE, NO_LISTENER
             case Greeted(errno=errno.ETIMEDOUT):
                 how = T.NETWORK, "no TCP connection either; the host is down, or a firewall is in between"
             case _:
@@ -388,7 +388,7 @@ class _Asker:
 
 
 T = Trouble
-NOBODY = "nobody listens there (TCP connection refused): its process is gone, or the port is another"
+NO_LISTENER = "no process listens there (TCP connection refused): it is gone, or the port is another"
 AWAY = "its process lives but its event loop is away (busy, blocked or stopped), or the engine is closing"
 
 

@@ -25,9 +25,9 @@ from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, 
 from asynckv.tools.diagnose.records import Record
 
 CLOCKS_S = 10.0
-"""How far the clocks of two hosts may be apart where nothing else is known of them."""
+"""Most seconds between the clocks of two hosts, if nothing else is known of them."""
 LATE_S = 0.001
-"""How long after its cause a line is usually written, at most."""
+"""Most seconds between an event and its line, usually."""
 TOLD_S = 0.5
 """A lesser contradiction is not told, because lines of a busy process look the same."""
 MAX_TIME = 1e11
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """How far a clock is ahead of its group's reference."""
+    """Seconds by which a clock is ahead of its group's reference."""
 
     seconds: float  # subtract it to come to the reference's time
     within_s: float  # how much more or less it may be
@@ -100,7 +100,7 @@ def lent_at(lease: Lease) -> float:
 
 
 def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
-    """Go through the promises in a lease's life: which pull, whose, and when it got the first."""
+    """Yield the grants in a lease's life: the pull, its reader, and the time of the first grant."""
     seen: set[str] = set()
     for step in steps:
         if isinstance(note := step.what, Granted) and note.pull_id not in seen:
@@ -163,8 +163,8 @@ class Axis:
     """All times of a service, by one clock of each group.
 
     Attributes:
-        references: The process whose clock each group goes by.
-        conflicts: Pairs of clocks whose exchanges contradict each other, and by how many seconds at most.
+        references: The process with the reference clock of each group.
+        conflicts: Pairs of clocks with contradicting exchanges, and the largest contradiction in seconds.
     """
 
     def __init__(self, service: Service, pairs: Iterable[Pair]) -> None:

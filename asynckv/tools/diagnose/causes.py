@@ -1,15 +1,15 @@
 """Why blocks came back late, or pulls failed: the table of verdicts, and the catalogue of causes.
 
-**Late** are blocks that came back, or will, because time ran out and not because a reader said that it was done: a
-lease that expired, or was not over when its engine was closed or died; one that was held beyond its warning age when
-the log ends; an announcement that nobody pulled until its time was up; a release that was refused or never answered,
-where the prefill rank's log does not say what became of the lease; and blocks of a pull that had its outcome while
-something might still write them. Not late is what was revoked, withdrawn, or released within its promise; nor what is
-announced and waits, before the announcement's time is up.
+Blocks are **late** if they came back, or will, because time ran out and not because a reader released them: a lease
+that expired, or was not over when its engine was closed or died; one that is held beyond its warning age at the end of
+the log; an announcement that was not pulled until its time was up; a release that was refused or never answered, if the
+prefill rank's log does not show the end of the lease; and blocks of a pull that had its outcome while they might still
+be written. Blocks are not late if they were revoked, withdrawn, or released within their grant, or are announced and
+wait, before the announcement's time is up.
 
-The table and the catalogue stand in `causes.toml`. `WHY` has a cause for each pair of what the owner knows of a reader
-(`Owner`) and what the reader and its process know (`Reader`). Above each cause stands the one `HEADING` that says what
-to look at. Some causes are *classes*: they stand for several that cannot be told apart without the other side's logs.
+The table and the catalogue are in `causes.toml`. `WHY` has a cause for each pair of the owner's view of a reader
+(`Owner`) and the view of the reader and its process (`Reader`). Each cause has one `HEADING`, which says where to look.
+Some causes are *classes*: they stand for several that cannot be told apart without the other side's logs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib.resources import files
 
 
 class HEADING(enum.StrEnum):
-    """What to look at: every cause has one of these above it."""
+    """Headings of causes, which say where to look."""
 
     GONE = "process gone"
     STOPPED = "stopped or blocked"
@@ -35,7 +35,7 @@ class HEADING(enum.StrEnum):
 
 
 class Owner(enum.Enum):
-    """What a prefill rank knows of a reader that it waits for, and what became of its lease; as its log shows it."""
+    """A prefill rank's view of a reader that it waits for, and the end of its lease, from its log."""
 
     UNCLAIMED = "expired or held, and the reader that is owed never claimed"
     CLAIMED = "expired or held, and the reader that is owed had claimed"
@@ -49,7 +49,7 @@ class Owner(enum.Enum):
 
 
 class Reader(enum.Enum):
-    """What a reader and its process know: the first of these that would have been enough by itself; as logs show it."""
+    """The view of a reader and its process, from logs: the first of these that would have been enough by itself."""
 
     ANY = ""
     NO_LOG = (
@@ -69,7 +69,7 @@ class Reader(enum.Enum):
     KEYS = "its pull failed in the handshake, and `refused` or the pull's detail speaks of keys"
     UNMET = "its pull failed in the handshake, or hangs there"
     REFUSED = "`release_refused`, or a claim that was refused"
-    BROKEN = "its pull failed with `peer_lost` or `read_failed`, and nobody is known to have died"
+    BROKEN = "its pull failed with `peer_lost` or `read_failed`, and no process is known to have died"
     REFUSED_HERE = "its engine refused the pull: it cannot be planned, its blocks are in use, or a queue is full"
     OVERSTAYED = "it was lent for `max_lease_s` (`engine_started` names it), or a renewal was refused because of it"
     ANNOUNCED = "the announcement's time was up, or it is overdue when the log ends"

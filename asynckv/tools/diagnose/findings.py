@@ -1,7 +1,7 @@
-"""What is wrong with a service, the worst first, and what could not be judged.
+"""Findings about a service, the worst first, and the things that could not be judged.
 
-Pure: what was read, asked and joined goes in, values come out. Texts in them are of logs and of engines, which is to
-say of strangers: they are escaped before they are shown.
+The functions are pure: logs and answers, joined, go in, and values come out. Their texts come from logs and engines, so
+they are foreign, and are escaped before they are shown.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REMEDIES = {
 }
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
 OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
-"""What is late for such a cause is told with the process that it is about."""
+"""Headings of late requests that are reported with their process."""
 
 NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED}
 SAID_ELSEWHERE = {
@@ -82,7 +82,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was read and asked, joined."""
+    """Logs and answers, joined."""
 
     logs: Logs
     axis: Axis  # has the service, and gives its times
@@ -120,7 +120,7 @@ def _hangs_on_processes(leak: Leak) -> bool:
 
 
 def _is_about(leak: Leak, rank: str) -> bool:
-    """What is late hangs on how this process is: it is the reader that is gone or does not answer, or it lent it."""
+    """Return True if late blocks depend on this process: it is the reader that is gone or silent, or the lender."""
     if leak.side == "decode" or leak.cause in (CAUSE.DECODE_UNRESPONSIVE, *LOOPS_AWAY):
         return rank in leak.sentence
     if leak.cause is CAUSE.PREFILL_DIED:
@@ -129,7 +129,7 @@ def _is_about(leak: Leak, rank: str) -> bool:
 
 
 def _gone(seen: Seen) -> Iterator[tuple[str, Finding]]:
-    """Processes whose logs end without a goodbye, the earliest first, with what is late since."""
+    """Find processes with logs that end without a goodbye, the earliest first, and the requests that are late since."""
     found = sorted((x for x in seen.grounds if x.gone is not None and x.gone.kind == "died"), key=lambda x: x.end)
     found = [x for x in found if x.process.successor is None or not x.end < seen.since]
     for fate, rank in ((x.gone, x.process.rank) for x in found if x.gone is not None):
@@ -140,7 +140,7 @@ def _gone(seen: Seen) -> Iterator[tuple[str, Finding]]:
 
 
 def _silent(seen: Seen) -> Iterator[tuple[str, Finding]]:
-    """Engines that were asked in vain; not a socket that is left of an earlier start, nor who is told dead."""
+    """Find engines that did not answer, except left sockets of earlier starts and processes that are reported dead."""
     there = {base_name(x.rank) for x in seen.answers if not x.error}
     named = seen.axis.service.ranks_by_address()
     told = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind == "died"}
@@ -170,7 +170,7 @@ def _stopped(seen: Seen) -> Iterator[tuple[str, Finding]]:
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
-    """Causes of late blocks and who they are about, the most frequent first."""
+    """Find causes of late blocks and their processes, the most frequent first."""
     groups: dict[tuple[CAUSE, str], list[Leak]] = defaultdict(list)
     for leak in late:
         groups[leak.cause, leak.reader].append(leak)
@@ -204,7 +204,7 @@ def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
 
 
 def _refusals(seen: Seen) -> list[Record]:
-    """What decode engines refused by themselves, of requests that no pull was complete of."""
+    """Return pulls that decode engines refused by themselves, of requests without a complete pull."""
     requests = (r for r in seen.axis.service.requests if not any(p.cause == "complete" for p in r.all_pulls))
     refused = (x for r in requests for x in r.before if x.event == told.PullRefused.event)
     return [x for x in refused if not x.at < seen.since]
@@ -220,12 +220,12 @@ def _refused(seen: Seen) -> Iterator[Finding]:
         what = f"{rank} refused {counted(len(found), 'pull')} by itself, and began nothing: {cause}"
         keys = {(x.text("peer"), x.text("prefill_request_id")) for x in found}
         _, blocks = _of([x for x in seen.late if (x.engine_id, x.request_id) in keys and x.cause in NEVER_ASKED])
-        remedy = "Whoever called it was given this error: correct the call, or call `cancel` with the params."
+        remedy = "The caller got this error: correct the call, or call `cancel` with the params."
         yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks)
 
 
 def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Finding]:
-    """Why pulls failed, and whom that was about; not an attempt that another one followed, nor what is told already."""
+    """Find reasons of failed pulls and their ranks, except attempts that were repeated and reported ones."""
     axis = seen.axis
     last: set[Pull] = set()
     for family in families(axis.service.requests):
@@ -245,7 +245,7 @@ def _span(each: Failure) -> str:
 
 
 def _away(seen: Seen) -> Iterator[Finding]:
-    """Processes whose event loops were away, the longest first; not those for which something was late, as is told."""
+    """Find processes with blocked event loops, the longest first, except those that are reported with late requests."""
     found: list[tuple[float, Record, Process, int]] = []
     for process in seen.axis.service.processes.values():
         away = [(x.number("seconds", 0.0), x) for x in process.of(told.LoopWasAway)]
@@ -265,7 +265,7 @@ def _away(seen: Seen) -> Iterator[Finding]:
 
 
 def _logged(seen: Seen, level: str) -> Iterator[Finding]:
-    """What was logged at a level, and no other finding tells of, by event and process."""
+    """Find events at a level that no other finding reports, by event and process."""
     found: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for process in seen.axis.service.processes.values():
         for record in process.records:
@@ -281,7 +281,7 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
 
 
 def _limits(seen: Seen) -> Iterator[Finding]:
-    """What could not be judged: logs that are not there, end early or cannot be read, and clocks."""
+    """Find things that could not be judged: missing, short or unreadable logs, and clocks."""
     service = seen.axis.service
 
     def limit(code: str, what: str, evidence: str = "", remedy: str = "") -> Finding:

@@ -1,13 +1,13 @@
 """One service out of many logs: its processes, and its requests as both sides speak of them.
 
-A request has a name on each side, and several attempts on the decode side. What joins them over processes is, in this
-order: the pull id, which is nobody else's (leases name the pulls that claimed them); the prefill engine, the sequence
-of its key and the prefill request id, with the start of the prefill process, for a scheduler that was restarted counts
-from zero again; and last the prefill engine and its process with the sequence alone, so that a pull that speaks of
-another request id under this key is found, and is seen to do so.
+A request has a name on each side, and several attempts on the decode side. They are joined over processes by, in this
+order: the unique pull id (leases name the pulls that claimed them); the prefill engine, the sequence of its key and the
+prefill request id, with the start of the prefill process, because a restarted scheduler counts from zero again; and
+last the prefill engine and its process with the sequence alone, so that a pull with another request id under this key
+is found, and noticed.
 
-Clocks of different hosts are not compared here. What is said in seconds (of a lease since it was lent, of a pull since
-it was asked for) is each process's own; `at` of a record is too, and only within one host is it everybody's.
+Clocks of different hosts are not compared here. Seconds since a request was lent, or a pull asked for, are each
+process's own. So is `at` of a record, which can be compared only within one host.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a prefill rank knows of one reader's last claim; seconds since the request was lent."""
+    """One reader's last claim, as its prefill rank knows it; times are seconds since the request was lent."""
 
     name: str
     pull_id: str
@@ -132,7 +132,7 @@ class Lease:
 
     @property
     def state(self) -> str:
-        """How it ended (`released`, `expired`, `revoked`); `lent` or `ending` if the logs do not say that it has."""
+        """The end of the lease (`released`, `expired`, `revoked`); `lent` or `ending` if the logs show none."""
         if self.ended is not None:
             return self.ended.text("cause") or "ended"
         return (self.held[-1][0].text("state") or "lent") if self.held else "lent"
@@ -163,14 +163,14 @@ class Lease:
 
     @property
     def seconds(self) -> float:
-        """How long it has been lent, as far as its process's log goes."""
+        """Seconds for which it has been lent, up to the end of its process's log."""
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
             return seconds
         return self.process.last_at - self.lent_at
 
     @property
     def blocks(self) -> int:
-        """How many blocks; -1 if nothing says so."""
+        """Number of blocks; -1 if it is not known."""
         for record in (self.ended, self.lent):
             if record is not None and (blocks := record.integer("blocks")) >= 0:
                 return blocks
@@ -178,7 +178,7 @@ class Lease:
 
     @property
     def lease_s(self) -> float:
-        """For how long it was lent if nobody asked for it."""
+        """Seconds for which it stays lent without a claim."""
         said = self.lent.number("lease_s") if self.lent is not None else math.nan
         return said if not math.isnan(said) else self.process.durations.get("lease_s", math.nan)
 
@@ -320,7 +320,7 @@ class Pull:
 
     @property
     def cause(self) -> str:
-        """How it ended; empty if the logs do not say."""
+        """Reason of its end; empty if the logs show none."""
         return self.ended.text("cause") if self.ended is not None else ""
 
     @property
@@ -364,7 +364,7 @@ class Pull:
 
     @property
     def state(self) -> str:
-        """How it stands as far as the logs go: how it ended, or the state that a warning gave."""
+        """State at the end of the logs: its end, or the state in a warning."""
         if self.ended is not None:
             return self.cause
         return self.held[-1][0].text("state") if self.held else ""
@@ -422,7 +422,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Its id where it was lent; the decode side's if nobody says that."""
+        """Its id on the prefill side, or on the decode side if that is not known."""
         return self.request_id or next(iter(self.decode_ids), "")
 
     @property
@@ -432,7 +432,7 @@ class Request:
 
     @property
     def decode_ids(self) -> list[str]:
-        """What the decode side calls it."""
+        """Its ids on the decode side."""
         refused = (x.text("request_id") for x in self.before if x.event == told.PullRefused.event)
         return list(dict.fromkeys(x for x in (*(p.request_id for p in self.all_pulls), *refused) if x))
 
@@ -448,11 +448,11 @@ class Service:
     """All processes and requests that some logs speak of.
 
     Attributes:
-        unanswered: Ranks that were asked, live, and do not answer, by name: their processes are there.
-        stopped: Processes that are stopped or paused, by the start of each, and how that is known.
-        gone: Ranks whose processes are not there any more, by the start of each, and how that is known.
+        unanswered: Names of living ranks that did not answer: their processes are there.
+        stopped: Stopped or paused processes by their starts, with the evidence.
+        gone: Ranks without a process any more by their starts, with the evidence.
         not_here: Ranks of which no process is on this host, as of none of them all.
-        put_back: When clocks were put back, by the incarnation of the process; its times go on as before.
+        put_back: Times at which clocks were put back, by the incarnation of the process; its times continue as before.
     """
 
     processes: dict[str, Process] = field(default_factory=dict)
@@ -648,7 +648,7 @@ class _Joiner:
         self._requests: list[Request] = []
         self._exact: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
         self._by_pull: dict[str, Request] = {}
-        # Who lends it, and whoever its readers say they met; of requests that were lent, also without their names.
+        # The lender, and the ranks that readers say they met; of lent requests also without their names.
         self._by_start: dict[tuple[tuple[str, int, str], str], Request] = {}
         self._by_sequence: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
         self._ranks: Counter[tuple[tuple[str, int, str], str]] = Counter()
@@ -723,7 +723,7 @@ class _Joiner:
                 if pull.process.start in map(start_of, wrong):
                     return request
                 if pull.cause != "complete" and _is_longer(pull.prefill_request_id, request.request_id):
-                    return request  # who was never let in, or came too late, is not told that its id is another
+                    return request  # a reader that was refused, or came too late, does not learn that its id differs
             if ours and lent:  # of several that one counts alike, whichever has no reader yet
                 return min(lent, key=lambda x: bool(x.pulls))
         elif (

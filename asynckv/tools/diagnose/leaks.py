@@ -1,8 +1,8 @@
-"""Which blocks came back late, and why: one finding per request, with its evidence. (What late means: `causes.py`.)
+"""Find late blocks and their causes: one finding per request, with its evidence. (`causes.py` defines late.)
 
 Every reader that is owed has a verdict; of a request with several the most certain one counts, and among these the
-first. What follows from a log that *lacks* a line rests on what logs always have: expiries, failures, releases that
-nobody answered and orderly ends are never left out.
+first. Conclusions from a *missing* line rest on lines that logs always have: expiries, failures, releases without an
+answer and orderly ends are never left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _of_request(presence: Presence, request: Request) -> Iterator[Leak]:
 
 
 def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
-    """How a lease's blocks came back late, or did not; empty if they are not."""
+    """Return the way in which a lease's blocks came back late; empty if they did not."""
     if lease.ended is not None:
         return lease.state if lease.state in ("expired", "closed") else ""
     fate = presence.fate(lease.process)
@@ -125,7 +125,7 @@ def _of_leases(presence: Presence, request: Request, late: Mapping[Lease, str]) 
 
 
 def _of_announcement(presence: Presence, request: Request, pulls: Sequence[Pull]) -> Leak:
-    """A lease that was renewed for an announcement until its time was up, whoever released it then."""
+    """Find a lease that was renewed for an announcement until its time was up, whichever reader released it then."""
     leases = request.leases.values()
     seconds = max(x.ended.number("seconds") if x.ended is not None else x.process.last_at - x.begun_at for x in pulls)
     names = {"reader": listed(x.process.rank for x in pulls), "seconds": in_seconds(seconds)}
@@ -145,7 +145,7 @@ def _of_announcement(presence: Presence, request: Request, pulls: Sequence[Pull]
 
 
 def _of_releases(presence: Presence, request: Request, found: Sequence[tuple[Verdict, str, Pull]]) -> Leak:
-    """Releases that were refused, or never answered, by ranks whose logs do not say what became of the lease."""
+    """Find releases that were refused, or never answered, by ranks with logs that do not show the end of the lease."""
     verdict, _, pull = found[0]
     holders = tuple(dict.fromkeys(rank for _, rank, _ in found))
     known = [x for x in map(presence.service.process_named, holders) if x is not None]

@@ -1,6 +1,6 @@
-"""What passed between a reader and a prefill rank: did they meet, was a release answered, and what did it refuse?
+"""The exchange between a reader and a prefill rank: whether they met, and whether a release was answered or refused.
 
-Each question is answered from what both logs say of it, whichever of them is there.
+Each question is answered from both logs, or from the one that is there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
             ranks = {base_name(x) for x in pull.peer_ranks}
             if pull.process.start in spoke or (ranks and lease.process.base not in ranks):
                 return False
-            # Where a log ends before a lease does, it does not say who has released it.
+            # A log that ends before a lease does not show the readers that released it.
             return lease.ended is not None or not has_read(pull, lease)
         if name in claims and claims[name].pull_id == pull.pull_id:
             return True
@@ -77,7 +77,7 @@ def _said_of(reader: Process, rank: str) -> Iterator[Record]:
 
 
 def refused_keys(presence: Presence, pull: Pull, lease: Lease) -> str:
-    """How keys kept them apart; empty if they did not."""
+    """Return the way in which keys kept them apart; empty if they did not."""
     if shook_hands(presence, pull.process, lease):
         return pull.detail if pull.cause == "peer_unreachable" and _speaks_of_keys(pull.detail) else ""
     address = lease.process.started.text("address") if lease.process.started is not None else ""
@@ -85,12 +85,12 @@ def refused_keys(presence: Presence, pull: Pull, lease: Lease) -> str:
 
 
 def turned_away_at(pull: Pull, rank: str, address: str = "") -> str:
-    """What a reader's log says of keys that a prefill rank did not take, or was not to take; empty if nothing."""
+    """Return a reader's log lines about keys that a prefill rank refused, or had to refuse; empty if there are none."""
     known = {address, *(x.text("address") for x in _said_of(pull.process, rank))} - {""}
     for record in pull.process.of(told.Refused):
-        who = record.text("who")
-        if record.at <= pull.last_at + 1.0 and any(x in who or who in x for x in known):
-            return f"{record.text('cause')}: {who}"
+        peer = record.text("who")
+        if record.at <= pull.last_at + 1.0 and any(x in peer or peer in x for x in known):
+            return f"{record.text('cause')}: {peer}"
     return pull.detail if _speaks_of_keys(pull.detail) else ""
 
 
@@ -145,7 +145,7 @@ def has_read(pull: Pull, lease: Lease) -> bool:
 
 
 def how_unanswered(pull: Pull) -> str:
-    """How a release was given up, in words."""
+    """Describe the way in which a release was given up."""
     for record in pull.unanswered:
         cause, detail = record.text("cause"), record.text("detail")
         after = f"given up {in_seconds(record.number('seconds'))} s after its pull had ended: {cause or 'no answer'}"
@@ -157,7 +157,7 @@ def how_unanswered(pull: Pull) -> str:
 
 
 def is_forgotten(presence: Presence, pull: Pull) -> bool:
-    """An announcement that nobody pulled for as long as it may last."""
+    """Return True for an announcement that was not pulled within its time."""
     if pull.ended is not None:
         return pull.cause == "timeout" and pull.failed_in == "announced"
     is_open = pull.state == "announced" and presence.fate(pull.process).kind in ("silent", "alive")

@@ -33,7 +33,7 @@ class LateCopy:
             ends.
     """
 
-    rank: str  # whose blocks
+    rank: str  # the rank with the blocks
     what: str  # `store` or `load`
     job: str  # as the rank calls it
     request_id: str
@@ -50,13 +50,13 @@ def has_offload(process: Process) -> bool:
 
 
 def called(service: Service) -> set[str]:
-    """What stores and loads are called that the logs tell of: their requests, and their jobs."""
+    """Return the names of stores and loads in the logs: their requests and their jobs."""
     told = (x for process in service.processes.values() for x in process.of(*_JOBS))
     return {name for x in told for name in (x.text("request_id"), x.text("job"))} - {""}
 
 
 def failures(service: Service, names: Iterable[str]) -> list[str]:
-    """Say in a line each which stores and loads of some names failed, and whose blocks nothing touched then."""
+    """Describe, a line each, failed stores and loads of some names with blocks that nothing touched afterwards."""
     wanted = set(names)
     return [
         f"its {x.text('what')} on {process.rank} failed at {moment(x.at)} after {x.number('seconds'):,.3g} s "

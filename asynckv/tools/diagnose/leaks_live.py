@@ -1,7 +1,7 @@
-"""What running engines hold, as their logs would tell it: the same rules say why.
+"""The state of running engines in the form of their logs, so that the same rules find causes.
 
-An engine's answer becomes a start, what it knows of its peers, warnings of its pulls and of the leases that a log would
-warn of, and what a log says of younger leases; all of one moment, by one clock.
+An engine's answer becomes a start, facts about its peers, warnings about its pulls and about leases that a log would
+warn of, and a log's lines about younger leases; all of one moment, by one clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
 
 START_S = 1800.0  # a process loads a model before its engine starts
-SLACK_S = 2.0  # the kernel counts from the boot, whose time is of whole seconds
+SLACK_S = 2.0  # the kernel counts from the boot time, which has whole seconds
 FRACTION = 1 / 3  # as `log.held_fraction` has it
 
 LEAST_S, MOST_S = 0.5, 10.0
@@ -78,9 +78,9 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
 
 
 def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
-    """Tell a service who was asked in vain: by its socket's name, or by its address, which logs and peers name.
+    """Note in a service the ranks that did not answer: by their sockets' names, or addresses in logs and of peers.
 
-    A process of which there is no log is known from then on, but for what it said.
+    A process without a log is known from then on, without its own words.
     """
     answers = list(answers)
     named = service.ranks_by_address()
@@ -124,7 +124,7 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
 
 
 def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:
-    """Stores and loads that have failed, and whose blocks something may still touch."""
+    """Yield failed stores and loads with blocks that may still be in use."""
     for hold in answer.account.holds:
         what = hold.pull_id.partition("-")[0]
         if what in ("store", "load") and hold.reason in ("quarantined", "retired") and hold.held_s >= LEAST_S:

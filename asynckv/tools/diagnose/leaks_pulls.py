@@ -1,7 +1,7 @@
-"""What pulls tell: why they failed, why their blocks might still be written, and leases that only they speak of.
+"""Evidence of pulls: reasons of failures, blocks that might still be written, and leases that only they mention.
 
-A prefill rank whose log is missing, or ends before a lease could have expired, does not say what became of the lease.
-Then a release that was refused or never answered is known from the decode side alone.
+If a prefill rank's log is missing, or ends before a lease could have expired, it does not show the end of the lease. A
+refused or unanswered release is then known from the decode side alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ W, R = Owner, Reader
 # -- why pulls fail ----------------------------------------------------------------------------------------------------
 
 WELL = frozenset({"", "complete", "discharged", "cancelled", "withdrawn", "revoked"})
-"""Ends of a pull that somebody wanted."""
+"""Ends of a pull that are no failures."""
 
 FAILED_AS = {
     **dict.fromkeys(("geometry_refused", "unplannable", "remote_too_short", "queue_full"), R.REFUSED_HERE),
@@ -39,7 +39,7 @@ FAILED_AS = {
     "peer_unreachable": R.UNMET,
     "engine_closed": R.CLOSED,
 }
-"""What a pull's cause tells, where nothing else is known to have befallen it; what is not here is not known."""
+"""Evidence of a pull's cause, if no other event explains it; causes that are not listed are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,17 @@ class Failure:
 
     @property
     def heading(self) -> HEADING:
-        """What to look at."""
+        """The heading of the cause."""
         return CATALOGUE[self.cause].heading
 
     @property
     def remedy(self) -> str:
-        """What to do."""
+        """The remedy of the cause."""
         return CATALOGUE[self.cause].remedy
 
 
 def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
-    """Group the pulls that failed by why they did, and by whom that was; the most frequent first.
+    """Group failed pulls by reason and by rank; the most frequent first.
 
     A pull counts whether or not its lease was late, also if its own engine refused it.
     """
@@ -123,14 +123,15 @@ def _why_failed(presence: Presence, pull: Pull) -> Verdict:
 
 
 def _lost(pull: Pull) -> Record | None:
-    """How a reader lost a rank that it read from, while its pull ran or since: a rank is silent before it is lost."""
+    """Return the loss of a rank that a reader read from, during its pull or since: a rank is silent before it is
+    lost."""
     starts = {start_of(x) for x in _read_ranks(pull)}
     said = (x for x in pull.process.since(told.PeerChanged, pull.begun_at) if start_of(x.text("peer")) in starts)
     return next((x for x in said if x.text("cause") == "peer_lost"), None)
 
 
 def _what_became(presence: Presence, pull: Pull, lost: Record) -> Reader:
-    """What became of a rank that was lost; that it was silent does not say that it died, nor that it lives."""
+    """Return the fate of a lost rank; its silence proves neither its death nor its life."""
     if lost.text("detail").endswith("said goodbye"):
         return R.OWNER_CLOSED
     has_logs = all(presence.service.process_named(x) for x in _read_ranks(pull))
@@ -144,7 +145,7 @@ def _read_ranks(pull: Pull) -> tuple[str, ...]:
 
 
 def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reader | None, dict[str, Any]]:
-    """What befell a pull while it ran: a data plane or a process that died, or a loop that was away."""
+    """Return an event during a pull that explains it: a dead data plane or process, or a blocked loop."""
     reader = pull.process
     owners = [x for x in map(presence.service.process_named, _read_ranks(pull)) if x is not None]
     low = presence.when(reader.incarnation, pull.begun_at)[0]
@@ -210,7 +211,7 @@ def kept_s(pull: Pull) -> float:
 
 
 def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict, str, Pull]]:
-    """Find releases that were refused, or never answered, by ranks whose logs do not say what became of the lease."""
+    """Find releases that were refused, or never answered, by ranks with logs that do not show the end of the lease."""
     found: list[tuple[Verdict, str, Pull]] = []
     for pull in request.all_pulls:
         unheard = ((_unheard(presence, request, pull, rank), rank) for rank in unanswered_ranks(pull))

@@ -25,9 +25,9 @@ MAX_LETTERS = 200
 
 
 def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> list[Request]:
-    """Find what is called so: exactly, else by sequence, else all whose names begin so.
+    """Find requests by exact name, else by sequence, else by the beginning of their names.
 
-    Nothing else is meant by a name of `others`, which are no requests between engines: stores and loads.
+    Names in `others` are stores and loads, which are no requests between engines.
 
     Raises:
         ConfigError: Nothing was asked for, or there is no such request.

@@ -1,4 +1,4 @@
-"""What is said of blocks that came back late: a finding, and how names and numbers are put into words."""
+"""A finding about late blocks, and the words for its names and numbers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Leak:
     cause: CAUSE  # out of the catalogue
     sentence: str  # the cause, with names and numbers
     cell: tuple[Owner, Reader]  # where in the table of verdicts it stands
-    side: str  # whose blocks: `prefill` or `decode`
+    side: str  # side of the blocks: `prefill` or `decode`
     state: str
     engine_id: str  # the prefill engine
     request_id: str  # the prefill side's id
     sequence: int
     decode_request_ids: tuple[str, ...] = ()  # what the decode side calls it, as far as that is known
-    holders: tuple[str, ...] = ()  # ranks whose blocks they are
+    holders: tuple[str, ...] = ()  # ranks with the blocks
     blocks: int = -1  # how many, on all of these; -1 if no log says so
     seconds: float = math.nan  # for how long they were held, as far as is known
     since: float = math.nan  # since when, in seconds since 1970 by the holder's clock; nan if unknown
@@ -39,7 +39,7 @@ class Leak:
     reader: str = ""  # the one that the sentence speaks of, as far as one is known
     other_request_id: str = ""  # under which id it was spoken of, if not under its own
     also: tuple[str, ...] = ()  # other stories that are true of other readers
-    missing: tuple[str, ...] = ()  # whose logs would say more
+    missing: tuple[str, ...] = ()  # processes with logs that would say more
 
     @property
     def until(self) -> float:
@@ -48,18 +48,18 @@ class Leak:
 
     @property
     def evidence(self) -> str:
-        """What the logs of both sides show for it, in general."""
+        """General evidence for it in the logs of both sides."""
         owner, reader = self.cell
         return f"{owner.value}; {reader.value}" if reader.value else owner.value
 
     @property
     def remedy(self) -> str:
-        """What to do."""
+        """The remedy of the cause."""
         return CATALOGUE[self.cause].remedy
 
 
 def moment(at: float) -> str:
-    """Write a time by somebody's clock."""
+    """Write a time by one process's clock."""
     return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if 0 < at < 1e11 else "?"
 
 

@@ -39,7 +39,7 @@ class Verdict:
     reader: Reader
     names: dict[str, Any]
     at: float = math.inf  # orders those of one request
-    missing: tuple[str, ...] = ()  # whose logs would say more
+    missing: tuple[str, ...] = ()  # processes with logs that would say more
     cause: CAUSE = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ def verdicts(presence: Presence, request: Request, lease: Lease, state: str) -> 
 
 
 class _Debt:
-    """What one reader owes of one lease, and what both logs say of it."""
+    """One reader's debt of one lease, and the lines of both logs about it."""
 
     def __init__(self, presence: Presence, request: Request, lease: Lease, name: str) -> None:
         self.presence, self.request, self.lease, self.name = presence, request, lease, name
@@ -128,7 +128,7 @@ class _Debt:
         return Verdict(self.owner, state, known | names, at, missing)
 
     def _said(self) -> str:
-        """How its pull ended, in words."""
+        """Describe the end of its pull."""
         pull = self.pull
         if pull is None:
             return "no log says more"
@@ -144,7 +144,7 @@ class _Debt:
         return any(x.after_s > self.heard_s + UNDER_WAY_S for x in theirs)
 
     def _refused(self) -> Verdict | None:
-        """What was turned down is why a reader is owed, whatever became of it."""
+        """Return a refused message as the cause, whatever the reader did afterwards."""
         name, lease = self.name, self.lease
         reader = name if start_of(name) else listed(x.process.rank for x in self.pulls) or name
         found = [x for x in lease.refused if name == "*" or base_name(x.who) in (base_name(name), "")]
@@ -158,9 +158,9 @@ class _Debt:
             state = refused_as(refusal.reason, refusal.detail)
             if state is None or (state is R.REFUSED and refusal.message != "release" and name in self.claims):
                 continue
-            who = refusal.who if start_of(refusal.who) and name == "*" else reader
+            reader = refusal.who if start_of(refusal.who) and name == "*" else reader
             why = f"{refusal.message} {refusal.reason}{f', {refusal.detail}' if refusal.detail else ''}"
-            names = {"reader": "a reader" if who == "*" else who, "why": why, "message": refusal.message}
+            names = {"reader": "a reader" if reader == "*" else reader, "why": why, "message": refusal.message}
             if state is R.RENAMED:
                 others = [x.prefill_request_id for x in (*self.request.others.values(), *self.pulls)]
                 other = next((x for x in others if x not in ("", lease.request_id)), "")
@@ -168,12 +168,12 @@ class _Debt:
             return Verdict(W.REFUSED, state, names, refusal.after_s)
         return None
 
-    def _is_known(self, who: str) -> bool:
+    def _is_known(self, rank: str) -> bool:
         """A message is from a reader of which one side has heard; others bear its name, and are strangers."""
-        start, met = start_of(who), self.presence.met
+        start, met = start_of(rank), self.presence.met
         if start in ("", start_of(self.name)) or start in met or not (start_of(self.name) or met):
             return True
-        return self.presence.service.process_named(who) is not None
+        return self.presence.service.process_named(rank) is not None
 
     # -- a reader that had claimed, and of which no outcome is known ---------------------------------------------------
 
@@ -201,7 +201,7 @@ class _Debt:
         if lease.state == "lent" and fate.kind != "died":
             return self._is(R.WAITING, f"{state} by {self.name}", seconds=in_seconds(lease.seconds))
         if fate.after <= self.until:
-            # A process that lives renews, and says how a pull ended; but one whose loop is away writes nothing.
+            # A living process renews, and logs the end of a pull; but with a blocked loop it writes nothing.
             quiet_s = process.durations.get("lease_s", DEFAULT_LEASE_S) + LATE_S
             if not (fate.kind == "died" and fate.is_proved) and presence.last <= self.until + quiet_s:
                 return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
@@ -218,7 +218,7 @@ class _Debt:
     # -- a reader that knew of the request, and never claimed ----------------------------------------------------------
 
     def _of_unmet(self, pull: Pull) -> Verdict | None:
-        """What keeps a reader from meeting the rank, or from asking it for this request."""
+        """Return a cause that keeps a reader from meeting the rank, or from asking it for this request."""
         presence, lease, cause, fate = self.presence, self.lease, pull.cause, self.presence.fate(pull.process)
         begun = presence.when(pull.process.incarnation, pull.begun_at)[0]
         if cause != "peer_unreachable" and lease.request_id and pull.prefill_request_id not in ("", lease.request_id):
@@ -248,7 +248,7 @@ class _Debt:
         return None
 
     def _names_another_start(self, pull: Pull) -> bool:
-        """What a reader was given names another start of the rank than the one that lent the request."""
+        """Return True if the reader's params name another start of the rank than the one that lent the request."""
         starts = {start_of(x) for x in pull.peer_ranks if base_name(x) == self.lease.process.base} - {""}
         return bool(starts) and self.lease.process.start not in starts
 
@@ -260,10 +260,10 @@ class _Debt:
         states = {base_name(x): state for found in ranks for x, state in found}
         return states.get(self.lease.process.base) == "only_released"
 
-    # -- a reader whose pull is known ----------------------------------------------------------------------------------
+    # -- a reader with a known pull ----------------------------------------------------------------------------------
 
     def _of_done(self, pull: Pull) -> Verdict:
-        """What kept a reader from being heard in time."""
+        """Return the cause for which a reader was not heard in time."""
         presence, lease, fate = self.presence, self.lease, self.presence.fate(pull.process)
         if (away := self._away(pull)) is not None:
             return away
@@ -309,7 +309,7 @@ class _Debt:
         return self._is(R.LATE)
 
     def _away(self, pull: Pull) -> Verdict | None:
-        """Whose loop was away for so long that it explains a lease that ran out, if one was."""
+        """Return the process with a loop that was blocked for so long that it explains an expired lease, if any."""
         presence, lease, owner = self.presence, self.lease, self.lease.process
         long = 0.5 * min(x for x in (owner.durations.get("grant_s", 10.0), lease.lease_s, 10.0) if not math.isnan(x))
         until = max((x.at for x in (pull.ended, *pull.unanswered) if x is not None), default=pull.last_at)
@@ -364,10 +364,10 @@ class _Debt:
             by = self.until if is_nobody else claimed
             died = [x for x, fate in fates if fate.kind == "died" and fate.after <= by]
             if died:
-                whose, fate = listed(x.rank for x in died), presence.fate(died[0])
-                if fate.is_proved and len(died) == len(alive) and not strangers:  # nobody else was there to be given it
-                    return self._is(R.DIED, fate.why, reader=whose, gone=fate.gone)
-                why = f"; its params never arrived, or arrived at {whose}, which {fate.gone} meanwhile ({fate.why})"
+                dead, fate = listed(x.rank for x in died), presence.fate(died[0])
+                if fate.is_proved and len(died) == len(alive) and not strangers:  # no other reader could have got it
+                    return self._is(R.DIED, fate.why, reader=dead, gone=fate.gone)
+                why = f"; its params never arrived, or arrived at {dead}, which {fate.gone} meanwhile ({fate.why})"
                 return self._is(R.NO_LOG, why)
         if not is_nobody:
             return self._of_left_out(spoke, alive, silent)
@@ -383,7 +383,7 @@ class _Debt:
         if not alive or strangers or lease.state == "lent" or is_cut:
             missing = strangers or (tuple(x.rank for x in silent) if alive else ("the decode side",))
             return self._is(R.NO_LOG, self._circumstances(alive, silent, strangers), missing=missing)
-        also = f"; or they were with {listed(x.rank for x in silent)}, whose log ends before the lease did"
+        also = f"; or they were with {listed(x.rank for x in silent)}, with logs that end before the lease did"
         if alive == gone:
             also = f"; {listed(x.rank for x in gone)} had died before it was lent"
         return self._is(R.UNHEARD, listed(x.rank for x in alive), also=also if silent or alive == gone else "")
@@ -412,7 +412,7 @@ class _Debt:
         return self._is(R.ABSENT, why, reader=first, given=given, missing=missing)
 
     def _circumstances(self, alive: list[Process], silent: list[Process], strangers: Iterable[str]) -> str:
-        """What else one side's logs say of a request that was never claimed."""
+        """Describe the other lines of one side's logs about a request that was never claimed."""
         out, lease = list[str](), self.lease
         if silent:
             out.append(f"no log of the decode side speaks of it, and {listed(x.rank for x in silent)} may have died")

@@ -1,8 +1,8 @@
-"""What became of each process, as far as logs tell: it stopped in order, died, fell silent, or answers.
+"""The fate of each process, as far as logs show it: it stopped in order, died, fell silent, or answers.
 
-That a process died is believed if another start of it follows, if others lost it, or if its own log just stops and
-another process, whose end it would have told of, goes on to an orderly one; otherwise it may only have nothing to say.
-Which processes may have read from which, and whose loop was away, is known here too.
+A process counts as dead if another start of it follows, if others lost it, or if its log just stops and another process
+with an end that it would have logged goes on to an orderly one. Otherwise it may only have nothing to log. This module
+also knows the processes that may have read from each other, and the blocked loops.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ have: a decode engine claims as soon as it hears of a request. When an absence b
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a process: `stopped`, `died`, `silent` or `alive` (it was asked, and answered), between which
-    moments of everybody's time, and how that is known; a death that is not proved may be a log that was cut off. One
-    that is silent hangs if it was asked, lives, and does not answer."""
+    """The fate of a process: `stopped`, `died`, `silent` or `alive` (it answered), with the times in the common clock,
+    and the evidence. An unproved death may be a log that was cut off. A silent process hangs if it lives and does not
+    answer."""
 
     kind: str
     why: str
@@ -62,10 +62,10 @@ class Fate:
 
 
 class Presence:
-    """What became of all processes of a service, on one time for all.
+    """The fates of all processes of a service, in one common time.
 
     Args:
-        service: Of `join`.
+        service: Result of `join`.
         axis: Aligns clocks; made of the service if left out.
         shown: Writes a moment of a process's clock; as it is, if left out.
     """
@@ -80,7 +80,7 @@ class Presence:
         self.when = when = self._axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
-        # Of clocks that cannot be compared nobody knows who goes on after whom.
+        # Clocks that cannot be compared do not show which process goes on after another.
         told_at = (when(x.incarnation, x.last_at)[0] for x in processes if self._axis.group(x) == 0)
         self.last = max(told_at, default=0.0)
         """Until when logs go on, at least."""
@@ -213,7 +213,7 @@ class Presence:
         return sorted(found, key=lambda x: x.first_at)
 
     def strangers(self, lease: Lease) -> tuple[str, ...]:
-        """Readers that shook hands with the rank before its lease was over, and whose logs are not there."""
+        """Return readers without a log that shook hands with the rank before its lease was over."""
         return tuple(name for name, at in self._strangers(lease.process).items() if at <= lease.lent_at + lease.seconds)
 
     def _find_strangers(self, process: Process) -> dict[str, float]:
@@ -225,7 +225,7 @@ class Presence:
         named = (x for x in self.service.unanswered if self.service.process_named(x) is None)
         return [x for x in named if engine_of(x) not in self._lenders]
 
-    # -- who was there -------------------------------------------------------------------------------------------------
+    # -- presence -------------------------------------------------------------------------------------------------
 
     def absences(self, process: Process, since: float = -math.inf) -> Iterator[tuple[float, float]]:
         """For how long a process's loop was away each time, and until when by its own clock; until now if it hangs."""

@@ -1,4 +1,4 @@
-"""What the kernel says of a process: it has ended, is stopped, paused, waits for a device, is busy, or is blocked.
+"""The kernel's view of a process: it has ended, is stopped, paused, waits for a device, is busy, or is blocked.
 
     before = look(pid)
     ...  # it is asked, and does not answer

@@ -35,14 +35,14 @@ AGAIN_S = 0.5  # what two engines say is of two moments; what is wrong between t
 
 
 class Looking:
-    """Looks at logs, which are read once, and at engines, which are asked each time.
+    """Look at logs, which are read once, and at engines, which are asked each time.
 
     Args:
         sources: Logs and addresses.
-        request: What the request that is asked about is called, if one is.
-        since: The time from which on something is asked about, as `moment` reads it.
-        keys: Who asks engines.
-        timeout_s: How long an engine may take to answer.
+        request: Name of the request in question, if any.
+        since: Start of the time in question, as `moment` reads it.
+        keys: Keys of the asker.
+        timeout_s: Seconds that an engine may take to answer.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -65,7 +65,7 @@ class Looking:
         if not seen.late or not answers:
             return seen
         time.sleep(AGAIN_S)
-        # Whoever did not answer is not waited for a second time.
+        # An engine that did not answer is not waited for a second time.
         silent = [x for x in answers if x.error]
         there = [x.address for x in answers if not x.error]
         again = self._joined([*self._asked(there, with_peers=False), *silent])

@@ -1,15 +1,15 @@
-"""What logs say: one record per event of asynckv's, from JSON lines of any number of processes, in any order.
+"""Records of logs: one per event of asynckv's, from JSON lines of any number of processes, in any order.
 
-Logs come rotated, compressed, cut short, given twice, mixed with what other programs say, wrapped by a container
+Logs may be rotated, compressed, cut short, given twice, mixed with other programs' lines, wrapped by a container
 runtime, journald or Loki, and written by configurations that call a time `ts` and an event `message`. `read_logs` takes
-whatever is there. A line counts as asynckv's if it names an event and the start of a process (`incarnation`), as every
-event does; unknown events are kept, because logs may be newer than their reader. What looks like asynckv's and cannot
-be read is counted and told, with the first of each kind.
+them all. A line counts as asynckv's if it names an event and the start of a process (`incarnation`), as every event
+does; unknown events are kept, because logs may be newer than their reader. Lines that look like asynckv's and cannot be
+read are counted and reported, with the first of each kind.
 
-Most lines are about requests that went well. They are kept packed until all files are read. Then those of requests
-that have a line of another kind become records, and of the others a sample (`MAX_WELL`); the rest is only counted.
+Most lines are about requests that went well. They are kept packed until all files are read. Then the lines of requests
+with a line of another kind become records, and so does a sample (`MAX_WELL`) of the others; the rest is only counted.
 
-What comes from outside is hostile: lines, nesting, numbers and counts are bounded, and a record is asked for values of
+Input from outside is hostile: lines, nesting, numbers and counts are bounded, and a record is asked for values of
 the type that is needed (`text`, `number`, `entries`).
 """
 
@@ -37,7 +37,7 @@ from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, PIECE, Pieces, found, lines_of
 from asynckv.tools.diagnose.well import Head, Packed, Well
 
-MAX_WRAPPED = 3  # A container's log may itself be wrapped by whoever collects it
+MAX_WRAPPED = 3  # a collector may wrap a container's log once more
 SHOWN = 160  # letters of a line that is shown for its kind
 MAX_NAMED = 10_000  # lines that are kept because they name the request that is asked about: what begins so may be many
 TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
@@ -51,7 +51,7 @@ MANY = {told.LeaseHeld.event, told.PullHeld.event, *ALIKE}
 
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
 MOST = 1e24
-"""What no number of a log exceeds, so that sums of millions are finite: of nanoseconds since 1970, 1e18 are enough."""
+"""Largest number in a log, so that sums of millions are finite. Nanoseconds since 1970 are about 1e18."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{2,63}\Z")
 _EPOCH = re.compile(r"([0-9]{1,20})(?:[.,]([0-9]{1,20}))?\Z")
@@ -166,7 +166,7 @@ class Logs:
 
     @property
     def total(self) -> Source:
-        """What was read in all."""
+        """Totals of all sources."""
         names = ("num_bytes", "num_lines", "num_others", "num_repeated")
         return Source("", *(sum(getattr(x, name) for x in self.sources) for name in names))
 

@@ -1,9 +1,9 @@
-"""What became of requests, as bars on one time axis: a lane for every rank that had to do with one.
+"""Requests as bars on one time axis, with a lane for every rank that took part.
 
 A prefill rank's lane is its lease: lent and not claimed, then granted, then (if it was revoked) ending. A decode rank
 has a lane for every attempt: announced, handshake, queue, plan, read, confirm, drain, and after the outcome release or
-quarantine. How long each took is exact, for its process counted it; when it was is as sure as the process's clock, and
-where the log has sums only, the order is the protocol's. Beside the bars there are marks: what was said at one moment.
+quarantine. Lengths are exact, because each process counts its own; positions are as sure as the process's clock, and if
+the log has only sums, the order is the protocol's. Marks show events of one moment.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from asynckv.tools.diagnose.records import Record, number
 
 
 class Phase(NamedTuple):
-    """What a bar is called, how a terminal and a page draw it.
+    """Name, letter and colours of a bar.
 
-    The colours were found by search: all differ from each other, also for eyes that do not tell red from green or blue
-    from yellow, and stand out from the page behind them (a contrast of 3 or more). Nothing is said by colour alone.
+    The colours were found by search: all differ from each other, also for colour-blind readers, and stand out from the
+    page (a contrast of 3 or more). Colour alone never carries information.
     """
 
     letter: str
@@ -96,7 +96,7 @@ class Bar:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Length in seconds."""
         return self.end - self.start
 
 
@@ -123,7 +123,7 @@ class Lane:
 
     @property
     def title(self) -> str:
-        """What it is called beside other lanes of its request."""
+        """Its title among the lanes of its request."""
         if self.what in ("lease", "pull"):
             return self.process.rank
         return f"{self.what}, {self.process.rank}"
@@ -169,7 +169,7 @@ class Story:
 
     @property
     def ended(self) -> str:
-        """How it ended on each side that says so."""
+        """Its ends, on the sides that show one."""
         sides = (("lease", self.lease), ("pull", self.pull))
         return ", ".join(f"{side} {how}" for side, how in sides if how) or "?"
 
@@ -182,7 +182,7 @@ class Story:
 
 @dataclass(slots=True)
 class Ground:
-    """What a process was up to apart from requests: when it ran, when its loop was away, whom it met, how it went."""
+    """The life of a process apart from requests: when it ran, when its loop was blocked, its peers and its end."""
 
     process: Process
     start: float
@@ -211,7 +211,7 @@ def names(family: Sequence[Request]) -> set[str]:
     leases = [lease for r in family for lease in r.leases.values()]
     out = {x for r in family for x in (r.request_id, r.name)}
     out |= {x for p in pulls for x in (p.prefill_request_id, p.pull_id)} | {x for r in family for x in r.decode_ids}
-    # Of a reader whose log is missing the prefill side knows the pulls.
+    # The prefill side knows the pulls of a reader with a missing log.
     out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
     out |= {pull_id for x in leases for pull_id, _, _ in granted_in(lease_steps(x))}
     return out - {""}
@@ -434,7 +434,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
 
 
 def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
-    """What follows an outcome: its release, and blocks that may still be written."""
+    """Yield the bars after an outcome: its release, and blocks that may still be written."""
     steps = pull_steps(pull)
     over = next((s.at for s in steps if s.what in ("released", "quarantined")), math.nan)
     given_up = [x.at for x in pull.unanswered]

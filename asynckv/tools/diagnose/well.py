@@ -41,7 +41,7 @@ _CAUSES = {told.LeaseEnded.event: "released", told.PullEnded.event: "complete"}
 
 
 class Head(msgspec.Struct, gc=False):
-    """What is decoded of every line: whose it is, what it is about, and whether it went well."""
+    """Fields that are decoded of every line: its process, its request, and whether that went well."""
 
     incarnation: str = ""
     engine_id: str = ""
@@ -75,7 +75,7 @@ class Head(msgspec.Struct, gc=False):
 
     @property
     def kind(self) -> int:
-        """What a line says of a request that goes well; 0 for all other lines."""
+        """The kind of a line about a successful request; 0 for all other lines."""
         kind = _KINDS.get(self.event, 0)
         if not kind or self.level not in ("info", "debug") or not 0 <= self.sequence < _SEQUENCES:
             return 0
@@ -149,7 +149,7 @@ class Well:
 
 
 class Chosen(msgspec.Struct):
-    """What becomes of the lines of requests that went well."""
+    """The choice of lines of successful requests that become records."""
 
     lines: Iterator[Packed]  # those that are to be read, among them the first and the last of each process
     counted: dict[str, int]  # how many lines of each process are only counted

@@ -31,7 +31,7 @@ EPILOG = """
   asynckv why logs/ --json - | jq '.findings[] | [.heading, .what, .remedy]'
 
 [bold]Exit status[/bold]  0 all is well, 1 something is wrong, 2 bad input, no such request, or several,
-130 Ctrl-C, 141 nobody reads the output any more
+130 Ctrl-C, 141 the output is not read any more
 """
 
 ASK, SHOW = "Asking", "Showing"
@@ -84,7 +84,9 @@ def why(
     ] = False,
     keys: Annotated[
         Path | None,
-        typer.Option(help="Who asks, for engines with keys: NAME.key_secret.", metavar="FILE", rich_help_panel=ASK),
+        typer.Option(
+            help="The asker's keys, for engines with keys: NAME.key_secret.", metavar="FILE", rich_help_panel=ASK
+        ),
     ] = None,
     authorized: Annotated[
         Path | None,
@@ -94,10 +96,11 @@ def why(
         float, typer.Option(help="How long an engine may take to answer.", metavar="SECONDS", rich_help_panel=ASK)
     ] = 5.0,
 ) -> None:
-    """Say what is wrong with a service and what to do about it: the worst first, with its evidence.
+    """Find what is wrong with a service and what to do about it: the worst first, with its evidence.
 
-    Who is not there, which blocks are late and who holds them, what failed, and what could not be judged. With a
-    request, what became of it over all ranks and both sides, on one time axis. docs/why.md explains every finding.
+    The output names missing processes, late blocks with their holders, failures, and things that could not be judged.
+    With a request it shows the request over all ranks and both sides, on one time axis. docs/why.md explains every
+    finding.
     """
     from rich.console import Console
 
@@ -111,7 +114,7 @@ def why(
     from asynckv.tools.output import check_writable, write, write_json
 
     if (keys is None) is not (authorized is None):
-        raise ConfigError("--keys and --authorized belong together: who asks, and whom it trusts")
+        raise ConfigError("--keys and --authorized belong together: the asker's keys, and the keys that it trusts")
     if top is not None and not 0 <= top <= MAX_TOP:
         raise ConfigError(f"--top {top} is outside 0 ... {MAX_TOP}")
     if json == "-" == html:

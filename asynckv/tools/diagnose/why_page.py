@@ -1,7 +1,7 @@
-"""What is wrong, and all requests as bars to zoom into, as one page that opens without a network, from a file.
+"""Findings and all requests, as bars to zoom into, on one page that opens from a file without a network.
 
-The page draws on a canvas what is in view, so that ten thousand requests are no more work than ten. What it draws is
-embedded as the data that `--json` writes; texts of logs are only ever shown as text.
+The page draws only the visible part on a canvas, so ten thousand requests are no more work than ten. Its data is that
+of `--json`, and texts of logs are only ever shown as text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `asynckv why` found as plain data: for `--json`, and what the text is made of."""
+"""Findings of `asynckv why` as plain data, for `--json` and for the text."""
 
 from __future__ import annotations
 

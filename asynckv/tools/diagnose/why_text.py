@@ -1,4 +1,4 @@
-"""What `asynckv why` prints: what is wrong, the worst first; one request's story as bars; what engines say they hold.
+"""Text of `asynckv why`: findings, the worst first; one request's story as bars; and the state of engines.
 
 Each phase of a bar is a letter of its own, on a terminal in its colour. Texts of logs and of engines are shown with
 their control characters escaped.
@@ -321,8 +321,8 @@ def _status(status: RequestStatus, rank: str) -> Iterator[str]:
     yield f"{status.request_id} on {rank}: {status.state} for {shown_seconds(status.age_s)}{left}, {blocks}"
     if status.waits:
         yield f"   {status.waits}"
-    for ago, what, reason, who, detail in status.refused[:4]:
-        yield f"   a {what} of {who} was refused {shown_seconds(ago)} ago: {reason} {detail}"
+    for ago, what, reason, peer, detail in status.refused[:4]:
+        yield f"   a {what} of {peer} was refused {shown_seconds(ago)} ago: {reason} {detail}"
 
 
 def _holds(answer: Answer) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What facts of this host mean: the machine, the network, versions. Pure: facts in, findings out."""
+"""Findings from facts of this host: the machine, the network, versions. The checks are pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it means how the other side answered. Pure."""
+"""Findings from the other side's answers. The checks are pure functions."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ def address(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
 def reached(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
     if peer.stage == "resolve":
         return
-    who = f"{peer.address.partition('#')[0]}"
+    name = f"{peer.address.partition('#')[0]}"
     if peer.key_refusal:
         code = "to-needs-keys" if not peer.has_keys else "to-unlisted" if peer.has_key else "to-no-key"
         yield finding(code, peer.key_refusal)
     elif peer.stage == "connect":
         if peer.errno == errno.ECONNREFUSED:
-            yield finding("to-refused", f"{who}: {peer.error}")
+            yield finding("to-refused", f"{name}: {peer.error}")
         elif peer.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-            yield finding("to-no-route", f"{who}: {peer.error}", remedy=f"ip route get {_name(peer.address)[0]}")
+            yield finding("to-no-route", f"{name}: {peer.error}", remedy=f"ip route get {_name(peer.address)[0]}")
         else:
-            yield finding("to-timeout", f"{who}: {peer.error}")
+            yield finding("to-timeout", f"{name}: {peer.error}")
     elif peer.stage == "speak":
-        yield from _speechless(peer, who)
+        yield from _speechless(peer, name)
     elif peer.unwelcome:
         yield finding("to-unwelcome", peer.unwelcome)
     elif peer.error:
-        yield finding("to-silent", f"{who}: {peer.error}")
+        yield finding("to-silent", f"{name}: {peer.error}")
 
 
-def _speechless(peer: PeerFacts, who: str) -> Iterator[Finding]:
+def _speechless(peer: PeerFacts, name: str) -> Iterator[Finding]:
     if "protocol version" in peer.error:
-        yield finding("to-version", f"{who}: {peer.error}")
+        yield finding("to-version", f"{name}: {peer.error}")
     elif peer.mechanism == "NULL" and peer.has_key:
-        yield finding("to-keyless", f"{who} offers NULL")
+        yield finding("to-keyless", f"{name} offers NULL")
     elif peer.turned_away:
-        yield finding("to-turned-away", f"{who} refuses the key of this side{f' ({peer.local})' if peer.local else ''}")
-    elif not peer.mechanism and peer.errno == errno.ETIMEDOUT:
-        yield finding("to-silent", f"{who} takes connections, and does not even greet")
-    elif not peer.mechanism:
-        yield finding("to-not-zmq", f"{who}: {peer.error or 'it does not greet'}")
-    elif peer.mechanism == "CURVE" and not peer.has_keys:
-        yield finding("to-needs-keys", f"{who} asks for CURVE")
-    elif peer.mechanism == "CURVE" and peer.has_key and peer.hung_up:
         yield finding(
-            "to-wrong-key", f"{who} asks for CURVE, and does not take what is meant for the key in the address"
+            "to-turned-away", f"{name} refuses the key of this side{f' ({peer.local})' if peer.local else ''}"
         )
+    elif not peer.mechanism and peer.errno == errno.ETIMEDOUT:
+        yield finding("to-silent", f"{name} takes connections, and does not even greet")
+    elif not peer.mechanism:
+        yield finding("to-not-zmq", f"{name}: {peer.error or 'it does not greet'}")
+    elif peer.mechanism == "CURVE" and not peer.has_keys:
+        yield finding("to-needs-keys", f"{name} asks for CURVE")
+    elif peer.mechanism == "CURVE" and peer.has_key and peer.hung_up:
+        yield finding("to-wrong-key", f"{name} asks for CURVE, and does not accept packets for the key in the address")
     else:
-        yield finding("to-silent", f"{who} greets ({peer.mechanism}), and answers nothing")
+        yield finding("to-silent", f"{name} greets ({peer.mechanism}), and answers nothing")
 
 
 def answered(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:

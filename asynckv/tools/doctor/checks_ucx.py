@@ -1,4 +1,4 @@
-"""What it means how NIXL and UCX did between two processes of this host, and what their environment says. Pure."""
+"""Findings from NIXL and UCX between two processes of this host, and from their environment. Pure functions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _bytes(text: str) -> int:
 
 
 def here(facts: Facts) -> Iterator[Finding]:
-    """What became of the two processes, and what UCX chose between them."""
+    """Yield findings about the two processes, and about UCX's choices between them."""
     ucx = facts.ucx
     if ucx is None:
         return

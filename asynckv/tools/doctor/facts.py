@@ -1,4 +1,4 @@
-"""What is known of a host: plain values. The defaults are those of a machine on which nothing is wrong."""
+"""Facts about a host: plain values. The defaults are those of a machine without faults."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
 
 class Software(Struct, frozen=True, kw_only=True):
-    """What is installed: NIXL's packages for CUDA versions, the one that asynckv loads, and the environment."""
+    """Installed software: NIXL's packages for CUDA versions, the one that asynckv loads, and the environment."""
 
     asynckv: str = "0.2.0"
     python: str = "3.11.7"
@@ -102,11 +102,11 @@ class Use(Struct, frozen=True, kw_only=True):
 
 
 class Ucx(Struct, frozen=True, kw_only=True):
-    """What two processes of ours saw of NIXL and UCX, or one of ours and an engine's.
+    """Observations of NIXL and UCX by two processes of ours, or by one of ours and an engine's.
 
     Attributes:
-        lanes: What the connection is made of, such as `tcp/lo`, `cma/memory`, `rc_mlx5/mlx5_0:1`.
-        uses: What remote memory was read by.
+        lanes: Lanes of the connection, such as `tcp/lo`, `cma/memory`, `rc_mlx5/mlx5_0:1`.
+        uses: Methods by which remote memory was read.
     """
 
     stage: str = "done"  # how far it came: `start`, `agent`, `connect`, `read`, `done`
@@ -126,10 +126,10 @@ class Ucx(Struct, frozen=True, kw_only=True):
 
 
 class PeerFacts(Struct, frozen=True, kw_only=True):
-    """What came of talking to `--to`; what the other side does not tell is empty.
+    """Results of talking to `--to`; fields that the other side does not tell are empty.
 
     Attributes:
-        mechanism: What the listener's greeting offers (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP.
+        mechanism: Mechanism in the listener's greeting (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP.
     """
 
     address: str

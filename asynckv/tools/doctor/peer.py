@@ -1,7 +1,7 @@
-"""Asks the engine at an address who it is and how its memory is reached, as a reader would; reads none of its blocks.
+"""Ask the engine at an address for its identity and the way to its memory, as a reader would, without reading a block.
 
-The engine's own protocol is tried first. Only if it is not answered, a plain TCP connection tells why: one more
-stranger in the engine's log.
+The engine's own protocol is tried first. Only if there is no answer, a plain TCP connection finds the reason, which
+adds a refused connection to the engine's log.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class _Asking:
                 if future is not None and not future.done():
                     future.set_result(message)
 
-    def _refused(self, cause: str, who: str) -> None:
+    def _refused(self, cause: str, peer: str) -> None:
         if cause == "turned_away":
             self._know(turned_away=True)
 

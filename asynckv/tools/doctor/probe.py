@@ -38,7 +38,7 @@ NO_CUT = Span(0, 0, 0, 0, 1)
 
 
 class Place(Struct, frozen=True, tag=True):
-    """How memory that is offered is reached."""
+    """The way to offered memory."""
 
     agent: AgentInfo
     memories: tuple[Memory, ...]
@@ -108,7 +108,7 @@ async def _obey(order: Order, link: socket.socket) -> None:
             _say(link, "read")
             wrong = _wrong_bytes(plane, name, raw)
         else:
-            # The other side opens its half of the connection, in its own time; it would find nobody, and complain.
+            # The other side opens its half of the connection in its own time, and would complain about a missing peer.
             plane.watch(True)
             await asyncio.sleep(LINGER_S)
         plugins = tuple(sorted(plane._agent._agent.plugin_list)) if plane._agent is not None else ()

@@ -1,4 +1,4 @@
-"""How findings are shown: lines for people, one object as JSON."""
+"""Output of findings: lines for people, one object as JSON."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def show(facts: Facts, found: Sequence[Finding], console: Console) -> None:
     ]
     say(f"\n{', '.join(counts)}")
     for each in found:
-        if each.level in ("error", "warning"):  # whoever sees only the end of it knows what to scroll up to
+        if each.level in ("error", "warning"):  # so that a reader of the last lines knows what to scroll up to
             say(f"{_coloured(each.level)} {printable(f'{each.code}: {each.title}')}")
 
 

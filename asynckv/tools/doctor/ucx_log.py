@@ -1,4 +1,4 @@
-"""What UCX's log tells: versions, lanes, what was really used, and all that it complains of (UCX 1.23)."""
+"""Facts in UCX's log: versions, lanes, the protocols that were used, and complaints (UCX 1.23)."""
 
 from __future__ import annotations
 
