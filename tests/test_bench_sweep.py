@@ -325,7 +325,7 @@ def test_a_sweep_is_interrupted_and_goes_on_and_a_point_that_fails_does_not_stop
     path = tmp_path / "sweep.jsonl"
     found = loaded(path)
     assert first.startswith("1/4 concurrency 1, prompt-tokens 64: ")
-    assert f"interrupted after {len(found.rows)} of 4 runs; the same command goes on" in rest
+    assert f"interrupted after {len(found.rows)} of 4 runs; to continue, repeat the command" in rest
     assert "Traceback" not in rest
     assert 1 <= len(found.rows) < 4
 
