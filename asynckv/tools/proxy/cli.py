@@ -37,7 +37,7 @@ EPILOG = """
   If FILE is broken or a name is unknown, the engines stay as they were.
   To change FILE, write a new file and rename it.
 
-[bold]Without a transfer[/bold]  the decode engine also computes the prompt
+[bold]Decoding without a transfer[/bold]  the decode engine also computes the prompt
 
   This happens if no prefill is available, for several prompts in one
   request, and for vLLM's beam search and log-probabilities of the prompt.
@@ -92,7 +92,7 @@ def proxy(
     max_connections: Annotated[
         int, typer.Option(help="Connections of clients; more get 503. At most a third of `ulimit -Hn`.", min=1)
     ] = 2048,
-    max_connections_per_host: Annotated[int, typer.Option(help="Those of one address, such as a balancer.", min=1)] = 1536,
+    max_connections_per_host: Annotated[int, typer.Option(help="Per address, such as a load balancer's.", min=1)] = 1536,
     drain_s: Annotated[float, positive(help="Time for requests to finish after Ctrl-C or SIGTERM.")] = 30.0,
 ) -> int:
     """Route OpenAI requests: prefill engines compute the prompt, decode engines fetch the KV cache and generate."""
