@@ -221,7 +221,7 @@ def test_more_rounds_add_to_what_is_there_and_fewer_take_nothing_away(tmp_path: 
     ("other", "says"),
     [
         (head(keys=("a", "b")), "holds another sweep .*use another --out, or remove the file"),
-        (head(environment=HERE | {"host": "there"}), "started in another environment: host was here, is there; use another --out"),
+        (head(environment=HERE | {"host": "there"}), "another environment: host was here, is there; use another --out"),
         (head(environment={"host": "here", "asynckv": "2"}), "asynckv was 1, is 2"),
     ],
 )

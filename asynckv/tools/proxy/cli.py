@@ -92,7 +92,7 @@ def proxy(
     max_connections: Annotated[
         int, typer.Option(help="Connections of clients; more get 503. At most a third of `ulimit -Hn`.", min=1)
     ] = 2048,
-    max_connections_per_host: Annotated[int, typer.Option(help="Per address, such as a load balancer's.", min=1)] = 1536,
+    max_connections_per_host: Annotated[int, typer.Option(help="Per client address, or load balancer.", min=1)] = 1536,
     drain_s: Annotated[float, positive(help="Time for requests to finish after Ctrl-C or SIGTERM.")] = 30.0,
 ) -> int:
     """Route OpenAI requests: prefill engines compute the prompt, decode engines fetch the KV cache and generate."""
