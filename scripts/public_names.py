@@ -210,7 +210,7 @@ def _bench() -> dict[str, Any]:
 
 
 def _keys(value: Any, path: str = "") -> Iterator[str]:
-    """Where a document has keys: `.requests[].lanes[].rank`."""
+    """Yield the paths of all keys in a document, such as `.requests[].lanes[].rank`."""
     if isinstance(value, dict):
         is_data = path.endswith(BY_DATA)
         for name, each in value.items():

@@ -221,10 +221,7 @@ def test_more_rounds_add_to_what_is_there_and_fewer_take_nothing_away(tmp_path: 
     ("other", "says"),
     [
         (head(keys=("a", "b")), "holds another sweep .*use another --out, or remove the file"),
-        (
-            head(environment=HERE | {"host": "there"}),
-            "started in another environment: host was here, is there; use another --out",
-        ),
+        (head(environment=HERE | {"host": "there"}), "another environment: host was here, is there; use another --out"),
         (head(environment={"host": "here", "asynckv": "2"}), "asynckv was 1, is 2"),
     ],
 )
@@ -328,7 +325,7 @@ def test_a_sweep_is_interrupted_and_goes_on_and_a_point_that_fails_does_not_stop
     path = tmp_path / "sweep.jsonl"
     found = loaded(path)
     assert first.startswith("1/4 concurrency 1, prompt-tokens 64: ")
-    assert f"interrupted after {len(found.rows)} of 4 runs; the same command goes on" in rest
+    assert f"interrupted after {len(found.rows)} of 4 runs; to continue, repeat the command" in rest
     assert "Traceback" not in rest
     assert 1 <= len(found.rows) < 4
 

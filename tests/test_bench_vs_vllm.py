@@ -49,7 +49,7 @@ def test_without_vllm_it_says_how_to_get_it(python: list[str], capsys: pytest.Ca
     assert bench_vs_vllm.main(python) == 2
     said = capsys.readouterr().err
     assert said.startswith("vs_vllm: ")
-    assert "To install it beside" in said
+    assert "To install it separately" in said
 
 
 @pytest.mark.nixl

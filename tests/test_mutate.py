@@ -178,4 +178,4 @@ def test_it_lists_and_explains_itself() -> None:
     )
     assert json.loads(listed.stdout)["files"].keys() == {"asynckv/geometry/strides.py"}
     helped = subprocess.run([*ask, "--help"], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert "A survivor is a question to you" in helped.stdout
+    assert "A survivor needs your judgement" in helped.stdout

@@ -1,4 +1,4 @@
-"""Benchmarks of parts, one runner for all: `python -m scripts.bench CASE [OPTIONS]`."""
+"""Run a benchmark of one part: `python -m scripts.bench CASE [OPTIONS]`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import sys
 from collections.abc import Sequence
 
 CASES = {
-    "core": "what the pure core costs: CPU time and instructions",
-    "plan": "how long planning takes, and what a stranger's layout costs",
-    "engine": "an engine by itself: handshake, idle, memory, peers, logging",
-    "log": "engines that log beside such that do not",
+    "core": "CPU time and instructions of the pure core",
+    "plan": "time of planning, and cost of an unknown peer's layout",
+    "engine": "one engine: handshake, idle, memory, peers, logging",
+    "log": "engines with logging, compared with engines without",
     "embed": "the two ways to embed an engine in a worker",
-    "loop_stall": "how long bulk reads keep an event loop away",
-    "offload": "stores and loads beside the same bytes moved raw",
-    "vllm": "AsyncKVConnector beside NixlConnector, inside vLLM",
-    "vs_vllm": "asynckv beside the classes of vLLM's NixlConnector, without vLLM around them",
+    "loop_stall": "time for which bulk reads block an event loop",
+    "offload": "stores and loads, compared with raw copies of the same bytes",
+    "vllm": "AsyncKVConnector compared with NixlConnector, inside vLLM",
+    "vs_vllm": "asynckv compared with the classes of vLLM's NixlConnector, outside vLLM",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the case that is named; its own --help says what it takes."""
+    """Run the named case; its own --help has its options."""
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
     if name not in CASES:
         is_asked = name in ("-h", "--help")

@@ -1,9 +1,9 @@
-"""What the pure core costs, alone: no sockets, no NIXL, no event loop.
+"""Measure the pure core alone: no sockets, no NIXL, no event loop.
 
-Two kinds of figures. *Time* is CPU time of this process (median over the rounds, with the quartiles), both sides of
-every pull together, each message encoded and decoded. *Instructions* are what one operation takes in user space
-(`perf stat`, else `valgrind`), found as the difference between a longer and a shorter run, so that start-up drops out.
-They repeat to a tenth of a percent, on however busy a host: compare those to find what became slower.
+There are two kinds of figures. *Time* is CPU time of this process (median and quartiles over the rounds), for both
+sides of every pull together, with each message encoded and decoded. *Instructions* are those of one operation in user
+space (`perf stat`, else `valgrind`): the difference between a longer and a shorter run, without the start-up. They
+repeat to a tenth of a percent even on a busy host, so compare them to find what became slower.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ from scripts.command import check, listed, output, script
 
 SCHEMA = 1
 TURN = 32
-"""Posts and plans per turn: what the engine fits into its slice."""
+"""Posts and plans per turn, as many as an engine fits into its time slice."""
 
 Work = Callable[[int], None]
-"""Does an operation so many times."""
+"""Function that repeats an operation this many times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Something to measure.
+    """One case to measure.
 
     Attributes:
         number: Operations per round.
-        make: Prepares so many operations; what it returns does some of them.
+        make: Prepares this many operations, and returns a function that does some of them.
     """
 
     name: str
@@ -98,11 +98,11 @@ class Pulls:
     """A decode rank that pulls from prefill ranks, in a closed loop; transfers end inside the post, as on one host.
 
     Args:
-        requests: How many are prepared.
-        in_flight: How many were asked for and have no outcome, at any time.
-        peers: Prefill engines, taken in turn.
-        announced: Every request is announced a round of the loop before it is pulled.
-        blocks, layers: Of one request, each block its own piece in every layer.
+        requests: Number of prepared requests.
+        in_flight: Number of requests without an outcome at any time.
+        peers: Prefill engines, used in turn.
+        announced: Announce every request a round of the loop before its pull.
+        blocks, layers: Size of one request; each block is its own piece in every layer.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Pulls:
         fabric = Fabric()
         self.decode = Side(fabric, "decode", layout, config("decode"))
         self.prefill = [Side(fabric, f"prefill{i}", layout, config(f"p{i}")) for i in range(peers)]
-        source = random.Random(0)  # the same keys in every run, for the same number of instructions
+        source = random.Random(0)  # the same keys in every run, so that the instructions are the same
         groups = [
             PrefillRanks(
                 f"p{i}",
@@ -137,7 +137,7 @@ class Pulls:
             )
             for i, side in enumerate(self.prefill)
         ]
-        # Blocks that do not touch, so that nothing is merged.
+        # The blocks are not adjacent, so that nothing is merged.
         self._slots = [[(0, list(range(i, (in_flight + 1) * blocks, in_flight + 1)))] for i in range(in_flight)]
         self._firsts = [decode_params(group.make_params("first", self._slots[0], 1)) for group in groups]
         self._asked = [
@@ -151,7 +151,7 @@ class Pulls:
         self._meet()
 
     def _meet(self) -> None:
-        """Shake hands with everybody, which no request is to pay for: pull one block of each, and drop it."""
+        """Shake hands with every peer by a pull that is not measured, so that no request pays for it."""
         for i, side in enumerate(self.prefill):
             params = self._firsts[i]
             side.core.lend(params, 1, self._time())
@@ -165,7 +165,7 @@ class Pulls:
         self._met = self._count()
 
     def run(self, requests: int) -> None:
-        """Pull the next requests of those that were prepared."""
+        """Pull the next prepared requests."""
         upto = self._next + requests
         target = self._done + requests
         while self._done < target:
@@ -178,7 +178,7 @@ class Pulls:
     def _ask(self, upto: int) -> None:
         core = self.decode.core
         if self._announced:
-            # As a router does: the claim is under way before there are blocks.
+            # Like a real decode engine, send the claim before there are blocks.
             while self._announce_next < min(upto, self._next + self._in_flight):
                 peer, params = self._asked[self._announce_next]
                 self.prefill[peer].core.lend(params, 1, self._time())
@@ -200,7 +200,7 @@ class Pulls:
         return self.now
 
     def _turn(self) -> None:
-        """One turn of every loop: what arrived, what is due, and then what the core wants."""
+        """Run one turn of every loop: arrived packets, due timers, and then the core's commands."""
         for side in (self.decode, *self.prefill):
             inbox = side.inbox
             if side is not self.decode and not inbox and side.core.next_at > self.now:
@@ -246,7 +246,7 @@ class Pulls:
                         pass
 
     def statistics(self) -> dict[str, int]:
-        """Count events (calls of a core), packets, their bytes, and messages, since everybody was met."""
+        """Return counts of events (calls of a core), packets, bytes and messages since the handshakes."""
         return {name: number - self._met[name] for name, number in self._count().items()}
 
     def _count(self) -> dict[str, int]:
@@ -264,7 +264,7 @@ def _pulls(requests: int, **options: Any) -> Work:
 
 
 def _plan(number: int, *, blocks: int, layers: int, ranks: int, order: str, scattered: bool, theirs: int = 16) -> Work:
-    """From lists of ids to the plans of all remote ranks, and all of their posts."""
+    """Make the plans of all remote ranks from lists of ids, and all of their posts."""
     model = Model("m", (Heads(max(8, ranks), 128),) * layers)
     here = model_layout(model, num_blocks=2 * blocks, order=order)
     there = [
@@ -296,7 +296,7 @@ def _params(blocks: int = 1) -> KVTransferParams:
 
 
 def _messages(number: int, *, per_packet: int) -> Work:
-    """A claim, its grant, a release and its receipt: each encoded once and decoded once."""
+    """Encode and decode a claim, its grant, a release and its acknowledgement once each."""
     params, cohort = _params(), Cohort("decode")
     digest = blocks_digest(params.groups, params.num_tokens, params.written)
     key, request_id, pull_id = params.key, params.request_id, "0123456789abcdef-1"
@@ -316,7 +316,7 @@ def _messages(number: int, *, per_packet: int) -> Work:
 
 
 def _ledger(number: int, *, blocks: int, others: int) -> Work:
-    """Blocks taken for writing and given back, beside others' holds."""
+    """Take blocks for writing and give them back, while others hold blocks."""
     ledger = Ledger([blocks + others])
     for i in range(others):
         ledger.take(f"other{i}", "lent", f"o{i}", {0: [blocks + i]}, 0.0)
@@ -405,7 +405,7 @@ CASES = (
 
 
 def measure(case: Case, number: int, rounds: int) -> dict[str, Any]:
-    """Time a case: microseconds of CPU per operation, and for whole pulls what was counted."""
+    """Time a case: microseconds of CPU per operation, and for whole pulls also the counts."""
     work = case.make(number * (rounds + 1))
     work(number)
     took = []
@@ -426,7 +426,7 @@ def measure(case: Case, number: int, rounds: int) -> dict[str, Any]:
 
 
 def run_child(name: str, prepared: int, number: int) -> None:
-    """Do some operations of a case and nothing else: what an outer counter looks at."""
+    """Do some operations of a case and nothing else, for an outer counter."""
     case = next(c for c in CASES if c.name == name)
     work = case.make(prepared)
     gc.collect()
@@ -434,7 +434,7 @@ def run_child(name: str, prepared: int, number: int) -> None:
 
 
 def counter() -> str:
-    """Name the tool that counts instructions here: `perf`, `valgrind`, or nothing."""
+    """Return the tool that counts instructions here: `perf`, `valgrind`, or an empty text."""
     for tool in ("perf", "valgrind"):
         if shutil.which(tool) and _counted(tool, [sys.executable, "-c", ""]) is not None:
             return tool
@@ -442,7 +442,7 @@ def counter() -> str:
 
 
 def instructions(tool: str, case: Case, number: int) -> float | None:
-    """Instructions per operation, in user space; None if they could not be counted."""
+    """Return the instructions per operation in user space; None if they could not be counted."""
     few, many = (
         _counted(tool, [sys.executable, "-m", "scripts.bench", "core", "--child", case.name, str(2 * number), str(n)])
         for n in (number, 2 * number)
@@ -453,7 +453,7 @@ def instructions(tool: str, case: Case, number: int) -> float | None:
 def _counted(tool: str, command: Sequence[str]) -> int | None:
     environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if shutil.which("setarch"):
-        # Where things lie decides how sets of objects are laid out.
+        # Random addresses would change the order of objects in sets.
         command = ["setarch", "-R", *command]
     if tool == "perf":
         argv, pattern = ["perf", "stat", "-x,", "-e", "instructions:u", *command], r"^(\d+),[^,]*,instructions:u"
@@ -466,7 +466,7 @@ def _counted(tool: str, command: Sequence[str]) -> int | None:
 
 
 def show(report: Mapping[str, Any], old: Mapping[str, Any] | None, console: Console) -> None:
-    """Print the table, beside an older one if there is one."""
+    """Print the table, with ratios to an older one if given."""
     table = Table(box=None, padding=(0, 2))
     for title in ("case", "CPU µs", "quartiles", "instructions", "events", "messages", "packets", "what"):
         table.add_column(title, justify="left" if title in ("case", "what") else "right", no_wrap=True)
@@ -493,7 +493,7 @@ def _whole(value: float | None) -> str:
 
 
 def worse(report: Mapping[str, Any], old: Mapping[str, Any], percent: float) -> list[str]:
-    """Name the cases that take so much more instructions than before."""
+    """Return the cases that need more instructions than before, by more than `percent`."""
     found = []
     for name, row in report["cases"].items():
         was, now = old["cases"].get(name, {}).get("instructions"), row["instructions"]
@@ -506,34 +506,34 @@ def earlier(path: Path, scale: float) -> dict[str, Any]:
     """Read the report to compare with.
 
     Raises:
-        ConfigError: It is none, or was made otherwise.
+        ConfigError: The file is not a report, or was made with other settings.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         is_ours, was = found["schema"] == SCHEMA and isinstance(found["cases"], dict), float(found["scale"])
     except (OSError, ValueError, TypeError, KeyError) as exc:
-        raise ConfigError(f"--compare: this is no report of this: {exc!r}") from exc
-    check(is_ours, "--compare: the report is of another version; measure the old tree anew")
+        raise ConfigError(f"--compare: this is not a report of this benchmark: {exc!r}") from exc
+    check(is_ours, "--compare: the report is of another version; measure the old tree again")
     check(was == scale, f"--compare: the report was made with --scale {was:g}; give the same")
     return found
 
 
 def bench(
-    cases: Annotated[str, typer.Option(metavar="GLOBS", help="Which, comma-separated: 'pull/*,ledger/1'.")] = "*",
-    rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds of each.")] = 5,
+    cases: Annotated[str, typer.Option(metavar="GLOBS", help="Cases, comma-separated: 'pull/*,ledger/1'.")] = "*",
+    rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds of each case.")] = 5,
     scale: Annotated[float, typer.Option(metavar="SHARE", help="Share of each case's operations.")] = 1.0,
-    no_instructions: Annotated[bool, typer.Option("--no-instructions", help="Only the time.")] = False,
+    no_instructions: Annotated[bool, typer.Option("--no-instructions", help="Measure only the time.")] = False,
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="PATH", help="Write the report; - is stdout, without the table.")
     ] = None,
     compare: Annotated[Path | None, typer.Option(metavar="OLD.json", help="Show ratios to an earlier report.")] = None,
-    tolerance: Annotated[float, typer.Option(metavar="PERCENT", help="Of --compare.")] = 5.0,
+    tolerance: Annotated[float, typer.Option(metavar="PERCENT", help="Allowed growth with --compare.")] = 5.0,
     child: Annotated[tuple[str, int, int] | None, typer.Option(hidden=True)] = None,
 ) -> int:
-    """Measure what the pure core costs: CPU time, and instructions where perf or valgrind can count them.
+    """Measure the cost of the pure core: CPU time, and instructions if perf or valgrind can count them.
 
-    Both sides of every pull together, every message encoded and decoded. Instructions repeat to a tenth of a percent on
-    however busy a host: compare those. Everything takes three minutes.
+    Figures are for both sides of every pull together, with every message encoded and decoded. Instructions repeat to a
+    tenth of a percent even on a busy host, so compare those. All cases take three minutes.
     """
     if child:
         run_child(*child)
@@ -583,6 +583,6 @@ EPILOG = f"""
 
   python -m scripts.bench core --cases 'pull/*' --json - --no-instructions
 
-[bold]Exit status[/bold]  0 measured, 1 something takes more instructions than --tolerance, 2 bad input, 130 Ctrl-C
+[bold]Exit status[/bold]  0 measured, 1 instructions grew by more than --tolerance, 2 bad input, 130 Ctrl-C
 """
 main = script(bench, EPILOG)

@@ -1,18 +1,18 @@
-"""What each way to embed an engine costs the worker's thread: `python -m scripts.bench embed --help`.
+"""Measure the cost of each way to embed an engine for the worker's thread: `python -m scripts.bench embed --help`.
 
-A prefill engine in a process of its own lends; a decode engine in this one is embedded in each of the ways, in turns,
-beside a loop of steps: every step hands over new requests and takes what has ended. A step computes for so many
-milliseconds, in Python without a system call (`python`: it gives Python's lock away only when it has to), or outside of
-it in pieces of half a millisecond (`free`, as kernel launches do). The work of a step is counted, not timed, so that
-whatever holds the thread up makes it longer:
+A prefill engine in another process lends. A decode engine in this process is embedded in each of the ways, in turns,
+next to a loop of steps: every step submits new requests and takes finished ones. A step computes for a number of
+milliseconds, either in Python without system calls (`python`: it releases Python's lock only when forced), or outside
+Python in pieces of half a millisecond (`free`, as kernel launches do). The work of a step is a fixed amount, so a delay
+of the thread makes the step longer:
 
-- `call`: the thread's time in `submit` and `take_finished`, per step;
-- `longer`: how much longer than alone a step took, all in all;
-- `latency`: from `submit` until `take_finished` tells, which no way can do before the step has ended.
+- `call`: time of the thread in `submit` and `take_finished`, per step;
+- `longer`: extra time of a step, compared with a step alone;
+- `latency`: time from `submit` until `take_finished` reports the end, which is never before the step has ended.
 
-`thread + wait` is a thread whose steps end with `wait(0.001)`, if anything is under way.
+`thread + wait` is a thread with `wait(0.001)` at the end of its steps, if any request is in flight.
 
-`burst` asks for 256 requests of 8 MiB in one step of 30 ms.
+`burst` submits 256 requests of 8 MiB in one step of 30 ms.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ WAIT_S = 0.001
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for beside which steps."""
+    """The requests of a case, and its steps."""
 
     kind: str
     step_s: float
@@ -91,12 +91,12 @@ ABOUT = {
 
 
 def make(num_blocks: int) -> Pool:
-    """Make a KV cache."""
+    """Return a KV cache."""
     return Pool(model_layout(Model("embed", (Heads(8, 128),) * LAYERS), num_blocks=num_blocks), seed=0)
 
 
 class Prefill(loop_stall.Prefill):
-    """The process that lends whatever it is told to: the same blocks, again and again."""
+    """The process that lends the requests that it gets, always with the same blocks."""
 
     def __init__(self) -> None:
         self._pool = make(LENT_BLOCKS)
@@ -118,11 +118,11 @@ def _spin(count: int) -> None:
 
 def _pieces(count: int, data: bytes) -> None:
     for _ in range(count):
-        zlib.crc32(data)  # outside of Python's lock
+        zlib.crc32(data)  # releases Python's lock
 
 
 def rate(work: Callable[[int], None], count: int) -> float:
-    """Measure how often a thread does something in a second, when nothing else runs."""
+    """Return the rate per second at which a thread does some work when nothing else runs."""
     best = 0.0
     for _ in range(5):
         began = time.perf_counter()
@@ -132,7 +132,7 @@ def rate(work: Callable[[int], None], count: int) -> float:
 
 
 def step_of(case: Case) -> Callable[[], None]:
-    """Make a step of the wanted length."""
+    """Return a step of the wanted length."""
     if case.kind == "python":
         count = int(case.step_s * rate(_spin, 300_000))
         return lambda: _spin(count)
@@ -147,7 +147,7 @@ def step_of(case: Case) -> Callable[[], None]:
 
 @dataclass
 class Run:
-    """What was measured of one way."""
+    """The measurements of one way."""
 
     call_s: list[float] = field(default_factory=list)
     call_cpu_s: list[float] = field(default_factory=list)
@@ -173,7 +173,7 @@ class Run:
         self.step_s.append(step_s)
 
     def steps(self, plan: Sequence[Sequence[Order]]) -> Iterator[Sequence[Order]]:
-        """Give every step its orders, and then steps without any, until all has ended; the first is not measured."""
+        """Yield the orders of every step, then empty ones until all requests ended; the first step is not measured."""
         yield plan[0]
         yield from self._until_all_ended()
         for measured in (self.call_s, self.call_cpu_s, self.step_s, self.latency_s):
@@ -194,7 +194,7 @@ def threaded(
     config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None], wait_s: float = 0.0
 ) -> Run:
     run = Run()
-    with EngineThread(config, pool.registration, switch_interval_s=None) as engine:  # `--switch-interval` says
+    with EngineThread(config, pool.registration, switch_interval_s=None) as engine:  # set by `--switch-interval`
         for orders in run.steps(plan):
             run.ask(orders)
             began, cpu = time.perf_counter(), time.thread_time()
@@ -244,7 +244,7 @@ WAYS: dict[str, Callable[[EngineConfig, Pool, Sequence[Sequence[Order]], Callabl
 
 
 def figures(run: Run, case: Case, alone_s: float) -> dict[str, float]:
-    """Sum up a run, in milliseconds."""
+    """Summarise a run in milliseconds."""
     latency = sorted(run.latency_s) or [0.0]
     calls, cpu, asked = (sorted(every[: case.steps]) for every in (run.call_s, run.call_cpu_s, run.step_s))
     return {
@@ -281,10 +281,10 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
                 every[way].append(figures(run, case, statistics.median(alone)))
                 problems += run.problems[:3]
     ways = {way: {k: statistics.median(f[k] for f in found) for k in found[0]} for way, found in every.items()}
-    # The least of all rounds: whatever else runs on the host only adds to it.
+    # Take the least of all rounds, because other load on the host only adds to it.
     least = min(found["call_max_ms"] for found in every["thread"])
     if name.startswith("burst") and least > BURST_GOAL_MS:
-        problems.append(f"the calls of a step took {least} ms on a thread at least, and may take {BURST_GOAL_MS}")
+        problems.append(f"the calls of a step took at least {least} ms on a thread, but the goal is {BURST_GOAL_MS} ms")
     return {
         "scenario": name,
         "ok": not problems,
@@ -320,14 +320,12 @@ async def planned(
 
 
 def bench(
-    cases: Annotated[
-        list[str] | None, typer.Argument(metavar="CASE", help="What to measure; everything if left out.")
-    ] = None,
-    rounds: Annotated[str, typer.Option(metavar="N", help="How often, in turns.")] = "3",
-    switch_interval: Annotated[str, typer.Option(metavar="US", help="sys.setswitchinterval, microseconds.")] = "500",
+    cases: Annotated[list[str] | None, typer.Argument(metavar="CASE", help="Cases to measure; by default all.")] = None,
+    rounds: Annotated[str, typer.Option(metavar="N", help="Rounds, in turns.")] = "3",
+    switch_interval: Annotated[str, typer.Option(metavar="US", help="sys.setswitchinterval, in microseconds.")] = "500",
     json: command.Json = "-",
 ) -> int:
-    """Measure what each way to embed an engine costs the worker's thread, in turns and as ratios to native asyncio."""
+    """Measure the cost of each way to embed an engine for the worker's thread, with ratios to native asyncio."""
     names = command.chosen(cases, CASES, "case")
     number = command.whole("--rounds", rounds, 1, 100)
     sys.setswitchinterval(command.whole("--switch-interval", switch_interval, 10, 1_000_000) / 1e6)

@@ -1,17 +1,17 @@
-"""What whole engines cost beside the bytes they move: `python -m scripts.bench engine --help`.
+"""Measure the overhead of whole engines, besides the bytes they move: `python -m scripts.bench engine --help`.
 
-Every case runs in a process of its own and prints figures next to the goal they are held to:
+Every case runs in its own process, and prints figures next to their goals:
 
-- `handshake`: meeting a peer of 64 layers and 20,000 blocks on real NIXL and ZMQ, both sides in one process:
-  from the call to the outcome, less what the same request takes once they have met; and the bytes on the wire.
-- `idle`: the CPU that an engine and its 100 peers use when they are connected and nothing is owed, real planes.
-- `memory`: what a request in flight takes on both sides (simulated planes that do not finish any read).
+- `handshake`: time to meet a peer of 64 layers and 20,000 blocks on real NIXL and ZMQ, both sides in one process: from
+  the call to the outcome, minus the time of the same request after the handshake; and the bytes on the wire.
+- `idle`: CPU of an engine and its 100 peers when they are connected and nothing is owed (real planes).
+- `memory`: memory of a request in flight on both sides (simulated planes that do not finish any read).
 - `flight`: CPU per small request, both sides, with 64, 1,024 and 10,000 in flight (simulated planes).
 - `peers`: CPU per small request with one in flight at each of 16 and of 256 prefill engines; and with 256 at one
   engine, alone and while 255 others are connected and idle (simulated planes).
-- `logging`: CPU per small request with events at the default level, against none (simulated planes, alternating).
+- `logging`: CPU per small request with events at the default level, compared with none (simulated planes, in turns).
 
-CPU is this process's, so that other load on the host shows less; ratios are made within one run.
+CPU is that of this process, which other load on the host affects less; ratios are made within one run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure's limit: at most this."""
+    """The upper limit of a figure."""
 
     most: float
     unit: str
@@ -84,11 +84,11 @@ class Pair:
     prefill: list[Engine]
     groups: list[PrefillRanks]
     data: SimData | None = None
-    """Of the decode engine, if it is simulated."""
+    """Data plane of the decode engine, if it is simulated."""
     numbers: int = 0
 
     async def requests(self, total: int, in_flight: int, of: Sequence[int]) -> float:
-        """Run so many requests; CPU seconds per request, both sides."""
+        """Run `total` requests, and return CPU seconds per request of both sides."""
         todo = iter(range(total))
 
         async def reader(slot: int) -> None:
@@ -113,7 +113,7 @@ class Pair:
 
 
 def _config(name: str) -> EngineConfig:
-    # What is measured is not how the queue and the limits hold thousands back.
+    # Large limits, because the queue and its back-pressure are not to be measured.
     return EngineConfig(
         engine_id=name,
         pull=PullConfig(window_requests=1 << 16, total_requests=1 << 16, max_queued=1 << 16),
@@ -144,7 +144,7 @@ async def _simulated(work: Callable[[Pair], Awaitable[Figures]], peers: int = 1,
 
 
 async def handshake() -> Figures:
-    """Meet three peers for the first time, and once again each."""
+    """Meet three peers for the first time, and pull once more from each."""
     first: list[float] = []
     again: list[float] = []
     wire: list[int] = []
@@ -170,7 +170,7 @@ def _bytes(engine: Engine) -> int:
 
 
 async def idle(seconds: float = 20.0, peers: int = 100) -> Figures:
-    """Connect to everybody once, wait until nothing is owed, and do nothing."""
+    """Connect to every peer once, wait until nothing is owed, and do nothing."""
     async with Engine(EngineConfig(engine_id="decode"), _memory(256)) as decode:
         prefill = [Engine(EngineConfig(engine_id=f"prefill-{i}"), _memory(256)) for i in range(peers)]
         for engine in prefill:
@@ -190,7 +190,7 @@ async def idle(seconds: float = 20.0, peers: int = 100) -> Figures:
 
 
 async def memory() -> Figures:
-    """Start reads that do not end, and look at what they take."""
+    """Start reads that do not end, and measure their memory."""
 
     async def work(pair: Pair) -> Figures:
         data = pair.data
@@ -215,7 +215,7 @@ async def memory() -> Figures:
 
 
 async def flight() -> Figures:
-    """The same loop, wider and wider; the rounds of the widths alternate."""
+    """Run the same loop with 64, 1,024 and 10,000 requests in flight, in alternating rounds."""
     widths = (64, 1024, 10_000)
 
     async def work(pair: Pair) -> Figures:
@@ -235,7 +235,7 @@ async def flight() -> Figures:
 
 
 async def peers() -> Figures:
-    """One request in flight at each of 16 and of 256 engines; 256 at one, alone and beside 255 that owe nothing."""
+    """Keep one request in flight at 16 and 256 engines each, and 256 at one, alone and with 255 idle engines."""
 
     async def alone(pair: Pair) -> Figures:
         await pair.requests(1000, 64, [0])
@@ -265,7 +265,7 @@ async def peers() -> Figures:
 
 
 async def logging() -> Figures:
-    """Two pairs of engines, one that logs at the default level and one that does not, in turns."""
+    """Run two pairs of engines in turns, one with logs at the default level and one without."""
     rounds: dict[str, list[float]] = {}
     quiet, loud = io.StringIO(), io.StringIO()
     for _ in range(7):
@@ -297,7 +297,7 @@ CASES: Mapping[str, Callable[[], Awaitable[Figures]]] = {
 
 
 class Alone:
-    """A fresh process for one case: what one leaves behind is not another's cost."""
+    """A fresh process for one case, so that no case pays for an earlier one."""
 
     def __init__(self, *, case: str) -> None:
         self._case = case
@@ -338,15 +338,15 @@ def _table(figures: Mapping[str, float]) -> Table:
 
 
 def measure(
-    cases: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CASES),
+    cases: Annotated[str, typer.Option(help="Cases, comma-separated.")] = ",".join(CASES),
     json_to: Annotated[
         str | None,
         typer.Option("--json", metavar="PATH", help="Write the figures; '-' is stdout, without the table."),
     ] = None,
 ) -> int:
-    """Measure what whole engines cost beside the bytes they move, next to the goals they are held to.
+    """Measure the overhead of whole engines, besides the bytes they move, and compare it with goals.
 
-    Every case runs in a process of its own. CPU is that process's, so that other load on the host shows less; ratios
+    Every case runs in its own process. CPU is that of the process, which other load on the host affects less; ratios
     are made within one run.
     """
     chosen = cases.split(",")

@@ -1,14 +1,13 @@
-"""What logging costs at the default level: `python -m scripts.bench log --help`.
+"""Measure the cost of logging at the default level: `python -m scripts.bench log --help`.
 
-Pairs of engines in one process move small requests, in turns, in an order that is drawn anew for every round: one
-that logs nothing (level `error`), another such as a control, one whose application writes JSON lines to a file
-(`configure_logging`), and one that writes a file of its own (`LogConfig(file=...)`). A round's cost is compared with
-that of the silent pair in the same round; the median of these ratios is given, with an interval that holds it in 95 of
-100 cases (bootstrap).
+Pairs of engines in one process move small requests, in turns, in a new random order for every round. One pair logs
+nothing (level `error`), and another such pair is the control. In a third, the application writes JSON lines to a file
+(`configure_logging`); the fourth writes its own file (`LogConfig(file=...)`). The cost of a round is compared with that
+of the silent pair in the same round. The result is the median of these ratios, with a 95 % interval (bootstrap).
 
-Two figures, since both can mislead: requests per second by the wall, which other load on the host spreads, and CPU per
-request of all threads, the one that writes included. What a turn leaves to be written is written in its time, and a
-thread is begun anew in the next: so the figure is rather too high.
+There are two figures, because each can mislead: requests per wall-clock second, which other load on the host disturbs,
+and CPU per request of all threads, including the writing one. A turn also pays for lines that are still unwritten at
+its end, and the next turn starts a new thread, so the figure is rather too high.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from scripts.bench.engine import Pair, _config, _memory
 
 SCHEMA = 1
 MOST = 1.02
-"""A request may cost so much more for being logged."""
+"""Largest cost of a request with logging, as a ratio."""
 
 WIDTH = 64
 """Requests in flight."""
@@ -51,36 +50,36 @@ WIDTH = 64
 RESAMPLES = 2000
 MODES = {
     "off": "nothing is logged",
-    "again": "nothing is logged, once more: by so much two equal pairs differ",
+    "again": "nothing is logged either: this shows how much two equal pairs differ",
     "application": "the application's structlog writes JSON lines to a file",
-    "file": "the engine writes a file of its own, by a thread",
+    "file": "the engine writes its own file, in a thread",
 }
 Round = tuple[float, float]
 """Requests per second, and CPU seconds per request."""
 
 
 class _Turns:
-    """A clock that stands still while it is others' turn: logs are limited per second, and that is one of work."""
+    """A clock that stops during other pairs' turns, because logs are limited per second of work."""
 
     def __init__(self) -> None:
         self._lost_s, self._stopped_at = 0.0, math.inf
 
     def now(self) -> float:
-        """Return seconds of its own turns."""
+        """Return the seconds of this pair's turns."""
         return min(time.monotonic(), self._stopped_at) - self._lost_s
 
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
-        """Call back then, or early, if others had a turn meanwhile."""
+        """Call back at that time, or earlier if other pairs had a turn meanwhile."""
         return asyncio.get_running_loop().call_later(max(when - self.now(), 0.0), callback)
 
     def go_on(self) -> None:
-        """Let it run."""
+        """Start the clock."""
         if self._stopped_at < math.inf:
             self._lost_s += time.monotonic() - self._stopped_at
             self._stopped_at = math.inf
 
     def stop(self) -> None:
-        """Stop it."""
+        """Stop the clock."""
         self._stopped_at = time.monotonic()
 
 
@@ -109,7 +108,7 @@ async def _measured(rounds: int, requests: int, is_real: bool, folder: Path) -> 
     rng = random.Random(1)
     async with contextlib.AsyncExitStack() as stack:
         pairs = {mode: await stack.enter_async_context(_pair(mode, folder, is_real)) for mode in MODES}
-        # An engine takes its level when it is made, and what is configured when it logs.
+        # An engine takes its level when it is made, but the rest of the configuration when it logs.
         stream = stack.enter_context((folder / "application.jsonl").open("a"))
         configure_logging("info", stream=stream)
         for pair, clock in pairs.values():
@@ -133,7 +132,7 @@ async def _measured(rounds: int, requests: int, is_real: bool, folder: Path) -> 
 
 
 def _ratio(costs: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """The median of the ratios within rounds, and the interval that it is in."""
+    """Return the median of the ratios within rounds, and its interval."""
     rng = random.Random(2)
     ratios = [a / b for a, b in zip(costs, base, strict=True)]
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
@@ -147,7 +146,7 @@ def _figures(found: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
         out[mode] = {
             "requests_per_s": statistics.median(x[0] for x in rounds),
             "cpu_us": statistics.median(x[1] for x in rounds) * 1e6,
-            # Of time, in both: above 1 is slower.
+            # Both are ratios of time, so above 1 is slower.
             "wall_ratio": _ratio([1 / x[0] for x in rounds], [1 / x[0] for x in base]),
             "cpu_ratio": _ratio([x[1] for x in rounds], [x[1] for x in base]),
         }
@@ -155,7 +154,7 @@ def _figures(found: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
 
 
 def _met(ratio: Sequence[float]) -> str:
-    """Whether it costs no more than it may, as far as that can be told."""
+    """Return whether the cost is within `MOST`, or 'maybe' if the interval contains it."""
     return "no" if ratio[1] > MOST else "yes" if ratio[2] <= MOST else "maybe"
 
 
@@ -174,18 +173,18 @@ def _table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def measure(
-    rounds: Annotated[int, typer.Option(help="Of each pair.", min=3, max=10_000)] = 51,
-    requests: Annotated[int, typer.Option(help="In a round.", min=100, max=1_000_000)] = 4000,
-    real: Annotated[bool, typer.Option("--real", help="Over NIXL and ZMQ, not over simulated planes.")] = False,
+    rounds: Annotated[int, typer.Option(help="Rounds of each pair.", min=3, max=10_000)] = 51,
+    requests: Annotated[int, typer.Option(help="Requests in a round.", min=100, max=1_000_000)] = 4000,
+    real: Annotated[bool, typer.Option("--real", help="Use NIXL and ZMQ instead of simulated planes.")] = False,
     json_to: Annotated[
         str | None,
         typer.Option("--json", metavar="PATH", help="Write the figures; '-' is stdout, without the table."),
     ] = None,
 ) -> int:
-    """Compare engines that log at the default level with such that do not, side by side in one run.
+    """Compare engines that log at the default level with engines that do not, in the same run.
 
-    Small requests, 64 in flight, both sides in one process. Over simulated planes a request costs least, so that
-    logging shows most.
+    They move small requests, 64 in flight, with both sides in one process. Over simulated planes a request costs least,
+    so the cost of logging is largest.
     """
     garbage.settle()
     with tempfile.TemporaryDirectory(prefix="asynckv-bench-log-") as folder:
@@ -214,6 +213,6 @@ EPILOG = f"""
 
   python -m scripts.bench log --rounds 51 --json - | jq .figures.file.cpu_ratio
 
-[bold]Exit status[/bold]  0 {(MOST - 1):.0%} of CPU at most, as far as can be told; 1 more, 2 bad input, 130 Ctrl-C
+[bold]Exit status[/bold]  0 {(MOST - 1):.0%} of CPU at most (or uncertain), 1 more, 2 bad input, 130 Ctrl-C
 """
 main = command.script(measure, EPILOG)

@@ -1,10 +1,10 @@
-"""Measure how long bulk reads keep an event loop away: `python -m scripts.bench loop_stall --help`.
+"""Measure how long bulk reads block an event loop: `python -m scripts.bench loop_stall --help`.
 
-A prefill engine in a process of its own, a decode engine in this one, real NIXL and ZMQ. The decode side pulls
-in a closed loop while a timer of 1 ms on its loop notes how late it is called. Prints one JSON line.
+A prefill engine runs in another process and a decode engine in this one, with real NIXL and ZMQ. The decode side pulls
+in a closed loop, while a timer of 1 ms on its loop records how late it is called. The result is one JSON line.
 
-`bulk` pulls blocks that lie in runs, 16 MiB per request; `scattered` pulls blocks anywhere, of 1 KiB pieces, so that
-almost every piece is a NIXL descriptor of its own.
+`bulk` pulls contiguous blocks, 16 MiB per request; `scattered` pulls blocks anywhere, in pieces of 1 KiB, so that
+almost every piece is a separate NIXL descriptor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_engine(role: str, workload: str, posting_threads: int | str) -> tuple[E
 
 
 class Prefill:
-    """The process that lends whatever it is told to."""
+    """The process that lends the requests that it gets."""
 
     def __init__(self, *, workload: str) -> None:
         self._engine, self._pool = make_engine("prefill", workload, 0)
@@ -95,7 +95,7 @@ async def decode(workload: str, posting_threads: int | str, requests: int) -> di
             async def pull(last: int) -> int:
                 moved = 0
                 for number, params in waiting:
-                    # Blocks of the own half of the pool, and no two requests in flight on the same.
+                    # Use the own half of the pool, and no block for two requests in flight.
                     target = lists[in_flight + places.pop()]
                     moved += (await engine.pull(f"d{number}", [(0, target)], params)).num_bytes
                     places.append(lists.index(target) - in_flight)
@@ -130,15 +130,15 @@ async def decode(workload: str, posting_threads: int | str, requests: int) -> di
 
 
 def stall(
-    workload: Annotated[Literal["bulk", "scattered"], typer.Argument(help="What is pulled.")],
+    workload: Annotated[Literal["bulk", "scattered"], typer.Argument(help="Workload.")],
     posting_threads: Annotated[str, typer.Option(metavar="N", help="0 to 16, or auto.")] = "auto",
-    requests: Annotated[str, typer.Option(metavar="N", help="How many to pull.")] = "64",
-    transport: Annotated[Literal["auto", "tcp"], typer.Option(help="Of UCX.")] = "auto",
+    requests: Annotated[str, typer.Option(metavar="N", help="Number of requests to pull.")] = "64",
+    transport: Annotated[Literal["auto", "tcp"], typer.Option(help="Transport of UCX.")] = "auto",
 ) -> int:
-    """Measure how long bulk reads keep an event loop away; prints one JSON line.
+    """Measure how long bulk reads block an event loop, and print one JSON line.
 
-    A prefill engine in a process of its own, a decode engine in this one, real NIXL and ZMQ. The decode side pulls in a
-    closed loop while a timer of 1 ms on its loop notes how late it is called.
+    A prefill engine runs in another process and a decode engine in this one, with real NIXL and ZMQ. The decode side
+    pulls in a closed loop, while a timer of 1 ms on its loop records how late it is called.
     """
     number = command.whole("--requests", requests, 1, 1_000_000)
     threads: int | str = posting_threads
@@ -156,9 +156,9 @@ def stall(
 EPILOG = """
 [bold]Workloads[/bold]
 
-  [cyan]bulk[/cyan]: blocks that lie in runs, 16 MiB per request
+  [cyan]bulk[/cyan]: contiguous blocks, 16 MiB per request
 
-  [cyan]scattered[/cyan]: blocks anywhere, of 1 KiB pieces, so that almost every piece is a NIXL descriptor of its own
+  [cyan]scattered[/cyan]: blocks anywhere, in pieces of 1 KiB; almost every piece is a separate NIXL descriptor
 
 [bold]Example[/bold]
 

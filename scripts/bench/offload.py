@@ -1,6 +1,6 @@
-"""How fast blocks go to host memory and to files, and come back: `python -m scripts.bench offload --help`.
+"""Measure stores to and loads from host memory and files: `python -m scripts.bench offload --help`.
 
-For layouts of all kinds, each in turns with the same bytes moved raw (`scripts/bench/offload_copies.py`).
+This works for all kinds of layouts, in turns with raw copies of the same bytes (`scripts/bench/offload_copies.py`).
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ SCHEMA = 2
 
 
 def measure(
-    order: Annotated[str, typer.Option(help=f"How the engine's memory is laid out: {', '.join(ORDERS)}.")] = "nhd",
-    blocks: Annotated[int, typer.Option(help="Per request.", min=1, max=100_000)] = 64,
-    layers: Annotated[int, typer.Option(help="Of the model.", min=1, max=1000)] = 32,
+    order: Annotated[str, typer.Option(help=f"Order of the engine's memory: {', '.join(ORDERS)}.")] = "nhd",
+    blocks: Annotated[int, typer.Option(help="Blocks per request.", min=1, max=100_000)] = 64,
+    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1, max=1000)] = 32,
     heads: Annotated[int, typer.Option(help="KV heads on this rank, of 128 elements of 2 bytes.", min=1, max=128)] = 8,
     block_size: Annotated[int, typer.Option(help="Tokens per block.", min=1, max=4096)] = 16,
-    runs: Annotated[bool, typer.Option("--runs", help="Blocks and slots one after another, not scattered.")] = False,
-    at_once: Annotated[int, typer.Option(help="Requests under way together.", min=1, max=1000)] = 1,
-    transfer_mib: Annotated[int, typer.Option(help="Of one transfer; what is urgent waits for its end.", min=1)] = 32,
-    threads: Annotated[int, typer.Option(help="That copy.", min=1, max=MAX_COPY_THREADS)] = COPY_THREADS,
-    rounds: Annotated[int, typer.Option(help="Of everything.", min=3, max=10_000)] = 31,
+    runs: Annotated[bool, typer.Option("--runs", help="Use contiguous blocks and slots, not scattered ones.")] = False,
+    at_once: Annotated[int, typer.Option(help="Requests in flight together.", min=1, max=1000)] = 1,
+    transfer_mib: Annotated[int, typer.Option(help="MiB of one transfer; urgent work waits for its end.", min=1)] = 32,
+    threads: Annotated[int, typer.Option(help="Threads that copy.", min=1, max=MAX_COPY_THREADS)] = COPY_THREADS,
+    rounds: Annotated[int, typer.Option(help="Rounds of every way.", min=3, max=10_000)] = 31,
     folder: Annotated[
-        str, typer.Option(metavar="DIR", help="Where files are made, and removed again; the system's for temporaries.")
+        str, typer.Option(metavar="DIR", help="Folder for temporary files; by default the system's.")
     ] = "",
-    host_only: Annotated[bool, typer.Option("--host-only", help="No files.")] = False,
+    host_only: Annotated[bool, typer.Option("--host-only", help="Measure without files.")] = False,
     page_cache: Annotated[
-        bool, typer.Option("--page-cache", help="Use it for files; else past it if possible.")
+        bool, typer.Option("--page-cache", help="Use it for files; by default bypass it if possible.")
     ] = False,
     json_to: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Where the JSON goes; - is stdout, without the table.")
+        str | None, typer.Option("--json", metavar="FILE", help="Write JSON here; - is stdout, without the table.")
     ] = None,
 ) -> int:
-    """Measure how fast blocks are stored and loaded, beside the same bytes moved raw in the same rounds."""
+    """Measure how fast blocks are stored and loaded, compared with raw copies of the same bytes in the same rounds."""
     command.check(order in ORDERS, f"--order {order!r} is none of {', '.join(ORDERS)}")
     blocks *= at_once
     need = 3 * FACTOR * blocks * layers * heads * block_size * 512
     have = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     command.check(
         need < have,
-        f"{blocks} blocks of {layers} layers take {need >> 20} MiB of memory, and {have >> 20} are free; use fewer",
+        f"{blocks} blocks of {layers} layers need {need >> 20} MiB of memory, but {have >> 20} are free; use fewer",
     )
     command.check(
-        not folder or os.access(folder, os.W_OK | os.X_OK), f"--folder {folder}: no folder in which files can be made"
+        not folder or os.access(folder, os.W_OK | os.X_OK), f"--folder {folder}: files cannot be created there"
     )
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(command.output(json_to or os.devnull))
@@ -114,8 +114,8 @@ def measure(
         console.print(
             f"{blocks} blocks of {rig.record.num_bytes:,} bytes in {at_once} requests at once, "
             f"{report['descriptors_per_block']:g} descriptors and {report['plan_us_per_block']:g} us of planning per "
-            f"block; {LOOKED_UP:,} blocks are looked up in {report['lookup_us']['median']:.0f} us; CPU tells more than "
-            f"time where others compute"
+            f"block; {LOOKED_UP:,} blocks are looked up in {report['lookup_us']['median']:.0f} us; on a busy "
+            f"machine, CPU says more than time"
         )
     return 1 if any(met(each["of_raw"]) == "no" for each in ways.values()) else 0
 
@@ -133,6 +133,6 @@ EPILOG = f"""
 
   python -m scripts.bench offload --heads 1 --json - | jq .ways.store.of_raw
 
-[bold]Exit status[/bold]  0 {LEAST:.0%} of raw or more, as far as can be told; 1 less, 2 bad input, 130 Ctrl-C
+[bold]Exit status[/bold]  0 {LEAST:.0%} of raw or more (or uncertain), 1 less, 2 bad input, 130 Ctrl-C
 """
 main = command.script(measure, EPILOG)

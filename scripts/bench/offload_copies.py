@@ -1,14 +1,14 @@
-"""How fast blocks go to host memory and to files, and come back, beside the same bytes moved raw in the same rounds.
+"""Measure stores to and loads from host memory and files, with raw copies of the same bytes in the same rounds.
 
-Blocks of a model's layout are stored and loaded as a rank does it: planned from lists of blocks and slots
-(`asynckv.geometry.kept`), and carried out by the copy plane, over NIXL. Planning is in the time. Records go to files
-and back by the file tier, checksums and index included. What is kept of a prompt is looked up in a catalogue.
+Blocks of a model's layout are stored and loaded as in a rank: planned from lists of blocks and slots
+(`asynckv.geometry.kept`), and moved by the copy plane, over NIXL. The time includes planning. Records go to files and
+back through the file tier, with checksums and index. The stored blocks of a prompt are looked up in a catalogue.
 
-Beside each, the same bytes are moved raw in the same round: by `memcpy`, the same pieces in the same order; by `pwrite`
-and `pread`, the same records to a file in the same folder, past the page cache if the tier does so. What Python's loop
-takes around `memcpy` is measured with pieces of no bytes, and taken off. Who comes first is drawn anew for every round,
-as are blocks and slots; so a ratio compares neighbours in time. One of CPU time is beside it, for where others use the
-machine. Medians are given with intervals that hold them in 95 of 100 cases (`asynckv.tools.bench.noise`).
+In the same round the same bytes are moved raw: by `memcpy`, the same pieces in the same order; by `pwrite` and `pread`,
+the same records to a file in the same folder, past the page cache if the tier bypasses it. The time of Python's loop
+around `memcpy` is measured with empty pieces, and subtracted. Order, blocks and slots are random in every round, so a
+ratio compares neighbours in time. A ratio of CPU time is given too, for busy machines. Medians have 95 % intervals
+(`asynckv.tools.bench.noise`).
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Model
 
 LEAST = 0.9
-"""What a tier is worth, of what is raw."""
+"""Least speed of a tier, as a share of raw speed."""
 
 MAX_BYTES = 32 << 20
-"""Of one transfer, as `OffloadConfig` has it."""
+"""Largest transfer, as in `OffloadConfig`."""
 
 MAX_DESCRIPTORS = 4096
-"""The same, as the engine has it."""
+"""Most descriptors of a transfer, as in the engine."""
 
 LOOKED_UP = 1000
-"""Blocks of a prompt that is looked up."""
+"""Blocks of the prompt that is looked up."""
 
 PATIENCE_S = 120.0
 FACTOR = 3
-"""How many times as many blocks there are as one request has: so that the caches hold none of them."""
+"""All blocks per blocks of one request, so that CPU caches hold none of them."""
 
 ABOUT = {
     "store": "blocks from the engine's memory to slots of the host pool; raw: memcpy of the same pieces",
@@ -75,11 +75,11 @@ Pieces = tuple[Sequence[int], Sequence[int], Sequence[int]]
 Round = tuple[float, float]
 """Seconds by the wall, and of CPU of all threads."""
 Found = dict[str, list[Round]]
-"""By who copied."""
+"""Rounds by `ours` or `raw`."""
 
 
 def _memory(size: int) -> Bytes:
-    """Bytes that begin at a page, with something in each page."""
+    """Return bytes that begin at a page, with data in each page."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -92,7 +92,7 @@ def _memory(size: int) -> Bytes:
 
 
 class Waiter:
-    """What becomes of moves, as something to wait for."""
+    """Waits for the ends of moves."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
@@ -101,7 +101,7 @@ class Waiter:
         self._event = asyncio.Event()
 
     def listen(self, poll: Callable[[], Sequence[TransferEnded | RecordNews]]) -> Callable[[], None]:
-        """Ask a plane for its news from now on; returns what it is to call when it has any."""
+        """Poll a plane for news from now on, and return the function that it calls when it has news."""
         self._polls.append(poll)
         return self._event.set
 
@@ -109,7 +109,7 @@ class Waiter:
         """Post a move, and wait for its end.
 
         Raises:
-            AsyncKVError: It has failed.
+            AsyncKVError: The move has failed.
         """
         number = TransferId(next(self._ids))
         post(number)
@@ -127,14 +127,14 @@ class Waiter:
 
 
 class Rig:
-    """An engine's memory, a host pool, and what copies between them.
+    """An engine's memory, a host pool, and the copy plane between them.
 
     Args:
-        model: Whose layers are all of one kind.
-        blocks: Per request.
-        max_bytes: Of one transfer.
-        at_once: Requests that share the blocks, and are under way together.
-        shape: As `model_layout` takes it.
+        model: Model with layers of one kind.
+        blocks: Blocks per request.
+        max_bytes: Largest transfer.
+        at_once: Requests in flight together, which share the blocks.
+        shape: Further arguments of `model_layout`.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Rig:
 
     @contextlib.asynccontextmanager
     async def started(self, threads: int) -> AsyncIterator[Waiter]:
-        """Have a copy plane."""
+        """Start a copy plane."""
         self._plane = plane = NixlCopies("bench-offload", threads=threads)
         ready = self._waiter.listen(plane.poll)
         plane.start(self.device.memories, {"host": self.kept.memories}, ready)
@@ -172,7 +172,7 @@ class Rig:
             plane.close()
 
     def draw(self, is_run: bool) -> tuple[list[int], list[int]]:
-        """Blocks of a request and slots for them."""
+        """Return blocks of a request and slots for them."""
         most = FACTOR * self.blocks
         if is_run:
             first, slot = (int(self.rng.integers(0, most - self.blocks)) for _ in range(2))
@@ -181,7 +181,7 @@ class Rig:
         return blocks, slots
 
     async def move(self, op: CopyOp, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Store or load the blocks of so many requests, as a rank does."""
+        """Store or load the blocks of `at_once` requests, as a rank does."""
         lists = [(blocks[at :: self.at_once], slots[at :: self.at_once]) for at in range(self.at_once)]
         if self.at_once == 1:
             await self._move(op, *lists[0])
@@ -198,7 +198,7 @@ class Rig:
         await self._waiter.end_of(lambda number: plane.post(number, op, "host", posts))
 
     def pieces(self, op: CopyOp, blocks: Sequence[int], slots: Sequence[int]) -> Pieces:
-        """What memcpy is to copy: the descriptors of the plan, in its order."""
+        """Return the pieces for memcpy: the descriptors of the plan, in its order."""
         near, far, sizes = [], [], []
         bases = np.array([memory.base for memory in self.device.memories])
         for post in plan_copies(self.tables, [(blocks, slots)]).posts(self.max_bytes, MAX_DESCRIPTORS):
@@ -212,10 +212,10 @@ class Rig:
         return np.concatenate(to).tolist(), np.concatenate(of).tolist(), np.concatenate(sizes).tolist()
 
     async def check(self, is_run: bool) -> None:
-        """Store, load into other blocks, and look whether they hold the same.
+        """Store, load into other blocks, and compare.
 
         Raises:
-            AsyncKVError: They do not.
+            AsyncKVError: The contents differ.
         """
         blocks, slots = self.draw(is_run)
         others = [(block + 1) % (FACTOR * self.blocks) for block in blocks]
@@ -223,13 +223,13 @@ class Rig:
         await self.move(CopyOp.WRITE, blocks, slots)
         await self.move(CopyOp.READ, others, slots)
         if self._digests(others) != before:
-            raise AsyncKVError("what was loaded is not what was stored")
+            raise AsyncKVError("the loaded bytes differ from the stored ones")
         plan = plan_copies(self.tables, [(blocks, slots)])
         self.num_descriptors = sum(post.num_descriptors for post in plan.posts(self.max_bytes, MAX_DESCRIPTORS))
         self.plan_s.clear()
 
     def _digests(self, blocks: Sequence[int]) -> list[int]:
-        """A checksum per block, over all its parts; all layers have one shape."""
+        """Return a checksum per block over all its parts; all layers have one shape."""
         sums = [0] * len(blocks)
         for view in self.device.views:
             for part in view.parts:
@@ -241,7 +241,7 @@ class Rig:
 
 
 class Files:
-    """A file tier that keeps records of the host pool, and a plain file as large beside it."""
+    """A file tier for records of the host pool, and a plain file of the same size."""
 
     def __init__(self, rig: Rig, folder: str, tier: RecordPlane, waiter: Waiter, is_direct: bool) -> None:
         self._waiter, self._tier, self._stride = waiter, tier, rig.record.stride
@@ -258,7 +258,7 @@ class Files:
         await self._waiter.end_of(lambda number: self._tier.post(number, op, records))
 
     def raw(self, op: CopyOp, slots: Sequence[int], places: Sequence[int]) -> Round:
-        """The same by system calls, one after another."""
+        """Write or read the same records by system calls, one after another."""
         stride, began = self._stride, _now()
         for slot, place in zip(slots, places, strict=True):
             part = self._pool[slot * stride : (slot + 1) * stride]
@@ -297,7 +297,7 @@ def _since(began: Round) -> Round:
 
 
 def _memcpy(pieces: Pieces) -> Round:
-    """Copy, and say what the copying took."""
+    """Copy, and return the time of the copying."""
     copy = ctypes.memmove
     began = _now()
     for to, of, size in zip(*pieces, strict=True):
@@ -307,14 +307,14 @@ def _memcpy(pieces: Pieces) -> Round:
     for to, of, _ in zip(*pieces, strict=True):
         copy(to, of, 0)
     loop = _since(began)
-    # Whoever else computes may make the loop look longer than it is.
+    # Other load may make the loop look longer than it is.
     return max(wall - loop[0], wall / 2), max(cpu - loop[1], cpu / 2)
 
 
 async def measured(
     rig: Rig, rounds: int, threads: int, folder: str, *, is_run: bool, is_direct: bool
 ) -> dict[str, Found]:
-    """Copy in turns, per way; files only if there is a folder."""
+    """Copy in turns for each way; with files only if there is a folder."""
     found: dict[str, Found] = {way: {} for way in (ABOUT if folder else ("store", "load"))}
     source = random.Random(1)
     async with contextlib.AsyncExitStack() as stack:
@@ -325,8 +325,8 @@ async def measured(
             lists = rig.draw(is_run)
             for way, of in found.items():
                 op = CopyOp.WRITE if way in ("store", "write") else CopyOp.READ
-                for who in source.sample(("ours", "raw"), 2):
-                    if who == "ours":
+                for mover_name in source.sample(("ours", "raw"), 2):
+                    if mover_name == "ours":
                         mover = rig if way in ("store", "load") else files
                         assert mover is not None
                         began = _now()
@@ -337,12 +337,12 @@ async def measured(
                     else:
                         took = _memcpy(rig.pieces(op, *lists))
                     if number:  # the first round warms up
-                        of.setdefault(who, []).append(took)
+                        of.setdefault(mover_name, []).append(took)
     return found
 
 
 def lookup_us(keys: int) -> Interval:
-    """Microseconds in which the catalogue says what is kept of a prompt of so many blocks, all of which are."""
+    """Return the microseconds of a catalogue look-up for a prompt of `keys` blocks that are all stored."""
     hashes = [number.to_bytes(32, "little") for number in range(keys)]
     catalogue = Catalogue([StoredGroup(name="bench", block_size=16, record_bytes=4096)], 16, 2 * keys * 4096)
     catalogue.store("stored", hashes)
@@ -365,7 +365,7 @@ def interval(found: Interval, digits: int = 3) -> dict[str, Any]:
 
 
 def figures(found: Mapping[str, Found], num_bytes: int) -> dict[str, dict[str, Any]]:
-    """GB/s of each, and how much of what is raw ours is: within a round, for they are neighbours in time."""
+    """Return GB/s of both, and their ratio within each round, because these are neighbours in time."""
 
     def speed(rounds: Sequence[Round]) -> dict[str, Any]:
         return interval(median_of([num_bytes / wall / 1e9 for wall, _ in rounds]))
@@ -405,5 +405,5 @@ def show(ways: Mapping[str, Any], console: Console) -> None:
 
 
 def met(part: Mapping[str, float]) -> str:
-    """Whether a tier is fast enough, as far as that can be told."""
+    """Return whether a tier is fast enough, or 'maybe' if the interval contains the limit."""
     return "yes" if part["low"] >= LEAST else "no" if part["high"] < LEAST else "maybe"

@@ -1,8 +1,8 @@
-"""How long planning takes, and what the loop does with the layout that a stranger sends: pure code, no engine.
+"""Measure planning, and the handling of an unknown peer's layout; this is pure code, without an engine.
 
-Per memory order and block order one JSON line says what is computed once per peer, and what per request: from lists of
-ids to plans for all remote ranks. With `--layouts` a line each for the largest layouts of real models and for those
-that cost most, within the limits and beyond.
+Each memory order and block order makes one JSON line. It has the cost once per peer and per request, from lists of ids
+to plans for all remote ranks. `--layouts` makes a line for each of the largest layouts of real models, and of the most
+expensive layouts within the limits and beyond.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(order: str, scattered: bool, blocks: int, layers: int, ranks: int) -
 
 
 def pooled(layers: int, tokens: int = 16, *, order: str = "hnd", pad: int = 0) -> Layout:
-    """Attention layers one behind the other in one memory; each token's row is `pad` bytes longer in each layer."""
+    """Return attention layers one after another in one memory; rows grow by `pad` bytes from layer to layer."""
     views, at, heads = [], 0, 8
     for i in range(layers):
         row = 256 + pad * i
@@ -90,7 +90,7 @@ def flat(
     step: int = 4096,
     dims: Callable[[int], tuple[Dim, ...]] = lambda _: (),
 ) -> Layout:
-    """Small views in one memory, of groups by turns."""
+    """Return small views in one memory, which alternate between groups."""
     return Layout(
         memories=(Memory(0, 1 << 55),),
         groups=tuple(Group(f"g{i}", 1, 4) for i in range(groups)),
@@ -109,7 +109,7 @@ def flat(
 
 
 def dear_layouts() -> Iterator[tuple[str, Layout]]:
-    """Layouts by what is dear about them."""
+    """Yield expensive layouts by name."""
     yield "256 layers", pooled(256)
     each = pooled(256)
     apart = tuple(msgspec.structs.replace(v, parts=(p,)) for v in each.views for p in v.parts)
@@ -132,7 +132,7 @@ def dear_layouts() -> Iterator[tuple[str, Layout]]:
 
 
 def inspect(name: str, there: Layout) -> dict[str, object]:
-    """Do with a stranger's layout what a handshake does, and time each step."""
+    """Handle an unknown peer's layout as a handshake does, and time each step."""
     here = pooled(256)
     data = msgspec.msgpack.encode(there)
     peers = itertools.count(1)
@@ -160,15 +160,15 @@ def inspect(name: str, there: Layout) -> dict[str, object]:
 
 
 def plan(
-    blocks: Annotated[int, typer.Option(min=1, help="Per request.")] = 10_000,
-    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 64,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks per request.")] = 10_000,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 64,
     ranks: Annotated[int, typer.Option(min=1, help="Prefill ranks that one decode rank reads.")] = 8,
-    layouts: Annotated[bool, typer.Option("--layouts", help="What a stranger's layout costs, instead.")] = False,
+    layouts: Annotated[bool, typer.Option("--layouts", help="Measure layouts of unknown peers instead.")] = False,
 ) -> None:
-    """Measure how long planning takes; prints a JSON line per case.
+    """Measure the time of planning, and print a JSON line per case.
 
-    Blocks in runs and scattered, in two memory orders: milliseconds once per peer and per request (the median of ten),
-    and the peak of memory. With --layouts: milliseconds of CPU time per step of a handshake (the best of five).
+    The cases are blocks in runs and scattered, in two memory orders. Each gives milliseconds per peer and per request
+    (the median of ten), and the peak of memory. With --layouts: CPU milliseconds per step of a handshake (best of 5).
     """
     if layouts:
         for name, layout in dear_layouts():

@@ -1,11 +1,11 @@
-"""AsyncKVConnector and NixlConnector inside vLLM, in turns: `python -m scripts.bench vllm --help`.
+"""Compare AsyncKVConnector and NixlConnector inside vLLM, in turns: `python -m scripts.bench vllm --help`.
 
-Both move the same requests between two processes that run vLLM's `EngineCore`, scheduler and KV cache manager over
-CPU memory (`tests/vllm`), with real NIXL between; only the connector's class differs. The model costs nothing, so a
-step holds the worker's thread for the connector and vLLM's bookkeeping. A first request's bytes are compared.
+Both move the same requests between two processes that run vLLM's `EngineCore`, scheduler and KV cache manager over CPU
+memory (`tests/vllm`), with real NIXL between them; only the connector's class differs. The model takes no time, so a
+step uses the worker's thread only for the connector and vLLM's bookkeeping. The bytes of a first request are compared.
 
-Every round starts each contender's engines anew, each time another first, and none runs beside another: NixlConnector's
-agents have a progress thread that spins.
+Every round restarts each contender's engines, with another contender first. They never run at the same time, because
+NixlConnector's agents have a progress thread that spins.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """Read `32x16384:16:48`.
+        """Parse a case such as `32x16384:16:48`.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: The text is not a case.
         """
         try:
             shape, blocks, in_flight = text.strip().split(":")
@@ -70,23 +70,23 @@ class Case:
         except ValueError:
             case = cls(0, 0, 0, 0)
         if min(case.layers, case.blocks, case.in_flight) < 1 or case.block_bytes % 4096 or not case.block_bytes:
-            raise ConfigError(f"{text!r} is no case such as 32x16384:16:48, with blocks of a multiple of 4096 bytes")
+            raise ConfigError(f"{text!r} is not a case such as 32x16384:16:48, with blocks of a multiple of 4096 bytes")
         return case
 
     @property
     def requests(self) -> int:
-        """How many requests a round measures."""
+        """Return the number of requests that a round measures."""
         return max(LEAST_REQUESTS, 4 * self.in_flight if self.block_bytes * self.blocks * self.layers < 1 << 20 else 0)
 
     @property
     def bytes(self) -> int:
-        """Of one request."""
+        """Return the bytes of one request."""
         return self.layers * self.block_bytes * self.blocks
 
 
 def measure(server: Server, connector: Connector, case: Case, seed: int) -> dict[str, Any]:
     """Start two engines, prefill everything, and time the decode side."""
-    # A block of 32 tokens holds keys and values of two bytes an element.
+    # A block of 32 tokens holds keys and values of two bytes per element.
     model = Model((Attention(4, case.block_bytes // (BLOCK_TOKENS * 4 * 4)),) * case.layers, BLOCK_TOKENS)
     if connector.module:
         connector = Connector(connector.name, connector.module, LEASES)
@@ -131,7 +131,7 @@ def measure(server: Server, connector: Connector, case: Case, seed: int) -> dict
 
 
 def loop(engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any], in_flight: int) -> list[float]:
-    """Keep so many requests in flight until all are through; returns how long each took, the shortest first."""
+    """Keep `in_flight` requests in flight until all are done, and return their sorted latencies."""
     left = list(enumerate(zip(prompts, params, strict=True)))[::-1]
     flying: dict[int, tuple[Reply, float]] = {}
     latencies = []
@@ -150,34 +150,34 @@ def loop(engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any], in
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of sorted values lies."""
+    """Return the value below which a share of the sorted values lies."""
     return values[min(len(values) - 1, int(len(values) * share))]
 
 
 def compare(
     cases: Annotated[str, typer.Option(help="LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT, comma-separated.")] = QUICK,
-    contenders: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CONTENDERS),
-    rounds: Annotated[int, typer.Option(help="How often each is measured.")] = 3,
+    contenders: Annotated[str, typer.Option(help="Contenders, comma-separated.")] = ",".join(CONTENDERS),
+    rounds: Annotated[int, typer.Option(help="Measurements of each contender.")] = 3,
     json_: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report here.")] = None,
 ) -> int:
-    """Measure connectors inside vLLM on the same requests, in turns; runs in the environment of `tox run -e vllm`."""
+    """Measure connectors inside vLLM on the same requests, in turns; needs the environment of `tox run -e vllm`."""
     chosen = [Case.parse(text) for text in cases.split(",")]
-    who = [name.strip() for name in contenders.split(",")]
-    command.check(not (set(who) - set(CONTENDERS)), f"--contenders: choose from {', '.join(CONTENDERS)}")
+    names = [name.strip() for name in contenders.split(",")]
+    command.check(not (set(names) - set(CONTENDERS)), f"--contenders: choose from {', '.join(CONTENDERS)}")
     command.check(1 <= rounds <= 100, f"--rounds {rounds} is outside 1 ... 100")
     server = Server()
-    measured: dict[str, dict[str, list[dict[str, Any]]]] = {str(case): {name: [] for name in who} for case in chosen}
+    measured: dict[str, dict[str, list[dict[str, Any]]]] = {str(case): {name: [] for name in names} for case in chosen}
     load = os.getloadavg()
     try:
         for turn in range(rounds):
             for case in chosen:
-                for name in who[turn % len(who) :] + who[: turn % len(who)]:
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
                     measured[str(case)][name].append(measure(server, CONTENDERS[name], case, turn))
     finally:
         server.close()
     rows = []
     for case in chosen:
-        for name in who:
+        for name in names:
             taken = measured[str(case)][name]
             medians = {key: statistics.median(each[key] for each in taken) for key in taken[0]}
             medians["step_most_ms"] = max(each["step_most_ms"] for each in taken)
@@ -200,9 +200,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 EPILOG = """
-[bold]Columns[/bold]  requests a second; latency from the request's arrival in the decode engine to its first token; how
-long a step held the decode worker's thread (median, 99th percentile, longest of all rounds); CPU of the decode process
-for each request.
+[bold]Columns[/bold]  requests per second; latency from a request's arrival in the decode engine to its first token;
+time of a step on the decode worker's thread (median, 99th percentile, longest of all rounds); CPU of the decode process
+per request.
 
 [bold]Exit status[/bold]  0 measured, 1 a request failed, 2 bad input, 130 Ctrl-C
 """

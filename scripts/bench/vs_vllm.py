@@ -1,8 +1,8 @@
-"""asynckv and vLLM's own NixlConnector on the same workload, alternating: `python -m scripts.bench vs_vllm --help`.
+"""Compare asynckv and vLLM's NixlConnector on the same workload, in turns: `python -m scripts.bench vs_vllm --help`.
 
-Both move the same blocks of the same memory, in the same order, between two processes on this host over NIXL (UCX)
-and check the bytes. Whoever is not being measured is stopped (SIGSTOP): vLLM's idle processes use a core each. Every
-round measures each contender once, each time another first; ratios are taken within a round.
+Both move the same blocks of the same memory, in the same order, between two processes on this host over NIXL (UCX), and
+check the bytes. Processes that are not being measured are stopped (SIGSTOP), because vLLM's idle processes use a core
+each. Every round measures each contender once, with another one first; ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ENGINES = {
     "vllm-no-progress-thread": "vllm-no-progress-thread",
     "vllm-pinned": "vllm-pinned",
 }
-"""Contender -> the processes that it is measured in."""
+"""The kind of processes in which each contender is measured."""
 
 QUICK = "1x4096:1:1,1x4096:1:64,32x16384:16:16"
 ALL = (
@@ -72,15 +72,15 @@ class Case:
 
     @property
     def geometry(self) -> tuple[int, int]:
-        """What processes are started for."""
+        """Return the geometry, for which processes are started."""
         return self.layers, self.block_bytes
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """Read `32x16384:16:64` or `...:contiguous`.
+        """Parse `32x16384:16:64` or `...:contiguous`.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text is not a case.
         """
         shape, blocks, concurrency, *order = text.strip().split(":")
         layers, block_bytes = shape.split("x")
@@ -96,7 +96,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What is to be measured, and how."""
+    """The options of a run."""
 
     vllm_python: str | None
     vllm_source: Path | None
@@ -116,7 +116,7 @@ class Engine:
         self.versions: dict[str, Any] = {}
 
     async def start(self, case: Case, local_blocks: int, given: Given) -> None:
-        """Start both processes, and let them know each other."""
+        """Start both processes, and introduce them to each other."""
         setup = Setup(
             role="producer",
             layers=case.layers,
@@ -162,7 +162,7 @@ class Engine:
                 f"{self.kind}: of {window.requests} requests {found['failed']} failed, {found['wrong']} of "
                 f"{found['checked']} compared held wrong bytes, {served['left']} were not released"
             )
-        # Of both processes: a side that polls pays for what the other one saves.
+        # Add both processes, because a side that polls pays for the other side's savings.
         found["prefill_cpu_us"] = served["cpu_s"] / window.requests * 1e6
         found["both_cpu_us"] = found["cpu_us"] + found["prefill_cpu_us"]
         measured: dict[str, Any] = found
@@ -183,7 +183,7 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def engines(cases: Sequence[Case], given: Given) -> AsyncIterator[dict[str, Engine]]:
-    """Start what is needed for cases of one geometry."""
+    """Start the processes for cases of one geometry."""
     local_blocks = max(case.blocks * case.concurrency for case in cases)
     found: dict[str, Engine] = {}
     fleets: list[Fleet] = []
@@ -191,7 +191,7 @@ async def engines(cases: Sequence[Case], given: Given) -> AsyncIterator[dict[str
         try:
             for kind in dict.fromkeys(ENGINES[name] for name in given.contenders):
                 said(f"starting {kind} for {cases[0].layers} x {cases[0].block_bytes} bytes ...")
-                # vLLM's Python has modules of its own.
+                # vLLM's Python has its own modules.
                 env = {} if kind == "asynckv" else {"PYTHONPATH": str(given.vllm_source or "")}
                 fleets.append(await stack.enter_async_context(Fleet(env)))
                 found[kind] = Engine(kind, fleets[-1])
@@ -204,7 +204,7 @@ async def engines(cases: Sequence[Case], given: Given) -> AsyncIterator[dict[str
 
 
 async def measure(case: Case, step_ms: float, running: Mapping[str, Engine], given: Given) -> dict[str, Any]:
-    """All rounds of one case at one length of step."""
+    """Run all rounds of one case at one length of step."""
     names = [n for n in given.contenders if n != "asynckv-asyncio" or not step_ms]
     windows: dict[str, Window] = {}
     for name in names:
@@ -217,7 +217,7 @@ async def measure(case: Case, step_ms: float, running: Mapping[str, Engine], giv
             step_ms=None if name == "asynckv-asyncio" else step_ms,
             announced=name == "asynckv-announced",
         )
-        # The first window is compared in full; the second tells how many requests last `--seconds`.
+        # The first window is compared in full; the second shows how many requests last `--seconds`.
         engine = running[ENGINES[name]]
         await engine.window(replace(window, check_all=True))
         rate = (await engine.window(window))["requests_per_s"]
@@ -244,12 +244,12 @@ async def measure(case: Case, step_ms: float, running: Mapping[str, Engine], giv
 
 
 def said(text: str) -> None:
-    """Say what goes on."""
+    """Print the progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print two tables: what each did, and the ratios."""
+    """Print a table of figures and a table of ratios."""
     table = Table(title="Medians over the rounds (and interval)", box=None, padding=(0, 1))
     cpu = ("decode CPU µs/request", "prefill CPU µs/request")
     for title in ("case", "steps", "contender", "requests/s", "GB/s", "p50 ms", "p99 ms", *cpu, "step p99"):
@@ -271,8 +271,8 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         console.print(table)
     level = min((i.level for row in rows for r in row["figures"].values() for i in r.values()), default=0.0)
     console.print(
-        f"More requests/s is better, less of everything else. CPU: all threads of a process, per request. Intervals "
-        f"hold the true median with {level:.0%} if rounds are independent."
+        f"More requests/s is better; for all other figures less is better. CPU: all threads of a process, per request. "
+        f"Intervals hold the true median with {level:.0%} if rounds are independent."
     )
 
 
@@ -291,7 +291,7 @@ def _short(value: float) -> str:
 
 
 def missing(given: Given) -> str:
-    """Say why vLLM cannot be run, or nothing."""
+    """Return the reason why vLLM cannot run, or an empty text."""
     if not given.vllm_python:
         return "vLLM is not installed here: give --vllm-python (and --vllm-source), or --contenders asynckv"
     check = (
@@ -322,29 +322,27 @@ async def run(given: Given) -> dict[str, Any]:
 
 
 def compare(
-    vllm_python: Annotated[
-        str | None, typer.Option(help="Python of the environment that holds vLLM's requirements.")
-    ] = None,
+    vllm_python: Annotated[str | None, typer.Option(help="Python of the environment with vLLM's requirements.")] = None,
     vllm_source: Annotated[
         Path | None, typer.Option(help="Folder of vLLM's source, if it is not installed there.")
     ] = None,
-    cases: Annotated[str, typer.Option(help="Comma-separated, or `quick` or `all`.")] = "quick",
+    cases: Annotated[str, typer.Option(help="Cases, comma-separated, or `quick` or `all`.")] = "quick",
     contenders: Annotated[
-        str, typer.Option(help="Comma-separated.")
+        str, typer.Option(help="Contenders, comma-separated.")
     ] = "asynckv,asynckv-announced,asynckv-asyncio,vllm,vllm-no-progress-thread",
     steps_ms: Annotated[str, typer.Option(help="Lengths of a model step; 0 is a busy loop.")] = "0,10,30",
     rounds: Annotated[int, typer.Option(help="Alternating rounds.")] = 5,
-    seconds: Annotated[float, typer.Option(help="Of one window, about.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of block ids.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Approximate length of one window.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of block ids.")] = 0,
     json: Annotated[
         str | None, typer.Option(metavar="PATH", help="Write the report; '-' is stdout, without the tables.")
     ] = None,
 ) -> int:
-    """Measure asynckv and vLLM's own NixlConnector on the same workload, in turns.
+    """Measure asynckv and vLLM's NixlConnector on the same workload, in turns.
 
     Both move the same blocks of the same memory, in the same order, between two processes on this host over NIXL
-    (UCX), and check the bytes. Whoever is not being measured is stopped (SIGSTOP): vLLM's idle processes use a core
-    each. Every round measures each contender once, each time another first; ratios are taken within a round.
+    (UCX), and check the bytes. Processes that are not being measured are stopped (SIGSTOP), because vLLM's idle
+    processes use a core each. Every round measures each contender once; ratios are taken within a round.
     """
     names = {"quick": QUICK, "all": ALL}.get(cases, cases)
     try:
@@ -354,15 +352,15 @@ def compare(
             f"--cases {names!r}: a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT[:contiguous], block bytes 4096, "
             f"8192 or a multiple of 16384, at most {REMOTE_BLOCKS} blocks"
         ) from None
-    who = [name.strip() for name in contenders.split(",")]
-    unknown = [name for name in who if name not in ENGINES]
+    wanted = [name.strip() for name in contenders.split(",")]
+    unknown = [name for name in wanted if name not in ENGINES]
     command.check(not unknown, f"--contenders: {', '.join(unknown)} unknown; choose from {', '.join(ENGINES)}")
     try:
         steps = [float(text) for text in steps_ms.split(",")]
     except ValueError:
         steps = []
     is_good = steps and all(0 <= step <= 10_000 for step in steps)
-    command.check(bool(is_good), f"--steps-ms {steps_ms!r} is no list of milliseconds such as 0,10,30")
+    command.check(bool(is_good), f"--steps-ms {steps_ms!r} is not a list of milliseconds such as 0,10,30")
     command.check(
         1 <= rounds <= 1000 and 0 < seconds <= 600,
         f"--rounds {rounds} must be in 1 ... 1000, --seconds {seconds:g} in (0, 600]",
@@ -372,13 +370,13 @@ def compare(
         vllm_python=vllm_python,
         vllm_source=vllm_source,
         cases=chosen,
-        contenders=who,
+        contenders=wanted,
         steps=steps,
         rounds=rounds,
         seconds=seconds,
         seed=seed,
     )
-    if any(name.startswith("vllm") for name in who) and (why := missing(given)):
+    if any(name.startswith("vllm") for name in wanted) and (why := missing(given)):
         raise ConfigError(f"{why}\n{INSTALL}")
     try:
         report = asyncio.run(run(given))
@@ -394,7 +392,7 @@ def compare(
     return 0
 
 
-INSTALL = """To install it beside (no GPU, nothing is compiled, a few minutes):
+INSTALL = """To install it separately (no GPU, nothing is compiled, a few minutes):
 
   python3.11 -m venv VENV
 
@@ -408,13 +406,13 @@ INSTALL = """To install it beside (no GPU, nothing is compiled, a few minutes):
 then: python -m scripts.bench vs_vllm --vllm-python VENV/bin/python --vllm-source vllm-0.33.0
 """
 CONTENDERS = {
-    "asynckv": "driven by steps, like vLLM: submits when a step begins, takes results when it ends, and the engine's "
-    "loop runs on its own between (with steps of 0 ms: whenever the loop turns)",
-    "asynckv-announced": "the same; requests are announced a round of the loop ahead, so that claims are ahead",
-    "asynckv-asyncio": "no steps: a task per request in flight, as an asyncio application pulls (beside 0 ms steps)",
+    "asynckv": "driven by steps, like vLLM: it submits when a step begins and takes results when it ends; the engine's "
+    "loop runs by itself in between (with steps of 0 ms: whenever the loop turns)",
+    "asynckv-announced": "the same, but requests are announced a round of the loop ahead, so that claims arrive early",
+    "asynckv-asyncio": "no steps: a task per request in flight, as an asyncio application pulls (next to 0 ms steps)",
     "vllm": "NixlConnector as shipped, with NIXL's progress thread",
-    "vllm-no-progress-thread": "the same code with an agent made without it: the harder bar on a small host",
-    "vllm-pinned": "as shipped, with vLLM's CPU pinning of the worker kept",
+    "vllm-no-progress-thread": "the same code with an agent without this thread: a harder rival on a small host",
+    "vllm-pinned": "as shipped, and with vLLM's CPU pinning of the worker",
 }
 EPILOG = f"""
 [bold]Contenders[/bold]

@@ -25,9 +25,7 @@ MADE: dict[str, tuple[Callable[[], dict[Path, str]], str]] = {
 
 
 def draw(
-    what: Annotated[
-        list[str] | None, typer.Argument(metavar="WHAT", help="Parts to draw; by default all.")
-    ] = None,
+    what: Annotated[list[str] | None, typer.Argument(metavar="WHAT", help="Parts to draw; by default all.")] = None,
 ) -> None:
     """Write the pages, tables and pictures of the documentation that are made from code.
 

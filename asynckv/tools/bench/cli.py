@@ -18,7 +18,7 @@ from asynckv.tools.bench.options import Options, share_of, taking_options
 from asynckv.tools.output import check_writable, help_of, write, write_json
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
-bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
+bench_app.command(epilog=offload_cli.EPILOG)(offload_cli.offload)
 
 output = partial(typer.Option, rich_help_panel="Output")
 grid = partial(typer.Option, rich_help_panel="Grid")
@@ -242,3 +242,7 @@ def compare(
     write_json(json, result)
     comparing.show(result, Console(stderr=json == "-", highlight=False))
     raise typer.Exit(1 if result["exceeded"] else 0)
+
+
+for each in bench_app.registered_commands:
+    each.help = help_of(each.callback) if each.callback else None

@@ -163,18 +163,13 @@ class Options:
         max=MOST_S,
     )
     pool_mb: int | None = run(
-        None,
-        "Largest KV pool per rank, in MiB. The default is what the concurrency needs and memory allows.",
-        min=1,
-        max=MOST,
+        None, "Largest KV pool per rank, in MiB; by default what concurrency needs and memory allows.", min=1, max=MOST
     )
     transport: Literal["auto", "tcp"] = run(
         "auto", "Transport: UCX's own choice (auto; shared memory on one host), or TCP on loopback (tcp)."
     )
     posting_threads: str = run(
-        "auto",
-        "Threads per rank that post bulk reads; 0 posts everything on the event loop.",
-        metavar="N|auto",
+        "auto", "Threads per rank that post bulk reads; 0 posts everything on the event loop.", metavar="N|auto"
     )
     process: Literal["auto", "serving", "never"] = run(
         "auto",
@@ -207,9 +202,7 @@ class Options:
     )
 
     json: str | None = report(
-        None,
-        "Write the report as JSON; - for stdout. asynckv bench compare compares two reports.",
-        metavar="FILE",
+        None, "Write the report as JSON; - for stdout. asynckv bench compare compares two reports.", metavar="FILE"
     )
     log: str | None = output(None, "Write structured logs of all processes, as JSON lines.", metavar="FILE")
 

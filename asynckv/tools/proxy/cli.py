@@ -37,7 +37,7 @@ EPILOG = """
   If FILE is broken or a name is unknown, the engines stay as they were.
   To change FILE, write a new file and rename it.
 
-[bold]Without a transfer[/bold]  the decode engine also computes the prompt
+[bold]Decoding without a transfer[/bold]  the decode engine also computes the prompt
 
   This happens if no prefill is available, for several prompts in one
   request, and for vLLM's beam search and log-probabilities of the prompt.
@@ -88,11 +88,11 @@ def proxy(
     max_body_mib: Annotated[float, positive(help="Largest body; a larger one is refused with 413.")] = 16.0,
     max_bodies_mib: Annotated[float, positive(help="Largest sum of all bodies; more are refused with 503.")] = 1024.0,
     body_s: Annotated[float, positive(help="Time-out for the arrival of a body; then 408.")] = 60.0,
-    idle_s: Annotated[float, positive(help="Time-out of connections with half a header, or that read nothing.")] = 75.0,
+    idle_s: Annotated[float, positive(help="Time-out for lack of a whole header, or for reading nothing.")] = 75.0,
     max_connections: Annotated[
         int, typer.Option(help="Connections of clients; more get 503. At most a third of `ulimit -Hn`.", min=1)
     ] = 2048,
-    max_connections_per_host: Annotated[int, typer.Option(help="Connections of one address.", min=1)] = 1536,
+    max_connections_per_host: Annotated[int, typer.Option(help="Per client address, or load balancer.", min=1)] = 1536,
     drain_s: Annotated[float, positive(help="Time for requests to finish after Ctrl-C or SIGTERM.")] = 30.0,
 ) -> int:
     """Route OpenAI requests: prefill engines compute the prompt, decode engines fetch the KV cache and generate."""

@@ -1,4 +1,4 @@
-"""One process of asynckv on the workload of `scripts.bench.versus.workload`. Run by `scripts.bench.vs_vllm`."""
+"""One process of asynckv on the workload of `scripts.bench.versus.workload`, run by `scripts.bench.vs_vllm`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from scripts.bench.versus.workload import (
 )
 
 LOOK_S = 0.0002
-"""How often a loop without steps looks whether there is something to pull, if there was not."""
+"""Seconds between checks for requests to pull, in a loop without steps."""
 
 
 class Side:
-    """An engine, its memory, and params that both processes make for themselves.
+    """An engine, its memory, and params that each process makes for itself.
 
-    A router would carry the params; here both sides make the same ones before the clock runs, from the same seed.
+    A router would carry the params. Here both sides make the same ones from one seed, before the clock runs.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -57,7 +57,7 @@ class Side:
         await self.engine.aclose()
 
     def ready(self) -> dict[str, Any]:
-        """Say what this is, and where."""
+        """Return a description of this process, with its endpoint."""
         if self.setup.role == "producer":
             self.memory.fill()
         endpoint = {"tp_rank": 0, "address": self.engine.endpoint.address}
@@ -81,7 +81,7 @@ class Side:
         return await (self._serve(window) if self.setup.role == "producer" else self._pull(window))
 
     def params(self, window: Window, remote_blocks: int) -> dict[int, dict[str, Any]]:
-        """Params of all requests of a window, the same in both processes."""
+        """Return the params of all requests of a window, which are the same in both processes."""
         assert self._group is not None
         lists = sources(self.setup.seed, remote_blocks, window.blocks, window.order)
         tokens = window.blocks * BLOCK_TOKENS
@@ -91,7 +91,7 @@ class Side:
         }
 
     async def _serve(self, window: Window) -> dict[str, Any]:
-        """Prefill: lend ahead of the reader until all was released."""
+        """Lend ahead of the reader until all requests were released (prefill)."""
         params = self.params(window, self.setup.num_blocks)
         lent: deque[Any] = deque()
         cpu, left = time.process_time(), window.requests
@@ -110,7 +110,7 @@ class Side:
         return {"left": left, "cpu_s": time.process_time() - cpu}
 
     async def _pull(self, window: Window) -> dict[str, Any]:
-        """Decode: a closed loop, by steps or without."""
+        """Pull in a closed loop, with or without steps (decode)."""
         pulls = _Pulls(self, window, self._remote_blocks)
         if window.step_ms is None:
             await pulls.freely()
@@ -131,7 +131,7 @@ class _Pulls:
         self.checks = Checks(side.memory, window, remote_blocks)
 
     async def by_steps(self, step_s: float) -> None:
-        """Submit at a step's begin, collect at its end; between them the engine's loop runs on its own."""
+        """Submit when a step begins and collect when it ends; the engine's loop runs by itself in between."""
         checks = self.checks
         tasks: set[asyncio.Task[None]] = set()
         while self._todo or tasks:
@@ -149,7 +149,7 @@ class _Pulls:
                 checks.done(number, local, now - since)
 
     async def freely(self) -> None:
-        """As an asyncio application does it: a task per request in flight, each going on when it is told."""
+        """Pull as an asyncio application does, with a task per request in flight."""
 
         async def reader() -> None:
             while self._todo:

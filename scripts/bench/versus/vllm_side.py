@@ -1,7 +1,7 @@
-"""One process of vLLM's NixlConnector, as its model runner would drive it. Run by `scripts.bench.vs_vllm`.
+"""One process of vLLM's NixlConnector, driven as by its model runner; `scripts.bench.vs_vllm` runs it.
 
-Real connector classes, their own ZMQ handshake and real NIXL, on CPU memory, without a model or a GPU. Only what
-vLLM's scheduler would put into the connector's metadata is made here. Needs vLLM's Python files, not its kernels.
+It uses the real connector classes, their own ZMQ handshake and real NIXL, on CPU memory, without a model or a GPU. Only
+the metadata that vLLM's scheduler would make is made here. It needs vLLM's Python files, but not its kernels.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from scripts.bench.versus.workload import (
 
 LEASE_S = 3600.0
 POLL_S = 0.001
-"""How often the prefill process takes a step."""
+"""Seconds between steps of the prefill process."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on.
+    """Return a free port.
 
-    vLLM binds it some twenty seconds later. So it is none that the system gives out meanwhile, as it gave one of these
-    to a connection of ours once.
+    vLLM binds it some twenty seconds later. So it is outside the range of ports that the system assigns, because the
+    system once gave such a port to a connection of ours meanwhile.
     """
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def free_port() -> int:
 def write_config(setup: Setup) -> None:
     """Write the configuration of a model with this geometry; there are no weights.
 
-    Once for both processes: they compare where their models lie.
+    It is written once for both processes, because they compare the paths of their models.
     """
     heads, size = setup.heads
     config = {
@@ -137,7 +137,7 @@ class Side:
         groups = KVCacheConfig(
             num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
         )
-        # Blocks first, keys and values side by side: a block of a layer is one piece of memory.
+        # Blocks first, with keys and values adjacent, so that a block of a layer is one piece of memory.
         shape = (setup.num_blocks, heads, BLOCK_TOKENS, 2 * size)
         caches = {
             name: torch.frombuffer(array, dtype=torch.float16).view(shape)
@@ -160,7 +160,7 @@ class Side:
     async def __aenter__(self) -> Self:
         if self.setup.role == "producer":
             self.memory.fill()
-            # The scheduler's half hands out this worker's metadata over ZMQ.
+            # The scheduler's half serves this worker's metadata over ZMQ.
             self._scheduler = self._make_scheduler()
             self._scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.connector.get_handshake_metadata()})
         return self
@@ -170,18 +170,18 @@ class Side:
             self._scheduler.shutdown()
         self.connector.shutdown()
         self._folder.cleanup()
-        # NIXL's threads outlive the interpreter's teardown otherwise.
+        # Otherwise NIXL's threads outlive the interpreter's teardown.
         os._exit(0)
 
     def ready(self) -> dict[str, Any]:
-        """Say what this is, and where."""
+        """Return a description of this process, with its address."""
         from vllm import __version__
 
         where = {"engine_id": self.connector.engine_id, "port": self._port}
         return {"versions": {"vllm": __version__}, "num_blocks": self.setup.num_blocks, **where}
 
     def meet(self, peer: dict[str, Any]) -> None:
-        """Take what the prefill process says of itself."""
+        """Store the description of the prefill process."""
         self._peer = peer
 
     def window(self, **fields: Any) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Side:
         return self._serve(window) if self.setup.role == "producer" else self._pull(window, self._peer)
 
     def step(self, metadata: Any, seconds: float = 0.0) -> tuple[set[str], set[str]]:
-        """One step as the model runner makes it: loads begin, the model runs, what has finished is collected."""
+        """Run one step as the model runner does: begin loads, run the model, collect finished requests."""
         self.connector.bind_connector_metadata(metadata)
         self.connector.start_load_kv(None)
         if seconds:
@@ -200,7 +200,7 @@ class Side:
         return results.finished_sending, results.finished_recving
 
     def _serve(self, window: Window) -> dict[str, Any]:
-        """Prefill: have requests ready ahead of the reader until all of them were read."""
+        """Keep requests ready ahead of the reader until all of them were read (prefill)."""
         ids = [f"p-{i}" for i in numbers(window)]
         waiting, ready, cpu = set(ids), 0, time.process_time()
         deadline = time.perf_counter() + SERVE_S
@@ -212,14 +212,14 @@ class Side:
                 metadata.reqs_to_send[name] = time.perf_counter() + LEASE_S
             ready = max(ready, upto)
             sent, _ = self.step(metadata)
-            # Only what the worker knows is offered: an unknown id in a notification is an error there.
+            # Offer only requests that the worker knows, because an unknown id in a notification is an error there.
             self.board.value = window.first + ready
             waiting -= sent
             time.sleep(POLL_S)
         return {"left": len(waiting), "cpu_s": time.process_time() - cpu}
 
     def _pull(self, window: Window, peer: dict[str, Any]) -> dict[str, Any]:
-        """Decode: a closed loop of steps."""
+        """Pull in a closed loop of steps (decode)."""
         checks = Checks(self.memory, window, peer["num_blocks"])
         step_s, todo = (window.step_ms or 0.0) / 1e3, iter(numbers(window))
         number = next(todo, None)

@@ -1,7 +1,7 @@
-"""What both contenders share: the requests, the bytes, the clockwork. Standard library and numpy only.
+"""Common parts of both contenders: requests, bytes and timing. This uses the standard library and numpy only.
 
-Each contender is two processes of a fleet, prefill and decode. They are asked what they are (`ready`), told what the
-prefill process said of itself (`meet`), and asked for windows (`window`). A *window* is a number of requests in a
+Each contender is two processes of a fleet, prefill and decode. The driver calls `ready` for their descriptions, `meet`
+to pass the prefill process's description on, and `window` for each window. A *window* is a number of requests in a
 closed loop. Block ids, memory, pattern and checks are the same for both, to the byte.
 """
 
@@ -21,13 +21,13 @@ import numpy.typing as npt
 from tests.lab.fleet import SharedNumber, pattern
 
 BLOCK_TOKENS = 32
-"""What vLLM's CPU platform wants a multiple of."""
+"""Tokens per block; vLLM's CPU platform requires a multiple of this."""
 ITEM = 2
 NUM_SOURCES = 256
-"""Different lists of remote blocks; requests use them in turn, so that making them is not under the clock."""
+"""Different lists of remote blocks; requests use them in turn, so that making them is not timed."""
 AHEAD = 64
 SERVE_S = 30.0
-"""How long the prefill side waits for the last request to be released."""
+"""Seconds for which the prefill side waits for the last release."""
 
 Words = npt.NDArray[np.uint64]
 
@@ -37,8 +37,8 @@ class Setup:
     """One process of a contender.
 
     Attributes:
-        folder: Of both processes: the board, through which the prefill process says how many requests there are to
-            pull, and vLLM's description of the model.
+        folder: Folder of both processes. It has the board, where the prefill process publishes the number of requests
+            to pull, and vLLM's description of the model.
     """
 
     role: str
@@ -52,7 +52,7 @@ class Setup:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Heads and elements per head such that keys and values of a block are `block_bytes`."""
+        """Return heads and elements per head, so that keys and values of a block are `block_bytes`."""
         per_token = self.block_bytes // (2 * BLOCK_TOKENS * ITEM)
         return max(1, per_token // 128), min(per_token, 128)
 
@@ -62,8 +62,8 @@ class Window:
     """Requests to move.
 
     Attributes:
-        first: Number of the first; every request has its own for ever.
-        step_ms: What a model step takes between `submit` and `collect`; 0 is a busy loop, None no steps at all.
+        first: Number of the first request; numbers are never reused.
+        step_ms: Time of a model step between `submit` and `collect`; 0 is a busy loop, None no steps at all.
         check_all: Compare every request, not only the last of each slot.
         announced: Tell the engine of requests a round of the loop ahead (asynckv only).
     """
@@ -79,12 +79,12 @@ class Window:
 
 
 def board(folder: str) -> SharedNumber:
-    """How many requests may be pulled, as the prefill process says."""
+    """Return the number of requests that may be pulled, as shared by the prefill process."""
     return SharedNumber(Path(folder) / "board")
 
 
 class Memory:
-    """One rank's blocks: a region per layer, plain pages, touched; word `w` of block `b` holds a known value."""
+    """One rank's blocks: a region of touched plain pages per layer; word `w` of block `b` has a known value."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -103,17 +103,17 @@ class Memory:
                 array[start : start + 256] = self._expected(layer, list(range(start, min(start + 256, len(array)))))
 
     def poison(self, blocks: list[int]) -> None:
-        """Write what the pattern never holds."""
+        """Write values that the pattern never has."""
         for array in self.arrays:
             array[blocks] = ~np.uint64(0)
 
     def is_right(self, local: list[int], remote: list[int]) -> bool:
-        """Whether every byte is the remote block's."""
+        """Return True if every byte is that of the remote block."""
         return all(bool((array[local] == self._expected(i, remote)).all()) for i, array in enumerate(self.arrays))
 
 
 def sources(setup_seed: int, remote_blocks: int, blocks: int, order: str) -> list[list[int]]:
-    """Lists of remote blocks."""
+    """Return lists of remote blocks."""
     rng = np.random.default_rng([setup_seed, blocks, 1])
     if order == "contiguous":
         starts = rng.integers(0, remote_blocks - blocks + 1, NUM_SOURCES).tolist()
@@ -122,7 +122,7 @@ def sources(setup_seed: int, remote_blocks: int, blocks: int, order: str) -> lis
 
 
 def slots(setup_seed: int, blocks: int, concurrency: int, order: str) -> deque[list[int]]:
-    """Local blocks: one list per request in flight."""
+    """Return local blocks: one list per request in flight."""
     ids = np.arange(blocks * concurrency)
     if order == "random":
         np.random.default_rng([setup_seed, blocks, 2]).shuffle(ids)
@@ -130,7 +130,7 @@ def slots(setup_seed: int, blocks: int, concurrency: int, order: str) -> deque[l
 
 
 class Checks:
-    """Which requests are compared, and what came of it; and how long each took."""
+    """Compares requests and collects the results, with the latency of each."""
 
     def __init__(self, memory: Memory, window: Window, remote_blocks: int) -> None:
         seed = memory.setup.seed
@@ -143,18 +143,18 @@ class Checks:
         self._last: dict[int, tuple[list[int], list[int]]] = {}
         for local in self.free:
             memory.poison(local)
-        # As a serving engine does once it is warm; the same for everybody.
+        # Set the garbage collector as a warm serving engine does; it is the same for both contenders.
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
         self._cpu, self._began = time.process_time(), time.perf_counter()
 
     def source(self, number: int) -> list[int]:
-        """Remote blocks of a request."""
+        """Return the remote blocks of a request."""
         return self.sources[number % NUM_SOURCES]
 
     def done(self, number: int, local: list[int], seconds: float) -> None:
-        """Take note of a request that is complete, and free its slot."""
+        """Record a complete request, and free its slot."""
         self.latencies.append(seconds)
         self._last[local[0]] = (local, self.source(number))
         if self.window.check_all:
@@ -164,7 +164,7 @@ class Checks:
         self.free.append(local)
 
     def result(self) -> dict[str, Any]:
-        """Stop the clock, compare the last request of each slot, and say what was found."""
+        """Stop the clock, compare the last request of each slot, and return the result."""
         wall_s, cpu_s = time.perf_counter() - self._began, time.process_time() - self._cpu
         for local, remote in self._last.values():
             self._check(local, remote)
@@ -190,10 +190,10 @@ class Checks:
 
 
 def numbers(window: Window) -> range:
-    """All requests of a window."""
+    """Return the numbers of all requests of a window."""
     return range(window.first, window.first + window.requests)
 
 
 def lend_ahead(window: Window) -> int:
-    """How many requests the prefill side has ready beyond those that were released."""
+    """Return the number of requests that prefill has ready beyond the released ones."""
     return 2 * window.concurrency + AHEAD
