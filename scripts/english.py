@@ -18,9 +18,8 @@ STARTS = re.compile(r"(What|Who|Whom|Whose|Whoever|How|So|Such)\b")
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of every docstring, including those after a constant or a field."""
     for node in ast.walk(ast.parse(text)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str(told))):
-                yield node.lineno, told
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
 
 
 def prose(page: str) -> str:

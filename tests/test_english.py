@@ -22,7 +22,9 @@ def test_subjects_are_named(texts: list[str]) -> None:
     assert 1000 * found < 2 * sum(text.count("\n") for text in texts)
 
 
-@pytest.mark.parametrize("texts", [[x for _, _, x in DOCSTRINGS], [*map(english.prose, PAGES)]], ids=["package", "pages"])
+@pytest.mark.parametrize(
+    "texts", [[x for _, _, x in DOCSTRINGS], [*map(english.prose, PAGES)]], ids=["package", "pages"]
+)
 def test_sentences_are_neither_telegrams_nor_mazes(texts: list[str]) -> None:
     assert 12 <= statistics.median(english.lengths(texts)) <= 22
 
