@@ -182,7 +182,6 @@ def methods(kind: type) -> list[str]:
 
 
 def tried(kind: type[AsyncKVError], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a call returns, or the typed and readable error by which it refuses."""
     error: AsyncKVError | None = None
     try:
         return call(*args, **kwargs)

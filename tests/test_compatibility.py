@@ -195,7 +195,6 @@ def has_default(kind: str) -> bool:
 
 
 def lost(then: Any, now: Any, where: str = "") -> Iterator[str]:
-    """What may be named no more, or not so any more. What came later may be there as well."""
     match then, now:
         case dict(), dict() if then and all(isinstance(x, str) for x in (*then.values(), *now.values())):
             yield from broken(then, now, where)

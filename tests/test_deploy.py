@@ -64,7 +64,6 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def end_s(words: Sequence[str]) -> float:
-    """How long a command may take after SIGTERM: what it gives to requests, and then to readers."""
     given = [float(words[i + 1]) for i, word in enumerate(words) if word in ("--shutdown-timeout", "--drain-s")]
     (drain_s,) = given or [TINY_DRAIN_S]
     return drain_s + (0 if "proxy" in words else LEASE.grant_s) + 1

@@ -49,7 +49,6 @@ def levels(report: dict[str, Any]) -> dict[str, str]:
 
 
 def bad(report: dict[str, Any]) -> set[str]:
-    """What is worse than a note, but for what this machine itself may be."""
     machine = {"one-core", "throttled", "nofile", "shm-small", "shm-full", "rdma-unusable", "cma-forbidden"}
     return {code for code, level in levels(report).items() if level in ("warning", "error")} - machine
 

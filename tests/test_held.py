@@ -61,7 +61,6 @@ def running(world: World, seconds: float, *, step: float = 0.5) -> None:
 
 @pytest.fixture
 def events() -> Iterator[list[dict[str, Any]]]:
-    """What is logged from level info on, filled when the test asks for it by `read`."""
     stream = io.StringIO()
     configure_logging("info", stream=stream)
 

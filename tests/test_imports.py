@@ -154,7 +154,6 @@ def upward(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
 
 
 def circles(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """What remains when modules that import nothing, or that nobody imports, are taken away again and again."""
     while arrows:
         importers, imported = {a for a, _ in arrows}, {b for _, b in arrows}
         inner = {(a, b) for a, b in arrows if a in imported and b in importers}

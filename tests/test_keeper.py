@@ -124,7 +124,6 @@ class Kept:
         assert agent.name == f"agent of {self.keeper.name}"
 
     def lines(self, name: str) -> list[str]:
-        """What a child of this name wrote down; not the line that it is at."""
         path = self.said / name
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
@@ -133,7 +132,6 @@ class Kept:
         return [msgspec.msgpack.decode(bytes.fromhex(line)) for line in self.lines(name)[1:]]
 
     def news(self) -> list[Any]:
-        """Who serves, and who was lost; without the turns in which nothing was said."""
         return [each for each in self.told if isinstance(each, str | tuple)]
 
     @property

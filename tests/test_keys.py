@@ -37,7 +37,6 @@ def keys(tmp_path: Path) -> KeysConfig:
 
 
 def refusal(keys: KeysConfig) -> str:
-    """What a plane with these keys says when it is made; never a word of the secret."""
     with pytest.raises(ConfigError) as caught:
         ZmqPlane(LOOPBACK, keys=keys)
     return str(caught.value)

@@ -1009,7 +1009,6 @@ def plain(records: list[Record], logs: Logs | None = None) -> dict[str, Any]:
 
 
 def shown(records: list[Record], *, width: int = 0, logs: Logs | None = None) -> str:
-    """What people see, piped or on a terminal of some width: what is wrong, and every late request."""
     seen = seen_of(records, logs)
     out = io.StringIO()
     console = Console(file=out, force_terminal=bool(width), width=width or None)

@@ -65,7 +65,6 @@ def heard(tmp_path: Path) -> Iterator[Heard]:
 
 
 def spellings(secret: bytes) -> set[str]:
-    """How bytes may be written: some of them, from where they are theirs alone."""
     out = {secret.hex()[:24], base64.b64encode(secret).decode()[:16], repr(secret)[2:20], str(list(secret))[1:40]}
     return {text for text in out if len(text) >= 8}
 

@@ -671,7 +671,6 @@ async def test_descriptor_lists_make_room_for_others_but_never_under_a_transfer(
 
 @pytest.fixture(scope="module", params=[0, 1, 2], ids=lambda n: f"{n}-posting-threads")
 def over_tcp(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What a reader process found that reads from an owner process over TCP, and sees it die."""
     env = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     command = [sys.executable, "-W", "error", __file__, "reader", str(request.param)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)

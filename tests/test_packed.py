@@ -248,7 +248,6 @@ Pairs = list[list[tuple[int, int]]]
 
 
 def slots_for(kept: Layout, counts: Sequence[int], rng: np.random.Generator) -> list[list[int]]:
-    """So many slots of each group in one range, in any order; no two share a byte."""
     end, found = 0, []
     for group in rng.permutation(len(counts)).tolist():
         stride = record_sizes(kept)[group].stride
@@ -335,7 +334,6 @@ def with_kept_states(each: Engine) -> Engine:
 
 
 def most_wanted(stored: Engine, tokens: int) -> int:
-    """How many tokens whole blocks hold, and a state of each group of states follows."""
     most = min(tokens // g.block_size * g.block_size for g in stored.groups)
     states = [g.block_size for g in stored.groups if stored.layers[g.layers[0]].kind == "state"]
     return most - most % math.lcm(*states)

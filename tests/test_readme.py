@@ -57,7 +57,6 @@ def test_the_second_command_has_all_environments() -> None:
 
 
 def labels(report: str) -> set[str]:
-    """What a report's lines begin with; the figures, and phases that took no time, differ from run to run."""
     lines = [line for line in report.splitlines() if re.match(r" {0,2}\S", line)]
     found = {re.sub(r"[\d,.]+", "#", re.split(r" {2,}", line.strip())[0]) for line in lines}
     return found - {"handshake", "queue", "plan", "post", "read", "detect", "confirm"}

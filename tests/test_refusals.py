@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
 
 @pytest.fixture(autouse=True)
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is refused is not answered: a closing engine need not wait for it."""
     monkeypatch.setattr(ending, "GRACE_S", 0.1)
 
 

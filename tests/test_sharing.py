@@ -41,7 +41,6 @@ def address(buffer: Any) -> int:
 
 
 def readable(share: Any, base: int, length: int) -> bytes:
-    """What lies at an address, read through the descriptor that another process would map."""
     return os.pread(share.fd, length, share.offset + base - share.address)
 
 

@@ -198,7 +198,7 @@ class EngineClosedWithStragglers(Incomplete):
 
     levels = ("warning",)
     how: Annotated[str, "`closed` or `suspended`."]
-    promises_cut_short: Annotated[list[str] | None, "Requests whose readers held a grant for longer."] = None
+    promises_cut_short: Annotated[list[str] | None, "Requests with readers that held a grant for longer."] = None
 
 
 class EngineAlive(Told):
@@ -487,7 +487,7 @@ class BlocksRetired(OfPull):
 
     levels = ("error",)
     blocks: Annotated[int, "Number of blocks."]
-    held_by: Annotated[list[str], "Ranks whose transfers may still write the blocks, with addresses."]
+    held_by: Annotated[list[str], "Ranks with transfers that may still write the blocks, with addresses."]
     transfers: Annotated[int, "Number of transfers."]
     seconds_after_failure: HeldFor
     history: History

@@ -13,34 +13,9 @@ from typing import Any
 
 from asynckv import config
 from scripts import command
-from scripts.draw.drawing import DOCS
+from scripts.draw.drawing import DOCS, between
 
-TARGET = DOCS / "configuration.md"
 KIB, MIB = 1024, 1024 * 1024
-
-HEAD = """# Configuration
-
-Every field of the configuration with its type, default and meaning, generated from `asynckv/config.py`.
-
-```python
-from asynckv import EngineConfig, LeaseConfig, PullConfig
-
-config = EngineConfig(
-    engine_id="decode-0",
-    bind="tcp://127.0.0.1:0",
-    lease=LeaseConfig(lease_s=60.0),
-    pull=PullConfig(timeout_s=10.0, retries=1),
-)
-```
-
-- Only `engine_id` is required. The defaults suit production; where its row names a reason, change a field for that.
-- Names that end in `_s` are seconds, in `_bytes` bytes, in `_per_s` per second.
-- All classes are frozen and take keywords only. A wrong value raises `ConfigError` when the object is made; the message
-  names the field, the value and the remedy.
-- The documentation writes `pull.timeout_s` for the field `timeout_s` of `EngineConfig.pull`.
-- In vLLM the same names are [keys of `kv_connector_extra_config`](vllm.md#options); some defaults differ there.
-- [Sizes](deploy.md#sizes) says how much memory a prefill engine lends, and what bounds each number.
-"""
 
 VARIABLES = (
     (
@@ -148,14 +123,13 @@ def section(owner: type) -> str:
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return all sections."""
     classes = {name for name, kind in vars(config).items() if is_dataclass(kind)}
     first = ["EngineConfig", "PullConfig", "LeaseConfig", "NixlConfig", "KeysConfig", "LogConfig", "InspectConfig"]
     names = [*first, *(name for name in sorted(classes) if name not in first)]
-    made = "\n".join((*(section(getattr(config, name)) for name in names), environment()))
-    return f"{HEAD}\n<!-- fields -->\n{made}<!-- /fields -->\n"
+    return "\n".join((*(section(getattr(config, name)) for name in names), environment()))
 
 
 def files() -> dict[Path, str]:
-    """Return the page by its path."""
-    return {TARGET: page()}
+    """Return the page with its sections made anew."""
+    return between(DOCS / "configuration.md", "fields", page())
