@@ -6,10 +6,7 @@ without Graphviz, because each picture holds a digest of its source, and a test 
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
-import itertools
 import subprocess
 import textwrap
 from collections import defaultdict
@@ -157,29 +154,7 @@ def section(machine: Machine) -> str:
     lines += [f"| {', '.join(states)} | {after} | {reasons} |" for (after, reasons), states in alike.items()]
     if machine.ends:
         lines += ["", f"Final: {', '.join(machine.ends)}."]
-    lines += ["", "| event | meaning |", "|---|---|"]
-    lines += [f"| {_name(event)} | {meaning(event)} |" for event in machine.events]
     return "\n".join([*lines, ""])
-
-
-def meaning(event: Any) -> str:
-    """Return the meaning of an event: the first line of its docstring, or the string that follows it in its enum.
-
-    Raises:
-        ConfigError: The event has no such text.
-    """
-    if not isinstance(event, Enum):
-        words = (event.__doc__ or "").splitlines()[0]
-        return str(words).rstrip(".")
-    (kind,) = ast.parse(textwrap.dedent(inspect.getsource(type(event)))).body
-    assert isinstance(kind, ast.ClassDef)
-    for member, after in itertools.pairwise(kind.body):
-        match member, after:
-            case ast.Assign(targets=[ast.Name(id=event.name)]), ast.Expr(value=ast.Constant(value=str(words))):
-                return " ".join(words.split()).rstrip(".")
-            case _:
-                pass
-    raise ConfigError(f"{type(event).__name__}.{event.name} has no explanation: write a string below it")
 
 
 def _any_of(reasons: list[str]) -> str:
