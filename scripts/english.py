@@ -22,10 +22,14 @@ def docstrings(text: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value
 
 
+def without_code(page: str) -> str:
+    """Return a page without code, directives and comments."""
+    return re.sub(r"^( *)(```|:::|~~~).*?^\1\2.*?$|<!--.*?-->", "", page, flags=re.DOTALL | re.MULTILINE)
+
+
 def prose(page: str) -> str:
     """Return a page without code, tables, headings, directives and comments."""
-    page = re.sub(r"^( *)(```|:::|~~~).*?^\1\2.*?$|<!--.*?-->", "", page, flags=re.DOTALL | re.MULTILINE)
-    return re.sub(r"^(\||#|\(|!\[| *:).*$", "", page, flags=re.MULTILINE)
+    return re.sub(r"^(\||#|\(|!\[| *:).*$", "", without_code(page), flags=re.MULTILINE)
 
 
 def lengths(texts: Iterable[str]) -> list[int]:
