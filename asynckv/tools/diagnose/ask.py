@@ -50,7 +50,7 @@ _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}(#.{16,}
 
 
 class Trouble(enum.Enum):
-    """Why there is no answer."""
+    """Reasons for a missing answer."""
 
     NONE = "it answered"
     GONE = "no process is behind this socket or port any more"
@@ -81,7 +81,7 @@ class Answer:
 
     @property
     def requests(self) -> tuple[RequestStatus, ...]:
-        """The oldest requests, those between two attempts last."""
+        """The oldest requests, with those between two attempts last."""
         return self.account.requests + self.account.facts.retrying
 
 
@@ -144,7 +144,7 @@ def _is_network(address: str) -> bool:
 
 
 def targets(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tell logs from engines in what a person names; a directory may have sockets of engines, logs, or both.
+    """Separate logs from engines in the sources that the operator names; a directory may have sockets, logs, or both.
 
     Returns:
         Files and directories of logs; and the addresses of engines, each once.
@@ -177,7 +177,7 @@ def targets(given: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def is_of_no_host(text: str) -> bool:
-    """Whether what looks like `HOST:PORT` can be none: no such host is known, so it is the `ENGINE:ID` of a request."""
+    """Return True if `HOST:PORT` names no known host, so that it is the `ENGINE:ID` of a request."""
     if "://" in text or not (found := _HOST_PORT.match(text)):
         return False
     try:
@@ -188,7 +188,7 @@ def is_of_no_host(text: str) -> bool:
 
 
 _Ask = Callable[[StatusRequest], Awaitable[Status]]
-"""Asks one question over a connection, until there is an answer."""
+"""Ask one question over a connection, until there is an answer."""
 
 
 class _Asker:
@@ -336,7 +336,7 @@ class _Asker:
                 await writer.wait_closed()
 
     def on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
-        """Take what comes over the network."""
+        """Take packets from the network."""
         try:
             packet = decode_packet(data)
         except OtherVersion as exc:
@@ -355,7 +355,7 @@ class _Asker:
                     answered.set_result(message)
 
     async def _why(self, address: str) -> tuple[Trouble, str]:
-        """Say what can be known of an engine that did not answer."""
+        """Return the known facts about an engine that did not answer."""
         vain = f"no answer within {self._timeout_s:g} s: "
         if not address.startswith("tcp://"):
             if address in self._behind:
@@ -398,7 +398,7 @@ async def _look(address: str) -> Greeted:
 
 
 def _has_peer(connected: socket.socket) -> bool:
-    """Whether a connection was really made."""
+    """Return True if a connection was really made."""
     try:
         connected.getpeername()
     except OSError:
@@ -407,7 +407,7 @@ def _has_peer(connected: socket.socket) -> bool:
 
 
 class _Vain(Exception):
-    """There will be no answer, and it is known why."""
+    """No answer will come, for a known reason."""
 
     def __init__(self, why: str, trouble: Trouble = Trouble.OTHER) -> None:
         super().__init__(why)

@@ -29,11 +29,11 @@ CLOCKS_S = 10.0
 LATE_S = 0.001
 """Most seconds between an event and its line, usually."""
 TOLD_S = 0.5
-"""A lesser contradiction is not told, because lines of a busy process look the same."""
+"""Least contradiction that is reported, because lines of a busy process look like smaller ones."""
 MAX_TIME = 1e11
 """Seconds since 1970: some thousand years."""
 MAX_STEPS = 2048
-"""Of one history; the engine keeps fewer."""
+"""Most entries of one history; the engine keeps fewer."""
 
 
 class Step(NamedTuple):
@@ -60,16 +60,17 @@ class Offset(NamedTuple):
 
 
 When = Callable[[str, float], tuple[float, float]]
-"""Between which moments of one time for all something happened: the start of a process, and a time by its clock."""
+"""Interval of common time for an event: the start of a process, and a time by its clock."""
 
 
 def is_time(at: float) -> bool:
-    """Tell moments from what nonsense in a log adds up to."""
+    """Return True for a plausible moment, and False for sums of nonsense in a log."""
     return abs(at) < MAX_TIME
 
 
 def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[float]) -> list[Step]:
-    """Put what is told in seconds since the beginning on the wall clock; the earliest beginning counts.
+    """Convert seconds since a beginning to the wall clock; the earliest beginning counts, because every line with a
+    beginning was written a little late.
 
     Every line that says when it began was written a little late.
     """
@@ -85,12 +86,12 @@ def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[
 
 
 def pull_steps(pull: Pull) -> list[Step]:
-    """Return a pull's life, as far as it is told step by step."""
+    """Return the steps of a pull's life that its log shows."""
     return _steps(pull.ended, pull.transitions, ())
 
 
 def lease_steps(lease: Lease) -> list[Step]:
-    """Return a lease's life, as far as it is told step by step."""
+    """Return the steps of a lease's life that its log shows."""
     return _steps(lease.ended, lease.transitions, (lease.lent_at,))
 
 
@@ -109,7 +110,7 @@ def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
 
 
 def exchanges(service: Service) -> Iterator[Pair]:
-    """Go through causes in one process that had an effect in another."""
+    """Yield causes in one process with an effect in another."""
     for process in service.processes.values():
         yield from _handshakes(service, process)
     for request in service.requests:
@@ -123,7 +124,7 @@ def exchanges(service: Service) -> Iterator[Pair]:
 
 
 def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
-    """A hello leaves, it is answered, and the welcome comes: the first of each."""
+    """Yield the first hello, its answer, and the welcome."""
     left: dict[str, float] = {}
     came: dict[str, float] = {}
     for record in decode.of(told.PeerChanged):
@@ -145,7 +146,7 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
 
 
 def _of_lease(lease: Lease, pulls: Iterable[Pull]) -> Iterator[Pair]:
-    """A request was granted to a pull before that was complete, and the outcome was told before the lease was over."""
+    """Yield grants before the completion of their pulls, and outcomes before the ends of their leases."""
     granted = {x.text("pull_id"): x.at for x in reversed(lease.granted)}
     claimed = {x.pull_id: lease.lent_at + x.claimed_s for x in lease.claims.values() if not math.isnan(x.claimed_s)}
     released_by = set(map(start_of, lease.released))
@@ -186,7 +187,7 @@ class Axis:
                 self._reach(process, ahead)
 
     def _reach(self, reference: Process, ahead: dict[str, dict[str, float]]) -> None:
-        """Find the clocks that can be compared with a reference's, the nearest first."""
+        """Align the clocks that can be compared with a reference, the nearest first."""
         reached = [_clock(reference)]
         self._offsets[reached[0]] = Offset(0.0, 0.0)
         for near in reached:
@@ -202,7 +203,7 @@ class Axis:
         self.references.append(reference)
 
     def offset(self, process: Process) -> Offset:
-        """Return how far a process's clock is ahead, and how sure that is."""
+        """Return the seconds by which a process's clock is ahead, with the uncertainty."""
         return self._offsets[_clock(process)]
 
     def at(self, process: Process, at: float) -> float:
@@ -210,11 +211,12 @@ class Axis:
         return at - self.offset(process).seconds
 
     def group(self, process: Process) -> int:
-        """Return which axis a process is on."""
+        """Return the axis of a process."""
         return self._groups[_clock(process)]
 
     def when(self, incarnation: str, at: float) -> tuple[float, float]:
-        """Return between which moments of the first group's axis something happened.
+        """Return the interval of an event on the first group's axis. For a process without exchanges with that group,
+        the clocks are taken to differ by at most `CLOCKS_S`.
 
         Of a process that exchanged nothing with that group it is only known that clocks are seldom more than
         `CLOCKS_S` apart.
@@ -225,14 +227,14 @@ class Axis:
         return at - seconds - within_s, at - seconds + within_s
 
     def compared(self, process: Process) -> str:
-        """Say how a process's clock was aligned."""
+        """Describe the alignment of a process's clock."""
         reference = self.references[self.group(process)]
         if _clock(process) == _clock(reference):
             return "by its own clock, which is the axis's" if process is reference else "by the same clock (one host)"
         return f"clock {shown_offset(self.offset(process))} against {reference.rank}"
 
     def notes(self) -> list[str]:
-        """Say what must be known about the clocks."""
+        """Describe contradictions between clocks."""
         named = {_clock(x): x.host or x.rank for x in self.service.processes.values()}
         out = [
             f"what {named[one]} and {named[other]} exchanged contradicts itself by up to {shown_seconds(seconds)}: a "
@@ -266,7 +268,7 @@ def shown_offset(offset: Offset) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Write how many there are of something."""
+    """Write a number with its noun."""
     return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
 
 

@@ -91,7 +91,7 @@ class Reader(enum.Enum):
 
 
 class CAUSE(enum.StrEnum):
-    """Why blocks came back late. The values are stable."""
+    """Causes of late blocks. The values are stable."""
 
     # never claimed
     NEVER_SHOOK_HANDS = "never_shook_hands"
@@ -145,7 +145,7 @@ class Entry:
 
 CATALOGUE: dict[CAUSE, Entry] = {}
 WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
-"""Why a lease or the blocks of a pull were late, and why a pull failed."""
+"""Causes of late leases, of late blocks of pulls, and of failed pulls."""
 
 
 def _read() -> None:

@@ -14,18 +14,18 @@ from asynckv.tools.diagnose.records import Record
 
 MAX_SET = 2  # times that the clock of one process is set
 PUT_BACK_S = 2.0
-"""Lines of one process are written in order but for less than this; a clock that goes back by more was set."""
+"""Most seconds by which lines of one process are out of order; a clock that goes back by more was set."""
 
 
 class PutBack(NamedTuple):
-    """A process's clock was put back."""
+    """Finding that a process's clock was put back."""
 
     at: float  # when, as it went before
     seconds: float  # by how much at least
 
 
 def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[PutBack]]]:
-    """Let a clock that was put back go on as it went before; the lines of each file tell in which order they came.
+    """Correct times after a clock was put back, by the order of the lines in each file.
 
     Args:
         records: By time. How long a process was silent as its clock was put back is not known, and taken for nothing.

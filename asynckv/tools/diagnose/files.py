@@ -47,7 +47,7 @@ class _Answer(msgspec.Struct):
 
 
 def found(names: Sequence[str]) -> Iterator[str]:
-    """List files, each once, however often and by whatever name it was given."""
+    """List files, each once, under any of its names."""
     seen: set[object] = set()
     left = MAX_FILES
     for name in names:
@@ -75,7 +75,8 @@ def found(names: Sequence[str]) -> Iterator[str]:
 
 
 def lines_of(raw: io.BufferedReader[io.FileIO], failed: Callable[[str], None]) -> Iterator[tuple[bytes, int]]:
-    """Split a file into lines, each with its length; of one that is too long only the beginning is kept.
+    """Split a file into lines with their lengths, and cut lines that are too long. The last line has no newline if the
+    file was cut there. Of a damaged archive the readable part is returned.
 
     The last line has no newline if the file was cut there. Of an archive that is cut short all that can be read is.
     """
@@ -108,7 +109,7 @@ def lines_of(raw: io.BufferedReader[io.FileIO], failed: Callable[[str], None]) -
 
 
 def _unpacked(raw: io.BufferedReader[io.FileIO]) -> Any:
-    """Return what is in a file, one archive after the other as they follow; None if nothing here can unpack it."""
+    """Return the content of a file, one archive after the other; None if no installed module can unpack it."""
     begin = raw.peek(6)
     if begin.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=raw)
@@ -127,7 +128,7 @@ def _zstd(raw: io.BufferedReader[io.FileIO]) -> Any:
 
 
 def _rows(text: bytes) -> list[Any] | None:
-    """Return what a JSON document has instead of lines; None if it is no such document."""
+    """Return the lines in a JSON document; None if it is no such document."""
     try:
         if text.lstrip().startswith(b"["):
             return msgspec.json.decode(text, type=list[dict[str, Any]])
@@ -139,7 +140,7 @@ def _rows(text: bytes) -> list[Any] | None:
 
 
 class Pieces:
-    """Puts lines together that a container's runtime has cut at 16 KB, those of each of its streams."""
+    """Join lines that a container runtime has cut at 16 KB, for each stream."""
 
     def __init__(self) -> None:
         self.begun: dict[object, bytes] = {}  # lines that are not whole, by stream
@@ -153,7 +154,7 @@ class Pieces:
         return None
 
     def of_cri(self, line: bytes) -> tuple[bytes, str]:
-        """Take Kubernetes's prefix off: return a line, empty if it goes on, and the prefix's time."""
+        """Remove Kubernetes's prefix: return the line, empty if it continues, and the prefix's time."""
         if not (begin := _CRI.match(line)):
             return line, ""
         text = self.whole(begin[2], line[begin.end() :].removesuffix(b"\n"), begin[3] == b"F")

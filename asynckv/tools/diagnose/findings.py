@@ -54,12 +54,12 @@ SAID_ELSEWHERE = {
         *(told.ReleaseRefused, told.ReleaseUnanswered),
     )
 }
-"""Warnings that other findings tell of."""
+"""Warnings that other findings report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that an operator should know."""
+    """One finding for an operator."""
 
     heading: HEADING  # what kind of thing it is; it decides what to do
     code: str  # a stable name of what it is: a cause of late blocks, how a process is, why requests failed, an event
@@ -72,7 +72,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All that was found."""
+    """All findings."""
 
     wrong: Sequence[Finding] = ()  # what is wrong, the worst first
     limits: Sequence[Finding] = ()  # what could therefore not be judged
@@ -95,7 +95,7 @@ class Seen:
 
 
 def find(seen: Seen) -> Findings:
-    """Say what is wrong, the worst first; of what is wrong twice over, the finding that decides what to do."""
+    """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
     ranks, there = list[str](), list[Finding]()
     for rank, finding in (*_gone(seen), *_silent(seen), *_stopped(seen)):
         ranks.append(rank)
@@ -111,7 +111,7 @@ def find(seen: Seen) -> Findings:
 
 
 def _key(leak: Leak) -> tuple[str, str, int]:
-    """Name a request: one id may be lent by two engines, and by one engine twice."""
+    """Name a request, because one id may be lent by two engines, and by one engine twice."""
     return leak.engine_id, leak.request_id, leak.sequence
 
 
@@ -159,7 +159,7 @@ def _silent(seen: Seen) -> Iterator[tuple[str, Finding]]:
 
 
 def _stopped(seen: Seen) -> Iterator[tuple[str, Finding]]:
-    """Processes of this host that are stopped or paused, and were not asked."""
+    """Find stopped or paused processes of this host that were not asked."""
     asked = {x.rank for x in seen.answers if x.error}
     for start, why in seen.axis.service.stopped.items():
         process = next(x for x in seen.axis.service.processes.values() if x.start == start)
@@ -211,7 +211,7 @@ def _refusals(seen: Seen) -> list[Record]:
 
 
 def _refused(seen: Seen) -> Iterator[Finding]:
-    """Why decode engines refused requests by themselves, the most frequent cause first."""
+    """Find causes for which decode engines refused requests by themselves, the most frequent first."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in _refusals(seen):
         groups[record.rank, record.text("cause")].append(record)

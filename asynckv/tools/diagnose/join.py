@@ -44,7 +44,7 @@ def base_name(rank: str) -> str:
 
 
 def start_of(rank: str) -> str:
-    """Return the start of its process that a rank's name ends with: `0a1b2c3d`; empty if it names none."""
+    """Return the start of the process in a rank's name: `0a1b2c3d`; empty if it names none."""
     found = _RANK.match(rank)
     return (found["start"] or "")[:SHOWN_LETTERS] if found else ""
 
@@ -84,18 +84,18 @@ class Process:
 
     @property
     def base(self) -> str:
-        """Its rank, whichever start of it."""
+        """The name of its rank, without the start."""
         return base_name(self.rank)
 
     def of(self, *events: type[told.Told]) -> Iterator[Record]:
-        """Go through what it said of itself and of peers; of several events, one after the other."""
+        """Yield its lines about itself and its peers; for several events, one after the other."""
         if not self._by_event:
             for record in self.records:
                 self._by_event.setdefault(record.event, []).append(record)
         return itertools.chain.from_iterable(self._by_event.get(x.event, ()) for x in events)
 
     def since(self, event: type[told.Told], at: float) -> Iterator[Record]:
-        """Go through what it said of itself and of peers from some moment on; nothing if that is not known."""
+        """Yield its lines about itself and its peers from a moment on; none if the moment is not known."""
         if math.isnan(at):
             return iter(())
         next(self.of(event), None)
@@ -139,7 +139,7 @@ class Lease:
 
     @property
     def lent_at(self) -> float:
-        """When it was lent, by its process's clock."""
+        """Time of the lend, by its process's clock."""
         said = self.lent.at if self.lent is not None else math.inf
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
             return min(self.ended.at - seconds, said)  # a line may be late
@@ -152,13 +152,13 @@ class Lease:
 
     @property
     def records(self) -> list[Record]:
-        """All that was said of it."""
+        """All lines about it."""
         ended = (self.lent, self.ended)
         return [x for x in (*ended, *self.granted, *self.transitions, *(x for x, _ in self.held)) if x is not None]
 
     @property
     def last_at(self) -> float:
-        """When it was spoken of last."""
+        """Time of the last line about it."""
         return max((x.at for x in self.records), default=math.nan)
 
     @property
@@ -184,7 +184,7 @@ class Lease:
 
     @property
     def owed(self) -> tuple[str, ...]:
-        """Readers that had not released when it was spoken of last; `*` is a decode engine that never spoke up."""
+        """Readers that had not released at the last line about it; `*` is a decode engine that never contacted it."""
         if self.ended is not None:
             return self.ended.texts("owed")
         if self.held:
@@ -196,7 +196,7 @@ class Lease:
 
     @property
     def released(self) -> dict[str, str]:
-        """Readers that have released, and how."""
+        """Readers that have released, with the outcomes."""
         readers = self.ended.mapping("readers") if self.ended is not None else {}
         return {str(k): str(v) for k, v in readers.items()}
 
@@ -232,7 +232,7 @@ class Lease:
 
     @property
     def retrying(self) -> frozenset[str]:
-        """Readers that released for now, and said that they would try again."""
+        """Readers that released for now, and announced another attempt."""
         last: dict[str, bool] = {}
         if self.ended is not None:
             for _, note in history(self.ended):
@@ -244,7 +244,7 @@ class Lease:
 
     @property
     def refused(self) -> list[Refusal]:
-        """Messages for this very key that were turned down."""
+        """Messages for this very key that were refused."""
         values = [self.ended.fields.get("refused")] if self.ended is not None else []
         values += [entry.get("refused") for _, entry in reversed(self.held)]
         for value in values:
@@ -254,7 +254,7 @@ class Lease:
 
     @property
     def pull_ids(self) -> frozenset[str]:
-        """Pulls that this lease knows of."""
+        """Pulls that this lease names."""
         return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
 
 
@@ -266,11 +266,11 @@ _SAID: Mapping[type[Note], re.Pattern[str]] = {
     )
     for kind in (Granted, Released, Lapsed, Revoked, Promised, Settled)
 }
-"""The words of the notes that a reader looks for."""
+"""Notes that a reader looks for, by their words."""
 
 
 def note_of(text: str) -> str | Note:
-    """Return the note that a line's words are of; a state, and the words of other notes, as they are."""
+    """Return the note of a line's words; states, and the words of other notes, stay as they are."""
     if " " in text:
         for kind, pattern in _SAID.items():
             if (found := pattern.match(text)) is not None:
@@ -287,7 +287,7 @@ def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def history(record: Record) -> Iterator[tuple[float, str | Note]]:
-    """Go through what a request's end says of its life."""
+    """Yield the steps of a request's life in its last line."""
     value = record.fields.get("history")
     for x in value if isinstance(value, list) else ():
         if isinstance(x, list) and len(x) == 2 and isinstance(x[1], str):
@@ -325,7 +325,7 @@ class Pull:
 
     @property
     def said(self) -> Record | None:
-        """The end that says most: its own, or that of the one that failed in the same words."""
+        """The most informative end: its own, or that of the pull that failed in the same words."""
         return self.like.ended if self.like is not None and self.like.ended is not None else self.ended
 
     @property
@@ -335,25 +335,25 @@ class Pull:
 
     @property
     def detail(self) -> str:
-        """Why it failed, in words; empty if they say no more than the cause."""
+        """Detail of its failure; empty if it only repeats the cause."""
         said = self.said.text("detail") if self.said is not None else ""
         return said if said != self.cause else ""
 
     @property
     def records(self) -> list[Record]:
-        """All that was said of it."""
+        """All lines about it."""
         ended = (self.ended, self.returned, self.retired)
         more = (*self.unanswered, *self.refused, *self.retried, *self.transitions, *(x for x, _ in self.held))
         return [x for x in (*ended, *more) if x is not None]
 
     @property
     def last_at(self) -> float:
-        """When it was spoken of last."""
+        """Time of the last line about it."""
         return max((x.at for x in self.records), default=math.nan)
 
     @property
     def begun_at(self) -> float:
-        """When it was asked for or announced, by its process's clock."""
+        """Time of the call or announcement, by its process's clock."""
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
             # An announcement's time is in the history only: its pull counts from when it was asked for.
             return self.ended.at - max([seconds, *(at for at, _ in history(self.ended))])
@@ -371,12 +371,12 @@ class Pull:
 
     @property
     def attempt(self) -> int:
-        """Which attempt at its request it is."""
+        """Number of the attempt at its request."""
         return self.ended.integer("attempt", 1) if self.ended is not None else 1
 
     @property
     def peer_ranks(self) -> tuple[str, ...]:
-        """The prefill ranks that it has to do with, as far as it names them."""
+        """Prefill ranks that it names."""
         if self.said is not None and (names := self.said.texts("peer_ranks")):
             return names
         for _, entry in reversed(self.held):
@@ -388,18 +388,18 @@ class Pull:
         return ()
 
     def was_granted_by(self, rank: str) -> bool:
-        """A prefill rank promised it its blocks, as its own history has it."""
+        """True if a prefill rank granted its blocks, by its own history."""
         told_by = (x.rank for _, x in history(self.ended) if isinstance(x, Promised)) if self.ended is not None else ()
         return any(x in (base_name(rank), rank) for x in told_by)
 
     @property
     def held_transfers(self) -> int:
-        """Transfers that might still write its blocks when its outcome was told."""
+        """Transfers that might still write its blocks at its outcome."""
         return max(self.ended.integer("held_transfers", 0), 0) if self.ended is not None else 0
 
     @property
     def held_blocks(self) -> int:
-        """Blocks that were not free when its outcome was told; -1 if nothing says how many."""
+        """Blocks that were not free at its outcome; -1 if the number is not known."""
         records = (self.returned, self.retired, self.ended)
         return next((n for x in records if x is not None and (n := x.integer("blocks")) >= 0), -1)
 
@@ -427,7 +427,7 @@ class Request:
 
     @property
     def all_pulls(self) -> tuple[Pull, ...]:
-        """All attempts, whatever request id they speak of."""
+        """All attempts, with any request id."""
         return (*self.pulls.values(), *self.others.values())
 
     @property
@@ -437,7 +437,7 @@ class Request:
         return list(dict.fromkeys(x for x in (*(p.request_id for p in self.all_pulls), *refused) if x))
 
     def records(self) -> list[Record]:
-        """Return all that was said of it, by time."""
+        """Return all lines about it, by time."""
         spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
         out = {id(x): x for x in (*self.before, *(y for x in spoken_of for y in x.records))}
         return sorted(out.values(), key=lambda x: x.at)
@@ -465,12 +465,12 @@ class Service:
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:
-        """Take up a process of which there is no record."""
+        """Add a process without a record."""
         self.processes[process.incarnation] = process
         self._by_start.clear()
 
     def ranks_by_address(self) -> dict[str, str]:
-        """Say which rank listens where, or is reached there by its readers, as far as logs tell."""
+        """Return the addresses at which ranks listen, or are reached, by the logs."""
         every = self.processes.values()
         known = {x.text("address"): x.text("peer") for process in every for x in process.of(told.PeerChanged)}
         return known | {x.started.text("address"): x.rank for x in every if x.started is not None}
@@ -494,7 +494,7 @@ class Service:
         return [x for x in both if x.lends], [x for x in both if x.pulls]
 
     def missing(self) -> list[str]:
-        """Name the starts of ranks that others speak of, and of which no log was given."""
+        """Name the starts of ranks that other logs mention, and that have no log."""
         named: set[str] = set()
         for request in self.requests:
             for lease in request.leases.values():
@@ -527,7 +527,7 @@ SIDES = {x.event: x.side for x in told.EVENTS.values()}
 
 
 def join(logs: Logs | Iterable[Record]) -> Service:
-    """Make one service out of what many processes said."""
+    """Make one service of the records of many processes."""
     records, put_back = mended(logs.records if isinstance(logs, Logs) else sorted(logs, key=lambda x: x.at))
     builder = _Builder()
     for record in records:
@@ -540,7 +540,7 @@ def join(logs: Logs | Iterable[Record]) -> Service:
 
 
 class _Builder:
-    """Takes records by time, and joins them at the end."""
+    """Take records by time, and join them at the end."""
 
     def __init__(self) -> None:
         self._processes: dict[str, Process] = {}
@@ -579,7 +579,7 @@ class _Builder:
         return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._before)))
 
     def speaks(self, record: Record) -> Process:
-        """A process is there, and has said something."""
+        """Add a line of a process."""
         process = self._processes.get(record.incarnation)
         if process is None:
             process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
@@ -628,7 +628,7 @@ class _Builder:
 
 
 def _place(subject: Lease | Pull, record: Record) -> None:
-    """Put a record where it belongs: to others of its kind, or as the last of its kind."""
+    """Add a record to others of its kind, or keep it as the last of its kind."""
     name = PLACES.get(record.event, "transitions")
     if name in ("granted", "transitions", "retried", "unanswered", "refused"):
         getattr(subject, name).append(record)
@@ -637,12 +637,12 @@ def _place(subject: Lease | Pull, record: Record) -> None:
 
 
 def _is_longer(one: str, other: str) -> bool:
-    """An id has another in it, as those have which a router or a server makes of one."""
+    """Return True if an id contains another, as the ids of a router or a server do."""
     return other != "" and one != other and other in one
 
 
 class _Joiner:
-    """Puts leases of several ranks together, then pulls to them."""
+    """Join leases of several ranks, then their pulls."""
 
     def __init__(self, leases: Iterable[Lease]) -> None:
         self._requests: list[Request] = []
@@ -689,7 +689,7 @@ class _Joiner:
         self._by_sequence[key[0], key[1], start_of(lease.process.rank)].append(request)
 
     def _note(self, request: Request, ranks: Iterable[str]) -> None:
-        """A request has to do with some starts."""
+        """Note the starts that took part in a request."""
         key = request.engine_id, request.sequence, request.request_id
         for start in filter(None, map(start_of, ranks)):
             self._by_start.setdefault((key, start), request)

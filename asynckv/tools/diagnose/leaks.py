@@ -23,7 +23,7 @@ from asynckv.tools.diagnose.records import number
 
 
 def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
-    """Find what was late, the oldest first.
+    """Find late requests, the oldest first.
 
     Args:
         service: Of `join`.
@@ -36,7 +36,7 @@ def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request]
 
 
 def _of_request(presence: Presence, request: Request) -> Iterator[Leak]:
-    """Find what was late of one request."""
+    """Find the late blocks of one request."""
     states = {lease: _how_late(presence, request, lease) for lease in request.leases.values()}
     late = {lease: state for lease, state in states.items() if state}
     if late:
@@ -65,7 +65,8 @@ def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
 
 
 def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
-    """All that it waits for have read it by now, as their own logs tell, or have announced it and may yet wait."""
+    """Return True if all awaited readers have read it by now, by their own logs, or have announced it and may still
+    wait."""
 
     def is_well(pull: Pull) -> bool:
         waits = pull.state == "announced" and not is_overdue(pull) and is_last_word(pull)
@@ -81,7 +82,7 @@ def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
 
 
 def _is_open(lease: Lease) -> bool:
-    """It is held when the log ends. What ended well without a word was not sampled."""
+    """Return True if it is held at the end of the log. A good end without a line was not sampled."""
     if lease.lent is not None or not lease.held:
         return lease.lent is not None
     record, entry = lease.held[-1]
@@ -98,7 +99,7 @@ def _is_open(lease: Lease) -> bool:
 
 
 def _is_kept(pull: Pull) -> bool:
-    """Its blocks were not free when it had its outcome."""
+    """Return True if its blocks were not free at its outcome."""
     if pull.ended is None and pull.state == "quarantined":
         return is_last_word(pull)
     return pull.held_transfers > 0 or pull.returned is not None or pull.retired is not None
@@ -168,7 +169,7 @@ def _of_releases(presence: Presence, request: Request, found: Sequence[tuple[Ver
 
 
 def _of_blocks(presence: Presence, request: Request, pulls: Sequence[Pull]) -> Leak:
-    """Blocks of pulls that might still be written when they had their outcome."""
+    """Find blocks of pulls that might still be written at the outcome."""
     kept = {"retired" if x.retired else "returned" if x.returned else "quarantined" for x in pulls}
     named = (name for x in pulls for name in x.peer_ranks)
     return _make_leak(
@@ -191,7 +192,7 @@ def _sum(blocks: Iterable[int]) -> int:
 
 
 def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], **fields: Any) -> Leak:
-    """Make a finding of a request's verdicts, the first of which counts."""
+    """Make a finding of a request's verdicts, of which the first counts."""
     verdict = found[0]
     also = tuple(dict.fromkeys(x.sentence for x in found[1:] if x.cause is not verdict.cause))
     records = request.records()
@@ -215,7 +216,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
 
 
 def _clocks_that_were_set(presence: Presence, request: Request, verdict: Verdict) -> str:
-    """Say which clocks were put back of processes that have to do with a request."""
+    """Name the processes of a request with clocks that were put back."""
     service, pulls = presence.service, request.all_pulls
     named: list[Process | None] = [service.process_named(str(verdict.names.get(x, ""))) for x in ("reader", "holder")]
     named += [x.process for x in request.leases.values()]

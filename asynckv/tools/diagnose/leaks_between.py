@@ -17,20 +17,20 @@ from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record, number
 
 STALE = frozenset({"restarted", "stale_memory"})
-"""Reasons for which a reader that asks for an earlier start is turned down."""
+"""Reasons of refusals for a reader that asks for an earlier start."""
 
 HARMLESS = frozenset(
     {"expired", "revoked", "released_already", "consumed", "withdrawn", "unknown_key", "engine_closed"}
 )
-"""Reasons for which a message is turned down that say nothing new of why the lease is not released."""
+"""Reasons of refusals that add nothing about the missing release of the lease."""
 
 
 GATHERED_S = 11.0
-"""A warning may come so much later than it is due."""
+"""Most seconds by which a warning may be late."""
 
 
 def refused_as(reason: str, detail: str) -> Reader | None:
-    """Say what a refusal tells of a reader; None if it says nothing new."""
+    """Return the reader's view that a refusal shows; None if it adds nothing."""
     if reason == "wrong_request":
         return Reader.RENAMED
     if reason == "parked_too_long":
@@ -41,7 +41,7 @@ def refused_as(reason: str, detail: str) -> Reader | None:
 
 
 def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
-    """Find the attempts that a reader's name means, by time."""
+    """Find the attempts of a reader's name, by time."""
     claims = lease.claims
     spoke = {start_of(x) for x in (*claims, *lease.released)}
 
@@ -62,7 +62,7 @@ def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
 
 
 def shook_hands(presence: Presence, reader: Process, lease: Lease) -> bool:
-    """One of both has said that they met before it was over."""
+    """Return True if one of both logs shows that they met before it was over."""
     owner, until = lease.process, lease.lent_at + lease.seconds
     for record in _said_of(reader, owner.rank):
         if record.text("state") in ("loading", "ready", "suspect"):
@@ -72,7 +72,7 @@ def shook_hands(presence: Presence, reader: Process, lease: Lease) -> bool:
 
 
 def _said_of(reader: Process, rank: str) -> Iterator[Record]:
-    """Go through what a reader said of a rank that it reads from."""
+    """Yield a reader's lines about a rank that it reads from."""
     return (x for x in reader.of(told.PeerChanged) if start_of(x.text("peer")) == start_of(rank))
 
 
@@ -105,7 +105,7 @@ def turned_away(process: Process, since: float, until: float) -> str:
 
 
 def would_be_given_up(presence: Presence, pull: Pull) -> bool:
-    """Its reader lived for long enough that a release which was never answered would have been told of."""
+    """Return True if its reader lived for long enough to log a release that was never answered."""
     if pull.ended is None:
         return False
     given_up_at = pull.ended.at + pull.process.durations.get("release_timeout_s", 30.0)
@@ -125,13 +125,13 @@ def unanswered_ranks(pull: Pull) -> list[str]:
 
 
 def is_unanswered(pull: Pull, lease: Lease) -> bool:
-    """A reader has said that this rank never took its release."""
+    """Return True if a reader's log shows that this rank never took its release."""
     ranks = [*unanswered_ranks(pull), *_given_up(pull)]
     return any(start_of(x) == lease.process.start or base_name(x) == lease.process.base for x in ranks)
 
 
 def _given_up(pull: Pull) -> list[str]:
-    """Name those that were given up as a pull failed, where a short line does not say that they are not told of it."""
+    """Name ranks that were given up as a pull failed, if a short line does not say that they are not told."""
     if pull.ended is None or not pull.ended.text("same_as") or pull.cause not in ("peer_lost", "restarted"):
         return []
     low, high = pull.ended.at - AT_ONCE_S, pull.ended.at + AT_ONCE_S
@@ -140,7 +140,7 @@ def _given_up(pull: Pull) -> list[str]:
 
 
 def has_read(pull: Pull, lease: Lease) -> bool:
-    """All that a reader wanted was read, and this rank was told, by its reader's word."""
+    """Return True if everything was read and this rank was told, by the reader's log."""
     return pull.cause in ("complete", "discharged") and not pull.refused and not is_unanswered(pull, lease)
 
 
@@ -165,12 +165,12 @@ def is_forgotten(presence: Presence, pull: Pull) -> bool:
 
 
 def is_overdue(pull: Pull) -> bool:
-    """An announcement's time was up before its process's log ends."""
+    """Return True if an announcement's time was up before its process's log ends."""
     record, entry = pull.held[-1]
     return number(entry.get("left_s"), 0.0) <= pull.process.last_at - record.at
 
 
 def is_last_word(pull: Pull) -> bool:
-    """Nothing more of a pull was due before its process's log ends."""
+    """Return True if no further line of a pull was due before its process's log ends."""
     record, entry = pull.held[-1]
     return pull.process.last_at <= record.at + number(entry.get("state_s"), 0.0) + GATHERED_S

@@ -45,7 +45,7 @@ class LateCopy:
 
 
 def has_offload(process: Process) -> bool:
-    """Whether a process has stored or loaded blocks, or could have."""
+    """Return True if a process has stored or loaded blocks, or could have."""
     return any(True for _ in process.of(*_OFFLOADS, *_JOBS))
 
 
@@ -69,7 +69,7 @@ def failures(service: Service, names: Iterable[str]) -> list[str]:
 
 
 def late_copies(service: Service, names: Iterable[str] | None = None) -> list[LateCopy]:
-    """Find them, those that were held longest first; only of some requests or jobs, if they are named."""
+    """Find unfinished stores and loads, the longest held first; only of some requests or jobs, if they are named."""
     wanted = None if names is None else set(names)
     found = [
         copy

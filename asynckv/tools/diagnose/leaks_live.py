@@ -28,12 +28,12 @@ SLACK_S = 2.0  # the kernel counts from the boot time, which has whole seconds
 FRACTION = 1 / 3  # as `log.held_fraction` has it
 
 LEAST_S, MOST_S = 0.5, 10.0
-"""Warned of no sooner, and at this age at the latest, as with leases of 30 s."""
+"""Least and greatest age of a warning, as with leases of 30 s."""
 RELEASED = frozenset({"complete", "failed", "cancelled"})
 
 
 def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
-    """Say what engines hold as if they had just logged it; an answer without a time is of `now`."""
+    """Convert engines' answers to records, as if they had just logged them; an answer without a time is of `now`."""
     for answer in answers:
         account = answer.account
         if answer.error or not account.incarnation:
@@ -97,7 +97,7 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
 
 
 def look_here(service: Service, proc: Path = Path("/proc")) -> None:
-    """Tell a service what the kernel says of its processes on this host: they are not there any more, or stopped.
+    """Note in a service the processes of this host that are gone or stopped, by the kernel.
 
     Logs may have come from another host of this name, and a container may count its processes by itself. So a process
     is taken for one of the logs only if it began shortly before that engine did, and another one has to be there.

@@ -18,10 +18,10 @@ from asynckv.tools.diagnose.leaks_values import some
 from asynckv.tools.diagnose.timeline_model import named, names
 
 SHOWN = 5
-"""Ids, leases or pulls that are named."""
+"""Most ids, leases or pulls that are named."""
 
 MAX_LETTERS = 200
-"""Of an id that is compared with others."""
+"""Most characters of an id that is compared with others."""
 
 
 def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> list[Request]:
@@ -53,7 +53,7 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
 
 
 def _nearest(wanted: str, known: Iterable[str]) -> list[str]:
-    """Find ids that are like one; of very many those are compared that begin as it does."""
+    """Find similar ids; if there are very many, only those with the same beginning are compared."""
 
     def shared(name: str) -> int:
         return sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(name, wanted, strict=False)))

@@ -43,7 +43,7 @@ class Leak:
 
     @property
     def until(self) -> float:
-        """When it was over, or is still, as far as the logs go; by the holder's clock."""
+        """Time of its end, or of the last line about it, by the holder's clock."""
         return self.told_at if math.isnan(self.since + self.seconds) else self.since + self.seconds
 
     @property
@@ -64,12 +64,12 @@ def moment(at: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """Write seconds as people do."""
+    """Write seconds with a readable unit."""
     return "?" if math.isnan(seconds) else f"{seconds:.3g}" if abs(seconds) < 100 else f"{seconds:.0f}"
 
 
 def some(names: Iterable[str], most: int = 8) -> str:
-    """Write the first of some names, and how many more there are."""
+    """Write the first of some names, and the number of the others."""
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
 
@@ -80,7 +80,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def other_id(request_id: str) -> dict[str, Any]:
-    """Another request id in words, and as it is, if it is known."""
+    """Describe another request id, and return it, if it is known."""
     return {"other": repr(request_id), "other_id": request_id} if request_id else {}
 
 

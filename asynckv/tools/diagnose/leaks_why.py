@@ -33,7 +33,7 @@ W, R = Owner, Reader
 
 @dataclass(slots=True)
 class Verdict:
-    """Why one reader is owed: a cell of the table, and the names and numbers of its sentence."""
+    """Verdict about one owed reader: a cell of the table, and the names and numbers of its sentence."""
 
     owner: Owner
     reader: Reader
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """Whether it is a class, and whether it says no more than that a rank is silent, then the time."""
+        """Sort key of a verdict: a class or not, mere silence or not, then the time."""
         return CATALOGUE[self.cause].is_class, self.reader is Reader.LEFT_OUT, self.at
 
     @property
@@ -62,7 +62,7 @@ class _Names(dict[str, Any]):
 
 
 def verdicts(presence: Presence, request: Request, lease: Lease, state: str) -> list[Verdict]:
-    """Say why a lease is late: a verdict for each reader that it waits for."""
+    """Return the causes of a late lease: a verdict for each reader that it waits for."""
     holder, fate = lease.process.rank, presence.fate(lease.process)
     if state == "died":
         return [Verdict(W.DIED, R.ANY, {"holder": holder, "why": fate.why, "gone": fate.gone}, lease.seconds)]
@@ -109,7 +109,7 @@ class _Debt:
         return (not self.is_claimed and self._of_unmet(pull)) or self._of_done(pull)
 
     def _is(self, state: Reader, why: str | None = None, *, missing: tuple[str, ...] = (), **names: Any) -> Verdict:
-        """Put it into a cell."""
+        """Make a verdict of a cell."""
         pull, waited_s = self.pull, math.nan
         if pull is not None and pull.ended is not None:
             waited_s = pull.ended.number("seconds")
@@ -139,7 +139,7 @@ class _Debt:
     # -- what was refused, and bugs ------------------------------------------------------------------------------------
 
     def _is_followed(self) -> bool:
-        """A claim was turned down since: another attempt, and no claim that was on its way."""
+        """Return True if a claim of another attempt was refused since, and not one that was on its way."""
         theirs = (x for x in self.lease.refused if x.message == "claim" and base_name(x.who) == base_name(self.name))
         return any(x.after_s > self.heard_s + UNDER_WAY_S for x in theirs)
 
@@ -169,7 +169,7 @@ class _Debt:
         return None
 
     def _is_known(self, rank: str) -> bool:
-        """A message is from a reader of which one side has heard; others bear its name, and are strangers."""
+        """Return True if one side has heard of the reader of a message; others only bear its name."""
         start, met = start_of(rank), self.presence.met
         if start in ("", start_of(self.name)) or start in met or not (start_of(self.name) or met):
             return True
@@ -178,7 +178,8 @@ class _Debt:
     # -- a reader that had claimed, and of which no outcome is known ---------------------------------------------------
 
     def _is_overstayed(self) -> bool:
-        """It expired at `max_lease_s`, and this reader had asked for as much as was left: its last promise was cut."""
+        """Return True if it expired at `max_lease_s` and this reader had asked for all that was left, so that its last
+        grant was cut."""
         lease, said = self.lease, self.lease.process.durations
         is_longest = lease.state == "expired" and lease.seconds >= said.get("max_lease_s", math.inf) - AT_ONCE_S
         return is_longest and self.heard_s + said.get("grant_s", 0.0) >= lease.seconds
@@ -253,7 +254,7 @@ class _Debt:
         return bool(starts) and self.lease.process.start not in starts
 
     def _is_only_released(self, pull: Pull) -> bool:
-        """Nothing is to be read from this rank, so that nothing is said to it before the pull is done."""
+        """Return True if nothing is to be read from this rank, so that it hears nothing before the pull is done."""
         if pull.ended is not None and (pull.ended.texts("read_ranks") or pull.cause in ("complete", "discharged")):
             return all(base_name(x) != self.lease.process.base for x in pull.ended.texts("read_ranks"))
         ranks = (entry["ranks"].items() for _, entry in pull.held if isinstance(entry.get("ranks"), dict))
@@ -330,7 +331,7 @@ class _Debt:
         return self._is(cell, reader=pull.process.rank, away_s=in_seconds(max(here, there)))
 
     def _late(self, pull: Pull) -> Verdict:
-        """It was heard too late: because a loop was away, or because it spoke too late."""
+        """Return the cause of a late message: a blocked loop, or a late call."""
         if (away := self._away(pull)) is not None:
             return away
         away_s, back_at = self.presence.long_away(self.lease, pull.process)
@@ -341,7 +342,7 @@ class _Debt:
     # -- readers that never spoke of it --------------------------------------------------------------------------------
 
     def _of_nobody(self) -> Verdict:
-        """Say why no log of a reader speaks of it."""
+        """Return the cause for which no log of a reader mentions it."""
         presence, lease, name = self.presence, self.lease, self.name
         bound = {engine_of(x) for x in (*lease.owed, *self.claims, *lease.released)}
         spoke = [x for x in dict.fromkeys(x.process for x in self.request.all_pulls) if engine_of(x.rank) not in bound]
@@ -389,7 +390,7 @@ class _Debt:
         return self._is(R.UNHEARD, listed(x.rank for x in alive), also=also if silent or alive == gone else "")
 
     def _of_left_out(self, spoke: list[Process], alive: list[Process], silent: list[Process]) -> Verdict:
-        """Say that others of its engine have spoken of a request, and one rank has not."""
+        """Return the verdict that other ranks of the engine have mentioned a request, and one has not."""
         lease = self.lease
         if absent := self.presence.absent(lease, alive):
             rank = next(iter(absent))
@@ -405,7 +406,7 @@ class _Debt:
     def _absent(
         self, found: dict[str, str], given: str = "may have been given it", missing: tuple[str, ...] = ()
     ) -> Verdict:
-        """Tell of readers that were not there."""
+        """Return the verdict about readers that were not there."""
         ranks = {why: listed(x for x, y in found.items() if y == why) for why in found.values()}
         (why, first), *rest = ranks.items()
         why = "; or ".join([why, *(f"{more}, but {other}" for other, more in rest)])

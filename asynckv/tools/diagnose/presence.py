@@ -24,17 +24,18 @@ AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises a
 LATE_S = 1.0  # that a lease has expired is logged so much later than it is due, at most, where no loop is away
 SIGN_S = 4.0  # a sign of life is written so much later than every half lease, at most
 SILENCE_S = 5.0
-"""A living process writes a line again, where others go on for so long: one that is lost is dead or hangs for good."""
+"""Seconds after which a living process writes a line again, while others continue: a lost one without it is dead or
+hangs."""
 
 LAPSE_S = 3.0
 
 UNDER_WAY_S = 0.25  # no message is on its way for longer
 QUIET = 10.0
-"""A process that only seems to have died wrote its last line so many times its usual pause before that, at most."""
+"""Most times the usual pause before the last line of a process that only seems to have died."""
 
 MOST = 0.9
-"""A loop that was away for such a part of the lease's time could not claim it. One that was there for longer would
-have: a decode engine claims as soon as it hears of a request. When an absence began is known to some seconds."""
+"""Part of the lease's time for which a loop must be blocked to explain a missing claim, because a decode engine claims
+as soon as it hears of a request. The beginning of an absence is known to some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,12 @@ class Fate:
 
     @property
     def gone(self) -> str:
-        """A death in words; without a next start of the rank, or a process that lost it, only its log has ended."""
+        """Describe a death; without a next start of the rank, or a process that lost it, only its log has ended."""
         return "hangs" if self.hangs else "died" if self.is_proved else "died or was cut off"
 
     @property
     def text(self) -> str:
-        """All of it in words."""
+        """Describe the fate."""
         return f"{self.gone}: {self.why}" if self.kind == "died" else self.why
 
 
@@ -83,7 +84,7 @@ class Presence:
         # Clocks that cannot be compared do not show which process goes on after another.
         told_at = (when(x.incarnation, x.last_at)[0] for x in processes if self._axis.group(x) == 0)
         self.last = max(told_at, default=0.0)
-        """Until when logs go on, at least."""
+        """Time until which logs continue, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
         self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
@@ -108,10 +109,10 @@ class Presence:
         self.decoders = cache(self._decoders)  # lists the processes that may have read from a prefill engine
         self._strangers = cache(self._find_strangers)
         self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
-        """For how long after it was lent a request was claimed, at most."""
+        """Most seconds after the lend at which a request was claimed."""
 
     def _hear(self, rank: str, other: Process, at: float) -> None:
-        """A process has heard of a rank at some time of its own clock."""
+        """Note that a process has heard of a rank at some time of its own clock."""
         process = self.service.process_named(rank)
         if process is not None and self._axis.group(other) == self._axis.group(process) and not math.isnan(at):
             known = self._heard[process.incarnation]
@@ -166,7 +167,8 @@ class Presence:
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
     def ends_early(self, process: Process) -> bool:
-        """A log ends half a lease before others do, and nothing tells why: what was lent meanwhile may have expired.
+        """Return True if a log ends half a lease before others without a reason: requests that were lent meanwhile may
+        have expired.
 
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
@@ -176,7 +178,8 @@ class Presence:
         return is_silent and self.last - self.when(process.incarnation, process.last_at)[1] > bound
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
-        """A prefill rank's log goes on for as long as what a pull had of it may have been lent, or its death is known.
+        """Return True if a prefill rank's log continues for as long as the blocks of a pull may have been lent, or its
+        death is known. Only then does a missing line prove that they did not expire.
 
         What it says nothing of after that has not expired; what comes after the end of its log is not known.
         """
@@ -191,16 +194,16 @@ class Presence:
         return self.near(process, process.last_at) >= since + longest + LATE_S
 
     def near(self, process: Process, at: float) -> float:
-        """Put a moment of a process's clock on everybody's time, in the middle of what is known."""
+        """Convert a moment of a process's clock to common time, in the middle of the uncertainty."""
         return sum(self.when(process.incarnation, at)) / 2
 
     def span(self, lease: Lease) -> tuple[float, float]:
-        """From when to when a lease was lent, in everybody's time, generously."""
+        """Return the interval of common time in which a lease was lent, at most."""
         name, ended = lease.process.incarnation, lease.lent_at + lease.seconds
         return self.when(name, lease.lent_at)[0], self.when(name, ended)[1]
 
     def over(self, lease: Lease) -> float:
-        """When a lease was over, in everybody's time, at the earliest."""
+        """Return the earliest common time of a lease's end."""
         return self.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
 
     def _decoders(self, engine_id: str) -> list[Process]:
@@ -221,25 +224,25 @@ class Presence:
         return {x: at for x, at in met.items() if x and self.service.process_named(x) is None}
 
     def unanswered_decoders(self) -> list[str]:
-        """Ranks that were asked and do not answer, of which there is no log, and that may be of the decode side."""
+        """Return ranks that did not answer, have no log, and may be of the decode side."""
         named = (x for x in self.service.unanswered if self.service.process_named(x) is None)
         return [x for x in named if engine_of(x) not in self._lenders]
 
     # -- presence -------------------------------------------------------------------------------------------------
 
     def absences(self, process: Process, since: float = -math.inf) -> Iterator[tuple[float, float]]:
-        """For how long a process's loop was away each time, and until when by its own clock; until now if it hangs."""
+        """Yield the seconds of each absence of a process's loop and its end by its clock; until now if it hangs."""
         yield from ((x.number("seconds", 0.0), x.at) for x in process.since(told.LoopWasAway, since))
         if self.fate(process).hangs and process.num_records:
             seconds = max(self.last - self.near(process, process.last_at), 0.0)
             yield seconds, process.last_at + seconds
 
     def away_s(self, process: Process, since: float, until: float) -> float:
-        """For how long a process's loop was away between two moments of its own clock, at most at once."""
+        """Return the longest absence of a process's loop between two moments of its own clock."""
         return max((s for s, back in self.absences(process, since) if back - s <= until), default=0.0)
 
     def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
-        """For how long a reader's loop was away over most of a lease's time, and when it came back by its own clock."""
+        """Return the absence of a reader's loop over most of a lease's time, and its end by its own clock."""
         since, until = (self.near(lease.process, x) for x in (lease.lent_at, lease.lent_at + lease.seconds))
         ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
         for record in reader.since(told.LoopWasAway, since + ahead):
@@ -251,7 +254,7 @@ class Presence:
         return 0.0, -math.inf
 
     def absent(self, lease: Lease, readers: Iterable[Process]) -> dict[str, str]:
-        """Say of each reader that was surely not there for most of a lease's time why; names of ranks are its keys."""
+        """Return the reasons for which readers were surely not there for most of a lease's time, by ranks."""
         out = {}
         for reader in readers:
             fate, away_s = self.fate(reader), self.long_away(lease, reader)[0]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUSY = 0.5
-"""Cores. A loop that waits for messages takes far less; one that is away because it computes takes one or more."""
+"""Cores above which a loop computes. A loop that waits for messages takes far less than one."""
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -59,7 +59,7 @@ def _frozen(pid: int, proc: Path, cgroups: Path) -> str:
 
 
 def began_at(seen: Seen, proc: Path = Path("/proc")) -> float:
-    """Return when a process began, in seconds since 1970; nan if that cannot be read."""
+    """Return the start of a process, in seconds since 1970; nan if it cannot be read."""
     with suppress(OSError, StopIteration, ValueError, IndexError):
         boot = next(x for x in (proc / "stat").read_text().splitlines() if x.startswith("btime "))
         return int(boot.split()[1]) + seen.began / TICKS
@@ -67,12 +67,12 @@ def began_at(seen: Seen, proc: Path = Path("/proc")) -> float:
 
 
 def is_same(before: Seen, now: Seen) -> bool:
-    """Whether it still is that process; it is taken for that where `/proc` cannot be read."""
+    """Return True if it still is that process, or if `/proc` cannot be read."""
     return not before.state or now.began == before.began
 
 
 def verdict(before: Seen, now: Seen) -> str:
-    """Say what is the matter with a process that has not answered, and what to do about it."""
+    """Describe the state of a process that has not answered, and the remedy."""
     pid = before.pid
     if not is_same(before, now):
         return f"its process (pid {pid}) has ended meanwhile"

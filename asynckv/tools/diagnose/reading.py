@@ -58,7 +58,7 @@ class Looking:
         self._logs = self._read(paths) if paths else Logs()
 
     def look(self) -> Seen:
-        """Ask, and join what was said with what was read."""
+        """Ask the engines, and join their answers with the logs."""
         _, addresses = targets(self._sources)  # a process that starts makes a socket
         answers = self._asked(addresses, with_peers=True) if addresses else []
         seen = self._joined(answers)
@@ -73,11 +73,12 @@ class Looking:
         return replace(again, late=[x for x in again.late if (x.cause, x.engine_id, x.request_id) in late])
 
     def stories(self, seen: Seen) -> list[Story]:
-        """Tell the request that is asked about, or all that may be meant."""
+        """Return the request in question, or all that may be meant."""
         return stories(seen.axis, named(list(families(seen.axis.service.requests)), self._request or ""))
 
     def _read(self, paths: Sequence[str]) -> Logs:
-        """Read logs, and show on a terminal how far that is.
+        """Read logs, and show the progress on a terminal. Lines at level debug about every transition are read only for
+        a request, because the ends of others repeat them.
 
         What is logged of every transition at level debug is read only for a request: the ends of others say it again.
         """
@@ -118,7 +119,7 @@ class Looking:
             raise ConfigError(f"no event is later than --since {self._since}; the last is of {clock(last)} UTC")
 
         def counts(rank: str, until: float) -> bool:
-            """Whether something was late within the time that is asked about; what has no time was."""
+            """Return True if a request was late within the time in question, or has no time."""
             process = service.process_named(rank)
             return not (axis.at(process, until) if process is not None else until) < begin
 
@@ -130,7 +131,7 @@ class Looking:
 
 
 def moment(option: str, text: str, last: float) -> float:
-    """Return the time that a person means, in seconds since 1970.
+    """Return the time that the operator means, in seconds since 1970.
 
     Args:
         option: Where it was written.

@@ -45,7 +45,7 @@ EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")
 WRAPS = ("log", "MESSAGE", "message", "msg", "line", "jsonPayload")
 ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlike.event: told.PullEnded.event}
-"""Lines that tell of many requests, which are read as one line for each."""
+"""Events about many requests, which are read as one line for each."""
 
 MANY = {told.LeaseHeld.event, told.PullHeld.event, *ALIKE}
 
@@ -86,7 +86,7 @@ class Record:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Everything else that the line says; it is decoded when one asks."""
+        """All other fields of the line, decoded at the first access."""
         return _fields(self.said) if isinstance(self.said, bytes) else self.said
 
     def text(self, name: str) -> str:
@@ -103,12 +103,12 @@ class Record:
         return integer(self.fields.get(name), default)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a field that is a list of texts, without whatever else is in it."""
+        """Return a field that is a list of texts, without other items."""
         value = self.fields.get(name)
         return tuple(x for x in value if isinstance(x, str)) if isinstance(value, list) else ()
 
     def entries(self, name: str) -> list[Mapping[str, Any]]:
-        """Return a field that is a list of objects, without whatever else is in it."""
+        """Return a field that is a list of objects, without other items."""
         value = self.fields.get(name)
         return [x for x in value if isinstance(x, dict)] if isinstance(value, list) else []
 
@@ -119,14 +119,14 @@ class Record:
 
 
 def number(value: object, default: float = math.nan) -> float:
-    """Return a value if it is a number of this world."""
+    """Return a value if it is a finite number within `MOST`."""
     if isinstance(value, int | float) and not isinstance(value, bool) and -MOST <= value <= MOST:
         return float(value)
     return default
 
 
 def integer(value: object, default: int = -1) -> int:
-    """Return a value if it is a whole number that counts something."""
+    """Return a value if it is a whole number of 0 or more."""
     if isinstance(value, int) and not isinstance(value, bool) and -MOST <= value <= MOST:
         return value
     return default
@@ -155,7 +155,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """All that some logs say."""
+    """All records of some logs."""
 
     records: Sequence[Record] = ()  # by the time that they give, by whichever clock
     sources: Sequence[Source] = ()  # the files
@@ -172,12 +172,12 @@ class Logs:
 
     @property
     def num_events(self) -> int:
-        """asynckv's lines, also those that were only counted."""
+        """Number of asynckv's lines, including those that were only counted."""
         return len(self.records) + sum(self.counted.values())
 
     @property
     def nothing(self) -> str:
-        """Say why there is no record; empty if there is one."""
+        """Return the reason for which there is no record; empty if there is one."""
         if self.records:
             return ""
         lines = self.total.num_lines
@@ -228,7 +228,7 @@ def read_logs(
 
 
 class _Reader:
-    """Reads files, one after the other."""
+    """Read files, one after the other."""
 
     def __init__(self, keep: Callable[[str], bool] | None, request: str) -> None:
         self._keep = keep
@@ -272,7 +272,7 @@ class _Reader:
             self._skip(why, b"")
 
     def finished(self) -> Logs:
-        """Leave out what is there twice, or was only to be counted, and sort the rest."""
+        """Remove duplicates and lines that are only counted, and sort the others."""
         for record, _, _ in self._records:
             if record.event in MANY:
                 self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
@@ -290,7 +290,7 @@ class _Reader:
         )
 
     def _unlike(self) -> Iterator[Record]:
-        """Go through the records that were not there before."""
+        """Yield the records that are new."""
         self._records.sort(key=lambda x: x[0].at)
         at, seen = -math.inf, set[tuple[str, bytes]]()
         for record, text, source in self._records:
@@ -310,7 +310,7 @@ class _Reader:
             yield _record(head, text, f"{self._sources[source].path}:{number}")
 
     def _line(self, line: bytes) -> None:
-        """Take one line, out of all that is wrapped around it."""
+        """Take one line, without everything that is wrapped around it."""
         if line.startswith(b'{"') and b"incarnation" in line and self._is_taken(line):
             return
         self._is_end = not line.endswith(b"\n")  # perhaps it is being written just now
@@ -348,7 +348,7 @@ class _Reader:
         self._other(line)
 
     def _is_taken(self, text: bytes) -> bool:
-        """Take an object, if it is an event that says what it is and when."""
+        """Take an object, if it is an event with a process and a time."""
         head = _head_of(text)
         if head is None or head.at is None or not _is_event(head):
             return False
@@ -356,7 +356,7 @@ class _Reader:
         return True
 
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
-        """Take a line of which the time, the level or the event stands around it, or that has values of other types."""
+        """Take a line with its time, level or event outside of the object, or with values of other types."""
         head = Head()
         head.incarnation, head.engine_id = (_first_text(fields, [x]) for x in ("incarnation", "engine_id"))
         head.event, head.level, head.at = (x or y for x, y in zip(_said(fields), _said(outer), strict=True))
@@ -370,7 +370,7 @@ class _Reader:
             self._take(_head_of(text) or head, text)
 
     def _take(self, head: Head, text: bytes) -> None:
-        """Keep what a line says, if it is wanted."""
+        """Keep a line's record, if it is wanted."""
         if self._keep is not None and not self._keep(head.event):
             return
         text, number = text.rstrip(), self._source.num_lines
@@ -382,7 +382,7 @@ class _Reader:
         self._records.append((_record(head, text, f"{self._source.path}:{number}"), text, self._source))
 
     def _names(self, head: Head, text: bytes) -> bool:
-        """Whether a line names the request that is asked about."""
+        """Return True if a line names the request in question."""
         if self._num_named >= MAX_NAMED or not (
             head.sequence == self._sequence or any(x in text for x in self._needles)
         ):
@@ -420,7 +420,7 @@ def _each(record: Record) -> Iterator[Record]:
 
 
 def _rows(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what a line says, and what it says of each of many requests."""
+    """Return the common fields of a line, and those of each of its requests."""
     each, oldest, alike = (fields.get(x) for x in ("each", "oldest", "alike"))
     rows: list[Mapping[str, Any]] = [fields]
     rows += [x for x in oldest if isinstance(x, dict)] if isinstance(oldest, list) else []
@@ -438,13 +438,13 @@ def _key(row: Mapping[str, Any], engine_id: str) -> tuple[str, int]:
 
 
 def _object(line: bytes) -> bytes:
-    """Return a line from where its object begins; labels of Loki's may stand before it."""
+    """Return a line from the beginning of its object; labels of Loki may come before it."""
     start = line.find(b'{"')
     return line[start if start >= 0 else line.find(b"{") :] if b"{" in line else b""
 
 
 def _head_of(text: bytes) -> Head | None:
-    """Decode what every line says, whatever it calls its event, its level and its time."""
+    """Decode event, level and time of a line, under any of their names."""
     try:
         head = _head(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -458,7 +458,7 @@ def _head_of(text: bytes) -> Head | None:
 
 
 def _said(fields: Mapping[str, Any]) -> tuple[str, str, float | None]:
-    """Return the event, the level and the time that a line says by any of their names."""
+    """Return event, level and time of a line, under any of their names."""
     # In the standard logger's message the fields follow the name.
     event = _first_text(fields, EVENTS).partition(" ")[0]
     level = _first_text(fields, LEVELS).lower()
@@ -472,12 +472,12 @@ def _is_event(head: Head) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_name(event: str) -> bool:
-    """Whether it is the name of an event of asynckv's."""
+    """Return True for the name of an event of asynckv."""
     return bool(_NAME.match(event))
 
 
 def _decoded(text: bytes) -> dict[str, Any]:
-    """Decode an object, or raise `ValueError` with what is wrong with it."""
+    """Decode an object, or raise `ValueError` with the reason."""
     try:
         value = _decode(text)
     except RecursionError:
@@ -501,7 +501,7 @@ def _rank_of(text: bytes, head: Head) -> str:
 
 
 def _within(fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the object in which an event lies, where a collector has decoded lines: under any name, or deeper."""
+    """Return the object of an event in a collector's decoded line, under any name and at any depth."""
     found = [x for x in fields.values() if isinstance(x, dict)]
     named = (x for key in WRAPS if isinstance(x := fields.get(key), dict))
     return next((x for x in found if "incarnation" in x), None) or next(named, None)

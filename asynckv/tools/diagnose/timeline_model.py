@@ -63,7 +63,7 @@ PHASES: Mapping[str, Phase] = {
     "pause": Phase(".", "#d8c9a8", "#6f6448", "between two attempts"),
     "pull": Phase("#", "#6b6ecf", "#8a8df0", "a pull of which the log says no more"),
 }
-"""In the order of the protocol."""
+"""Phases in the order of the protocol."""
 
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 MAX_MARKS = 400  # of one request
@@ -113,12 +113,12 @@ class Lane:
 
     @property
     def start(self) -> float:
-        """Where its first bar begins."""
+        """Start of its first bar."""
         return self.bars[0].start
 
     @property
     def end(self) -> float:
-        """Where its last one ends."""
+        """End of its last one."""
         return max(x.end for x in self.bars)
 
     @property
@@ -131,7 +131,7 @@ class Lane:
 
 @dataclass(slots=True)
 class Mark:
-    """Something that was said at one moment."""
+    """One event of one moment."""
 
     at: float
     process: Process
@@ -159,12 +159,12 @@ class Story:
 
     @property
     def start(self) -> float:
-        """Where its first bar or mark is."""
+        """Position of its first bar or mark."""
         return min([b.start for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
 
     @property
     def end(self) -> float:
-        """Where its last one ends."""
+        """End of its last one."""
         return max([b.end for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
 
     @property
@@ -196,7 +196,7 @@ class Ground:
 
 
 def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
-    """Make a story of every request, by time; or only of some, as `families` puts them together."""
+    """Make the story of every request, by time, or only of some, as `families` groups them."""
     out = [_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of)]
     out = [x for x in out if x.lanes or x.marks]
     out.sort(key=lambda x: (x.group, x.start))
@@ -206,7 +206,7 @@ def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[S
 
 
 def names(family: Sequence[Request]) -> set[str]:
-    """Return all that a request is called: ids of both sides, whichever of them is wrong, and of its pulls."""
+    """Return all names of a request: ids of both sides, right or wrong, and of its pulls."""
     pulls = [p for r in family for p in r.all_pulls]
     leases = [lease for r in family for lease in r.leases.values()]
     out = {x for r in family for x in (r.request_id, r.name)}
@@ -218,14 +218,14 @@ def names(family: Sequence[Request]) -> set[str]:
 
 
 def handles(family: Sequence[Request]) -> set[str]:
-    """Return what nothing else is called: ids and sequences behind the prefill engine's, `ENGINE:ID` or `ENGINE#N`."""
+    """Return the unique names of a request: ids and sequences after the prefill engine's, `ENGINE:ID` or `ENGINE#N`."""
     numbers = {f"{r.engine_id}#{r.sequence}" for r in family if r.sequence >= 0}
     ids = {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
     return ids | numbers
 
 
 def named(every: Iterable[Sequence[Request]], wanted: str, *, exactly: bool = False) -> list[Sequence[Request]]:
-    """Find requests by a name, as it is or as it is shown: what is called so, else of this sequence, else begins so."""
+    """Find requests by a name, or its displayed form: the exact name, else the sequence, else the beginning."""
     shown = [(x, {z for name in names(x) for z in (name, without_control(name))}) for x in every]
     if found := [x for x, _ in shown if wanted in (y := handles(x)) or wanted in map(without_control, y)]:
         return found
@@ -238,7 +238,7 @@ def named(every: Iterable[Sequence[Request]], wanted: str, *, exactly: bool = Fa
 
 
 def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Put requests together that are attempts at one: with new params an attempt is at another prefill request."""
+    """Group requests that are attempts at one: with new params an attempt belongs to another prefill request."""
     every = list(requests)
     family = list(range(len(every)))
 
@@ -322,7 +322,7 @@ def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
 
 
 def _is_bad(pull: Pull) -> bool:
-    """Whether something went wrong with it, however it ended."""
+    """Return True if it had a fault, however it ended."""
     is_stuck = pull.ended is None and bool(pull.held)
     return is_stuck or bool(pull.returned or pull.retired or pull.unanswered)
 
@@ -452,7 +452,7 @@ def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
 
 
 def _open_bars(pull: Pull) -> Iterator[Bar]:
-    """A pull that has not ended as far as the log goes: from its steps, or from the warnings that name it."""
+    """Make the bars of a pull without an end in the log: from its steps, or from warnings."""
     last = pull.process.last_at
     found = [(s.at, _STATES[s.what]) for s in pull_steps(pull) if isinstance(s.what, str) and s.what in _STATES]
     for record, entry in pull.held:
@@ -523,7 +523,7 @@ def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], f
 
 
 def _placing(axis: Axis, process: Process) -> Callable[[float], float]:
-    """Return what puts moments of a process's clock on the axis."""
+    """Return a function that converts moments of a process's clock to the axis."""
     return lambda at: axis.at(process, at) if is_time(at) else math.nan
 
 
@@ -531,7 +531,7 @@ def _placing(axis: Axis, process: Process) -> Callable[[float], float]:
 
 
 def ground(axis: Axis) -> list[Ground]:
-    """Say of every process when it ran, and what befell it."""
+    """Return the life of every process, and its events."""
     out = []
     presence = Presence(axis.service, axis, lambda process, at: moment(axis.at(process, at)))
     known = (x for x in axis.service.processes.values() if x.num_records)

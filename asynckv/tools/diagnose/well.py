@@ -19,7 +19,7 @@ import numpy.typing as npt
 from asynckv.core import told
 
 MAX_WELL = 50_000
-"""Lines of requests that went well which are kept beside those that went wrong: a sample, whole requests."""
+"""Most lines of successful requests that are kept as a sample of whole requests."""
 
 PACKED = 512  # lines in one packed block
 _SEQUENCES = 1 << 40
@@ -95,7 +95,7 @@ class Well:
         self._open: list[bytes] = []
 
     def add(self, head: Head, kind: int, at: float, source: int, line: int, text: bytes) -> None:
-        """Take a line, which has no newline in it."""
+        """Take a line without its newline."""
         numbers = self._numbers
         process = numbers.setdefault(head.incarnation, len(numbers))
         engine = numbers.setdefault(head.peer or head.engine_id, len(numbers))
@@ -109,7 +109,7 @@ class Well:
         self._open = []
 
     def chosen(self, wrong: Iterable[tuple[str, int]]) -> Chosen:
-        """Choose the lines that are to be read; `wrong` are the requests of which something else is said, too."""
+        """Choose the lines to read; `wrong` are requests that other lines mention too."""
         self._pack()
         columns = np.frombuffer(self._columns, _NUMBERS)
         at, sequence, kind, process = columns["at"], columns["sequence"], columns["kind"], columns["process"]
@@ -158,7 +158,7 @@ class Chosen(msgspec.Struct):
 
 
 def _sampled(sequence: npt.NDArray[np.int64], among: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Choose `MAX_WELL` lines at most, those of a request together, which are spread evenly."""
+    """Choose at most `MAX_WELL` lines, of whole requests, spread evenly."""
     spread = (sequence * 2_654_435_761) & 0xFFFFFFFF
     if np.count_nonzero(among) <= MAX_WELL:
         return among

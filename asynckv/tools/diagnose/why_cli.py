@@ -164,7 +164,7 @@ def why(
 
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Tell a request from the sources behind it."""
+    """Separate a request from the sources after it."""
     from asynckv.tools.diagnose.ask import is_of_no_host, targets
 
     first, *rest = given

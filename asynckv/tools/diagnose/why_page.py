@@ -27,7 +27,7 @@ MOST_SHOWN = 10_000  # requests in one page
 
 
 def make(seen: Seen, found: Findings, sources: Sequence[str], every: Sequence[Story]) -> str:
-    """Make the page; of too many requests those that went wrong, and those that took longest.
+    """Make the page; if there are too many requests, with the failed and the slowest ones.
 
     Args:
         seen: What was read and asked.
@@ -66,7 +66,7 @@ def _about(axis: Axis, stories: Sequence[Story], left_out: int) -> str:
 
 
 def _overview(found: Findings) -> str:
-    """Write the first screen: what is wrong, then what could not be judged."""
+    """Write the first screen: the findings, then the limits."""
     bad = len(found.wrong)
     head = f'<p class="bad">{counted(bad, "thing")} went wrong, the worst first.</p>' if bad else "<p>All is well.</p>"
     rows = [_row(x, " class=bad") for x in found.wrong] + [_row(x, "") for x in found.limits]
@@ -106,7 +106,7 @@ def _request(story: Story, cause: str, is_full: bool) -> Any:
 
 
 def _lean(value: Any) -> Any:
-    """Leave out what is empty: in a page of ten thousand requests that is most of it."""
+    """Remove empty values, which are most of a page of ten thousand requests."""
     if isinstance(value, dict):
         return {k: _lean(x) for k, x in value.items() if x or (x == 0 and x is not False)}
     if isinstance(value, list):

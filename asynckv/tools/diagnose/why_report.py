@@ -24,7 +24,7 @@ MAX_FILES = 100  # files that are told one by one
 
 
 def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str, Any]:
-    """Make plain data of all that was found; times are seconds since 1970 by the clock of the first reference."""
+    """Make plain data of all findings; times are seconds since 1970 by the clock of the first reference."""
     return {
         "schema": SCHEMA,
         "is_well": not found.wrong,
@@ -40,7 +40,7 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
 
 
 def plain(value: Any) -> Any:
-    """Make plain data of what was found: a process is its rank's name, and what is not known is None."""
+    """Make plain data of a finding: a process is its rank's name, and an unknown value is None."""
     match value:
         case Process():
             return value.rank
@@ -102,7 +102,7 @@ def _read(seen: Seen) -> dict[str, Any]:
 
 
 def engine(answer: Answer) -> dict[str, Any]:
-    """Make plain data of what an engine said of itself."""
+    """Make plain data of an engine's answer."""
     head = {"address": answer.address, "took_s": round(answer.took_s, 6)}
     if answer.error:
         return head | {"error": answer.error, "trouble": answer.trouble.name.lower(), "pid": answer.pid or None}

@@ -33,7 +33,7 @@ MAX_FINDINGS, MAX_LIMITS = 32, 12
 
 
 def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_whole: bool = False) -> None:
-    """Print a line; it is wrapped on a terminal only, and there not inside what is to be copied."""
+    """Print a line. It is wrapped only on a terminal, and not inside of text to copy."""
     shown = Text(without_control(text), style=style)
     if console.is_terminal and indent and not is_whole:
         console.print(Padding(shown, (0, 0, 0, indent), expand=False), highlight=False)
@@ -46,14 +46,14 @@ def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_w
 
 
 def show(report: Mapping[str, Any], seen: Seen, top: int | None, console: Console) -> None:
-    """Show what is wrong, and what engines hold if something is, or if so many of their requests are asked for."""
+    """Show findings, and the state of engines if there are findings or if their requests are asked for."""
     show_findings(report, console)
     if seen.answers and (report["findings"] or top is not None):
         show_engines(seen.answers, 5 if top is None else top, console)
 
 
 def show_findings(report: Mapping[str, Any], console: Console) -> None:
-    """Show what is wrong, then what could not be judged, then what was read."""
+    """Show findings, then the limits, then the sources."""
     findings, limits, read = report["findings"], report["limits"], report["read"]
     requests = counted(read["requests"], "request")
     if not read["files"]:
@@ -91,7 +91,7 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
 
 
 def show_finding(each: Mapping[str, Any], console: Console, number: str = "") -> None:
-    """Show one thing that is wrong."""
+    """Show one finding."""
     console.print()
     _line(console, f"{number}{each['heading']}: {each['what']}", "bold")
     if each["requests"]:
@@ -112,7 +112,7 @@ def _ranks(read: Mapping[str, Any]) -> str:
 
 
 def show_request(seen: Seen, found: Findings, story: Story | None, console: Console) -> None:
-    """Show one request's story, why it was late, and its stores and loads."""
+    """Show one request's story, the causes of its delay, and its stores and loads."""
     if story is not None:
         show_story(seen.axis, story, seen.grounds, console)
     show_late(found.late, console)
@@ -120,7 +120,7 @@ def show_request(seen: Seen, found: Findings, story: Story | None, console: Cons
 
 
 def show_late(late: Sequence[Leak], console: Console) -> None:
-    """Show why one request was late, with the evidence of each side."""
+    """Show the causes of one late request, with the evidence of each side."""
     for leak in late:
         console.print()
         _line(console, f"{leak.cause.value}: {leak.sentence}", "bold")
@@ -140,7 +140,7 @@ def show_late(late: Sequence[Leak], console: Console) -> None:
 
 
 def show_copies(copies: Sequence[LateCopy], failed: Sequence[str], console: Console) -> None:
-    """Show which stores and loads of one request did not end, or failed."""
+    """Show the unfinished and failed stores and loads of one request."""
     for copy in copies:
         blocks = "" if copy.blocks < 0 else f", {counted(copy.blocks, 'block')}"
         held = "" if math.isnan(copy.seconds) else f", held for {shown_seconds(copy.seconds)}"
@@ -151,7 +151,7 @@ def show_copies(copies: Sequence[LateCopy], failed: Sequence[str], console: Cons
 
 
 def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Console) -> None:
-    """Show one request, with what befell its processes meanwhile."""
+    """Show one request, with the events of its processes meanwhile."""
     names = f" (decode: {', '.join(story.others)})" if story.others and story.others != (story.name,) else ""
     _line(console, f"{story.name or '?'}{names}  {story.ended}", "bold", is_whole=True)
     engine = f"prefill engine {story.engine_id}, " if story.engine_id else ""
@@ -167,7 +167,7 @@ def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Con
 
 
 def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
-    """List requests that could be meant, with what each is called; names are never broken."""
+    """List requests that could be meant, with their names, which are never broken."""
     _line(console, f"{counted(len(found), 'request')} match {wanted}; name one exactly, by ENGINE:ID or a pull id")
     for x in found[:MAX_MATCHES]:
         sequence = f"  #{x.sequence}" if x.sequence >= 0 else ""
@@ -198,7 +198,7 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int) -> Text:
 
 
 def _style(phase: str) -> Style:
-    """Terminals are dark, mostly."""
+    """Background of bars, because most terminals are dark."""
     return Style(color=PHASES[phase].dark, reverse=True)
 
 
@@ -246,7 +246,7 @@ def _parts(bar: Bar) -> str:
 
 
 def _meanwhile(story: Story, grounds: Sequence[Ground]) -> list[Mark]:
-    """Return what befell a request's processes while it was under way."""
+    """Return the events of a request's processes while it was under way."""
     mine = {x.process.incarnation for x in story.lanes}
     out: list[Mark] = []
     for each in (x for x in grounds if x.process.incarnation in mine):
