@@ -69,8 +69,8 @@ def is_time(at: float) -> bool:
 
 
 def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[float]) -> list[Step]:
-    """Convert seconds since a beginning to the wall clock; the earliest beginning counts, because every line with a
-    beginning was written a little late.
+    """Convert seconds since a beginning to the wall clock; the earliest beginning counts, because lines are written
+    late.
 
     Every line that says when it began was written a little late.
     """
