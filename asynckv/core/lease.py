@@ -4,13 +4,13 @@ A lease (Gray and Cheriton, 1989) runs out by itself, so that a dead holder cost
 decide everything:
 
 - **owed**: the readers that have not released. A request is lent to `Lent.readers` cohorts, usually one. A cohort's
-  first message binds the lease to that cohort and to its exact set of readers. A cohort that was not heard of yet is
-  owed as well (`*` in lists). A message that is repeated, late or forged changes nothing.
+  first message binds the lease to that cohort and to its exact set of readers. A cohort that has sent no message
+  yet is owed too (`*` in lists). A message that is repeated, late or forged changes nothing.
 - **grants**: for each pull, the deadline until which the blocks are promised. Revoking only stops new grants. The
   blocks return when the holders release, or after the last granted deadline. No grant is ever shortened.
 - **final**: the pulls that have released. A reader is struck off only by an attempt that is not tried again.
 
-No lease outlives `max_lease_s`. A lease ends before `lease_s` only if it waits for nothing but readers that are *gone*:
+No lease outlives `max_lease_s`. A lease expires before `lease_s` only if all readers that it waits for are *gone*:
 their last grant has run out, and their process is known to have ended. `core/prefill.py` sends, frees and wakes.
 """
 
@@ -139,7 +139,7 @@ class Reader(Struct, frozen=True, order=True, gc=False):
 class Grant(Struct):
     """A promise to one pull of the process start `sender`, which alone may renew and release it.
 
-    `ways` are the last connections that messages about the grant came over. They are pinged once it has run out.
+    `ways` are the newest connections that carried messages about the grant. They are pinged once it has run out.
     """
 
     pull_id: PullId
@@ -217,7 +217,7 @@ class Lease:
     past: dict[Reader, Grant] = field(default_factory=dict)
     final: set[PullId] = field(default_factory=set)
     attempts: dict[Reader, int] = field(default_factory=dict)
-    """Number of grants to each reader and of its releases without a grant, only to limit attempts."""
+    """Number of grants to each reader, and of its releases without a grant, to limit attempts."""
     keys: dict[Reader, str] = field(default_factory=dict)
     """Key of each reader's first message. Messages in that reader's name under another key are refused."""
     discharged: dict[Reader, Discharge] = field(default_factory=dict)
@@ -337,7 +337,7 @@ class Lease:
             self.history.append((now, after))  # the end is noted even beyond MAX_HISTORY
 
     def _lapse(self, now: float) -> None:
-        """Forget grants that have run out. Their readers know, because a reader counts a shorter time."""
+        """Forget grants that have run out. Their readers know, because a reader's own deadline is earlier."""
         while self.deadlines and self.deadlines[0][0] <= now:
             pull_id = heapq.heappop(self.deadlines)[1]
             grant = self.grants.get(pull_id)

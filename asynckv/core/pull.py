@@ -6,7 +6,8 @@ is the usual path. A failure before NOTIFYING leads to DRAINING, then NOTIFYING.
 transfer may still write. `docs/structure.md` has all paths, drawn from the tables.
 
 The **outcome** is bounded by the caller's deadline. The **custody** of the blocks is not, because NIXL cannot cancel a
-transfer: blocks go back only when nothing can write them any more. DRAINING waits for both, QUARANTINED for custody.
+transfer: blocks go back only when nothing can write them any more. DRAINING waits for outcome and custody, QUARANTINED
+for custody alone.
 
 `ON_EVENT` and `WHEN` are the machine, and nothing else changes the state. A transition returns its effects on others,
 as `Effect`s, in order.
@@ -145,8 +146,8 @@ def has_landed(pull: Pull, now: float) -> bool:
 
 def waits_to_be_lent(pull: Pull, now: float) -> bool:
     """It is not lent yet, and nothing runs."""
-    # The pull must make room, or two requests may wait for each other for ever: the prefill engine may need the blocks
-    # of request A, which is lent and queued behind this one, before it can compute this one.
+    # The pull must make room, or two requests may wait for each other for ever: before it can compute request B, the
+    # prefill engine may need the blocks of request A, which is lent, and queued here behind B.
     waits = False
     for source in pull.sources:
         if source.running:
@@ -367,7 +368,7 @@ class Pull:
 
     def is_abandoned(self, silent_s: float) -> bool:
         """Return True if nothing was read and the embedder was silent for about a lease, so that renewals stop."""
-        # One renewal early, because a silence that is noticed at the next renewal would outlast the lease.
+        # Renewals stop one earlier, because a silence that is noticed at the next renewal would outlast the lease.
         patience_s = max(self.params.lease_s - self.params.renew_s, self.params.lease_s / 2)
         return silent_s >= patience_s and self.state in _UNREAD and not self.num_posted and self.failure is None
 
@@ -425,7 +426,8 @@ class Pull:
         return self._settle(after, now)
 
     def routed(self, tables: Sequence[PeerTables | None], now: float) -> list[Effect]:
-        """Take the tables to read from each source, or None for a source that is only released. Claim with the read."""
+        """Take the tables to read from each source, or None for one that is only released. The claim leaves with the
+        read."""
         after = ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED)
         if now < self.ready_at:
             self.ready_at = now
@@ -442,7 +444,7 @@ class Pull:
         self.not_before = max(self.not_before, not_before)
 
     def goes_without(self, source: Source, reason: Reason, detail: str) -> None:
-        """Give up reading a rank that could not be met, because others may hold the same."""
+        """Give up reading a rank that could not be met, because another rank may hold the same bytes."""
         source.not_wanted()
         self.unmet = self.unmet or (reason, detail)
 
@@ -754,7 +756,7 @@ class Pull:
                 return "queue"
 
     def _waiting_for(self, now: float) -> tuple[Reason, str]:
-        """Return the reason if the deadline passes now, and in words what the pull waits for."""
+        """Return the reason if the deadline passes now, and a description of what the pull waits for."""
         if self.state is S.ANNOUNCED:
             return Reason.TIMEOUT, "announced and never pulled"
         if self.state is S.CONNECTING:

@@ -38,7 +38,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-SAFETY_S = 0.005  # some wake-ups are missed; a timer this long finds the ends that they would have announced
+SAFETY_S = 0.005  # interval of a timer that finds completions with missed wake-ups
 DOUBT_S = 0.25  # seconds between two checks of a transfer in doubt when nothing else runs
 TIGHT_POLLS = 200
 DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
@@ -89,7 +89,7 @@ def _is_reopenable(fd: int) -> bool:
     return False
 
 
-PROBE_S = 1.0  # seconds between two bulk reads that try the other way, to measure whether it is faster now
+PROBE_S = 1.0  # seconds between trials of the other path, to measure whether it is faster now
 PACE = 1.5  # a posting thread may copy this much slower than the loop, because the loop has other work
 
 
@@ -256,13 +256,15 @@ class NixlPlane:
             await known.ready.wait()
             is_same = (known.metadata, known.memories) == (agent.metadata, memories)
             if self._remotes.get(name) is not known or not is_same:
-                raise BackendError(f"peer {name} is loaded with other metadata; every start of a process has a name")
+                raise BackendError(
+                    f"peer {name} is loaded with other metadata; give every start of a process an agent name of its own"
+                )
             known.users += 1
             self._kept.pop(name, None)
             agents = (self._agent, *(poster.agent for poster in self._posters if poster.is_alive))
             if all(each is None or each.is_connected(name) for each in agents):
                 return
-            # The connection broke while a transfer in doubt keeps the peer, so new reads need another connection.
+            # The connection broke. A transfer in doubt still keeps the peer, so new reads need another connection.
             known.ready.clear()
             try:
                 await self._load_remote(agent, memories)

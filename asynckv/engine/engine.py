@@ -154,7 +154,7 @@ class Engine:
         if self._home.loop is not None:
             raise LocalProtocolError("the engine was started before")
         driver = self._driver
-        # First: a data plane may take seconds to start, and no other thread may call meanwhile.
+        # Bind the loop first, because a data plane may take seconds to start, and no other thread may call meanwhile.
         self._home.settle()
         try:
             try:
@@ -236,7 +236,7 @@ class Engine:
             timeout_s: How long to wait.
 
         Returns:
-            What is still under way after `timeout_s`, the oldest holders of blocks first; empty if all is done.
+            Holders of unfinished work after `timeout_s`, the oldest first; empty if all is done.
         """
         self._home.here(self.drain)
         timeout_s = number("timeout_s", timeout_s, 0)
@@ -279,7 +279,7 @@ class Engine:
             timeout_s: How long to drain.
 
         Returns:
-            What had to be cut short.
+            Grants that were cut short.
 
         Raises:
             BackendError: Something is still inside NIXL, so the memory may still be read and written. Call again to
@@ -401,7 +401,7 @@ class Engine:
         self._home.here(self.lend)
         num_readers = integer("num_readers", num_readers, 1, MAX_RANKS)
         wanted, driver = decode_params(params), self._driver
-        driver.soon()  # first: without a turn nothing may begin
+        driver.soon()  # first, because nothing may begin without a turn
         now = self._clock.now()
         lease = driver.core.lend(wanted, num_readers, now)
         driver.tell(Observer.lease_lent, lease, wanted, now)
@@ -465,7 +465,7 @@ class Engine:
 
         Call `pull` or `cancel` with the same id within `wait_s`; else the prefill side is told that this reader failed.
         Until then the engine renews the request, up to the prefill side's `lease.max_lease_s`. Announce it again with
-        the same params to have `wait_s` from then on.
+        the same params to restart `wait_s`.
 
         Args:
             request_id: The decode side's id.
@@ -525,14 +525,14 @@ class Engine:
                 before it. Only tokens on which both sides agree are read (`PullResult.num_tokens`).
             num_tokens: Tokens that are wanted, from the prompt's start; all that are lent if left out. The lists of
                 blocks have to reach them.
-            is_last: Whether no attempt of the caller's follows. False: the request stays lent to this reader if the
+            is_last: True if the caller makes no other attempt. If False, the request stays lent to this reader if the
                 pull fails or its task is cancelled.
             priority: Of pulls that wait, the one with the smaller number goes first (as in vLLM), then the older one.
             retries: How often to try again within the deadline, into the same blocks once nothing can write them any
                 more; `pull.retries` if left out.
 
         Returns:
-            What was read, once it is proven to be what was lent.
+            The result, after the proof that the bytes are those that were lent.
 
         Raises:
             PullError: A subclass by cause; it says which blocks are still held. `PlanRefused` (the blocks do not fit,
@@ -714,7 +714,7 @@ class Engine:
 
 
 def _check(registration: Registration, error: type[AsyncKVError]) -> None:
-    """Refuse what none of the functions made that register memory."""
+    """Refuse a registration that no registering function made."""
     try:
         if isinstance(registration, Registration):
             sendable(registration.layout, Layout)

@@ -1,7 +1,7 @@
-"""The verdict on one late lease: for each reader that it waits for, the cell of the table that both logs put it into.
+"""The verdict on one late lease: the cause that both logs support, for each reader that the lease waits for.
 
-Evidence is weighed in the order in which one thing would have been enough by itself: what was refused, then what became
-of the reader, then what kept it from being heard; and if it was heard too late, that.
+Causes that are sufficient by themselves are checked in this order: a refused message, the end of the reader, an
+obstacle to its messages, and a message that came too late.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Verdict:
     owner: Owner
     reader: Reader
     names: dict[str, Any]
-    at: float = math.inf  # orders those of one request
+    at: float = math.inf  # sort key among the verdicts of one request
     missing: tuple[str, ...] = ()  # processes with logs that would say more
     cause: CAUSE = field(init=False)
 
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """Sort key of a verdict: a class or not, mere silence or not, then the time."""
+        """Sort key: is a class of causes, is only silence, time."""
         return CATALOGUE[self.cause].is_class, self.reader is Reader.LEFT_OUT, self.at
 
     @property
@@ -84,7 +84,9 @@ class _Debt:
         self.heard_s = claim.heard_s if claim is not None else math.nan
         self.pulls = pulls_of(request, lease, name)
         mine = (x for x in self.pulls if claim is not None and x.pull_id == claim.pull_id and not x.retried)
-        self.pull = next(mine, self.pulls[-1] if self.pulls else None)  # or a later attempt, of which nothing came here
+        self.pull = next(
+            mine, self.pulls[-1] if self.pulls else None
+        )  # otherwise the last attempt, although this rank received no message of it
         self.process = presence.service.process_named(name) or presence.service.process_of(
             claim.pull_id if claim else ""
         )
@@ -109,7 +111,7 @@ class _Debt:
         return (not self.is_claimed and self._of_unmet(pull)) or self._of_done(pull)
 
     def _is(self, state: Reader, why: str | None = None, *, missing: tuple[str, ...] = (), **names: Any) -> Verdict:
-        """Make a verdict of a cell."""
+        """Return the verdict for one state of the reader."""
         pull, waited_s = self.pull, math.nan
         if pull is not None and pull.ended is not None:
             waited_s = pull.ended.number("seconds")
@@ -149,7 +151,7 @@ class _Debt:
         reader = name if start_of(name) else listed(x.process.rank for x in self.pulls) or name
         found = [x for x in lease.refused if name == "*" or base_name(x.who) in (base_name(name), "")]
         found = [x for x in found if self._is_known(x.who)]
-        for pull in self.pulls:  # what the prefill side has not said, or could not
+        for pull in self.pulls:  # refusals that are missing in the prefill log
             for record in pull.refused:
                 if any(start_of(x) in ("", lease.process.start) for x in record.texts("ranks") or ("",)):
                     said = record.text("cause"), pull.process.rank, record.text("detail")
@@ -193,7 +195,7 @@ class _Debt:
                 return self._is(R.WAITING, f"claimed and renewed by {self.name}", missing=(self.name,))
             return self._is(R.NO_LOG, "its last word; it may have died", missing=(self.name,))
         fate = presence.fate(process)
-        if not process.says_info and not fate.is_proved:  # a goodbye is no warning
+        if not process.says_info and not fate.is_proved:  # such a log has warnings only, and a goodbye is none
             return self._is(R.NO_LOG, fate.why, missing=(self.name,))
         if fate.kind == "stopped":
             return self._is(R.CLOSED, fate.why)
@@ -264,7 +266,7 @@ class _Debt:
     # -- a reader with a known pull ----------------------------------------------------------------------------------
 
     def _of_done(self, pull: Pull) -> Verdict:
-        """Return the cause for which a reader was not heard in time."""
+        """Return why the reader was not heard in time."""
         presence, lease, fate = self.presence, self.lease, self.presence.fate(pull.process)
         if (away := self._away(pull)) is not None:
             return away
@@ -279,7 +281,7 @@ class _Debt:
         closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
         if (last := self.pulls[-1]) is not pull and is_unanswered(last, lease):
             return self._is(R.UNANSWERED, how_unanswered(last))
-        if lost and pull.failed_in == "announced" and "was silent" in pull.detail:  # its caller has promised nothing
+        if lost and pull.failed_in == "announced" and "was silent" in pull.detail:  # an announcement promised no pull
             return self._is(R.BROKEN)
         said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
         if self.owner is W.RETRYING or (
@@ -288,7 +290,7 @@ class _Debt:
             return self._is(R.DIED, fate.why, gone=fate.gone) if fate.kind == "died" else self._is(R.RETRIES)
         if (
             pull.held_transfers and self.is_claimed and high < presence.over(lease)
-        ):  # it is not released before they end
+        ):  # the release waits for the end of these transfers
             if pull.returned is None or presence.when(pull.process.incarnation, pull.returned.at)[0] > self.until:
                 return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
         if lost and low > self.until:
@@ -305,8 +307,8 @@ class _Debt:
         if closed:
             return self._is(R.CLOSED, f"{self._said()}; {fate.why}")
         if not would_be_given_up(presence, pull):
-            return self._is(R.NO_LOG, f"{self._said()}; that it is not answered would be told later")
-        # Whatever it said was answered, so it came as the lease was over.
+            return self._is(R.NO_LOG, f"{self._said()}; an unanswered release would be logged later")
+        # Every message was answered, so the release arrived after the lease had ended.
         return self._is(R.LATE)
 
     def _away(self, pull: Pull) -> Verdict | None:
@@ -314,7 +316,7 @@ class _Debt:
         presence, lease, owner = self.presence, self.lease, self.lease.process
         long = 0.5 * min(x for x in (owner.durations.get("grant_s", 10.0), lease.lease_s, 10.0) if not math.isnan(x))
         until = max((x.at for x in (pull.ended, *pull.unanswered) if x is not None), default=pull.last_at)
-        # What it went away for when the lease was over came after.
+        # A blocked loop after the end of the lease does not count.
         until += min(self.until - presence.when(pull.process.incarnation, until)[0], 0.0)
         since = pull.begun_at
         for claim in self.claims.values():
@@ -322,7 +324,7 @@ class _Debt:
                 claimed = presence.when(owner.incarnation, lease.lent_at + claim.claimed_s)[1]
                 since -= max(presence.when(pull.process.incarnation, since)[0] - claimed, 0.0)
         here = presence.away_s(pull.process, since, until)
-        # What it came back from as it lent this was before.
+        # A blocked loop before the lend does not count.
         there = presence.away_s(owner, lease.lent_at + AT_ONCE_S, lease.lent_at + lease.seconds)
         there = max(there, lease.ended.number("late_s", 0.0) if lease.ended is not None else 0.0)
         if max(here, there) < long:
@@ -342,7 +344,7 @@ class _Debt:
     # -- readers that never spoke of it --------------------------------------------------------------------------------
 
     def _of_nobody(self) -> Verdict:
-        """Return the cause for which no log of a reader mentions it."""
+        """Return why no log of a reader mentions it."""
         presence, lease, name = self.presence, self.lease, self.name
         bound = {engine_of(x) for x in (*lease.owed, *self.claims, *lease.released)}
         spoke = [x for x in dict.fromkeys(x.process for x in self.request.all_pulls) if engine_of(x.rank) not in bound]
@@ -378,7 +380,7 @@ class _Debt:
         there = {engine_of(x.rank) for x in alive if x.rank not in absent}  # they would have spoken of a request
         if absent := {rank: why for rank, why in absent.items() if engine_of(rank) not in there}:
             return self._absent(absent, missing=strangers)
-        # Where logs end before readers do, and soon after the lease, it may be asked for yet.
+        # If logs end before their readers do, and soon after the lease, the request may still be pulled.
         is_open = any(presence.fate(x).kind == "silent" for x in alive)
         is_cut = is_open and presence.last < self.until + SILENCE_S
         if not alive or strangers or lease.state == "lent" or is_cut:
