@@ -301,7 +301,7 @@ class _Asker:
                 reader, writer = await asyncio.open_unix_connection(address)
             if pid := pid_of(connected := writer.get_extra_info("socket")):
                 self._behind[address] = look(pid)
-            elif not _has_peer(connected):  # asyncio takes a full queue for a connection
+            elif not _has_peer(connected):  # asyncio reports a connection even if the queue is full
                 writer.close()
                 if address in self._behind:
                     raise TimeoutError

@@ -143,7 +143,7 @@ class Presence:
                 return Fate("stopped", heard, low, high)
         if (after := process.successor) is not None:
             began = self.when(after.incarnation, after.first_at)[1]
-            # Else both go by one name at once, and one says nothing of the other; as may be on two hosts.
+            # Otherwise both use one name at once, perhaps on two hosts, and neither proves anything about the other.
             if began >= low and process.host == after.host:
                 return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
@@ -178,10 +178,10 @@ class Presence:
         return is_silent and self.last - self.when(process.incarnation, process.last_at)[1] > bound
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
-        """Return True if a prefill rank's log continues for as long as the blocks of a pull may have been lent, or its
-        death is known. Only then does a missing line prove that they did not expire.
+        """Return True if a prefill rank's log continues for as long as a pull's blocks may have been lent, or ends in a
+        known way.
 
-        What it says nothing of after that has not expired; what comes after the end of its log is not known.
+        Only then does a missing line prove that they did not expire: the time after the end of a log is not known.
         """
         fate = self.fate(process)
         if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
@@ -211,7 +211,7 @@ class Presence:
         others = [x for x in self.service.processes.values() if x.engine_id != engine_id]
         known = [x for x in others if x.pulls or x.start in self.met]
         if not known and len(self._lenders) > 1:
-            return []  # one that has said nothing yet may be of either side
+            return []  # a process without a word yet may be of either side
         found = (x for x in others if x in known or not (x.lends or x.engine_id in self._lenders))
         return sorted(found, key=lambda x: x.first_at)
 
@@ -247,7 +247,7 @@ class Presence:
         ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
         for record in reader.since(told.LoopWasAway, since + ahead):
             seconds, back = record.number("seconds", 0.0), record.at - ahead
-            if back - seconds > until:  # and so are those after it: a loop is away once at a time
+            if back - seconds > until:  # all later absences begin after it, too: a loop is away once at a time
                 break
             if min(until, back) - max(since, back - seconds) > MOST * max(until - since, 0.0):
                 return seconds, record.at
