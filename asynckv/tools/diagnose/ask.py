@@ -57,7 +57,7 @@ class Trouble(enum.Enum):
     AWAY = "the process lives, and its event loop is away, or it is stopped"
     NETWORK = "no connection comes about"
     KEYS = "it may have answered, had it known our key"
-    OTHER = "it refuses, or what it says cannot be read"
+    OTHER = "it refuses, or its answer cannot be read"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

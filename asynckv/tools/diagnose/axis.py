@@ -235,7 +235,7 @@ class Axis:
         """Describe contradictions between clocks."""
         named = {_clock(x): x.host or x.rank for x in self.service.processes.values()}
         out = [
-            f"what {named[one]} and {named[other]} exchanged contradicts itself by up to {shown_seconds(seconds)}: a "
+            f"exchanges of {named[one]} and {named[other]} contradict each other by up to {shown_seconds(seconds)}: a "
             f"clock was set or drifts, lines were written late, or two machines have one name"
             for one, other, seconds in self.conflicts
         ]

@@ -84,7 +84,7 @@ class _Debt:
         self.heard_s = claim.heard_s if claim is not None else math.nan
         self.pulls = pulls_of(request, lease, name)
         mine = (x for x in self.pulls if claim is not None and x.pull_id == claim.pull_id and not x.retried)
-        self.pull = next(mine, self.pulls[-1] if self.pulls else None)  # or a later attempt, of which nothing came here
+        self.pull = next(mine, self.pulls[-1] if self.pulls else None)  # or a later attempt, unknown to this rank
         self.process = presence.service.process_named(name) or presence.service.process_of(
             claim.pull_id if claim else ""
         )
@@ -306,7 +306,7 @@ class _Debt:
             return self._is(R.CLOSED, f"{self._said()}; {fate.why}")
         if not would_be_given_up(presence, pull):
             return self._is(R.NO_LOG, f"{self._said()}; that it is not answered would be told later")
-        # Whatever it said was answered, so it came as the lease was over.
+        # All its messages were answered, so they came when the lease was over.
         return self._is(R.LATE)
 
     def _away(self, pull: Pull) -> Verdict | None:
@@ -314,7 +314,7 @@ class _Debt:
         presence, lease, owner = self.presence, self.lease, self.lease.process
         long = 0.5 * min(x for x in (owner.durations.get("grant_s", 10.0), lease.lease_s, 10.0) if not math.isnan(x))
         until = max((x.at for x in (pull.ended, *pull.unanswered) if x is not None), default=pull.last_at)
-        # What it went away for when the lease was over came after.
+        # An absence that began when the lease was over came too late to explain it.
         until += min(self.until - presence.when(pull.process.incarnation, until)[0], 0.0)
         since = pull.begun_at
         for claim in self.claims.values():
@@ -322,7 +322,7 @@ class _Debt:
                 claimed = presence.when(owner.incarnation, lease.lent_at + claim.claimed_s)[1]
                 since -= max(presence.when(pull.process.incarnation, since)[0] - claimed, 0.0)
         here = presence.away_s(pull.process, since, until)
-        # What it came back from as it lent this was before.
+        # An absence that ended as the owner lent this request does not count.
         there = presence.away_s(owner, lease.lent_at + AT_ONCE_S, lease.lent_at + lease.seconds)
         there = max(there, lease.ended.number("late_s", 0.0) if lease.ended is not None else 0.0)
         if max(here, there) < long:
@@ -378,7 +378,7 @@ class _Debt:
         there = {engine_of(x.rank) for x in alive if x.rank not in absent}  # they would have spoken of a request
         if absent := {rank: why for rank, why in absent.items() if engine_of(rank) not in there}:
             return self._absent(absent, missing=strangers)
-        # Where logs end before readers do, and soon after the lease, it may be asked for yet.
+        # If logs end before readers do, and soon after the lease, a reader may still ask for it.
         is_open = any(presence.fate(x).kind == "silent" for x in alive)
         is_cut = is_open and presence.last < self.until + SILENCE_S
         if not alive or strangers or lease.state == "lent" or is_cut:

@@ -19,10 +19,10 @@ from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
-DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, where a log does not say
+DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
-LATE_S = 1.0  # that a lease has expired is logged so much later than it is due, at most, where no loop is away
-SIGN_S = 4.0  # a sign of life is written so much later than every half lease, at most
+LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
+SIGN_S = 4.0  # longest delay of a sign of life, which is due every half lease
 SILENCE_S = 5.0
 """Seconds after which a living process writes a line again, while others continue: a lost one without it is dead or
 hangs."""
