@@ -24,8 +24,7 @@ AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises a
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
 SIGN_S = 4.0  # longest delay of a sign of life, which is due every half lease
 SILENCE_S = 5.0
-"""Seconds after which a living process writes a line again, while others continue: a lost one without it is dead or
-hangs."""
+"""Seconds after which a living process writes a line again; a lost one without it is dead or hangs for good."""
 
 LAPSE_S = 3.0
 
@@ -34,8 +33,7 @@ QUIET = 10.0
 """Most times the usual pause before the last line of a process that only seems to have died."""
 
 MOST = 0.9
-"""Part of the lease's time for which a loop must be blocked to explain a missing claim, because a decode engine claims
-as soon as it hears of a request. The beginning of an absence is known to some seconds."""
+"""Part of a lease's time for which a blocked loop explains a missing claim; its beginning is known to seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +165,7 @@ class Presence:
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
     def ends_early(self, process: Process) -> bool:
-        """Return True if a log ends half a lease before others without a reason: requests that were lent meanwhile may
-        have expired.
+        """Return True if a log ends half a lease before others without a reason, so that missing ends prove nothing.
 
         The process died, its log was cut off or collected early, or it had nothing to say.
         """

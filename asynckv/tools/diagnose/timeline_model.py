@@ -218,7 +218,7 @@ def names(family: Sequence[Request]) -> set[str]:
 
 
 def handles(family: Sequence[Request]) -> set[str]:
-    """Return the unique names of a request: ids and sequences after the prefill engine's, `ENGINE:ID` or `ENGINE#N`."""
+    """Return the unique names of a request: `ENGINE:ID` or `ENGINE#N`, with the prefill engine."""
     numbers = {f"{r.engine_id}#{r.sequence}" for r in family if r.sequence >= 0}
     ids = {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
     return ids | numbers

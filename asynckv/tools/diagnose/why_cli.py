@@ -99,8 +99,7 @@ def why(
     """Find what is wrong with a service and what to do about it: the worst first, with its evidence.
 
     The output names missing processes, late blocks with their holders, failures, and things that could not be judged.
-    With a request it shows the request over all ranks and both sides, on one time axis. docs/why.md explains every
-    finding.
+    With a request it shows that request over all ranks, on one time axis. docs/why.md explains every finding.
     """
     from rich.console import Console
 
