@@ -57,7 +57,7 @@ class Trouble(enum.Enum):
     AWAY = "the process lives, and its event loop is away, or it is stopped"
     NETWORK = "no connection comes about"
     KEYS = "it may have answered, had it known our key"
-    OTHER = "it refuses, or what it says cannot be read"
+    OTHER = "it refuses, or its answer cannot be read"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +301,7 @@ class _Asker:
                 reader, writer = await asyncio.open_unix_connection(address)
             if pid := pid_of(connected := writer.get_extra_info("socket")):
                 self._behind[address] = look(pid)
-            elif not _has_peer(connected):  # asyncio takes a full queue for a connection
+            elif not _has_peer(connected):  # asyncio reports a connection even if the queue is full
                 writer.close()
                 if address in self._behind:
                     raise TimeoutError

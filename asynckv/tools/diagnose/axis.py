@@ -1,8 +1,8 @@
 """One time axis for all processes: how far their clocks are apart, and what time it was by the reference's clock.
 
 Processes of one host have one clock. How far the clocks of two hosts are apart follows from exchanges: a cause in one
-process and its effect in another, of which the protocol says that one came first. Such are a hello and its answer, a
-grant and the end of the pull that needed it, an outcome and the end of the lease.
+process and its effect in another, of which the protocol says that one came first. Examples are a hello and its answer,
+a grant and the end of the pull that needed it, an outcome and the end of the lease.
 
     the effect's clock - the cause's clock  <=  effect (by its clock) - cause (by its clock)
 
@@ -69,10 +69,9 @@ def is_time(at: float) -> bool:
 
 
 def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[float]) -> list[Step]:
-    """Convert seconds since a beginning to the wall clock; the earliest beginning counts, because lines are written
-    late.
+    """Convert seconds since a beginning to the wall clock.
 
-    Every line that says when it began was written a little late.
+    The earliest beginning counts, because every line with a beginning was written a little late.
     """
     lived = list(itertools.islice(history(ended), MAX_STEPS)) if ended is not None else []
     told = [(x.number("at_s"), note_of(x.text("to"))) for x in transitions[:MAX_STEPS]]
@@ -80,7 +79,7 @@ def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[
     if ended is not None and not transitions and lived:
         begun.append(ended.at - lived[-1][0])
     began = min(filter(is_time, begun), default=math.nan)
-    # At level debug a life is told on after its end, which the history there is not.
+    # Lines at level debug go on after the end of a life; the history does not.
     entries = sorted(told, key=lambda x: x[0]) if len(told) >= len(lived) else lived
     return [Step(began + at, what) for at, what in entries if is_time(began + at)]
 
@@ -140,7 +139,7 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
         met = next((x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start), None)
         if met is not None and peer in left:
             yield Pair(decode, left[peer], prefill, met)
-        # Of a log that begins later the first welcome may be missing.
+        # A log that begins later may lack the first welcome.
         if met is not None and peer in came and prefill.started is not None:
             yield Pair(prefill, met, decode, came[peer])
 
@@ -194,7 +193,7 @@ class Axis:
             before = self._offsets[near]
             self._groups[near] = len(self.references)
             for far, most in sorted(ahead[near].items()):
-                # Of two clocks of which only one direction is known nothing can be said.
+                # If only one direction is known, two clocks cannot be compared.
                 if far not in self._offsets and near in ahead[far]:
                     least = -ahead[far][near]
                     within_s = abs(most - least) / 2 + LATE_S
@@ -215,11 +214,10 @@ class Axis:
         return self._groups[_clock(process)]
 
     def when(self, incarnation: str, at: float) -> tuple[float, float]:
-        """Return the interval of an event on the first group's axis. For a process without exchanges with that group,
-        the clocks are taken to differ by at most `CLOCKS_S`.
+        """Return the interval of an event on the first group's axis.
 
-        Of a process that exchanged nothing with that group it is only known that clocks are seldom more than
-        `CLOCKS_S` apart.
+        For a process without exchanges with that group, the clocks are taken to differ by at most `CLOCKS_S`, because
+        clocks are seldom further apart.
         """
         process = self.service.processes[incarnation]
         seconds, within_s = self.offset(process) if self.group(process) == 0 else (0.0, CLOCKS_S)
@@ -237,7 +235,7 @@ class Axis:
         """Describe contradictions between clocks."""
         named = {_clock(x): x.host or x.rank for x in self.service.processes.values()}
         out = [
-            f"what {named[one]} and {named[other]} exchanged contradicts itself by up to {shown_seconds(seconds)}: a "
+            f"exchanges of {named[one]} and {named[other]} contradict each other by up to {shown_seconds(seconds)}: a "
             f"clock was set or drifts, lines were written late, or two machines have one name"
             for one, other, seconds in self.conflicts
         ]

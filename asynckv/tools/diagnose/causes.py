@@ -136,8 +136,8 @@ class Entry:
     """One cause, for people."""
 
     heading: HEADING  # what to look at
-    title: str  # in some words, for tables
-    sentence: str  # what is said of a request, with names and numbers in place of the braces
+    title: str  # a few words, for tables
+    sentence: str  # the sentence about a request; names and numbers replace the braces
     remedy: str  # what to do
     is_class: bool = False  # it stands for several causes that cannot be told apart with the logs at hand
     of: Mapping[Owner, str] = field(default_factory=dict)  # other sentences, by what the owner knows

@@ -41,7 +41,7 @@ def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[
         first = before = lines[0][1].at
         ahead = 0.0
         for _, record in lines:
-            # Lines that were put together, or exported, in the wrong order lie before all that stand above them.
+            # Lines that were merged or exported in the wrong order are older than all lines above them.
             if before - record.at > PUT_BACK_S and record.at > first:
                 found.setdefault(incarnation, []).append(PutBack(before + ahead, before - record.at))
                 ahead += before - record.at
@@ -53,7 +53,7 @@ def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[
             if ahead:
                 moved[id(record)] = replace(record, at=record.at + ahead)
     if any(len(x) > MAX_SET for x in found.values()):
-        return records, {}  # files that were put together in another order than they were written
+        return records, {}  # the files were merged in another order than they were written
     if moved:
         records = sorted((moved.get(id(x), x) for x in records), key=attrgetter("at"))
     return records, found

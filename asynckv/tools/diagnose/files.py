@@ -75,10 +75,9 @@ def found(names: Sequence[str]) -> Iterator[str]:
 
 
 def lines_of(raw: io.BufferedReader[io.FileIO], failed: Callable[[str], None]) -> Iterator[tuple[bytes, int]]:
-    """Split a file into lines with their lengths, and cut lines that are too long. The last line has no newline if the
-    file was cut there. Of a damaged archive the readable part is returned.
+    """Split a file into lines with their lengths, and cut lines that are too long.
 
-    The last line has no newline if the file was cut there. Of an archive that is cut short all that can be read is.
+    The last line has no newline if the file was cut there. A damaged archive yields the part that can be read.
     """
     try:
         if (file := _unpacked(raw)) is None:

@@ -355,7 +355,7 @@ class Pull:
     def begun_at(self) -> float:
         """Time of the call or announcement, by its process's clock."""
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
-            # An announcement's time is in the history only: its pull counts from when it was asked for.
+            # Only the history has an announcement's time: its pull counts from the call.
             return self.ended.at - max([seconds, *(at for at, _ in history(self.ended))])
         for record, entry in self.held:
             if not math.isnan(seconds := number(entry.get("age_s"), number(entry.get("state_s")))):
@@ -445,7 +445,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Service:
-    """All processes and requests that some logs speak of.
+    """All processes and requests in some logs.
 
     Attributes:
         unanswered: Names of living ranks that did not answer: their processes are there.
@@ -660,7 +660,7 @@ class _Joiner:
         for request in self._requests:
             for lease in request.leases.values():
                 self._by_pull |= dict.fromkeys(lease.pull_ids, request)
-        # First those that say most of what they belong to, so that those that failed in the same words find these.
+        # Join the most explicit pulls first, so that those that failed in the same words find them.
         for pull in sorted(pulls.values(), key=lambda x: (x.sequence < 0, x.like is not None)):
             request = self._request_of(pull)
             if not pull.prefill_request_id or request.request_id in ("", pull.prefill_request_id):
@@ -680,7 +680,7 @@ class _Joiner:
 
     def _add(self, lease: Lease) -> None:
         key = lease.process.engine_id, lease.sequence, lease.request_id
-        # Another lease of a rank is of its next start: the first is of the first request, and so on.
+        # A further lease of a rank belongs to its next start: the first to the first request, and so on.
         found, before = self._exact[key], self._ranks[key, lease.process.base]
         self._ranks[key, lease.process.base] += 1
         request = found[before] if before < len(found) else self._new(*key)
@@ -715,7 +715,7 @@ class _Joiner:
         if len(exact) == 1 and {base_name(x) for x in pull.peer_ranks} & {base_name(x) for x in exact[0].leases}:
             return exact[0]  # its params name earlier starts of the ranks that lent it
         if pull.sequence >= 0:
-            # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
+            # Two schedulers may count alike. The key is surely the same if its other id was refused for it.
             ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
             lent = [x for start in starts for x in self._by_sequence.get((peer, pull.sequence, start), [])]
             for request in lent:

@@ -1,4 +1,4 @@
-"""Blocks that were late since a copy to or from a tier did not end: a store or a load has failed, and something may
+"""Blocks that were late because a copy to or from a tier did not end: a store or a load has failed, and something may
 still read or write them.
 
 No other process has a part in it, so nothing has to be joined: an offload says itself what it holds

@@ -134,7 +134,7 @@ def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str,
 
 
 def _is_long(status: RequestStatus) -> bool:
-    """Held for as long as a log would warn of."""
+    """Return True if a lease is old enough for a warning in a log."""
     return status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S)
 
 

@@ -105,7 +105,7 @@ def _failure(by: str, found: Sequence[tuple[Pull, Verdict]]) -> Failure:
 
 
 def _why_failed(presence: Presence, pull: Pull) -> Verdict:
-    """Say why a pull failed: by what befell it, else by what it says itself."""
+    """Say why a pull failed: from events during it, else from its own words."""
     holder = listed(_read_ranks(pull)) or pull.peer
     names = {"reader": pull.process.rank, "holder": holder, "by": holder, "why": pull.detail}
     state, more = _befell(presence, pull, pull.ended)
@@ -153,7 +153,7 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
     failed = presence.near(reader, pull.ended.at) if pull.ended is not None else high
     for process in (reader, *owners):
         for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
-            # It is told of when another runs. What died when the pull had failed is not why it did.
+            # The death is logged once another process runs. A death after the failure did not cause it.
             at = presence.when(process.incarnation, record.at - record.number("seconds", 0.0))
             if at[1] >= low and sum(at) / 2 <= failed + AT_ONCE_S:
                 return R.PLANE_DIED, {"by": process.rank, "holder": process.rank, "why": record.text("cause")}
@@ -170,7 +170,7 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
 
 
 def _away_s(presence: Presence, process: Process, since: float, until: float) -> float:
-    """For how long a process's loop was away, at most at once, between two moments of everybody's time."""
+    """Return the longest absence of a process's loop between two moments of common time."""
     spans = [(seconds, presence.when(process.incarnation, at)) for seconds, at in presence.absences(process)]
     return max((s for s, at in spans if at[1] >= since and at[0] - s <= until), default=0.0)
 
@@ -228,14 +228,14 @@ def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict
 
 
 def _is_told(presence: Presence, request: Request, pull: Pull, rank: str, record: Record | None) -> bool:
-    """The log of a prefill rank says what became of what a pull had of it."""
+    """Return True if the log of a prefill rank shows the end of what a pull had of it."""
     owner = presence.service.process_named(rank)
     ended = any(x.process is owner and x.ended is not None for x in request.leases.values())
     return owner is not None and (ended or presence.tells(owner, pull, record))
 
 
 def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Verdict | None:
-    """A release that was never answered: what became of the lease is in the prefill rank's log, if there is one."""
+    """Judge a release without an answer: the prefill rank's log shows the lease's end, if there is a log."""
     names = {"reader": pull.process.rank, "holder": rank, "why": how_unanswered(pull)}
     owner = presence.service.process_named(rank)
     records = [x for x in pull.unanswered if rank in x.texts("ranks")]

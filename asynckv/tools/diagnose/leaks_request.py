@@ -1,7 +1,7 @@
-"""The request that a person means: by whatever it is called somewhere.
+"""Find the request that the operator means, by any of its names.
 
 Ids reach people as either side logs them, as a terminal shows them (with escapes), and cut off; a sequence or a pull id
-is as good. What is in no log is a mistake, not a request that is well.
+is as good. A name that is in no log is a mistake, not a request that is well.
 """
 
 from __future__ import annotations

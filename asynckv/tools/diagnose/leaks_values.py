@@ -23,7 +23,7 @@ class Leak:
 
     cause: CAUSE  # out of the catalogue
     sentence: str  # the cause, with names and numbers
-    cell: tuple[Owner, Reader]  # where in the table of verdicts it stands
+    cell: tuple[Owner, Reader]  # its cell in the table of verdicts
     side: str  # side of the blocks: `prefill` or `decode`
     state: str
     engine_id: str  # the prefill engine
@@ -31,13 +31,13 @@ class Leak:
     sequence: int
     decode_request_ids: tuple[str, ...] = ()  # what the decode side calls it, as far as that is known
     holders: tuple[str, ...] = ()  # ranks with the blocks
-    blocks: int = -1  # how many, on all of these; -1 if no log says so
-    seconds: float = math.nan  # for how long they were held, as far as is known
-    since: float = math.nan  # since when, in seconds since 1970 by the holder's clock; nan if unknown
-    told_at: float = math.nan  # when the logs speak of it last
+    blocks: int = -1  # number on all of these; -1 if no log says so
+    seconds: float = math.nan  # seconds for which they were held, as far as is known
+    since: float = math.nan  # start, in seconds since 1970 by the holder's clock; nan if unknown
+    told_at: float = math.nan  # time of the last line about it
     owed: tuple[str, ...] = ()  # readers that were waited for; `*` is a decode engine that never spoke up
     reader: str = ""  # the one that the sentence speaks of, as far as one is known
-    other_request_id: str = ""  # under which id it was spoken of, if not under its own
+    other_request_id: str = ""  # the other id in the logs, if it was not its own
     also: tuple[str, ...] = ()  # other stories that are true of other readers
     missing: tuple[str, ...] = ()  # processes with logs that would say more
 

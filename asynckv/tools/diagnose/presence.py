@@ -19,12 +19,12 @@ from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
-DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, where a log does not say
+DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
-LATE_S = 1.0  # that a lease has expired is logged so much later than it is due, at most, where no loop is away
-SIGN_S = 4.0  # a sign of life is written so much later than every half lease, at most
+LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
+SIGN_S = 4.0  # longest delay of a sign of life, which is due every half lease
 SILENCE_S = 5.0
-"""Seconds after which a living process writes a line again; a lost one without it is dead or hangs for good."""
+"""Seconds after which a living process writes a line again; a lost one without a line is dead or hangs."""
 
 LAPSE_S = 3.0
 
@@ -141,7 +141,7 @@ class Presence:
                 return Fate("stopped", heard, low, high)
         if (after := process.successor) is not None:
             began = self.when(after.incarnation, after.first_at)[1]
-            # Else both go by one name at once, and one says nothing of the other; as may be on two hosts.
+            # Otherwise both use one name at once, perhaps on two hosts, and neither proves anything about the other.
             if began >= low and process.host == after.host:
                 return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
@@ -175,9 +175,10 @@ class Presence:
         return is_silent and self.last - self.when(process.incarnation, process.last_at)[1] > bound
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
-        """Return True if a prefill rank's log covers the lease of a pull's blocks, or shows its death.
+        """Return True if a prefill rank's log continues for as long as a pull's blocks may have been lent, or ends in a
+        known way.
 
-        What it says nothing of after that has not expired; what comes after the end of its log is not known.
+        Only then does a missing line prove that they did not expire: the time after the end of a log is not known.
         """
         fate = self.fate(process)
         if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
@@ -207,7 +208,7 @@ class Presence:
         others = [x for x in self.service.processes.values() if x.engine_id != engine_id]
         known = [x for x in others if x.pulls or x.start in self.met]
         if not known and len(self._lenders) > 1:
-            return []  # one that has said nothing yet may be of either side
+            return []  # a process without a word yet may be of either side
         found = (x for x in others if x in known or not (x.lends or x.engine_id in self._lenders))
         return sorted(found, key=lambda x: x.first_at)
 
@@ -243,7 +244,7 @@ class Presence:
         ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
         for record in reader.since(told.LoopWasAway, since + ahead):
             seconds, back = record.number("seconds", 0.0), record.at - ahead
-            if back - seconds > until:  # and so are those after it: a loop is away once at a time
+            if back - seconds > until:  # all later absences begin after it, too: a loop is away once at a time
                 break
             if min(until, back) - max(since, back - seconds) > MOST * max(until - since, 0.0):
                 return seconds, record.at

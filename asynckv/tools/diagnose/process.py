@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUSY = 0.5
-"""Cores above which a loop computes. A loop that waits for messages takes far less than one."""
+"""Number of cores above which a loop computes. A loop that waits for messages takes far less than one."""
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

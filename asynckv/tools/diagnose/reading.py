@@ -30,8 +30,8 @@ from asynckv.tools.diagnose.leaks_values import moment as clock
 from asynckv.tools.diagnose.records import Logs, read_logs
 from asynckv.tools.diagnose.timeline_model import Story, families, ground, named, names, stories
 
-MOST_ASKED, MOST_SEARCHED = 256, 4096  # requests that an engine tells, the second where one is looked for
-AGAIN_S = 0.5  # what two engines say is of two moments; what is wrong between them is wrong again after so long
+MOST_ASKED, MOST_SEARCHED = 256, 4096  # requests that an engine lists; the second if one is searched for
+AGAIN_S = 0.5  # two engines answer at two moments; a fault between them counts if it is there again after this time
 
 
 class Looking:
@@ -65,7 +65,7 @@ class Looking:
         if not seen.late or not answers:
             return seen
         time.sleep(AGAIN_S)
-        # An engine that did not answer is not waited for a second time.
+        # The asker does not wait a second time for an engine that did not answer.
         silent = [x for x in answers if x.error]
         there = [x.address for x in answers if not x.error]
         again = self._joined([*self._asked(there, with_peers=False), *silent])
@@ -77,10 +77,9 @@ class Looking:
         return stories(seen.axis, named(list(families(seen.axis.service.requests)), self._request or ""))
 
     def _read(self, paths: Sequence[str]) -> Logs:
-        """Read logs, and show the progress on a terminal. Lines at level debug about every transition are read only for
-        a request, because the ends of others repeat them.
+        """Read logs, and show the progress on a terminal.
 
-        What is logged of every transition at level debug is read only for a request: the ends of others say it again.
+        Lines at level debug about transitions are read only for a request, because the ends of others repeat them.
         """
         request = self._request or ""
         with Console(stderr=True).status("reading logs") as status:
@@ -97,7 +96,7 @@ class Looking:
 
     def _joined(self, answers: Sequence[Answer]) -> Seen:
         now = time.time()
-        # An engine that has told all that it holds is the last word on that.
+        # An engine that listed all that it holds overrides the logs.
         whole = {x.account.incarnation for x in answers if not x.error and not x.is_cut}
         held = (told.LeaseHeld.event, told.PullHeld.event)
         kept = [x for x in self._logs.records if x.event not in held or x.incarnation not in whole]

@@ -506,7 +506,7 @@ def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
     for record in pull.unanswered:
         yield record, f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}"
     for record in pull.refused:
-        # Its field `rank` would be the pull's own.
+        # Its field `rank` would name the pull's own rank.
         yield record, f"release refused by {', '.join(record.texts('ranks')) or '?'}: {record.text('cause')}"
 
 

@@ -189,7 +189,7 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int) -> Text:
         for i in range(first, min(max(round((bar.end - start) * scale), first + 1), width)):
             phases[i] = bar.phase
     if sum(map(bool, phases)) < len({x.phase for x in bars if x.seconds > 0}):
-        # Which of them is drawn would be chance.
+        # Otherwise it would be chance which of them is drawn.
         phases = [x and max(bars, key=lambda x: x.seconds).phase for x in phases]
     out = Text(no_wrap=True, overflow="crop")
     for phase in phases:

@@ -46,6 +46,6 @@ KINDS = _read()
 
 
 def finding(code: str, found: str, *, remedy: str = "", level: Level | None = None) -> Finding:
-    """Make a finding of a kind; what is known better here than in the catalogue takes its place."""
+    """Make a finding of a kind; a given remedy or level replaces the catalogue's."""
     kind = KINDS[code]
     return replace(kind, found=found, remedy=remedy or kind.remedy, level=level or kind.level)

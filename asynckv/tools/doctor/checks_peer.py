@@ -11,7 +11,7 @@ from asynckv.tools.doctor.checks_ucx import said, way_of
 from asynckv.tools.doctor.facts import Facts, PeerFacts, Ucx
 
 AWAY_S = 1.0
-MOST_PACKET = 65_535  # of IP: loopback's own MTU is above it
+MOST_PACKET = 65_535  # largest IP packet: loopback's own MTU is above it
 WILDCARDS = ("*", "0.0.0.0", "::")
 
 

@@ -1,4 +1,4 @@
-"""Gathers facts of this machine from /proc and /sys. What cannot be read gets a value of which no check complains."""
+"""Gather facts of this machine from /proc and /sys. A fact that cannot be read gets a value that passes every check."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _control_group(root: Path, proc: Path) -> tuple[float, float, int, int]:
     """Return the cores and the memory that are granted, how often they were short, and the memory in use."""
     own = re.search(r"^0::(/.*)$", _text(proc / "self/cgroup"), re.MULTILINE)
     inner = root / own[1].lstrip("/") if own else root
-    # Of all groups that this one lies in, the tightest counts.
+    # The tightest of all groups around this one counts.
     groups = [at for at in (inner, *inner.parents) if at == root or root in at.parents]
     cores, memory = [(0.0, 0.0)], [(0, 0)]
     for at in groups:
@@ -176,7 +176,7 @@ def _child_error() -> str:
 
 
 def try_process_vm_readv() -> str:
-    """Read a child's memory as UCX's CMA would; what is wrong, or nothing."""
+    """Read a child's memory as UCX's CMA would, and return the fault, or nothing."""
     if not sys.executable:
         return ""
     command = [sys.executable, "-S", "-E", "-c", TARGET]

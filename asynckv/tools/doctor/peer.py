@@ -60,7 +60,7 @@ IP_MTU, IPV6_MTU = 14, 24
 
 
 class Asked(NamedTuple):
-    """Facts, and the way to memory if there is one, none of which is read."""
+    """Return facts, and the way to memory if there is one. No memory is read."""
 
     facts: PeerFacts
     place: Place | None = None
@@ -153,7 +153,7 @@ class _Asking:
             stage = "speak" if seen.connected else self.facts.stage
             self._know(stage=stage, mechanism=seen.mechanism, error=seen.error, errno=seen.errno)
             if seen.mechanism and not self.facts.turned_away:
-                # It is ZMQ, so it may be slow; where keys are asked for, a hang-up is the likelier cause.
+                # The listener speaks ZMQ, so it may be slow; if it asks for keys, a hang-up is the likelier cause.
                 status = await self._answer(StatusRequest, SILENCE_S if seen.mechanism == "CURVE" else SLOW_S)
         if isinstance(status, Status):
             rank = f"tp{status.tp_rank} of {status.tp_size}"
@@ -182,7 +182,7 @@ class _Asking:
             found = re.search(r"/pp(\d+)/", answer.detail) if isinstance(answer, Unwelcome) else None
             if found is None or int(found[1]) == stage:
                 break
-            stage = int(found[1])  # which stage it is only the engine knows, and says
+            stage = int(found[1])  # only the engine knows the stage, and reports it
         match answer:
             case Welcome():
                 self._take_welcome(answer)
@@ -211,7 +211,7 @@ class _Asking:
             self.place = Place(AgentInfo(answer.agent_name, answer.metadata), layout.memories[:1])
 
     async def _answer(self, make: Callable[[int], Message], seconds: float) -> Message | None:
-        """Ask until it is answered, or the time is up, or it is clear that it will not be."""
+        """Ask until an answer comes, the time is up, or it is clear that no answer will come."""
         nonce = next(self._nonces)
         packet = encode_packet(self._sender, "", [make(nonce)])
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()

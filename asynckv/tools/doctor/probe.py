@@ -61,7 +61,7 @@ class Result(Struct, frozen=True, tag=True):
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """NIXL refused what the engine's code asked of it."""
+    """NIXL refused a call of the engine's code."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""Runs doctor's own processes (`probe.py`), each with a deadline, and gathers what came of it."""
+"""Runs doctor's own processes (`probe.py`), each with a deadline, and gathers the results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Probe:
         log = {"UCX_LOG_FILE": str(folder / f"{order.name}.ucx"), "PYTHONPATH": path}
         path_of_order = folder / f"{order.name}.order"
         path_of_order.write_bytes(msgspec.msgpack.encode(order))
-        # A packet comes whole or not at all: a process that hangs in the middle of a message holds up nothing.
+        # A packet comes whole or not at all, so a process that hangs within a message blocks nothing.
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._errors.open("wb") as errors:
             self._popen = subprocess.Popen(
@@ -64,7 +64,7 @@ class Probe:
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
-                process_group=0,  # what the terminal sends is for its parent
+                process_group=0,  # signals of the terminal are for its parent
             )
 
     def __enter__(self) -> Self:
@@ -152,7 +152,7 @@ def try_nixl(note: Callable[[str], None], place: Place | None = None) -> Ucx:
                 result = running.enter_context(Probe(order, folder)).hear(Result)
         except Ended as exc:
             failure = exc
-        # The reader's first: where both tell of something, its word counts.
+        # The reader's comes first, because its report counts if both have one.
         logs = sorted(folder.glob("*.ucx"), reverse=True)
         found = read_log(chain.from_iterable(_text(path).splitlines() for path in logs))
     return msgspec.structs.replace(
