@@ -369,4 +369,4 @@ def test_no_turn_is_long_where_there_is_much() -> None:
             turns.append(time.thread_time() - began)
         after = decode_account(said[0].account).after
         longest.append(max(turns))
-    assert min(longest) < 0.004
+    assert min(longest) < 0.01  # a page in one turn would take some sixty times as long as a turn
