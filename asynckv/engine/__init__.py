@@ -1,11 +1,11 @@
-"""The engine: one rank on an asyncio loop, between the pure core and the planes that touch the world.
+"""The engine: one rank on an asyncio loop, between the pure core and the planes that do input and output.
 
-Nothing is decided here: states and what follows from them are tables in `asynckv/core`. `Engine.pull` checks its
-arguments and asks for a turn of the loop. The core leaves a claim and a read in its outbox. In that turn the driver
-sends the claim and posts the read. Answer and end of the transfer come in as events; with the second of them the core
-says that the pull has ended, and the driver wakes its caller.
+No decision is made here, because states and transitions are tables in `asynckv/core`. For example, `Engine.pull` checks
+its arguments and schedules a turn of the loop. The core puts a claim and a read into its outbox, and in that turn the
+driver sends the claim and posts the read. The answer and the end of the transfer arrive as events. After the second of
+them the core reports that the pull has ended, and the driver wakes its caller.
 
-All of it happens on one event loop. The core is never entered twice at once, and nothing here takes a lock.
+Everything runs on one event loop, so the core is never entered twice at once, and nothing here takes a lock.
 """
 
 from asynckv.engine.engine import Engine

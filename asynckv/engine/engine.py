@@ -1,7 +1,7 @@
 """The engine's public calls and properties.
 
-A call checks its arguments, asks for a turn of the loop, and is handed to the core with the time. `driver.py` carries
-out the results, and `ending.py` ends the engine.
+A call checks its arguments, schedules a turn of the loop, and passes them to the core with the time. `driver.py`
+carries out the results, and `ending.py` ends the engine.
 """
 
 from __future__ import annotations
@@ -57,29 +57,29 @@ from asynckv.version import VERSION
 Groups = Sequence[tuple[int, BlockIds]]
 
 UNNAMED = "the layout does not name its model, so nothing keeps engines of different models apart; give it model="
-"""Text of a warning: the layouts of two models of one shape differ only in their name."""
+"""Text of a warning, because the layouts of two models with the same shape differ only in their name."""
 
 MAX_RETRYING = 64
 
 
 class Engine:
-    """One rank of an inference engine: it lends its own blocks, and pulls others'.
+    """One rank of an inference engine, which lends its own blocks and pulls those of other ranks.
 
-    Use it as an async context manager, or call `start` and `aclose`. It belongs to the event loop on which `start` ran:
-    elsewhere every method raises `WrongThread`, and changes nothing. The questions (`statistics`, `holds`, `requests`
-    ...) may be asked on that loop's thread at any time. `config`, `registration`, `incarnation`, `endpoint`,
+    Use it as an async context manager, or call `start` and `aclose`. It belongs to the event loop on which `start` ran.
+    Elsewhere every method raises `WrongThread`, and changes nothing. The queries (`statistics`, `holds`, `requests`
+    ...) may be called on that loop's thread at any time. `config`, `registration`, `incarnation`, `endpoint`,
     `memory_epoch` and `observation` (for metrics and traces) may be read from any thread.
 
     Args:
         config: Checked configuration.
-        registration: The memory this rank holds (`register_memory`, `register_tensors`).
+        registration: This rank's memory, from `register_memory` or `register_tensors`.
         data: Data plane; NIXL if left out.
-        control: Control plane; ZMQ if left out.
+        control: Control plane; ZeroMQ if left out.
         clock: Clock; the system's if left out.
-        token_hex: Source of randomness, as `secrets.token_hex`; for simulations.
+        token_hex: Source of randomness like `secrets.token_hex`, for simulations.
 
     Raises:
-        ConfigError: The configuration or the registration is something else.
+        ConfigError: The configuration or the registration has the wrong type.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Engine:
         Raises:
             BackendError: NIXL cannot start or register the memory, or the address cannot be bound; nothing is left
                 running.
-            LayoutError: The layout does not hold together.
+            LayoutError: The layout is inconsistent.
         """
         self._home.here(self.start, is_first=True)
         if self._ending.is_closing or self._life.is_shut:
@@ -190,7 +190,7 @@ class Engine:
         driver.soon()
 
     async def _open_door(self) -> None:
-        """Make this rank's socket for processes of this host, if one is wanted."""
+        """Open this rank's socket for processes of this host, if one is configured."""
         if not (directory := self.config.inspect.directory):
             return
         layout = self.registration.layout
@@ -199,7 +199,7 @@ class Engine:
         await door.open(name, self.incarnation)
 
     def _choose_data(self) -> DataPlane:
-        """Choose where NIXL runs: in this process, or in one of its own."""
+        """Choose whether NIXL runs in this process or in its own."""
         from asynckv.edges.choice import choose_plane
 
         config, layout = self.config, self.registration.layout
@@ -212,7 +212,7 @@ class Engine:
         )
 
     async def _begin(self, memory_epoch: int = 0) -> None:
-        """Bring the data plane up, register the memory, and make the core that speaks for it."""
+        """Start the data plane, register the memory, and make a core for it."""
         driver, layout = self._driver, self.registration.layout
         agent = await driver.data.start(layout.memories, driver.on_data)
         if self._ending.is_closing:
@@ -245,13 +245,13 @@ class Engine:
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """End everything: cancel pulls, revoke leases, keep the grants, then close. Idempotent.
 
-        Grants to readers run for `lease.grant_s` at most. Give `timeout_s` if there is less time, because the process
-        is about to be killed: after it the other grants are cut short. Readers then get a goodbye, and use no unproven
-        bytes. Ending the NIXL agent takes milliseconds more (a second if a peer is just being loaded, ten if a call is
-        stuck inside NIXL).
+        Grants to readers run for `lease.grant_s` at most. Give `timeout_s` if there is less time, for example because
+        the process is about to be killed. Grants that still run then are cut short. Readers get a goodbye, and use no
+        unproven bytes. Ending the NIXL agent takes milliseconds more (a second if a peer is just being loaded, ten if a
+        call is stuck inside NIXL).
 
         **Do not write the memory after grants were cut short**, before this process ends or the grants have run out
-        (`HeldBlocks.left_s`): a reader that missed the goodbye may read and accept it until then.
+        (`HeldBlocks.left_s`). Until then a reader that missed the goodbye may read and accept it.
 
         Args:
             timeout_s: Seconds to wait for grants and transfers; as long as they need if left out. A later call may
@@ -294,17 +294,17 @@ class Engine:
         return await self._ending.suspend(timeout_s)
 
     async def resume(self, registration: Registration | None = None) -> None:
-        """Register memory again and serve anew, like another start of the process: old params are refused.
+        """Register memory and serve again. As after a restart of the process, old params are refused.
 
-        `endpoint` and `memory_epoch` change: make a new `PrefillRanks` of them.
+        `endpoint` and `memory_epoch` change, so make a new `PrefillRanks` of them.
 
         Args:
-            registration: Where the memory lies now; where it was before if left out.
+            registration: The memory to use; the same as before if left out.
 
         Raises:
             LocalProtocolError: The engine is not suspended.
             BackendError: NIXL cannot register the memory; the engine stays suspended.
-            LayoutError: The layout does not hold together; the engine stays suspended.
+            LayoutError: The layout is inconsistent; the engine stays suspended.
         """
         self._home.here(self.resume)
         if registration is not None:
@@ -315,14 +315,14 @@ class Engine:
             raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
         if self._ending.is_busy:
             raise LocalProtocolError(
-                "another resume is under way, or lets go of the memory after it failed; try again later"
+                "another resume is under way, or releases the memory after it failed; try again later"
             )
         driver, before, old = self._driver, (self.registration, self.incarnation), self._driver.core
         self.registration, self.incarnation = registration or self.registration, self._token_hex(16)
         self._ending.is_busy = True
         try:
             if not self._is_data_given:
-                driver.data = self._choose_data()  # other memory may be shared or not
+                driver.data = self._choose_data()  # chosen again, because other memory may need the other choice
             await self._begin(self.memory_epoch + 1)
         except BaseException:
             self.registration, self.incarnation = before
@@ -353,7 +353,7 @@ class Engine:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Address at which decode ranks reach this one; for the `endpoints` of a `PrefillRanks`.
+        """Address at which decode ranks reach this rank, for the `endpoints` of a `PrefillRanks`.
 
         Raises:
             EngineClosed: The engine was not started.
@@ -365,8 +365,8 @@ class Engine:
 
     @property
     def memory_epoch(self) -> int:
-        """Number of times that this engine's memory was registered anew. A `PrefillRanks` needs the greatest of all
-        ranks."""
+        """Number of times that this engine's memory was registered again. A `PrefillRanks` needs the greatest number of
+        all ranks."""
         # Any thread may ask, even while the engine starts.
         return self._driver.core.prefill.memory_epoch if hasattr(self._driver, "core") else 0
 
@@ -388,14 +388,14 @@ class Engine:
         The KV must be in the blocks already (`synchronize` waits for a GPU). Lend requests in any order, each once.
 
         Args:
-            params: What `PrefillRanks.make_params` returned. The decode side may have them already.
+            params: Params from `PrefillRanks.make_params`. The decode side may have them already.
             num_readers: Number of decode engines that will read the request, each once. The blocks return when all of
                 them have released. A reader that never comes costs the rest of `lease_s`; one more is refused.
 
         Raises:
             EngineClosed: The engine is closed or draining.
             PlanRefused: The blocks do not fit the layout.
-            LocalProtocolError: The params are another engine's, were lent before or withdrawn, or a block is being
+            LocalProtocolError: The params belong to another engine, were lent before or withdrawn, or a block is being
                 written.
         """
         self._home.here(self.lend)
@@ -408,17 +408,17 @@ class Engine:
         return LentRequest(driver, lease)
 
     def withdraw(self, params: KVTransferParams | Mapping[str, Any]) -> None:
-        """Say that a request was aborted and will never be lent. Call it on every prefill rank.
+        """Declare that a request was aborted and will never be lent. Call it on every prefill rank.
 
-        Readers that wait for it are refused (`withdrawn`), and so are those that come later. A request that is lent is
-        revoked; one that has ended stays as it is. So the caller need not know how far the request is.
+        Readers that wait for it, or come later, are refused (`withdrawn`). The caller need not know the state of the
+        request: one that is lent is revoked, and one that has ended is left unchanged.
 
         Args:
-            params: What `PrefillRanks.make_params` returned.
+            params: Params from `PrefillRanks.make_params`.
 
         Raises:
             EngineClosed: The engine was not started.
-            LocalProtocolError: The params are another engine's.
+            LocalProtocolError: The params belong to another engine.
             RemoteProtocolError: The params are malformed.
         """
         self._home.here(self.withdraw)
@@ -432,16 +432,16 @@ class Engine:
     def reclaim(self, num_blocks: int) -> int:
         """Revoke requests that were lent for long, so that about `num_blocks` blocks return.
 
-        The reader engine that holds most loses its oldest request first. Every request is kept for `lease.grant_s`, and
-        each reader engine keeps an equal share of all blocks, so the only one that reads here loses nothing. A reader
-        that has not begun to read lets go within a third of `grant_s`; one that reads has until its promise runs out.
-        Both get `LeaseRefused` (`revoked`), and prefill again.
+        The reader engine that holds the most blocks loses its oldest request first. Every request is kept for
+        `lease.grant_s`. Each reader engine keeps an equal share of all blocks, so a sole reader engine loses nothing. A
+        reader that has not begun to read releases within a third of `grant_s`; one that reads has until its grant ends.
+        Both get `LeaseRefused` (`revoked`), and have to prefill again.
 
         Args:
             num_blocks: Number of blocks wanted, of all groups, including those revoked before that have not returned.
 
         Returns:
-            Number of requests that were revoked (`LentRequest.wait_released` says `revoked`).
+            Number of requests that were revoked (`LentRequest.wait_released` reports `revoked`).
 
         Raises:
             EngineClosed: The engine was not started.
@@ -553,7 +553,7 @@ class Engine:
         flag("is_last", is_last)
         priority = integer("priority", priority, -MAX_INTEGER)
         if type(groups) is not list and isinstance(groups, Iterable):
-            groups = tuple(groups)  # which can be looked at again by another attempt
+            groups = tuple(groups)  # because a retry iterates over it again
         if request_id in self._retrying:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
         driver, now = self._driver, self._clock.now()
@@ -579,24 +579,24 @@ class Engine:
     def cancel(
         self, request_id: str, params: KVTransferParams | Mapping[str, Any] | None = None, *, cohort_id: str = ""
     ) -> bool:
-        """Give up a request: announced, pulled or waiting for a retry; with `params` also one that was none of these.
+        """Give up a request that is announced, pulled or waiting for a retry; with `params` also any other request.
 
-        The reader is discharged on the prefill side, whatever `is_last` said. Between two attempts of the caller's own
-        (`is_last=False`) give the params, or the lease runs out.
+        The reader is discharged on the prefill side, whatever `is_last` was. Between two attempts of the caller's own
+        (`is_last=False`) the params are needed; without them the lease runs out instead.
 
-        With params the request is released although nothing was read of it: for a full prefix hit, or a request that is
+        With params the request is released although nothing was read: for a full prefix hit, or for a request that is
         aborted before its blocks are allocated. Call it on every decode rank. It needs no handshake, and costs one
-        message per prefill rank that this rank answers for, repeated until acknowledged or for
+        message per prefill rank that this rank answers for. The message repeats until it is acknowledged, or for
         `pull.release_timeout_s`. A request that is not lent yet is freed when it is lent (within the prefill side's
-        `lease.parked_s`). An engine that drains still does all this.
+        `lease.parked_s`). A draining engine still does all this.
 
         Args:
             request_id: The decode side's id.
-            params: What the prefill side gave out for the request.
+            params: Params of the request, from the prefill side.
             cohort_id: As for `pull`; for a request with params.
 
         Returns:
-            Whether there was something to give up; always with params.
+            True if there was something to give up; always True with params.
 
         Raises:
             EngineClosed: With params: the engine was not started, is closed or suspended.
@@ -622,10 +622,9 @@ class Engine:
         return found
 
     async def returned(self, request_id: str) -> None:
-        """Wait until no attempt at a request can write any block.
+        """Wait until no pull of a request can write any block. Return at once if nothing is held.
 
-        It is for a pull with a cancelled task, because a `CancelledError` cannot carry `PullError.returned`. Returns at
-        once if nothing is held.
+        Use it after the task of a pull was cancelled, because a `CancelledError` cannot carry `PullError.returned`.
 
         Raises:
             BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.
@@ -641,7 +640,7 @@ class Engine:
             await driver.waiting.setdefault(held.pull_id, Waiting(held, self._home)).until_returned()
 
     def forget_peer(self, address: str) -> None:
-        """Take the caller's word that the rank at an address is gone: everything that waits for it fails."""
+        """Treat the rank at an address as gone, and fail everything that waits for it."""
         self._home.here(self.forget_peer)
         address = text("address", address, MAX_NAME)
         driver = self._driver
@@ -651,7 +650,7 @@ class Engine:
     # -- questions ---------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """Take a snapshot of counters and gauges."""
+        """Return a snapshot of counters and gauges."""
         self._home.asked(self.statistics)
         core, driver, lag = self._core, self._driver, self._driver.lag
         counters = driver.counters()
@@ -660,7 +659,7 @@ class Engine:
         )
 
     def _facts(self) -> Facts:
-        """Return facts that the core cannot know, for questions about this engine."""
+        """Return facts that the core cannot know, for status answers about this engine."""
         driver, now, lag = self._driver, self._clock.now(), self._driver.lag
         between = self._between_attempts(now)
         return Facts(
@@ -685,17 +684,17 @@ class Engine:
         return self._core.inspect.holds(now) + self._between_attempts(now)
 
     def requests(self) -> tuple[RequestStatus, ...]:
-        """Say how every request stands that is announced, pulled or lent here, the oldest first.
+        """Return the status of every request that is announced, pulled or lent here, the oldest first.
 
-        `holds` is about blocks, this is about requests: an announcement holds no block of this engine, but keeps blocks
-        of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
+        `holds` lists holders of blocks; this lists requests. An announcement holds no block of this engine, but keeps
+        blocks of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
         """
         self._home.asked(self.requests)
         now = self._clock.now()
         return self._core.inspect.requests(now) + tuple(map(retry_status, self._between_attempts(now)))
 
     def describe(self) -> dict[str, str]:
-        """Name versions, transports and modes in use."""
+        """Return the versions, transports and modes in use."""
         self._home.asked(self.describe)
         return self._driver.data.describe()
 
@@ -703,7 +702,7 @@ class Engine:
         """Compare the holders of blocks with the running requests, as tests do.
 
         Raises:
-            AsyncKVError: They contradict each other: a bug to report, with this message.
+            AsyncKVError: They contradict each other. This is a bug; please report it with the message.
         """
         self._home.asked(self.check_integrity)
         if wrong := self._core.inspect.check_integrity():
@@ -722,4 +721,4 @@ def _check(registration: Registration, error: type[AsyncKVError]) -> None:
         why = ""
     except msgspec.ValidationError as exc:
         why = f" ({exc})"
-    raise error(f"registration is {shown(registration)}{why}; give what register_memory or its like return")
+    raise error(f"registration is {shown(registration)}{why}; give the result of register_memory or register_tensors")
