@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and hooks that all tests share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A new folder for sockets, whose paths may have 107 letters: a test's own folder may be too deep for them."""
+    """A new folder for sockets: their paths have at most 107 letters, a test's own folder may be too deep."""
     with tempfile.TemporaryDirectory(prefix="akv-") as path:
         yield Path(path)
 

@@ -1,7 +1,7 @@
 """Which seed catches a planted bug first: `python -m tests.first_seeds`, for `SEEN` in tests/test_simulation.py.
 
-Seeds that were seen to catch a bug are tried first. What changes the order of events makes them stale; then tests look
-for another one and take longer, and this finds it once. It prints the bugs whose seed is another now, and no small one.
+Seeds that were seen to catch a bug are tried first. A change of the order of events makes them stale; then tests search
+for another one and take longer, and this finds it once. It prints bugs with a new seed, and those with no small one.
 """
 
 from __future__ import annotations

@@ -90,7 +90,6 @@ class Side:
         return group.make_params(f"cmpl-{number}", [(0, [number % 32])], 16)
 
     def lend_it(self, params: dict[str, Any]) -> None:
-        """Lend a request whose params were made before."""
         self.engine.lend(params)
 
     def lend(self, number: int, first: int = 0) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 A record's bytes are a function of its key. Each process reads all that it finds, says how much of it was served, lost
 or wrong, and then forgets and writes over random places under new keys, as fast as it can, until it is killed at a
-random moment. Meanwhile another reads along, and between two lives somebody meddles: with the index, by exchanging
-files of two directories.
+random moment. Meanwhile another process reads along, and between two lives the index is damaged, or files of two
+directories are exchanged.
 
 With system calls each is forked from this one, which has imported everything; with NIXL each is a process of its own.
 """
@@ -41,7 +41,7 @@ from tests.lab.plain_files import plain
 
 PLACES, SIZE, AT_ONCE = 64, 16 * 4096, 8
 EVERY = 3
-"""So many lives, and in one of them somebody reads along."""
+"""One life in this many has a process that reads along."""
 
 MOST_S = 0.05
 """Until a kill, from when the first record was stored."""
@@ -186,7 +186,7 @@ def main(root: Path, kills: int, back_end: BackEnd) -> Counter[str]:
     chance = random.Random(kills)
     folders = [root / "a", root / "b"]
     spoiled: set[Path] = set()
-    """Directories whose index somebody meddled with."""
+    """Directories with a damaged index."""
     for number in range(kills + 1):
         folder, other = chance.sample(folders, 2)
         child, heard = begin(folder, back_end, number)

@@ -49,7 +49,7 @@ from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
 Plant = Callable[[Rank], None]
 PLANTED: dict[str, Plant] = {}
 INSIDE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
-"""What has to be replaced besides, in the core."""
+"""Replacements in the core that a mutation needs besides."""
 
 MARGIN = 1e-3
 """By how much clocks may differ."""
@@ -141,7 +141,7 @@ def promises(rank: Rank) -> dict[str, str]:
 
 
 def questions(rank: Rank) -> dict[tuple[str, Other], dict[int, float]]:
-    """Remember of each pull, and whom it asks, which questions were asked and when."""
+    """Remember of each pull and rank, which questions were asked and when."""
     asked: dict[tuple[str, Other], dict[int, float]] = defaultdict(dict)
 
     @rank.sends(*ASKS)
@@ -153,7 +153,7 @@ def questions(rank: Rank) -> dict[tuple[str, Other], dict[int, float]]:
 
 
 def releases_to_skipped(rank: Rank, become: Callable[[Said], Said | None]) -> None:
-    """Change what is said to ranks that were read nothing from: nobody claims from them."""
+    """Change the messages to ranks that were read nothing from: no reader claims from them."""
     claimed = set[tuple[str, str]]()
 
     @rank.sends(Claim)
@@ -184,7 +184,7 @@ def retrying(rank: Rank, *, is_patient: bool = True) -> None:
     """Try again by another way than the engine does: each attempt is a pull of its own, with a deadline of its own.
 
     Args:
-        rank: Who does it.
+        rank: The rank that does it.
         is_patient: It waits for the blocks of the attempt before.
     """
     given_up = set[str]()
@@ -276,8 +276,6 @@ def strikes_off_all_attempts_of_a_rank(rank: Rank) -> None:
 
 @planted
 def a_release_counts_for_every_stage(rank: Rank) -> None:
-    """What one pipeline stage of a tensor-parallel rank releases, its other stages have released as well."""
-
     @rank.hears(Release)
     def book(said: Said) -> Said | list[Said]:
         speaker, pull_id = said.message.cohort, said.message.pull_id
@@ -347,7 +345,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @planted
 def revoking_breaks_promises(rank: Rank) -> None:
-    """What is revoked is free at once, whoever was promised it."""
+    """Revoked blocks are free at once, whatever was promised."""
 
     def begin(params: Any, handle: EarlyEnd) -> None:
         def revoke() -> None:
@@ -399,14 +397,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @planted
 def anybody_may_release(rank: Rank) -> None:
-    """A release counts for the pull that it names, whoever sends it."""
+    """A release counts for the pull that it names, from any sender."""
     holders = promises(rank)
     rank.hears(Release)(lambda said: Said(said.message, said.other, holders.get(said.message.pull_id, said.start)))
 
 
 @planted
 def anybody_may_renew(rank: Rank) -> None:
-    """A renewal counts for the pull that it names, whoever sends it."""
+    """A renewal counts for the pull that it names, from any sender."""
     holders = promises(rank)
     rank.hears(Renew)(lambda said: Said(said.message, said.other, holders.get(said.message.pull_id, said.start)))
 
@@ -424,7 +422,7 @@ def tokens_are_not_compared(rank: Rank) -> None:
 
 @planted
 def request_ids_are_not_compared(rank: Rank) -> None:
-    """Whoever knows a key may call the request what he likes."""
+    """A process that knows a key may call the request what it likes."""
     lent, _ = remembers(rank)
 
     @rank.hears(Claim, Release)
@@ -501,7 +499,7 @@ def promises_cut_short_are_not_named(rank: Rank) -> None:
 
 @planted
 def closing_takes_its_time(rank: Rank) -> None:
-    """Whoever has little time to close waits for every promise all the same."""
+    """An engine with little time to close waits for every promise all the same."""
 
     async def aclose(timeout_s: float | None = None) -> Any:
         return await rank.engine.honest.aclose()
@@ -511,7 +509,7 @@ def closing_takes_its_time(rank: Rank) -> None:
 
 @planted
 def a_lease_is_cut_short(rank: Rank) -> None:
-    """What is lent comes back at half its time."""
+    """A lease ends at half its time."""
     promised: dict[Key, float] = {}
 
     @rank.sends(Granted)
@@ -535,7 +533,7 @@ def a_lease_is_cut_short(rank: Rank) -> None:
 
 @planted
 def a_lease_lasts_as_long_as_any_may(rank: Rank) -> None:
-    """What nobody asks for stays lent for `max_lease_s`."""
+    """A lease that no reader asks for lasts for `max_lease_s`."""
 
     def lend(params: Any, **options: Any) -> Any:
         return rank.engine.honest.lend(params | {"lease_s": rank.engine.config.lease.max_lease_s}, **options)
@@ -563,7 +561,7 @@ def no_fence(rank: Rank) -> None:
     @rank.sends(*ASKS)
     def answer(said: Said) -> Said:
         message = said.message
-        # It promises nothing; but whoever asks after all has arrived takes any answer for the proof.
+        # It promises nothing; but a reader that asks after all has arrived takes any answer for the proof.
         granted = Granted(message.key, message.pull_id, message.nonce, 0.0, LONG)
         rank.imagine(granted, said.other, said.start)
         return said
@@ -675,7 +673,7 @@ def promises_are_not_renewed(rank: Rank) -> None:
 
 @planted
 def lapsed_promises_are_renewed(rank: Rank) -> None:
-    """What has run out is asked for as if it still ran, not claimed anew."""
+    """A promise that has run out is renewed, not claimed anew."""
     granted = set[tuple[str, str]]()
 
     @rank.hears(Granted)
@@ -695,10 +693,10 @@ def lapsed_promises_are_renewed(rank: Rank) -> None:
 
 
 def returning_early(rank: Rank, may: Callable[[bool], bool], *, is_held: bool = True) -> None:
-    """Let whoever waits for blocks have them at once.
+    """Let calls that wait for blocks have them at once.
 
     Args:
-        rank: Who does it.
+        rank: The rank that does it.
         may: Whether to, of a last attempt or another.
         is_held: A failed pull still says which blocks are held.
     """
@@ -782,7 +780,7 @@ def closing_returns_blocks_too_soon(rank: Rank) -> None:
 
 @planted
 def blocks_are_never_retired(rank: Rank) -> None:
-    """Whoever waits for blocks that never come back waits for ever."""
+    """A call that waits for blocks that never come back waits for ever."""
     rank.pull_config = lambda pull: replace(pull, held_s=LONG)
 
 
@@ -905,7 +903,7 @@ def every_release_says_complete(rank: Rank) -> None:
 
 @planted
 def nobody_says_that_no_attempt_follows(rank: Rank) -> None:
-    """What was told that it will be tried again waits until its lease runs out."""
+    """A lease that was told of another attempt waits until it runs out."""
     claimed, retried = set[str](), set[Key]()
 
     @rank.sends(Claim)
@@ -1038,7 +1036,6 @@ def one_handshake_at_a_time(rank: Rank) -> None:
 
 @planted
 def no_pause_between_handshakes(rank: Rank) -> None:
-    """Whoever could not be met is asked again at once."""
     rank.pull_config = lambda pull: replace(pull, backoff_s=1e-6, max_backoff_s=1e-6)
 
 
@@ -1050,7 +1047,7 @@ def hellos_are_repeated_without_patience(rank: Rank) -> None:
 
 @planted
 def peers_outlive_the_agent_that_loaded_them(rank: Rank) -> None:
-    """What was loaded is taken for loaded, whatever became of our agent."""
+    """A loaded peer is taken for loaded, whatever became of our agent."""
 
     def poll() -> list[Any]:
         news = rank.data.honest.poll()
@@ -1068,7 +1065,7 @@ def peers_outlive_the_agent_that_loaded_them(rank: Rank) -> None:
 
 @planted
 def a_dead_agent_is_given_out(rank: Rank) -> None:
-    """Whoever shakes hands is told of the first agent for ever."""
+    """Peers that shake hands are told of the first agent for ever."""
     first: list[Welcome] = []
 
     async def start(*args: Any) -> AgentInfo:
@@ -1117,7 +1114,7 @@ def the_deadline_is_forgotten(rank: Rank) -> None:
 
 @planted
 def discharging_does_nothing(rank: Rank) -> None:
-    """What nobody needs is kept for its reader until its lease runs out."""
+    """A lease that no reader needs is kept for its reader until it runs out."""
 
     def cancel(request_id: str, params: Any = None, **options: Any) -> bool:
         return params is not None or bool(rank.engine.honest.cancel(request_id))
@@ -1183,7 +1180,7 @@ def whoever_is_late_was_told_to_wait(rank: Rank) -> None:
 
 @planted
 def draining_revokes(rank: Rank) -> None:
-    """Who drains takes back what it has lent."""
+    """Draining takes back what was lent."""
     lent, _ = remembers(rank)
 
     async def drain(timeout_s: float) -> Any:
@@ -1196,8 +1193,6 @@ def draining_revokes(rank: Rank) -> None:
 
 @planted
 def draining_lends(rank: Rank) -> None:
-    """Who drains goes on lending."""
-
     async def drain(timeout_s: float) -> Any:
         await asyncio.sleep(timeout_s)
         return await rank.engine.honest.drain(0.0)
@@ -1218,7 +1213,7 @@ def draining_forgets_who_is_left(rank: Rank) -> None:
 
 @planted
 def sleep_breaks_promises(rank: Rank) -> None:
-    """The memory is let go while somebody was promised it."""
+    """The memory is let go while a reader was promised it."""
     lent = lends(rank)
     falling: list[asyncio.Task[Any]] = []
 
@@ -1238,7 +1233,7 @@ def sleep_breaks_promises(rank: Rank) -> None:
 
 @planted
 def old_references_are_served_after_sleep(rank: Rank) -> None:
-    """Who wakes up is who fell asleep."""
+    """A rank that wakes up is the one that fell asleep."""
     names, spent, before = list[str](), set[Key](), dict[Key, Key]()
 
     def renewed(key: Key) -> Key:
@@ -1281,7 +1276,7 @@ def old_references_are_served_after_sleep(rank: Rank) -> None:
 
 @planted
 def one_window_for_all_peers(rank: Rank) -> None:
-    """Whoever's window is full keeps all others from posting."""
+    """A peer with a full window keeps all others from posting."""
     rank.pull_config = lambda pull: replace(pull, total_bytes=pull.window_bytes)
 
 
@@ -1319,13 +1314,13 @@ def more_read_than_are_admitted(rank: Rank) -> None:
 
 @planted
 def one_queue_for_all(rank: Rank) -> None:
-    """Whoever waits for one peer waits before everybody."""
+    """A pull that waits for one peer waits before all others."""
     rank.pull_config = lambda pull: replace(pull, total_requests=pull.window_requests)
 
 
 @planted
 def the_queue_lets_leases_run_out(rank: Rank) -> None:
-    """Who waits does not claim."""
+    """A pull that waits does not claim."""
 
     @rank.sends(*ASKS)
     def wait(said: Said) -> Said | None:
@@ -1335,7 +1330,7 @@ def the_queue_lets_leases_run_out(rank: Rank) -> None:
 
 @planted
 def whoever_floods_fills_the_memory_for_early_claims(rank: Rank) -> None:
-    """Nobody counts who parked what."""
+    """Parked messages are not counted by sender."""
     known, ways = set[str](), dict[ReplyTo, Other]()
 
     @rank.hears(Hello)
@@ -1429,7 +1424,7 @@ def what_was_withdrawn_may_be_lent(rank: Rank) -> None:
 
 @planted
 def endings_are_taken_for_all_that_is_spent(rank: Rank) -> None:
-    """What has ended long ago may be lent again."""
+    """A request that has ended long ago may be lent again."""
 
     def is_long_ago(key: Key, lent: dict[Key, Any], withdrawn: dict[Key, Any]) -> bool:
         others = [k for k, handle in lent.items() if handle.is_over] + list(withdrawn)
@@ -1440,7 +1435,7 @@ def endings_are_taken_for_all_that_is_spent(rank: Rank) -> None:
 
 @planted
 def withdrawing_leaves_early_claims_waiting(rank: Rank) -> None:
-    """Whoever waits for a request that is withdrawn is not told."""
+    """Readers that wait for a withdrawn request are not told."""
     lent, withdrawn = remembers(rank)
     lend = rank.engine.lend
 
@@ -1493,7 +1488,7 @@ def what_has_ended_long_ago_is_not_lent_yet(rank: Rank) -> None:
 
 
 def wait(rank: Rank, said: Said) -> None:
-    """Tell whoever claims that the request is not lent yet, and take what it releases for that time."""
+    """Tell readers that claim that the request is not lent yet, and take what they release for that time."""
     message = said.message
     is_claim = isinstance(message, Claim)
     answer = NotYet(message.key, message.pull_id, message.nonce) if is_claim else Ack(message.key, message.pull_id)

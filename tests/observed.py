@@ -29,7 +29,7 @@ async def passing(bench: Bench, task: asyncio.Task[Any]) -> Any:
 async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillRanks, make: Make | None = None) -> None:
     """Live through it all: five requests end in five ways, and one is held on at the end.
 
-    In turn: `well`, `retried` (its first read fails), `cancelled`, `withdrawn`, `expired` (lent to nobody),
+    In turn: `well`, `retried` (its first read fails), `cancelled`, `withdrawn`, `expired` (lent, and never claimed),
     and `stuck`, whose read does not end, so that its blocks are retired.
     """
     assert decode.data is not None
@@ -80,7 +80,7 @@ async def end(decode: Side) -> None:
 
 
 async def lived(sim: Bench) -> str:
-    """What metrics show of a whole story."""
+    """Return the metrics of a whole story."""
     registry = CollectorRegistry()
     async with sim.pair(**QUICK) as (prefill, decode, group):
         registry.register(Metrics(prefill.engine, decode.engine))

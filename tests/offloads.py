@@ -59,7 +59,6 @@ def chain(name: str, count: int) -> list[str]:
 
 
 def _left(disks: Sequence[SimDisk], config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
-    """What others have left."""
     forms = [next(decode_layout(body) for body in disk.layouts.values()) for disk in disks]
     return [
         Shelf(
@@ -132,7 +131,7 @@ class Rank:
         return Engine(config, registration, data=data, control=control, clock=self.clock)
 
     def block(self, *ids: int) -> bytes:
-        """What blocks hold, layer by layer."""
+        """Return the bytes of blocks, layer by layer."""
         n = self.layout.groups[0].num_blocks
         return b"".join(a.reshape(2, n, -1)[:, [i]].tobytes() for i in ids for a in self.arrays)
 

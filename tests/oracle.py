@@ -66,7 +66,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """How one engine pages some layers."""
+    """Some layers as one engine pages them."""
 
     layers: tuple[int, ...]
     block_size: int
@@ -220,7 +220,7 @@ Cells = list[tuple[int, Int64s, Bytes, bool]]
 
 
 def cells(rank: Rank, lists: Lists, cache: Cache, tokens: int, wanted: int | None = None) -> Cells:
-    """Everything that a rank's blocks are for; `wanted` says whose tokens must be there, and where states go."""
+    """Return the content of a rank's blocks; `wanted` tells how many tokens must be there, and where states go."""
     out: Cells = []
     goal = tokens if wanted is None else wanted
     for layer, view, part, spec in rank.each():
@@ -301,7 +301,7 @@ def offers(lists: Lists) -> list[BlockRuns]:
 
 
 def maps(local: Rank, remotes: Sequence[Rank]) -> list[PeerTables | None]:
-    """What is read of each remote rank."""
+    """Return the tables of what is read of each remote rank."""
     shares = assign(local.layout, [r.layout for r in remotes])
     ids = iter(range(1, 1 << 30))
     return [PeerTables(local.layout, r.layout, s, ids) if s else None for r, s in zip(remotes, shares, strict=True)]

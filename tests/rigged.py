@@ -102,7 +102,6 @@ class Rank:
 
     @property
     def now(self) -> float:
-        """What its clock says, in no time."""
         return self.process.epoch + self.process.now * self.process.rate
 
     def sends(self, *kinds: type) -> Callable[[Callable[[Said], Passed]], None]:
@@ -114,11 +113,11 @@ class Rank:
         return lambda hook: self._hearers.append((kinds, hook))
 
     def say(self, said: Said) -> None:
-        """Send a message that nobody asked for, or asked for before."""
+        """Send a message that was not asked for, or was asked for before."""
         self.control.honest.send(said.other, encode_packet(self.engine.incarnation, said.start, [said.message]))
 
     def imagine(self, message: Message, other: Other, start: str) -> None:
-        """Hear, in a moment, what nobody said."""
+        """Hear, in a moment, a message that was never sent."""
         packet = encode_packet(start, self.engine.incarnation, [message])
         self.process.loop.call_soon(self._on_packet, other, packet, "")
 
@@ -191,7 +190,7 @@ def key_of(params: Any) -> Key:
 
 
 class EarlyEnd(Door):
-    """A lent request whose owner may be given it back before it is his."""
+    """A lent request that may return to its owner too early."""
 
     def __init__(self, handle: Any) -> None:
         self.honest = handle
@@ -219,11 +218,11 @@ class EarlyEnd(Door):
 
 
 class Aliases:
-    """Lends again what is spent, under keys that the core has not seen: outside nobody notices.
+    """Lends spent keys again, under keys that the core has not seen: outside it goes unnoticed.
 
     Args:
-        rank: Who does it.
-        is_trusting: Nor does anybody compare blocks or names.
+        rank: The rank that does it.
+        is_trusting: Blocks and names are not compared either.
     """
 
     def __init__(self, rank: Rank, *, is_trusting: bool = False) -> None:

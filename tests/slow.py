@@ -1,8 +1,8 @@
 """Runs the slow tests, two processes at a time: `python -m tests.slow`, with pytest's options behind it.
 
-Those that only compute, and those whose deadlines are so long that they do not mind what else runs, run beside the
-others. Of these one runs at a time: they break processes under load. What says how long something took, or may take,
-runs when all these have ended. Whoever makes one of the two that run together much longer moves a file.
+Tests that only compute, or have deadlines so long that other load does not matter, run beside the
+others. Tests that break processes under load run one at a time. Tests that measure or limit a time
+run when all these have ended. An editor who makes one of the two that run together much longer moves a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Budgets: who may read now, in which order; what waits loses nothing, and what cannot read takes no room."""
+"""Budgets and the order of reads: a pull that waits loses nothing, and one that cannot read takes no room."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_deadline_in_the_queue_says_so() -> None:
 
 
 def test_requests_that_are_not_lent_yet_give_way_to_those_that_are() -> None:
-    """Else nobody would lend: the prefill side may need the blocks that wait behind them."""
+    """Else no prefill rank would lend: it may need the blocks that wait behind them."""
     world, (prefill,), decode = world_of(total_requests=2, window_requests=2)
     want = prefill.buffers.block(204)
     early = [world.params([prefill], f"e{i}", [200 + i], 4) for i in range(5)]

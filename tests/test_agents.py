@@ -1,4 +1,4 @@
-"""An agent that has ended, and a rank that somebody says is gone."""
+"""An agent that has ended, and a rank that is said to be gone."""
 
 from __future__ import annotations
 

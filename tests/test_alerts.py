@@ -258,7 +258,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
 }
 
 STOPPED_ONCE = {
-    # For six minutes, in which nobody could scrape it.
+    # For six minutes, in which it could not be scraped.
     f"asynckv_loop_away_total{{{HERE}}}": "0 0 _x6 1x20",
     f"asynckv_loop_lag_seconds_count{{{HERE}}}": "0+60x2 _x5 121+60x20",
     f'asynckv_loop_lag_seconds_bucket{{{HERE},le="10"}}': "0+60x2 _x5 120+60x20",
@@ -389,7 +389,7 @@ async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> 
     for family in text_string_to_metric_families(await lived(sim)):
         for sample in family.samples:
             shown.setdefault(sample.name, set()).update(sample.labels)
-    no_series = {"asynckv_connections_rejected_total", "asynckv_connections_refused_total"}  # without keys nobody is
+    no_series = {"asynckv_connections_rejected_total", "asynckv_connections_refused_total"}  # these need keys
     no_series |= {
         f"asynckv_{name}{ {'counter': '_total', 'histogram': '_bucket'}.get(each.kind, '') }"
         for name, each in FAMILIES.items()

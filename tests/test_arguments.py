@@ -1,4 +1,4 @@
-"""Whatever callers give is taken or refused by a typed error, before anything happens; nobody meets a TypeError."""
+"""Arguments are taken or refused by a typed error, before anything happens; no caller meets a TypeError."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ VALUES = {
     "TensorPart",
     "View",
 }
-"""Written down by callers, and checked by whoever is given them."""
+"""Written down by callers, and checked by the function that gets them."""
 RESULTS = {
     "Evicted",
     "Found",

@@ -35,7 +35,7 @@ def test_nobody_notices_an_attack(capsys: pytest.CaptureFixture[str]) -> None:
         assert each["prefill"]["dropped_frames"] > 0
         assert list(each["felt"]) == ["quiet", "raw", "packets", "huge", "parts", "queues", "ids", "afterwards"]
         assert all(felt["asked"] > 0 and felt["longest_turn_ms"] > 0 for felt in each["felt"].values())
-    # Who sends too much rubbish is not listened to for a while, unless limits are lifted.
+    # A peer that sends too much rubbish is not listened to for a while, unless limits are lifted.
     assert with_keys["prefill"]["dropped.malformed"] > 100
     assert with_keys["prefill"]["dropped.too_many"] > FRAMES // 10
     assert without["prefill"]["dropped.malformed"] > FRAMES // 10

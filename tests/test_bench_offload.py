@@ -13,7 +13,7 @@ from scripts.bench import offload_copies
 from scripts.bench.offload_copies import ABOUT
 
 ROUNDED = 0.0006
-"""How far a figure may be off that is told with three digits."""
+"""Error of a figure that is told with three digits."""
 
 SMALL = ["--blocks", "2", "--layers", "3", "--heads", "1", "--rounds", "3"]
 

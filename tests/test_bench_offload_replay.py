@@ -66,7 +66,7 @@ def test_what_host_memory_has_no_room_for_is_found_in_files() -> None:
 
 def test_a_scan_does_not_empty_the_tier_of_a_policy_that_resists_it() -> None:
     wanted, lengths, chunks = 4, [], []
-    for i in range(40):  # four prompts again and again, and between them such as nobody asks for twice
+    for i in range(40):  # four prompts again and again, and between them others that are asked for once
         chunks += [(i % wanted,), (1000 + i,), (2000 + i,)]
         lengths += [64] * 3
     workload = Workload("", tuple(lengths), chunks=tuple(chunks), chunk_tokens=64)

@@ -1,4 +1,4 @@
-"""Workers elsewhere: a command whose stdin and stdout are the lines, on this host and in another network."""
+"""Workers elsewhere: a command with stdin and stdout as the lines, on this host and in another network."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency",
 
 
 def remote(*before: str, host: str = "127.0.0.1") -> list[str]:
-    """Options of a run whose prefill side is started by a command."""
+    """Options of a run with a prefill side that a command starts."""
     return ["--remote", shlex.join([*before, *WORKER]), "--remote-host", host]
 
 

@@ -1,4 +1,4 @@
-"""What a run's figures become, and when a run is good."""
+"""The report of a run's figures, and when a run is good."""
 
 from __future__ import annotations
 

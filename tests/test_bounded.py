@@ -1,4 +1,4 @@
-"""What others can make a rank remember is bounded, and a retry waits for what its predecessor may still write."""
+"""Memory that others can fill is bounded, and a retry waits for what its predecessor may still write."""
 
 from __future__ import annotations
 

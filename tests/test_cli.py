@@ -158,8 +158,8 @@ def trace_of_three_conversations(path: Path) -> Path:
     """Thirty requests 20 ms apart; every one is 100 tokens longer than the one before in its conversation."""
     lines = []
     for i in range(30):
-        who, tokens = i % 3, 400 + 100 * (i // 3)
-        chunks = [1000 * who + j for j in range(tokens // 512)] + [100_000 + i] * (tokens % 512 > 0)
+        client, tokens = i % 3, 400 + 100 * (i // 3)
+        chunks = [1000 * client + j for j in range(tokens // 512)] + [100_000 + i] * (tokens % 512 > 0)
         lines.append(json.dumps({"timestamp": 20 * i, "input_length": tokens, "output_length": 1, "hash_ids": chunks}))
     path.write_text("\n".join(lines))
     return path
@@ -194,7 +194,7 @@ def test_who_waits_behind_a_window_that_took_too_long_is_late_by_that_much() -> 
     schedule, windows = report["schedule"], report["windows"]
     assert windows["count"] == 8
     behind = windows["seconds"] - 60 / schedule["scheduled_per_s"]
-    # Whoever ended last had come by the end of the schedule, and waited through all windows.
+    # The pulls that ended last had come by the end of the schedule, and waited through all windows.
     assert report["latency_s"]["max"] > 0.95 * behind > 0
     assert schedule["late_s"]["max"] > report["pull_s"]["p50"]
 

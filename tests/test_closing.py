@@ -41,7 +41,7 @@ async def test_a_promise_is_cut_short_named_and_its_reader_fails(sim: Bench, cap
         assert (await lent.wait_released()).cause == "closed"
         with pytest.raises(PeerLost, match="said goodbye") as caught:
             await passing(sim, task)
-        # It lands all the same: nobody believes it, and the blocks are held until then.
+        # It lands all the same: it is not believed, and the blocks are held until then.
         assert caught.value.held == {0: (6,)}
         assert decode.data is not None
         decode.data.finish()
@@ -175,7 +175,7 @@ async def test_readers_on_real_nixl_take_no_bytes_of_an_owner_that_had_no_time()
         assert [hold.request_id for hold in cut if hold.blocks] == ["s"]
         assert cut[0].left_s > 5.0
         await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
-        # From here on the memory is somebody else's.
+        # From here on the memory belongs to another owner.
         for array in prefill.arrays:
             array[:] = 0xEE
         before = decode.blocks([22, 23])

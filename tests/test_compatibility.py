@@ -1,4 +1,4 @@
-"""What earlier versions said is read; what later ones will say is read, or refused as docs/compatibility.md promises.
+"""Messages of earlier versions are read; those of later ones are read, or refused as docs/compatibility.md promises.
 
 `tests/data/wire/` has a folder per version, recorded by that version (`python -m scripts.record_wire`). Folders of
 versions that were released never change: `released.json` has their digests.
@@ -32,7 +32,7 @@ from tests.world import World, make_layout
 VERSIONS = sorted(path.name for path in record_wire.TARGET.iterdir() if path.is_dir())
 HERE = record_wire.TARGET / VERSION
 PUBLIC = ("names.json", "reports.json")
-"""What later names may be added to; all other files of this version are what it says now."""
+"""Files that later names may be added to; all other files of this version are as it writes them now."""
 
 
 def packets(version: str) -> list[tuple[str, bytes, Any]]:

@@ -1,4 +1,4 @@
-"""What one warm small pull costs in Python calls: few, on either side."""
+"""The cost of a warm small pull in Python calls: few, on either side."""
 
 from __future__ import annotations
 

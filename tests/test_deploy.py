@@ -43,10 +43,10 @@ METRICS_PORT = 9400
 DNS_S = 30.0
 """For so long CoreDNS and other caches keep an answer."""
 BODY_COST = 3
-"""So many times its size a body takes of the router's memory."""
+"""The router's memory for a body, as a multiple of its size."""
 NEEDED = {re.split("[^a-z-]", each.lower())[0] for each in requires("asynckv") or ()}
 TINY_DRAIN_S = 5.0
-"""What `TinyEngine` gives to requests under way."""
+"""Seconds that `TinyEngine` gives to requests under way."""
 START_S = 300.0
 """Processes import much, and a busy machine takes long for it."""
 

@@ -1,4 +1,4 @@
-"""A request of which nothing is needed is released wherever it stands, and nobody takes that for a failure."""
+"""A request of which nothing is needed is released wherever it stands, and is not taken for a failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.world import World, make_layout
 pytestmark = pytest.mark.anyio
 
 STAGES = ["nothing", "announced", "greeted", "claimed", "parked"]
-"""How far a request has come when it is discharged."""
+"""States that a request may have reached when it is discharged."""
 
 
 @pytest.mark.parametrize("stage", STAGES)

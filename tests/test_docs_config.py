@@ -1,4 +1,4 @@
-"""What docs/vllm.md configures is taken, and every option is on that page."""
+"""The configuration in docs/vllm.md is taken, and every option is on that page."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def test_a_network_that_swallows_packets_is_told_from_a_closed_port() -> None:
     script = (
         "ip link set lo up && ip link add akv0 type veth peer name akv1 && ip addr add 10.231.8.1/24 dev akv0 "
         "&& ip link set akv0 up && ip link set akv1 up "
-        # Somebody else's address: what is sent there arrives, and is for nobody.
+        # A foreign address: packets arrive there, and no process takes them.
         '&& ip neigh add 10.231.8.2 lladdr 02:00:00:00:00:07 dev akv0 && exec "$@"'
     )
     before = ["unshare", "--net", "sh", "-c", script, "sh"]
@@ -412,7 +412,7 @@ def test_a_firewall_before_ucxs_ports_is_told_from_one_before_the_engines() -> N
     environment = os.environ | {"UCX_TLS": "tcp"}
     with namespaces() as (there, here):
         inside = ("ip", "netns", "exec", there)
-        # Data is offered on another network; what is sent there from here arrives, and is for nobody.
+        # Data is offered on another network; packets from here arrive, and no process takes them.
         for argv in (
             ("-n", there, "link", "add", "akv2", "type", "veth", "peer", "name", "akv3"),
             ("-n", there, "addr", "add", "10.231.9.1/24", "dev", "akv2"),

@@ -179,7 +179,7 @@ BESIDE = {
     "process-unforeseen": {"reads-emulated"},
     "reads-memory": {"process-unforeseen"},
 }
-"""What is worse than a note and found with it, because it is true as well."""
+"""Findings that are worse than a note and found with it, because they are true as well."""
 
 
 def test_every_finding_is_provoked() -> None:

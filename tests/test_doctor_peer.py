@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Keys:
-    """Keys of two engines; each lists whom it is told to list."""
+    """Keys of two engines; each lists those that it is told to list."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -143,7 +143,7 @@ async def test_an_unlisted_key_is_told_from_a_wrong_one(keys: Keys) -> None:
     ours = keys.of("decode", "prefill", "decode")
     async with engine(keys.of("prefill", "prefill")) as address:
         assert await codes(address, ours) == {"to-turned-away"}
-        # The address names a key that we trust, but not that of who listens.
+        # The address names a key that we trust, but not that of the listener.
         other = Keys(keys.folder / "other")
         trusted = other.of("decode", "prefill", "decode")
         stale = f"{address.partition('#')[0]}#{_public(other.publics['prefill'])}"
@@ -250,7 +250,7 @@ async def test_what_is_no_zmq_is_told_from_what_is_silent() -> None:
 async def test_an_engine_that_is_away_is_not_taken_for_a_wrong_key(keys: Keys) -> None:
     ours = keys.of("decode", "prefill")
     plane = ZmqPlane("tcp://127.0.0.1:0", keys=keys.of("prefill", "decode"))
-    plane._from_zap = lambda frames: None  # type: ignore[method-assign]  # nobody says who may enter
+    plane._from_zap = lambda frames: None  # it does not say which keys may enter
     await plane.start(lambda origin, data, principal: None)
     try:
         assert await codes(str(plane.address), ours) == {"to-silent"}
@@ -260,7 +260,7 @@ async def test_an_engine_that_is_away_is_not_taken_for_a_wrong_key(keys: Keys) -
 
 @pytest.mark.slow
 async def test_what_swallows_packets_is_told_from_what_refuses() -> None:
-    # A listener whose queue is full: the kernel drops what asks for more, as a firewall does.
+    # A listener with a full queue: the kernel drops what asks for more, as a firewall does.
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as stack:
         for _ in range(4):
             queued = stack.enter_context(socket.socket())

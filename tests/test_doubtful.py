@@ -1,4 +1,4 @@
-"""What looks right and is not: engines of two models, layouts without a model's name, two engines of one name."""
+"""Mistakes that look right: engines of two models, layouts without a model's name, two engines of one name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One suite over the three ways to embed an engine: what a worker is told is the same, whoever runs the loop."""
+"""One suite over the three ways to embed an engine: a worker is told the same, whichever loop runs the engine."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Pair:
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "thread":
-        # While one of two closes, nobody runs the other's loop: to wait for its answers is in vain.
+        # While one of two closes, the other's loop does not run: to wait for its answers is in vain.
         monkeypatch.setattr(ending, "GRACE_S", 0.1)
     return str(request.param)
 

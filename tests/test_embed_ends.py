@@ -1,4 +1,4 @@
-"""What becomes of orders and news where an engine ends in an unusual way: all at once, by an interrupt, by a fork."""
+"""The fate of orders and news when an engine ends in an unusual way: all at once, by an interrupt, by a fork."""
 
 from __future__ import annotations
 

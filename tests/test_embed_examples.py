@@ -91,7 +91,7 @@ def test_the_example_on_simulated_planes_passes(
 
 
 class Workers:
-    """What the workers of an engine tell its scheduler, step by step."""
+    """Workers of an engine, with the news for its scheduler, step by step."""
 
     def __init__(self, size: int) -> None:
         self.endpoints = [

@@ -33,7 +33,7 @@ def test_a_cancellation_finds_the_pull_before_it_though_the_loop_is_woken_twice_
                     Cancel("request"),
                 ]
             )
-            # A turn of a slice that was left, and one for somebody who has just handed more over.
+            # A turn of a slice that was left, and one for a caller that has just handed more over.
             desk.carry_out()
             desk.carry_out()
             await until(lambda: desk.has_news)
@@ -83,7 +83,7 @@ def test_what_is_handed_over_as_the_desk_ends_is_refused_and_not_lost() -> None:
 @pytest.mark.nixl
 @pytest.mark.parametrize("how", ["cancelled", "abandoned"])
 def test_a_pull_whose_task_never_had_a_turn_is_told_as_one_that_was_not_carried_out(how: str) -> None:
-    """Somebody cancels every task of the loop, or the loop runs no longer: its blocks were never touched."""
+    """A call cancels every task of the loop, or the loop runs no longer: its blocks were never touched."""
 
     async def run() -> None:
         async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:

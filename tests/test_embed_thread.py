@@ -1,4 +1,4 @@
-"""The engine's thread: who waits for what, who is told of its end, and what a hand-over costs its loop."""
+"""The engine's thread: what waits for what, which callers learn of its end, and the cost of a hand-over."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_all_who_ask_first_at_once_hear_the_same_bell(thread: EngineThread, monk
         def __init__(self) -> None:
             super().__init__()
             monkeypatch.undo()
-            others.append(thread.fileno())  # somebody else asks just now
+            others.append(thread.fileno())  # another caller asks just now
 
     monkeypatch.setattr(asynckv.embed.thread, "Bell", Made)
     asked = thread.fileno()
@@ -363,8 +363,8 @@ def test_an_engine_that_is_closed_while_it_starts_does_not_start(
             starting.result(PATIENCE_S)
 
 
-@pytest.mark.parametrize("who", ["submit", "call", "close"])
-def test_whoever_asks_next_is_told(thread: EngineThread, who: str) -> None:
+@pytest.mark.parametrize("method", ["submit", "call", "close"])
+def test_whoever_asks_next_is_told(thread: EngineThread, method: str) -> None:
     def end() -> None:
         raise SystemExit("enough")
 
@@ -376,7 +376,7 @@ def test_whoever_asks_next_is_told(thread: EngineThread, who: str) -> None:
         "close": lambda: thread.close(PATIENCE_S),
     }
     with pytest.raises(SystemExit, match="enough"):
-        ask[who]()
+        ask[method]()
     assert end_of(thread) == []
 
 
@@ -463,7 +463,7 @@ def test_each_pull_is_told_once_though_the_loop_cannot_end_the_engine() -> None:
         for _ in range(MAX_CRASHES):
             on_loop(decode, end)
     decode._thread.join(PATIENCE_S)
-    # What is lent is still read for as long as was promised, and is nobody else's before.
+    # Lent blocks are still read for as long as was promised, and belong to no other request before.
     assert time.monotonic() - began >= CONFIG.lease.grant_s
     with pytest.raises(SystemExit, match="enough"):
         decode.take_finished()
@@ -617,7 +617,7 @@ def test_a_process_that_forgets_to_close_ends_and_closes_its_engines() -> None:
 DESCRIBED = """
 import sys, threading
 from asynckv import *
-import asynckv.edges.process, tests.engines  # a type may be described on import: nobody else is in the module then
+import asynckv.edges.process, tests.engines  # a type may be described on import: no other name is in the module then
 
 described = []
 def watch(frame, event, _):

@@ -415,7 +415,7 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
                 lambda: all(p.state.value == "gone" for p in decode.engine._core.decode.peers.by_place.values())
             )
             fds.append(len(os.listdir("/proc/self/fd")))
-            # A tombstone of an idle peer stops nobody: it is met anew.
+            # A tombstone of an idle peer stops no pull: it is met anew.
         assert fds[2] == fds[-1]
 
 

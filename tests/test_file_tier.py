@@ -136,7 +136,7 @@ class Tier:
 
 
 def records(*numbers: int, word: str = "key") -> list[Record]:
-    """Records whose places in memory and in the files differ."""
+    """Records with other places in memory than in the files."""
     return [
         Record(f"{word}-{i}".encode(), i % COUNT * SIZE, (2 * COUNT - 1 - i) * SIZE, SIZE, "layout", "group")
         for i in numbers
@@ -210,7 +210,6 @@ async def test_others_cannot_read_it_and_it_follows_no_links(make: Make, tmp_pat
 
 
 async def test_what_was_stored_first_is_told_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it is given up first."""
     tier, clock = make(), itertools.count(1)
     monkeypatch.setattr(file_worker, "now", lambda: next(clock))
     tier.start()
@@ -378,7 +377,7 @@ def spoil(folder: Path, good: bytes, at: int) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_byte_of_the_first_page_is_told_or_changes_nothing(tmp_path: Path) -> None:
-    """All 4,096 of them: each either leaves every record, or is damage, for the owner and for others who read."""
+    """All 4,096 of them: each either leaves every record, or is damage, for the owner and for other readers."""
     (index := FileIndex(tmp_path)).change({0: Entry(0, PAGE, b"key", 0, "layout", "group", 0)}, [])
     index.note(segment_bytes=SEGMENT)
     index.close()
@@ -488,7 +487,7 @@ async def test_one_directory_has_one_owner_who_is_told_to_others(make: Make) -> 
 
 
 async def test_others_read_along_without_a_trace_and_never_what_was_written_since(make: Make, tmp_path: Path) -> None:
-    """Beside a living owner, one after its end, and one whose files are given back under it."""
+    """Beside a living owner, one after its end, and one that gives files back under it."""
     folder, some, new = tmp_path / "tier", records(*range(6)), records(4, word="new")
     owner, first, second = make(), make(read_only=True), make(read_only=True)
     owner.start()
@@ -633,7 +632,7 @@ async def test_nothing_is_written_below_a_directory_in_which_others_can_exchange
     change, says = ABOVE[how]
     change(above)
     tier = make(folder=above / "x" / "y", read_only=what == "files to read")
-    door = LocalDoor(above / "x" / "y", lambda who, asked, answer: None)
+    door = LocalDoor(above / "x" / "y", lambda peer, asked, answer: None)
     with pytest.raises(BackendError, match=says.format(above)):
         await door.open("e.sock", "i") if what == "socket" else tier.start()
     assert os.listdir(above) == []
@@ -661,7 +660,7 @@ async def test_a_mount_point_of_everybody_may_be_above(
 def test_who_locks_a_file_that_is_not_there_any_more_owns_nothing(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between opening the owner file and locking it, somebody takes it away; and perhaps the directory."""
+    """Between opening the owner file and locking it, the file is taken away; and perhaps the directory."""
     lock, others, held = fcntl.flock, list[OwnerLock](), tmp_path / OWNER
 
     def late(fd: int, what: int) -> None:
@@ -688,7 +687,7 @@ def test_who_locks_a_file_that_is_not_there_any_more_owns_nothing(
 
 
 def test_what_is_no_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
-    """Opening a pipe would wait for whoever writes it."""
+    """Opening a pipe would wait for a writer."""
     os.mkfifo(tmp_path / OWNER)
     assert owner_of(tmp_path) == (None, False)
 
@@ -906,7 +905,7 @@ async def test_an_index_that_cannot_be_written_ends_the_writes(make: Make) -> No
 async def test_a_place_is_forgotten_before_it_is_written_over_or_it_is_not_written(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that what the index says is sound whenever a process is killed."""
+    """The index is sound whenever a process is killed."""
     folder, tier = tmp_path / "tier", make()
     tier.start()
     await tier.store(records(*range(COUNT)))

@@ -1,4 +1,4 @@
-"""What is found: what is wrong, the worst first, what to do, and that no text becomes markup on the page."""
+"""Findings: the mistakes, the worst first, with the remedy, and no text that becomes markup on the page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def screen(records: list[Record]) -> tuple[Findings, str]:
 
 
 class Balanced(HTMLParser):
-    """A page whose tags have to be closed in order."""
+    """A page with tags that have to be closed in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_refusal_that_a_success_followed_is_over_and_two_requests_of_one_id_ar
 
 
 def test_a_death_takes_over_only_what_hangs_on_it() -> None:
-    """A prefill rank died long after a lease had expired there, for a reader whose loop was away."""
+    """A prefill rank died long after a lease had expired there, for a reader with a loop that was away."""
     died = [x for x in well() if not (x.rank == PREFILL and x.event == "engine_stopped")]
     claims = {DECODE: {"pull_id": "dddddddddddddddd-900", "claimed_s": 0.1, "heard_s": 0.2}}
     early = say(35.0, "lease_ended", PREFILL, "warning", request_id="x", sequence=900, blocks=7, seconds=30.0,

@@ -34,8 +34,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(60)]
 
 
 class Side:
-    """What processes of these tests run."""
-
     def __init__(self, *, number: int = 0, folder: str = "", stays: bool = False) -> None:
         self._number, self._folder, self._stays = number, Path(folder), stays
         self._release = asyncio.Event()

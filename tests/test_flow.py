@@ -1,4 +1,4 @@
-"""Who takes room from whom, at the door of a rank: what is in the way of others, and what is not."""
+"""Budgets at the door of a rank: which pulls and messages take room from others, and which do not."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_what_left_the_queue_is_not_kept_there() -> None:
 
 
 def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_before() -> None:
-    """A rank that falls silent takes only those out of the budget who wait for it."""
+    """A rank that falls silent takes only those out of the budget that wait for it."""
     config = EngineConfig(
         engine_id="x",
         lease=LeaseConfig(lease_s=60.0, grant_s=20.0),

@@ -784,7 +784,7 @@ def test_of_very_many_layers_eight_are_named() -> None:
 
 
 def test_a_layouts_digest_is_the_same_in_all_versions() -> None:
-    """Files are found by it. Whoever changes it on purpose says that what older versions stored is lost."""
+    """Files are found by it. A change on purpose means that what older versions stored is lost."""
     assert fingerprint(make_layout()) == "f734b1b83b549feb"
     assert fingerprint(record_form(make_layout())) == "632c80f892872f0b"
 

@@ -39,7 +39,7 @@ def test_block_sizes_make_at_most_so_many_kinds_of_cuts() -> None:
 
 
 def scattered(blocks: int, pieces: int, base: int) -> Layout:
-    """A layout whose blocks fall into so many pieces, because no element lies beside another."""
+    """A layout with blocks that fall into so many pieces, because no element lies beside another."""
     dims = (Dim("token", 1, 8), Dim("head", 1, 8), Dim("dim", pieces, 8))
     part = Part("kv", "int8", 1, 0, dims)
     return Layout(

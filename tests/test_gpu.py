@@ -17,7 +17,7 @@ from asynckv.errors import ConfigError
 
 
 class ThreadEvent:
-    """What `torch.cuda.Event` does, set by hand."""
+    """The methods of `torch.cuda.Event`, set by hand."""
 
     def __init__(self, is_done: bool) -> None:
         self._done = threading.Event()

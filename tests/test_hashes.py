@@ -1,4 +1,4 @@
-"""Chains of hashes: two prompts have what their chains say in common, and nobody exchanges a chain on its way."""
+"""Chains of hashes: two prompts share what their chains say, and a chain cannot be exchanged on its way."""
 
 from __future__ import annotations
 

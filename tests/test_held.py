@@ -1,4 +1,4 @@
-"""Who holds what, for whom and since when: in a list, in the logs of both sides, and under one name."""
+"""Holds, with their owners and times: in a list, in the logs of both sides, and under one name."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     assert (rank.rank, rank.state, rank.bytes_planned) == ("prefill/tp0@prefill-", "granted", 0)
     assert rank.granted_s is not None
     assert 5 < rank.granted_s < 10
-    # And the other side says who it is that renews.
+    # And the other side names the reader that renews.
     (lease,) = prefill.core.inspect.requests(world.time(prefill))
     assert (lease.kind, lease.state, lease.blocks, lease.sequence) == ("lease", "lent", 1, request.sequence)
     assert lease.waits == "claimed and renewed by decode/tp0@decode-h"
@@ -249,7 +249,7 @@ def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
     for side in (prefill, decode):
         assert [t - side.epoch for t, _ in side.said] == pytest.approx([10.25, 20.25, 40.25], abs=0.1)
     assert {(s.state, s.number) for _, s in decode.said} == {("announced", 1)}
-    # It has its time to be pulled, and its reader renews: nobody is late.
+    # It has its time to be pulled, and its reader renews: no message is late.
     assert [s.is_orderly for side in (prefill, decode) for _, s in side.said] == [True] * 6
     assert "announced and never pulled; its lease is renewed at prefill/tp0@" in decode.said[0][1].waits
 
@@ -404,7 +404,7 @@ def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
     world.run()
     ((reader, discharge),) = lease.discharged.items()
     assert (str(reader), discharge.name, discharge.outcome) == ("decode/tp0", "decode/tp0@decode-h", Outcome.COMPLETE)
-    # What a pull is called is said to be a pull, and whose.
+    # A pull's name is marked as such, after its reader's.
     notes = [str(what) for _, what in lease.history]
     pull_id = decode.ended[0].pull_id
     assert notes[1] == f"granted to decode/tp0@decode-h, pull {pull_id}"

@@ -71,7 +71,7 @@ ROOMS = {
     "offload": CORE_MAY_IMPORT | {"asynckv.offload"},
 }
 PUBLIC = PACKAGE / "offload" / "__init__.py"
-"""What users import of offload; it loads when it is asked for, so that the room itself knows nothing of an engine."""
+"""The public names of offload; it loads when it is asked for, so that the room itself knows nothing of an engine."""
 
 PURE = [path for room in ROOMS for path in sorted((PACKAGE / room).glob("*.py")) if path != PUBLIC]
 
@@ -224,9 +224,8 @@ def test_each_library_has_one_door() -> None:
     for path in PACKAGE.rglob("*.py"):
         for name in imports(path):
             door = DOORS.get(name.split(".")[0].removesuffix("_cu12").removesuffix("_cu13"))
-            is_inside = (
-                name == "torch" and PACKAGE / "integrations/vllm" in path.parents
-            )  # of vLLM, whose tensors come in
+            # vLLM hands tensors in.
+            is_inside = name == "torch" and PACKAGE / "integrations/vllm" in path.parents
             assert door is None or path == PACKAGE / door or is_inside, f"{path} imports {name}"
 
 

@@ -1,4 +1,4 @@
-"""What a rank says of itself: all of it counted, a page of it told, a slice of it per turn."""
+"""The account that a rank gives of itself: all of it counted, a page of it told, a slice of it per turn."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def prefill_rank(world: World, num_blocks: int = 12) -> Rank:
     return world.add("p", make_layout(num_blocks=num_blocks))
 
 
-def asked(world: World, rank: Rank, *questions: StatusRequest, who: bytes = b"asker") -> list[Status]:
+def asked(world: World, rank: Rank, *questions: StatusRequest, source: bytes = b"asker") -> list[Status]:
     """Ask, and let the rank take as many turns as it wants."""
     said: list[Status] = []
     for question in questions:
-        rank.core.survey.ask(who, question, said.append, world.time(rank))
+        rank.core.survey.ask(source, question, said.append, world.time(rank))
     while rank.core.survey.next_at <= world.time(rank):
         rank.core.survey.tick(world.time(rank))
     return said
@@ -42,14 +42,14 @@ CONNECTIONS = itertools.count()
 def account(world: World, rank: Rank, most: int = MAX_TOLD, after: str = "", request_id: str = "") -> Account:
     """Ask on a connection of its own."""
     question = StatusRequest(1, most, after, request_id)
-    (status,) = asked(world, rank, question, who=f"{next(CONNECTIONS)}".encode())
+    (status,) = asked(world, rank, question, source=f"{next(CONNECTIONS)}".encode())
     return decode_account(status.account)
 
 
 def pages(world: World, rank: Rank, most: int, between: object = lambda page: None) -> list[Account]:
     found, after = [], ""
     while True:
-        world.now += 1.0  # nobody is asked too often
+        world.now += 1.0  # no rank is asked too often
         found.append(account(world, rank, most, after))
         after = found[-1].after
         if not after:
@@ -105,7 +105,7 @@ def test_a_grant_is_over_at_its_last_moment() -> None:
 
 
 def test_of_one_request_all_is_told() -> None:
-    """What happened to it, and which messages about it were turned down."""
+    """Its history, and the messages about it that were turned down."""
     world = World()
     prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
     params = world.params([prefill], "p1", [1], 4)
@@ -115,8 +115,8 @@ def test_of_one_request_all_is_told() -> None:
     prefill.core.receive(ReplyTo(b"way"), encode_packet("d-1", "", [claim]), world.time(prefill))
     world.now = 3.0
     (alone,) = account(world, prefill, request_id="p1").requests
-    ((ago, what, reason, who, detail),) = alone.refused
-    assert (ago, what, reason, who) == (2.0, "claim", "blocks_differ", "d/tp0@d-1")
+    ((ago, what, reason, name, detail),) = alone.refused
+    assert (ago, what, reason, name) == (2.0, "claim", "blocks_differ", "d/tp0@d-1")
     assert "other blocks" in detail
     assert alone.history[0] == (0.0, "lent")
     world.now = 4.0
@@ -125,7 +125,7 @@ def test_of_one_request_all_is_told() -> None:
 
 
 def test_it_tells_no_token() -> None:
-    """Who knows one could release what he never read."""
+    """A reader of one could release what it never read."""
     world = World()
     prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
     params = [world.params([prefill], f"p{n}", [n], 4) for n in (1, 2)]
@@ -229,7 +229,7 @@ def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
     assert [(x.refused, x.retry_s > 0) for x in refusals] == [("asked more than 8 times a second", True)] * 3
     (status,) = asked(world, prefill, StatusRequest(1, 1))
     assert decode_account(status.account).refused == "asked more than 8 times a second"
-    (status,) = asked(world, prefill, StatusRequest(1, 1), who=b"another")
+    (status,) = asked(world, prefill, StatusRequest(1, 1), source=b"another")
     assert not decode_account(status.account).refused
 
 
@@ -239,7 +239,7 @@ def test_many_who_ask_are_bounded_together() -> None:
     said = [
         status
         for n in range(200)
-        for status in asked(world, prefill, StatusRequest(n, MAX_TOLD, request_id=f"r{n}"), who=b"%d" % n)
+        for status in asked(world, prefill, StatusRequest(n, MAX_TOLD, request_id=f"r{n}"), source=b"%d" % n)
     ]
     refusals = [x for status in said if (x := decode_account(status.account)).refused]
     assert len(refusals) == 200 - survey.TOTAL_BURST // (1 + MAX_TOLD // survey.TOLD_PER_TOKEN)
@@ -261,7 +261,7 @@ def test_who_asks_on_and_on_is_not_answered_any_more(enabled: bool) -> None:
     assert said == survey.BURST * (2 if enabled else 1)
     assert core.outbox.counters["dropped.too_many_hellos"] == 1000 - said
     world.now += 2.0
-    assert asked(world, prefill, StatusRequest(1, 1), who=b"way")
+    assert asked(world, prefill, StatusRequest(1, 1), source=b"way")
 
 
 def test_to_look_for_one_among_many_costs_more() -> None:
@@ -272,8 +272,8 @@ def test_to_look_for_one_among_many_costs_more() -> None:
 
     def answered(request_id: str) -> int:
         questions = ((n, StatusRequest(n, 1, "", request_id and f"{request_id}{n}")) for n in range(survey.TOTAL_BURST))
-        world.now += 60.0  # everybody may ask again, and nothing is fresh
-        said = [x for n, each in questions for x in asked(world, prefill, each, who=b"%d" % n)]
+        world.now += 60.0  # every asker may ask again, and nothing is fresh
+        said = [x for n, each in questions for x in asked(world, prefill, each, source=b"%d" % n)]
         return sum(not decode_account(status.account).refused for status in said)
 
     assert answered("nobody") < 0.95 * survey.TOTAL_BURST
@@ -283,9 +283,9 @@ def test_a_question_that_is_repeated_while_it_waits_is_answered_once() -> None:
     world = World()
     prefill = prefill_rank(world)
     said: list[Status] = []
-    for whose in (b"one", b"one", b"another"):
-        assert prefill.core.survey.ask(whose, StatusRequest(7, 1), said.append, world.time(prefill))
-    said += asked(world, prefill, StatusRequest(8, 1), who=b"third")
+    for source in (b"one", b"one", b"another"):
+        assert prefill.core.survey.ask(source, StatusRequest(7, 1), said.append, world.time(prefill))
+    said += asked(world, prefill, StatusRequest(8, 1), source=b"third")
     assert [status.nonce for status in said] == [7, 7, 8]
 
 

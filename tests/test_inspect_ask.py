@@ -1,4 +1,4 @@
-"""Asking running engines over the network and over a socket of the host; what is said of who does not answer."""
+"""Asking running engines over the network and over a socket of the host; reports about engines that do not answer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.engines import memory, until
 
 pytestmark = pytest.mark.anyio
 SHORT_S = 0.15
-"""How long those are waited for that never answer."""
+"""Seconds for which those are waited for that never answer."""
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -74,7 +74,7 @@ async def one(address: str, timeout_s: float = 5.0, **wanted: Any) -> Answer:
     return answer
 
 
-# -- who answers ---------------------------------------------------------------------------------------------
+# -- engines that answer -----------------------------------------------------------------------------------
 
 
 async def test_engines_say_what_they_hold() -> None:
@@ -127,7 +127,7 @@ async def test_a_refusal_is_shown() -> None:
 
 @pytest.mark.slow
 async def test_many_who_ask_at_once_are_all_answered() -> None:
-    """Who comes too often is told to wait, and waits."""
+    """An asker that comes too often is told to wait, and waits."""
     async with pair() as (prefill, _, group):
         lend(prefill, group, 1)
         found = await ask_all([prefill.endpoint.address] * 20, None, 20.0)
@@ -163,12 +163,12 @@ async def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
         assert "put the engine's .key file there" in unlisted.error
 
 
-# -- who does not --------------------------------------------------------------------------------------------
+# -- engines that do not --------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def listener(answer: Callable[[StatusRequest], bytes | None]) -> AsyncIterator[str]:
-    """Somebody who speaks ZMQ and answers questions with bytes of his own."""
+    """A peer that speaks ZMQ and answers questions with bytes of its own."""
     plane = ZmqPlane(LOOPBACK)
 
     def on_packet(origin: Address | ReplyTo, data: bytes, principal: str) -> None:
@@ -346,7 +346,7 @@ async def test_a_directory_that_others_may_write_to_is_refused(short_path: Path,
 
 
 async def test_a_path_that_the_system_has_no_room_for_is_refused(short_path: Path) -> None:
-    door = LocalDoor(short_path / ("x" * 90), lambda who, asked, answer: None)
+    door = LocalDoor(short_path / ("x" * 90), lambda peer, asked, answer: None)
     with pytest.raises(BackendError, match="has room for 107; choose a shorter"):
         await door.open(socket_name("engine", 0, 0, "0123456789abcdef"), "i")
 
@@ -365,13 +365,13 @@ async def test_what_a_dead_process_left_is_known_and_taken_away_by_the_next(shor
 
 
 async def test_what_others_keep_in_the_directory_is_theirs(short_path: Path) -> None:
-    """A socket that nobody listens on yet is no ruin: another program's, or another engine's that is being made."""
+    """A socket without a listener yet is no ruin: another program's, or another engine's that is being made."""
     theirs = (short_path / "postgres.sock", short_path / ".prefill.pp0.tp1.01234567.sock")
     left = short_path / "decode.pp0.tp0.89abcdef.sock"
     with contextlib.ExitStack() as stack:
         for path in (*theirs, left):
             stack.enter_context(socket.socket(socket.AF_UNIX)).bind(os.fspath(path))
-        door = LocalDoor(short_path, lambda who, asked, answer: None)
+        door = LocalDoor(short_path, lambda peer, asked, answer: None)
         await door.open(socket_name("e", 0, 0, "c" * 32), "c" * 32)
         await door.close()
         assert sorted(os.listdir(short_path)) == sorted(path.name for path in theirs)
@@ -381,7 +381,7 @@ async def test_a_question_that_is_never_answered_takes_no_place_for_ever(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asynckv.edges.local.IDLE_S", SHORT_S)
-    door = LocalDoor(short_path, lambda who, asked, answer: None)
+    door = LocalDoor(short_path, lambda peer, asked, answer: None)
     await door.open(socket_name("e", 0, 0, "c" * 32), "c" * 32)
     try:
         assert door.path is not None
@@ -410,7 +410,7 @@ async def test_of_who_is_silent_behind_a_socket_the_process_is_told(short_path: 
         answer = await one(path, SHORT_S)
         assert (answer.pid, answer.trouble) == (os.getpid(), Trouble.AWAY)
         assert f"no answer within {SHORT_S:g} s: pid {os.getpid()} " in answer.error
-        # Nobody takes the connections, until no more fit.
+        # The connections are not accepted, until no more fit.
         with contextlib.suppress(BlockingIOError):
             while True:
                 other = others.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))

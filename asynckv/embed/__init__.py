@@ -1,9 +1,9 @@
-"""Inside an engine's worker: orders and what comes of them (`orders`), and two ways to carry them out.
+"""Embed asynckv in an engine's worker: orders and their results (`orders`), and two ways to carry them out.
 
-- `thread`: an engine on a thread and event loop of its own, usable from any thread. Most engines want this.
-- `desk`: an engine on an event loop that is there already.
+- `thread`: an engine on its own thread and event loop, usable from any thread. Most engines want this.
+- `desk`: an engine on an event loop that already runs.
 
-The scheduler's half is `ledgers`: which request has which blocks, and what every rank has said of it.
+The scheduler's half is `ledgers`, which records the blocks of each request and the reports of every rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A descriptor that one thread rings to wake another that sleeps in `epoll`.
+"""Wake a thread that sleeps in `epoll`, by a file descriptor that another thread makes readable.
 
-Python's own calls release its lock (the GIL) around every system call, so a busy thread that rings with them may get
-the lock back only after the switch interval (5 ms). A bell keeps the lock, because ringing takes a microsecond and
-never blocks.
+Python's own calls release the GIL around every system call, so a busy thread that used them might get the GIL back only
+after the switch interval (5 ms). A bell keeps the GIL, because ringing takes a microsecond and never blocks.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ _unread = ctypes.c_uint64()
 
 
 class Bell:
-    """A descriptor that is readable from `ring` on, until `silence`. Any thread may do either."""
+    """File descriptor that `ring` makes readable and `silence` makes unreadable. Any thread may call either."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._fd).atexit = False
 
     def fileno(self) -> int:
-        """Return the descriptor; it lives as long as this object."""
+        """Return the descriptor, which stays open as long as this object lives."""
         return self._fd
 
     def ring(self) -> None:
-        """Make it readable."""
+        """Make the descriptor readable."""
         _write(self._fd, 1)
 
     def silence(self) -> None:

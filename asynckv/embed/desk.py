@@ -1,7 +1,7 @@
-"""Carrying out orders on the engine's loop, in the order in which they were handed over.
+"""Carry out orders on the engine's loop, in the sequence in which they were submitted.
 
-Handing over and taking are appends to queues, without a lock, so they may be called in a signal handler. The loop
-carries orders out in slices of a millisecond, because its thread shares Python's lock with the engine's busy thread.
+`submit` and `take_finished` use queues without a lock, so a signal handler may call them. The loop carries orders out
+in slices of a millisecond, because its thread shares the GIL with the engine's busy thread.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from asynckv.results import LeaseEnd
 
 SLICE_S = 0.001
 AWAITED: Mapping[type, str] = {Pull: "finished_recving", Load: "loaded", Store: "stored"}
-"""Orders that are awaited, each in a task of its own, and that hold blocks until their end or longer; and the list of
-`Finished` that tells of a good end."""
+"""List of `Finished` that reports success, for each order that runs in its own task and holds blocks until it ends or
+longer."""
 
 FINISH_S = 0.25
 
 
 class EngineDesk:
-    """Carries out orders on an engine's loop, and keeps what has ended until the caller takes it.
+    """Carry out orders on an engine's loop, and keep the results until the caller takes them.
 
-    `submit` may be called on the loop. To call it from other threads, give a `wake`, which makes `carry_out` run on the
-    loop afterwards. `take_finished` may be called from any thread.
+    Call `submit` on the loop. To call it from other threads, give a `wake` that makes `carry_out` run on the loop
+    afterwards. `take_finished` may be called from any thread.
 
     Args:
-        engine: The engine; the caller starts and closes it.
-        wake: Makes `carry_out` run on the engine's loop, soon; if left out, the running loop does that.
-        on_news: Called on the loop when something has ended.
+        engine: The engine. The caller starts and closes it.
+        wake: Makes `carry_out` run on the engine's loop, soon. If left out, the running loop schedules it.
+        on_news: Called on the loop when a result is added.
     """
 
     def __init__(
@@ -66,25 +66,25 @@ class EngineDesk:
         self.engine = engine
         self._wake, self._on_news = wake, on_news
         self._handed: deque[tuple[Order, ...]] = deque()
-        self._left: deque[Order] = deque()  # what the loop has taken over, and not carried out yet
+        self._left: deque[Order] = deque()  # orders that the loop took from the queue, and has not carried out yet
         self._is_due = False
-        self._tasks: dict[asyncio.Task[None], Order] = {}  # what waits for the end of which order
+        self._tasks: dict[asyncio.Task[None], Order] = {}  # orders in flight, by the task that waits for their end
         self._unbegun: set[asyncio.Task[None]] = set()  # pulls, loads and stores with a task that has not run yet
         self._failed: set[asyncio.Task[None]] = set()
         """Pulls, loads and stores that were reported in `failed`, and still hold blocks."""
         self._lent: set[str] = set()
-        """Ids of requests that were lent: `finished_sending` names an id, so it has to be of one request."""
+        """Ids of lent requests, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any]] = deque()
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
 
     def submit(self, orders: Iterable[Order]) -> None:
-        """Hand orders over; the engine carries them out soon, in the order given.
+        """Submit orders. The engine carries them out soon, in the sequence given.
 
         Raises:
-            EngineClosed: The desk takes no more orders; none of these will be carried out.
-            LocalProtocolError: This is no list.
-            WrongThread: This is not the engine's loop, and there is no `wake`.
+            EngineClosed: The desk takes no more orders, and will carry out none of these.
+            LocalProtocolError: `orders` is not a list.
+            WrongThread: The caller is not on the engine's loop, and there is no `wake`.
         """
         if self._wake is None:
             self.engine._home.here(self.submit, is_first=True)
@@ -99,11 +99,11 @@ class EngineDesk:
                 self._soon()
             else:
                 self._wake()
-            if self._is_over:  # just now: no thread looks any more
+            if self._is_over:  # it ended just now, so the loop no longer looks at the queue
                 self._refuse_all()
 
     def take_finished(self) -> Finished:
-        """Return what has ended since the last call."""
+        """Return the results since the last call."""
         finished, news = Finished(), self._news
         while news:
             try:
@@ -115,17 +115,17 @@ class EngineDesk:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to take."""
+        """True if there are results to take."""
         return bool(self._news)
 
     # -- ending ------------------------------------------------------------------------------------
 
     def _shut(self) -> None:
-        """Take no more orders; those that were handed over before may still be carried out."""
+        """Take no more orders. Those that were submitted before may still be carried out."""
         self._is_shut = True
 
     def _refuse_all(self) -> None:
-        """Carry out nothing more: every order that still waits is refused (`Finished.refused`, or `failed`)."""
+        """Carry out nothing more, and refuse every order that still waits (`Finished.refused`, or `failed`)."""
         self._is_shut = self._is_over = True
         while self._handed or self._left:
             try:
@@ -142,7 +142,7 @@ class EngineDesk:
             each.clear()
 
     async def finish(self, timeout_s: float = FINISH_S) -> None:
-        """Take no more orders, and carry out those that wait, for so long at most: other ranks may wait for them."""
+        """Take no more orders, and carry out waiting ones for up to `timeout_s`, because other ranks may need them."""
         self._shut()
         until = time.monotonic() + timeout_s
         while (self._handed or self._left or self._unbegun) and time.monotonic() < until:
@@ -150,15 +150,15 @@ class EngineDesk:
             await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """Wait until all that was carried out has ended, after the engine was closed; refuse the rest."""
+        """Refuse the orders that still wait, and wait for those in flight to end, after the engine was closed."""
         self._refuse_all()
         if self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
     def _abandon(self, cause: BaseException) -> None:
-        """End everything that has not ended as failed, because the loop runs no longer."""
+        """Report every order that has not ended as failed, because the loop no longer runs."""
         self._refuse_all()
-        tasks, self._tasks = self._tasks, {}  # what they say from here on is not told: this was the last word
+        tasks, self._tasks = self._tasks, {}  # later reports of these tasks are dropped, because this one is final
         for task, order in tasks.items():
             if task in self._unbegun:
                 self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
@@ -178,7 +178,7 @@ class EngineDesk:
             asyncio.get_running_loop().call_soon(self.carry_out)
 
     def carry_out(self) -> None:
-        """Carry out orders for a slice of the loop's time; the rest has its turn soon."""
+        """Carry out orders for a slice of the loop's time, and schedule the rest."""
         self._is_due = False
         if self._is_over:
             return
@@ -190,7 +190,7 @@ class EngineDesk:
                 except IndexError:
                     return
                 self.num_handovers += 1
-            # A pull begins in the loop's next turn, and what follows it, such as its cancellation, after that.
+            # A pull begins in the loop's next turn, so orders that follow it, such as its cancellation, come later.
             if (self._unbegun and type(left[0]) not in AWAITED) or time.monotonic() > until:
                 self._soon()
                 return
@@ -198,7 +198,7 @@ class EngineDesk:
             self.num_orders += 1
             try:
                 self._carry_out(order)
-            except Exception as exc:  # whatever it is, the others are carried out
+            except Exception as exc:  # whatever the error is, the other orders are carried out
                 self._refuse(order, exc)
             except BaseException as exc:
                 self._refuse(order, EngineClosed(f"{exc!r} ended the engine's loop while this was carried out"))
@@ -228,7 +228,7 @@ class EngineDesk:
                 name = params.get("request_id") if isinstance(params, Mapping) else getattr(params, "request_id", None)
                 if isinstance(name, str) and name in self._lent:
                     raise LocalProtocolError(
-                        f"request {name[:200]!r} is lent already, and its end will be told by that id: lend this one "
+                        f"request {name[:200]!r} is lent already, and its end is reported by that id: lend this one "
                         f"by another id, or wait for the end"
                     )
                 lent = engine.lend(**given)
@@ -240,7 +240,7 @@ class EngineDesk:
                 engine.reclaim(**given)
             case _:
                 raise LocalProtocolError(
-                    f"{shown(order)} is no order; give Announce, Pull, Cancel, Lend, Withdraw, Reclaim, "
+                    f"{shown(order)} is not an order; give Announce, Pull, Cancel, Lend, Withdraw, Reclaim, "
                     f"Lookup, Store or Load"
                 )
 
@@ -284,7 +284,7 @@ class EngineDesk:
         work: Callable[[], Coroutine[Any, Any, object]],
         returned: Callable[[str], Coroutine[Any, Any, None]],
     ) -> None:
-        """Wait for blocks to be filled or stored, and tell what comes of it."""
+        """Wait for blocks to be filled or stored, and report the result."""
         task = asyncio.current_task()
         assert task is not None
         self._unbegun.discard(task)
@@ -292,7 +292,7 @@ class EngineDesk:
             result = await work()
         except AsyncKVError as exc:
             if isinstance(exc, LocalProtocolError) and self._is_under_way(order, task):
-                # `failed` names an id, and the scheduler would take this for the end of the order before.
+                # `failed` names only an id, so the scheduler would take this for the end of the earlier order.
                 self._report("refused", Refused(order, exc))
                 return
             self._report(_of(order, "failed"), Failed(order.request_id, exc))
@@ -306,7 +306,7 @@ class EngineDesk:
                     self._failed.discard(task)
                     if not self._is_held(order):
                         self._report(_of(order, "returned"), order.request_id)
-        except GeneratorExit:  # the loop is gone, so no caller can be told
+        except GeneratorExit:  # the loop is gone, so nothing can be reported
             raise
         except BaseException as exc:  # a bug, or the application cancels every task of the loop
             await self._tell_when_returned(order, exc, returned)
@@ -316,7 +316,7 @@ class EngineDesk:
             self._report(AWAITED[type(order)], result)
 
     def _is_under_way(self, order: Pull | Load | Store, task: asyncio.Task[None]) -> bool:
-        """Whether the end of another order of this kind and id is still to be told."""
+        """Return True if the end of another order of this kind and id is still to be reported."""
         others = (each for it, each in self._tasks.items() if it is not task and it not in self._failed)
         name = order.request_id
         return isinstance(name, str) and any(
@@ -325,14 +325,14 @@ class EngineDesk:
         )
 
     def _is_held(self, order: Pull | Load | Store) -> bool:
-        """Whether another attempt under the same id holds blocks: `returned` names an id, so it waits for the last."""
+        """Return True if another attempt of this id holds blocks. `returned` names an id, so it waits for the last."""
         others = (self._tasks.get(each) for each in self._failed)
         return any(type(each) is type(order) and each.request_id == order.request_id for each in others)
 
     async def _tell_when_returned(
         self, order: Pull | Load | Store, exc: BaseException, returned: Callable[[str], Coroutine[Any, Any, None]]
     ) -> None:
-        """Tell of one that ended in a way that says nothing of its blocks."""
+        """Report an order with an error that says nothing of its blocks, once it is known what became of them."""
         is_returned = False
         try:
             await returned(order.request_id)
@@ -357,7 +357,7 @@ class EngineDesk:
             self._lent.discard(lent.request_id)
 
     def _report(self, kind: str, value: object) -> None:
-        """Tell what became of an order that was carried out, unless its last word has been said (`_abandon`)."""
+        """Report the result of an order, unless a final one was reported already (`_abandon`)."""
         if asyncio.current_task() in self._tasks:
             self._tell(kind, value)
 
@@ -367,14 +367,14 @@ class EngineDesk:
 
 
 def _of(order: Pull | Load | Store, what: str) -> str:
-    """Return the list that tells this of such an order: ids of pulls and of loads and stores are told apart by it."""
+    """Return the name of the list for such an order, because pulls have other lists than loads and stores."""
     return what if isinstance(order, Pull) else f"offload_{what}"
 
 
 def _held(order: Pull | Load | Store, cause: BaseException) -> PullCancelled:
     """Return the error of an order with blocks that may still be in use."""
     held: dict[int, tuple[int, ...]] = {}
-    with suppress(TypeError, ValueError):  # what is no list of blocks was never pulled into
+    with suppress(TypeError, ValueError):  # nothing was ever pulled into malformed groups
         held = {i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(order.groups)}
     error = PullCancelled(
         f"request {order.request_id!r}: no task waits for it any more ({cause!r})",

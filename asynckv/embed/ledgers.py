@@ -1,14 +1,14 @@
-"""The books of an engine's schedulers: which request has which blocks, and what every rank has said of it.
+"""The ledgers of an engine's schedulers: the blocks of every request, and the reports of every rank about it.
 
-A ledger makes the orders of a step, hears what each rank reports (`Finished`), and says what a scheduler acts on. All
-ranks use the same block ids, so a block is free when every rank has let go of it. Both ledgers are plain data for one
-thread, and can be pickled between two steps. A step is:
+A ledger makes the orders of a step, takes each rank's report (`Finished`), and returns the requests that the scheduler
+has to act on. All ranks use the same block ids, so a block is free when no rank uses it. Both ledgers are plain data
+for one thread, and can be pickled between two steps. A step is:
 
     for rank, finished in step_all_ranks(ledger.take_orders()):   # the same orders for every rank
         ledger.update(rank, finished)                             # or ledger.rank_died(rank)
     act(ledger.take_outcome())                                    # take_free(), of a prefill ledger
 
-While blocks of an earlier request of an id are held, a new one is called `ID~2` on the wire and in logs.
+A new request is called `ID~2` on the wire and in logs while an earlier request with the same id still holds blocks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.results import LeaseEnd, PullResult
 from asynckv.scheduler import PrefillRanks, trace_of
 
-MAX_SPENT = 4096  # params that are remembered once they were used up
+MAX_SPENT = 4096  # number of used params that are remembered
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 
 
 class _Ledger:
-    """The engine's ranks, and which of them have died."""
+    """Keep the engine's ranks, and the dead ones among them."""
 
     _orders: dict[int, Order] | list[Order]
 
@@ -43,7 +43,7 @@ class _Ledger:
 
     @property
     def has_orders(self) -> bool:
-        """Whether something waits for the next step."""
+        """True if orders wait for the next step."""
         return bool(self._orders)
 
     def _check(self, rank: int) -> int:
@@ -51,7 +51,7 @@ class _Ledger:
 
     def _joining(self, rank: int) -> int:
         if rank not in self._missing:
-            raise LocalProtocolError(f"rank {rank} has not died (rank_died), so no other one takes its place")
+            raise LocalProtocolError(f"rank {rank} has not died (rank_died), so no other rank can take its place")
         return rank
 
 
@@ -59,14 +59,14 @@ class _Ledger:
 
 
 class State(enum.Enum):
-    """Where a request of the decode engine is."""
+    """States of a request in the decode engine."""
 
-    QUEUED = "queued"  # announced: its prefill ranks are met, and its claim is renewed
+    QUEUED = "queued"  # announced: the ranks connect to its prefill ranks and renew its claim
     WAITING = "waiting"  # queued behind a request with the same params, which is pulled for both
     PULLING = "pulling"  # its blocks are being filled
-    RECEIVED = "received"  # its blocks are filled on every rank, and the scheduler was not told yet
-    ENDING = "ending"  # it was cancelled, or has failed on a rank; another rank has not said how its pull ended
-    HELD = "held"  # its pull has ended on every rank, and on one of them its blocks may still be written
+    RECEIVED = "received"  # its blocks are filled on every rank, but the scheduler was not told yet
+    ENDING = "ending"  # it was cancelled or has failed on a rank, but another rank has not reported the end of its pull
+    HELD = "held"  # its pull has ended on every rank, but on some rank its blocks may still be written
     OVER = "over"
 
 
@@ -76,9 +76,9 @@ class Event(enum.Enum):
     PULL = "pull"
     CANCEL = "cancel"
     FAIL = "fail"  # its pull has failed on one rank, or the rank has died
-    COMPLETE = "complete"  # every rank has said how its pull ended
+    COMPLETE = "complete"  # every rank has reported the end of its pull
     RETURN = "return"  # no rank holds its blocks
-    TELL = "tell"  # the scheduler hears that it was received
+    TELL = "tell"  # the scheduler is told that it was received
 
 
 ON_EVENT: Mapping[State, Mapping[Event, State]] = {
@@ -95,24 +95,24 @@ ON_EVENT: Mapping[State, Mapping[Event, State]] = {
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A request of the decode engine that brought params.
+    """A request of the decode engine that came with params.
 
     Attributes:
         request_id: The scheduler's id.
-        name: The same on the wire; another one while an earlier request of this id holds blocks.
+        name: The id on the wire, which differs while an earlier request of this id holds blocks.
         params: The params, checked.
         plain: The params as they travel.
-        state: Where the request is.
+        state: State of the request.
         groups: The blocks that its pull fills, as they were given to `pull`.
-        results: What the ranks received.
-        errors: Why it failed, by rank; the first one is the cause, the ranks after it may have been cancelled. Of a
-            request that is `WAITING`: why the one that it waited for has failed.
-        is_cancelled: The scheduler wants it no more.
-        ranks: Ranks that have not said how the pull ended; None until its order has left.
-        held: Ranks on which something may still write the blocks.
-        announcement: The number of the announcement among all orders.
-        is_released: A rank has refused the pull before it began, and was told to release the request.
-        is_retired: A rank has given its blocks up.
+        results: Results of the pull, by rank.
+        errors: Errors by rank. The first is the cause, because the pull may have been cancelled on the ranks after it.
+            For a request that is `WAITING`: the errors of the request that it waited for.
+        is_cancelled: True if the scheduler has cancelled it.
+        ranks: Ranks that have not reported the end of the pull; None until `take_orders` has returned its order.
+        held: Ranks on which the blocks may still be written.
+        announcement: Number of the announcement among all orders.
+        is_released: True if a rank has refused the pull before it began, and was told to release the request.
+        is_retired: True if a rank has retired its blocks (`BlocksRetired`).
     """
 
     request_id: str
@@ -132,20 +132,21 @@ class Fetch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens from the prompt's start that are in place on every rank."""
+        """Number of tokens, from the prompt's start, that are in place on every rank."""
         return min((result.num_tokens for result in self.results.values()), default=0)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Requests that the decode engine's scheduler has to act on. Each is reported once. Of a cancelled request only its
-    blocks are reported.
+    """Requests that the decode engine's scheduler has to act on. Each appears once per list. For a cancelled request,
+    only its blocks are reported.
 
     Attributes:
         received: Requests with their KV in place on every rank. Compute the tokens beyond `num_tokens`.
-        failed: Requests that failed (`errors`): compute the prompt in other blocks, or have it prefilled again.
-        free: Failed or cancelled requests with blocks (`groups`) that nothing writes any more.
-        retired: Requests with blocks that a rank gave up (`BlocksRetired`). They follow in `free` only if it dies.
+        failed: Requests that failed (`errors`). Compute the prompt in other blocks, or have it prefilled again.
+        free: Failed or cancelled requests. Nothing can write their blocks (`groups`) any more, so they may be reused.
+        retired: Requests with blocks that a rank has retired (`BlocksRetired`). They follow in `free` only if the rank
+            dies.
     """
 
     received: list[Fetch] = field(default_factory=list)
@@ -155,10 +156,10 @@ class Outcome:
 
 
 class DecodeLedger(_Ledger):
-    """The books of a decode engine's scheduler. The engine's ranks are called 0, 1, ... `num_ranks` - 1.
+    """The ledger of a decode engine's scheduler. The engine's ranks are called 0, 1, ... `num_ranks` - 1.
 
-    Per request: `announce` when it is queued, `pull` when it has blocks, `cancel` when it is not wanted, whatever it is
-    at. The ledger makes the orders, and cancels the other ranks' pulls where one has failed.
+    For each request, call `announce` when it is queued, `pull` when it has blocks, and `cancel`, in any state, when it
+    is not wanted. The ledger makes the orders. If the pull fails on one rank, the ledger cancels it on the others.
 
     Raises:
         LocalProtocolError: `num_ranks` is out of range.
@@ -166,20 +167,20 @@ class DecodeLedger(_Ledger):
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(integer("num_ranks", num_ranks, 1, MAX_RANKS))
-        self._orders: dict[int, Order] = {}  # in the sequence in which they were given, by number
+        self._orders: dict[int, Order] = {}  # in the sequence in which they were made, by number
         self._num_orders = 0
         self._fetches: dict[str, Fetch] = {}  # all that are not over, by name
-        self._current: dict[str, Fetch] = {}  # those that the scheduler still thinks of, by its own id
-        self._readers: dict[Key, Fetch] = {}  # requests to be read, by their key
-        self._waiting: dict[Key, dict[str, Fetch]] = {}  # requests that wait for a reader of the same, by name
-        self._spent: dict[Key, None] = {}  # params that were read or given up, oldest first
+        self._current: dict[str, Fetch] = {}  # those that were not cancelled and have no reported end, by request id
+        self._readers: dict[Key, Fetch] = {}  # the request that is pulled for each key
+        self._waiting: dict[Key, dict[str, Fetch]] = {}  # requests that wait for another pull of their key, by name
+        self._spent: dict[Key, None] = {}  # keys of params that were read or given up, oldest first
         self._outcome = Outcome()
 
     def __len__(self) -> int:
         return len(self._fetches)
 
     def get(self, request_id: str) -> Fetch | None:
-        """Return a request that was not cancelled, and has no reported end."""
+        """Return the request of an id, or None if it is unknown, was cancelled, or its end was reported."""
         return self._current.get(request_id)
 
     # -- what the scheduler decides ----------------------------------------------------------------
@@ -187,19 +188,19 @@ class DecodeLedger(_Ledger):
     def announce(
         self, request_id: str, params: Mapping[str, Any], *, trace: Mapping[str, str] | None = None
     ) -> Fetch | None:
-        """Queue a request: from now on its lease is kept. The order is left out if its pull follows in the same step.
+        """Queue a request, so that its lease is renewed. No order is made if its pull follows in the same step.
 
         Args:
             request_id: The scheduler's id.
-            params: What came with the request.
-            trace: `traceparent` and `tracestate` in place of those that the params carry.
+            params: The params that came with the request.
+            trace: `traceparent` and `tracestate`, in place of those in the params.
 
         Returns:
-            The request; None if its params were used up before, so that the prompt is computed here.
+            The request; None if its params were used before, so the prompt has to be computed here.
 
         Raises:
-            ConfigError: `trace` is no mapping.
-            LocalProtocolError: A request of this id is queued or pulled, or the id is no text of sensible length.
+            ConfigError: `trace` is not a mapping.
+            LocalProtocolError: A request of this id is queued or pulled, or the id is empty or too long.
             RemoteProtocolError: The params are malformed.
         """
         if text("request_id", request_id, MAX_ID, 1) in self._current:
@@ -221,10 +222,10 @@ class DecodeLedger(_Ledger):
         return fetch
 
     def may_pull(self, request_id: str) -> bool | None:
-        """Say whether a request can be pulled: True, or False to `cancel` it and compute its prompt here.
+        """Return True if a request can be pulled, and False if the caller should `cancel` it and compute its prompt.
 
-        None asks to be asked again: a request with the same params is being pulled, and its blocks will serve both, by
-        way of a prefix cache.
+        None means ask again later, because a request with the same params is being pulled. Its blocks will serve both
+        through a prefix cache.
         """
         fetch = self._current.get(request_id)
         if fetch is not None and fetch.state is State.WAITING and fetch.params.key in self._readers:
@@ -241,7 +242,7 @@ class DecodeLedger(_Ledger):
         hashes: Sequence[str] | None = None,
         priority: int = 0,
     ) -> None:
-        """Have every rank fill blocks; the arguments are those of `Engine.pull`.
+        """Order every rank to fill the blocks. The arguments are those of `Engine.pull`.
 
         Raises:
             LocalProtocolError: The request may not be pulled (`may_pull`).
@@ -265,9 +266,9 @@ class DecodeLedger(_Ledger):
         )
 
     def cancel(self, request_id: str) -> None:
-        """Give a request up, whatever it is at; one that is unknown or over is left alone.
+        """Cancel a request in any state. A request that is unknown or over is ignored.
 
-        The blocks of a pull follow in `Outcome.free`.
+        If it was pulled, its blocks follow in `Outcome.free`.
         """
         fetch = self._current.pop(request_id, None)
         if fetch is None:
@@ -303,7 +304,7 @@ class DecodeLedger(_Ledger):
         return orders
 
     def update(self, rank: int, finished: Finished) -> None:
-        """Take note of what has ended on a rank. What is no pull of this ledger is left to the caller."""
+        """Record a rank's report. Entries that are not pulls of this ledger are left to the caller."""
         self._check(rank)
         for result in finished.finished_recving:
             if (fetch := self._ended(rank, result.request_id)) is not None:
@@ -326,7 +327,8 @@ class DecodeLedger(_Ledger):
                 self._outcome.retired.append(fetch)
 
     def ended(self, request_id: str, error: Exception | None = None) -> None:
-        """Every rank has ended a pull, and holds nothing: for workers that agree among themselves, as vLLM's do."""
+        """Record that a pull ended on all ranks, which hold no blocks. For workers that agree among themselves, as in
+        vLLM."""
         fetch = self._fetches.get(request_id)
         if fetch is not None and fetch.ranks:
             fetch.ranks.clear()
@@ -336,9 +338,9 @@ class DecodeLedger(_Ledger):
             self._conclude(fetch)
 
     def rank_died(self, rank: int) -> None:
-        """Go on without a rank. Nothing writes its memory any more, and every unreported pull has failed.
+        """Record that a rank has died: nothing writes its memory any more, and every pull without a reported end fails.
 
-        Requests that were received before have lost the rank's part of their KV: compute them again.
+        Requests that were received before have lost the rank's part of their KV, so compute them again.
         """
         self._missing.add(self._check(rank))
         for fetch in list(self._fetches.values()):
@@ -352,14 +354,14 @@ class DecodeLedger(_Ledger):
                 self._conclude(fetch)
 
     def rank_joined(self, rank: int) -> None:
-        """Go on with a new rank in the place of one that died: what is queued is announced to it as well."""
+        """Add a new rank in place of one that died, and announce the queued requests to it."""
         self._missing.remove(self._joining(rank))
         for fetch in self._fetches.values():
             if fetch.state is State.QUEUED and fetch.announcement not in self._orders:
                 fetch.announcement = self._order(Announce(fetch.name, fetch.plain))
 
     def take_outcome(self) -> Outcome:
-        """Return what has come of all that was reported since the last call."""
+        """Return the requests to act on since the last call."""
         outcome, self._outcome = self._outcome, Outcome()
         for fetch in outcome.received:
             self._move(fetch, Event.TELL)
@@ -375,7 +377,7 @@ class DecodeLedger(_Ledger):
         return self._num_orders
 
     def _ended(self, rank: int, name: str) -> Fetch | None:
-        """Take note that a rank has ended a pull; None if it was not asked for one."""
+        """Record that a rank has ended a pull; return None if none was expected from it."""
         fetch = self._fetches.get(name)
         if fetch is None or fetch.ranks is None or rank not in fetch.ranks:
             return None
@@ -383,11 +385,11 @@ class DecodeLedger(_Ledger):
         return fetch
 
     def _fail(self, fetch: Fetch, rank: int, error: Exception) -> None:
-        """Note a failure, and end the pull on the other ranks, because their parts are not needed any more."""
+        """Record a failure, and cancel the pull on the other ranks, because their parts are not needed any more."""
         fetch.errors[rank] = error
         is_unbegun = not getattr(error, "failed_in", "") and rank not in self._missing
         if is_unbegun and not fetch.is_released:
-            # This rank has released nothing. To the others, params or not, it says that the pull is to end.
+            # This rank released nothing, so it needs the params. On the others the same order only ends the pull.
             fetch.is_released = True
             self._order(Cancel(fetch.name, fetch.plain))
         elif fetch.state is State.PULLING and fetch.ranks:
@@ -395,7 +397,7 @@ class DecodeLedger(_Ledger):
         self._move(fetch, Event.FAIL)
 
     def _conclude(self, fetch: Fetch) -> None:
-        """Tell the scheduler what is certain by now."""
+        """Report a request to the scheduler when all ranks have reported."""
         if fetch.ranks or fetch.ranks is None:
             return
         if fetch.state is State.PULLING:
@@ -418,10 +420,10 @@ class DecodeLedger(_Ledger):
         fetch.state = after
         key = fetch.params.key
         if after in (State.HELD, State.OVER) and self._readers.get(key) is fetch:
-            # Siblings are served by what is in place by now, or compute their prompts, or fail as well.
+            # Siblings use the blocks that are in place by now, or compute their prompts, or fail too.
             del self._readers[key]
             siblings = self._waiting.pop(key, {})
-            if fetch.errors and not fetch.is_cancelled:  # one that comes later may try, and hears it from the ranks
+            if fetch.errors and not fetch.is_cancelled:  # a later request may still try these params
                 for other in siblings.values():
                     other.errors.update(fetch.errors)
             else:
@@ -464,10 +466,10 @@ class Loan:
 
 
 class PrefillLedger(_Ledger):
-    """The books of a prefill engine's scheduler, which describes its ranks to readers by `ranks`.
+    """The ledger of a prefill engine's scheduler. `ranks` describes the engine's ranks to readers.
 
-    Per request: `lend` when its KV is in the blocks, and `withdraw` if it is aborted afterwards. `take_free` returns
-    the loans that are over, however they ended.
+    For each request, call `lend` when its KV is in the blocks, and `withdraw` if it is aborted afterwards. `take_free`
+    returns the loans that are over, however they ended.
     """
 
     def __init__(self, ranks: PrefillRanks) -> None:
@@ -500,19 +502,19 @@ class PrefillLedger(_Ledger):
         hash_tokens: int = 0,
         trace: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Lend a request on every rank; returns its params for the decode engine. The blocks return in `take_free`.
+        """Lend a request on every rank, and return its params for the decode engine. Its blocks return in `take_free`.
 
-        The arguments are those of `PrefillRanks.make_params`, and:
+        The other arguments are those of `PrefillRanks.make_params`.
 
         Args:
-            written: True if the KV is in the blocks. If not, the params may travel ahead of it: call `mark_written`
-                when it is there.
-            decode_engines: Ids of all decode engines that may get the params, of which one reads the request, if they
-                are known: if they restart, it will not be read (`decode_restarted`).
+            written: True if the KV is in the blocks. If False, the params may be sent ahead of the KV; call
+                `mark_written` when it is in the blocks.
+            decode_engines: Ids of all decode engines that may get the params, if they are known. One of them reads the
+                request. Once all of them have restarted, no engine will read it (`decode_restarted`).
 
         Raises:
-            ConfigError: A value is out of range or of another type.
-            LocalProtocolError: A rank has died and was not replaced, so the request could not be read. Or a request of
+            ConfigError: A value is out of range or has the wrong type.
+            LocalProtocolError: A rank has died and was not replaced, so the request could not be read; or a request of
                 this id waits for its KV.
         """
         if self._missing:
@@ -539,12 +541,12 @@ class PrefillLedger(_Ledger):
         return params
 
     def mark_written(self, request_id: str) -> None:
-        """Lend what was announced by its params before: the KV is in the blocks now.
+        """Lend a request with params that were sent before, because its KV is in the blocks now.
 
-        If it was taken back meanwhile (`rank_died`, `decode_restarted`), it is over instead, and its blocks are free.
+        If it was taken back meanwhile (`rank_died`, `decode_restarted`), it ends instead, and its blocks are free.
 
         Raises:
-            LocalProtocolError: No request of this id waits for that.
+            LocalProtocolError: No request of this id waits for its KV.
         """
         loan = self.get(request_id)
         if loan is None or loan.is_written:
@@ -556,10 +558,10 @@ class PrefillLedger(_Ledger):
             self._orders.append(Lend(loan.params))
 
     def withdraw(self, request_id: str) -> None:
-        """Take a request back, on all ranks: readers are refused from now on. One that is over is left alone.
+        """Take a request back on all ranks: readers are refused from now on. A request that is over is ignored.
 
-        If its KV is not in the blocks yet, it is over at once: do not compute it any more. Blocks that a reader was
-        promised return when the promise is kept (`lease.grant_s`, 10 s, at most).
+        If its KV is not in the blocks yet, it ends at once: stop computing it. Blocks with a running grant return when
+        the grant ends (after `lease.grant_s`, 10 s, at most).
         """
         if (loan := self.get(request_id)) is not None:
             self._withdraw(loan)
@@ -567,7 +569,7 @@ class PrefillLedger(_Ledger):
                 self._never_lent(loan)
 
     def decode_restarted(self, engine_id: str) -> None:
-        """Take back what only this decode engine was to read: it has lost the params."""
+        """Take back the requests that only this decode engine could read, because a restart loses the params."""
         for loan in list(self._loans.values()):
             if engine_id in loan.decode_engines:
                 loan.decode_engines.discard(engine_id)
@@ -587,10 +589,10 @@ class PrefillLedger(_Ledger):
         return orders
 
     def update(self, rank: int, finished: Finished) -> None:
-        """Take note of what has ended on a rank. What is no loan of this ledger is left to the caller."""
+        """Record a rank's report. Entries that are not loans of this ledger are left to the caller."""
         self._check(rank)
         for end in finished.finished_sending:
-            # If the engine was closed too soon, readers may read until its process ends (`rank_died`).
+            # If the engine was closed before its grants ended, readers may read until its process ends (`rank_died`).
             if (loan := self._loans.get(end.request_id)) is not None and end.cause != "closed":
                 loan.ends[rank] = end
                 self._ended(loan, rank)
@@ -598,33 +600,33 @@ class PrefillLedger(_Ledger):
             if isinstance(refused.order, Lend):
                 if (loan := self._loans.get(str(refused.order.params["request_id"]))) is not None:
                     self._ended(loan, rank)
-                    self._withdraw(loan)  # no reader can have all of it
+                    self._withdraw(loan)  # no reader can read the whole request without this rank
 
     def ended(self, request_id: str) -> None:
-        """Every rank has ended a loan: for workers that agree among themselves, as vLLM's do."""
+        """Record that a loan ended on all ranks. For workers that agree among themselves, as in vLLM."""
         if (loan := self._loans.get(request_id)) is not None and loan.ranks is not None:
             loan.ranks.clear()
             self._conclude(loan)
 
     def rank_died(self, rank: int) -> None:
-        """Go on without a rank. Its part of every request is lost, so all of them are taken back."""
+        """Record that a rank has died, and take back all requests, because its part of each is lost."""
         self._missing.add(self._check(rank))
         for loan in list(self._loans.values()):
             self._withdraw(loan)
             self._ended(loan, rank)
 
     def rank_joined(self, rank: int, endpoint: Endpoint | dict[str, Any]) -> None:
-        """Go on with a new rank in the place of one that died; the new one listens at `endpoint` (`Engine.endpoint`).
+        """Add a new rank, with its `Engine.endpoint`, in place of one that died.
 
         Raises:
-            ConfigError: The endpoint is malformed, or of another rank.
+            ConfigError: The endpoint is malformed, or belongs to another rank.
             LocalProtocolError: This rank has not died.
         """
         self.ranks.set_endpoint(self._joining(rank), endpoint)
         self._missing.remove(rank)
 
     def take_free(self) -> list[Loan]:
-        """Return the loans that have ended on every rank since the last call: their blocks are free."""
+        """Return the loans that have ended on every rank since the last call. Their blocks are free."""
         free, self._free = self._free, []
         return free
 
@@ -636,7 +638,7 @@ class PrefillLedger(_Ledger):
             self._orders.append(Withdraw(loan.params))
 
     def _never_lent(self, loan: Loan) -> None:
-        """End a loan that no rank lends, so that none will tell of its end."""
+        """End a loan that no rank lent, because no rank will report its end."""
         loan.is_written, loan.ranks = True, set()
         self._conclude(loan)
 
@@ -654,12 +656,12 @@ class PrefillLedger(_Ledger):
 
 
 def unused(request_id: str, names: Container[str]) -> str:
-    """Return a name for a request: its id, unless an earlier request of that id has it still."""
+    """Return the id, or the id with a number if an earlier request still uses it as its name."""
     if request_id not in names:
         return request_id
     return next(name for number in itertools.count(2) if (name := f"{request_id}~{number}") not in names)
 
 
 def died(rank: int) -> PeerLost:
-    """Return why a pull failed on a rank that is gone."""
+    """Return the error of a pull on a rank that has died."""
     return PeerLost(f"rank {rank} of this engine has died", reason="rank_died")

@@ -1,8 +1,8 @@
-"""Orders of an engine's worker and their ends: plain values that cross threads and processes.
+"""Orders from an engine's worker and their results, as plain values that may cross threads and processes.
 
-A step hands over a list of orders in one call, and takes all new ends as one `Finished`. Every order ends in one place,
-once, also if the engine is closed meanwhile. Ends name the request's id, so an id belongs to one order of a kind at a
-time: a second one is in `refused`.
+A step submits a list of orders in one call, and takes all new results as one `Finished`. Every order is reported in one
+list, once, even if the engine is closed meanwhile. Results name the request's id, so an id belongs to one order of a
+kind at a time. A second order is reported in `refused`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from asynckv.results import LeaseEnd, Loaded, PullResult, Stored
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Something that an engine is to do, as plain data: it may be pickled, and sent to a worker."""
+    """Base class of all orders: plain data that may be pickled and sent to a worker."""
 
 
 class Announce(Order, frozen=True):
-    """Say that a request will be pulled: the engine meets its ranks, claims it and keeps it (`Engine.announce`).
+    """Say that a request will be pulled: the engine connects, claims it and renews its lease (`Engine.announce`).
 
-    Ends in `Finished.refused` if it was refused, and is not reported otherwise.
+    Reported in `Finished.refused` if it was refused, and not reported otherwise.
     """
 
     request_id: str
@@ -35,7 +35,8 @@ class Announce(Order, frozen=True):
 
 
 class Pull(Order, frozen=True, kw_only=True):
-    """Fill blocks with a lent request's KV (`Engine.pull`). Ends in `Finished.finished_recving` or `failed`, always."""
+    """Fill blocks with a lent request's KV (`Engine.pull`). Always reported: `Finished.finished_recving`, `failed` or
+    `refused`."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -52,8 +53,8 @@ class Pull(Order, frozen=True, kw_only=True):
 class Cancel(Order, frozen=True):
     """Give up a request that is announced, pulled, stored or loaded (`Engine.cancel`, `Offload.cancel`).
 
-    With `params` it releases a request that this engine knows nothing of, too. Ends in `Finished.refused` if it was
-    refused, else nowhere; what it gave up ends where it always does.
+    With `params` it also releases a request that this engine does not know. Reported in `Finished.refused` if it was
+    refused, and not reported otherwise. The cancelled order is reported in its usual list.
     """
 
     request_id: str
@@ -62,32 +63,33 @@ class Cancel(Order, frozen=True):
 
 
 class Lend(Order, frozen=True):
-    """Lend blocks (`Engine.lend`). Ends in `Finished.finished_sending` or `refused`, always."""
+    """Lend blocks (`Engine.lend`). Always reported: in `Finished.finished_sending` or `refused`."""
 
     params: Mapping[str, Any]
     num_readers: int = 1
 
 
 class Withdraw(Order, frozen=True):
-    """Declare that a request with params that have left will never be lent, or take it back (`Engine.withdraw`).
+    """Declare that a request will never be lent although its params were sent, or take it back (`Engine.withdraw`).
 
-    Ends in `Finished.refused` if it was refused, and is not reported otherwise.
+    Reported in `Finished.refused` if it was refused, and not reported otherwise.
     """
 
     params: Mapping[str, Any]
 
 
 class Reclaim(Order, frozen=True):
-    """Ask for `num_blocks` blocks back: requests that were lent for long are revoked (`Engine.reclaim`).
+    """Ask for `num_blocks` blocks back, by revoking requests that were lent for long (`Engine.reclaim`).
 
-    Ends in `Finished.refused` if it was refused, else nowhere; what it revokes ends in `Finished.finished_sending`.
+    Reported in `Finished.refused` if it was refused, and not reported otherwise. Revoked requests are reported in
+    `Finished.finished_sending`.
     """
 
     num_blocks: int
 
 
 class Lookup(Order, frozen=True, kw_only=True):
-    """Ask how much of a prompt is kept (`Offload.lookup`). Ends in `Finished.found` or `refused`, always."""
+    """Ask how much of a prompt is stored (`Offload.lookup`). Always reported: in `Finished.found` or `refused`."""
 
     request_id: str
     hashes: Sequence[str | bytes]
@@ -95,7 +97,8 @@ class Lookup(Order, frozen=True, kw_only=True):
 
 
 class Store(Order, frozen=True, kw_only=True):
-    """Keep blocks outside of the accelerator (`Offload.store`). Ends in `Finished.stored` or `offload_failed`."""
+    """Store blocks outside the accelerator (`Offload.store`). Always reported: `Finished.stored`, `offload_failed` or
+    `refused`."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -103,7 +106,8 @@ class Store(Order, frozen=True, kw_only=True):
 
 
 class Load(Order, frozen=True, kw_only=True):
-    """Fill blocks with what is kept of a prompt (`Offload.load`). Ends in `Finished.loaded` or `offload_failed`."""
+    """Fill blocks with the stored KV of a prompt (`Offload.load`). Always reported: `Finished.loaded`, `offload_failed`
+    or `refused`."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -114,13 +118,14 @@ class Load(Order, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A pull, load or store that ended badly.
+    """A failed pull, load or store.
 
     Attributes:
         request_id: The request's id, as in its order.
-        error: What `Engine.pull`, `Offload.load` or `Offload.store` raised: an `AsyncKVError`, or else a bug. If it
-            names blocks (`PullError.held`), a transfer may still write them, or a store still read them; the request's
-            id follows in `returned` or `retired`, or in the lists of the same names for offload.
+        error: Exception that `Engine.pull`, `Offload.load` or `Offload.store` raised. Any other type than
+            `AsyncKVError` is a bug. If it names blocks (`PullError.held`), a transfer may still write them, or a store
+            may still read them. The request's id then follows in `returned` or `retired` (`offload_returned` or
+            `offload_retired` for offload).
     """
 
     request_id: str
@@ -128,22 +133,22 @@ class Failed:
 
     @property
     def is_held(self) -> bool:
-        """Whether blocks may still be written or read. Then wait for the id in `returned` or `offload_returned`."""
+        """True if blocks may still be written or read. Wait for the id in `returned` or `offload_returned`."""
         return isinstance(self.error, PullError) and bool(self.error.held)
 
     @property
     def is_unbegun(self) -> bool:
-        """Whether it was refused before it began. Such a pull has released nothing; give a `Cancel` with its params."""
+        """True if it was refused before it began. Such a pull released nothing: submit a `Cancel` with its params."""
         return not getattr(self.error, "failed_in", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An order that was refused; nothing was done.
+    """An order that was refused and had no effect.
 
     Attributes:
         order: The order.
-        error: Why: an `AsyncKVError`, or else a bug.
+        error: Reason of the refusal. Any other type than `AsyncKVError` is a bug.
     """
 
     order: Order
@@ -152,22 +157,22 @@ class Refused:
 
 @dataclass(slots=True)
 class Finished:
-    """Orders that have ended since the last call. Each end is reported once.
+    """Results of orders since the last call. Each result is reported once.
 
     Attributes:
-        finished_sending: Lent requests with blocks that are this engine's again, released or not (`LeaseEnd.cause`).
+        finished_sending: Lent requests that ended, released or not (`LeaseEnd.cause`). Their blocks may be reused.
             Exception: blocks that `close` returned as cut short must not be written before the process ends.
-        finished_recving: Pulls with their bytes in place; failed ones are in `failed`.
+        finished_recving: Pulls that completed: their KV is in place.
         found: Results of lookups, each with its request's id.
-        stored: Stores that have ended; their blocks are the engine's again.
-        loaded: Loads that have ended, with `Loaded.num_tokens` tokens in place.
+        stored: Stores that completed. Their blocks may be reused.
+        loaded: Loads that completed, with `Loaded.num_tokens` tokens in place.
         failed: Pulls that failed.
-        returned: Ids of failed pulls with held blocks that nothing can write any more.
-        retired: Ids of failed pulls with held blocks that must never be used again (`BlocksRetired`).
+        returned: Ids of failed pulls. Their held blocks can no longer be written, so they may be reused.
+        retired: Ids of failed pulls. Their held blocks must never be used again (`BlocksRetired`).
         offload_failed: Loads and stores that failed.
-        offload_returned: Ids of failed loads and stores with held blocks that nothing can write or read any more.
-        offload_retired: Ids of failed loads and stores with held blocks that must never be used again.
-        refused: Orders that were refused. Of pulls, loads and stores only those with an id that was under way.
+        offload_returned: Ids of failed loads and stores. Their held blocks can no longer be written or read.
+        offload_retired: Ids of failed loads and stores. Their held blocks must never be used again.
+        refused: Refused orders. A pull, load or store is here only if its id was in flight already.
     """
 
     finished_sending: list[LeaseEnd] = field(default_factory=list)

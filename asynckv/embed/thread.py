@@ -1,8 +1,8 @@
-"""The engine on a thread and event loop of its own, for workers that compute on their own thread.
+"""Run the engine on its own thread and event loop, for workers that compute on their own thread.
 
-Every call may come from any thread, and none waits for the network, except `start`, `call` and `close`.
+Every call may come from any thread. Only `start`, `call` and `close` wait for the network.
 
-Two threads share Python's lock. The caller's thread keeps it in all of these calls (`bell`), so a hand-over costs
+The two threads share the GIL. The caller's thread keeps it in all of these calls (`bell`), so submitting costs
 microseconds. The engine's thread gets it when the caller's thread computes outside of Python, sleeps, or has held it
 for the switch interval.
 
@@ -43,15 +43,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 START_S = 60.0
-CLOSE_S = 15.0  # what is lent to a reader in the middle of a read is kept for it, for `lease.grant_s` (10 s) at most
-LAST_S = 1.0  # of the time for closing this much is for what follows when no promise runs any more
-LEFTOVERS_S = 1.0  # how long the coroutines of `call` that are left when the engine has ended may take to be cancelled
-MAX_CRASHES = 3  # how often the loop may be ended by an exception while it ends the engine, before the thread gives up
+CLOSE_S = 15.0  # longer than `lease.grant_s` (10 s), because blocks that a reader is reading are kept for up to that
+LAST_S = 1.0  # part of the time for closing that is left for the steps after the last grant
+LEFTOVERS_S = 1.0  # seconds for cancelling the coroutines of `call` that are left when the engine has ended
+MAX_CRASHES = 3  # number of exceptions that may end the loop while it ends the engine, before the thread gives up
 _THREADS: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
 class _InPlace(concurrent.futures.ThreadPoolExecutor):
-    """Does at once what it is given: for a loop that may have no threads, or when no more can be made."""
+    """Run submitted work at once, on the caller's thread, where no threads are wanted or no more can be made."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -63,24 +63,24 @@ class _InPlace(concurrent.futures.ThreadPoolExecutor):
 
 
 SWITCH_INTERVAL_S = 0.0005
-"""A turn of the loop gives Python's lock away some ten times, and beside a thread that computes in Python it waits this
-long for it each time. With Python's own 5 ms an engine falls behind by seconds (docs/performance.md)."""
+"""A turn of the loop releases the GIL some ten times. If another thread computes in Python, each time costs a wait of
+this long. With Python's default of 5 ms an engine falls behind by seconds (docs/performance.md)."""
 
 
 class EngineThread:
-    """An engine on a thread of its own.
+    """An engine on its own thread.
 
     Args:
         config, registration: As for `Engine`.
-        loop_factory: Makes the thread's event loop (`uvloop.new_event_loop`).
-        switch_interval_s: `start` lowers the interpreter's switch interval (`sys.setswitchinterval`) to this, for all
-            threads of the process and for good; None leaves it.
+        loop_factory: Makes the thread's event loop, such as `uvloop.new_event_loop`.
+        switch_interval_s: Seconds to which `start` lowers the interpreter's switch interval
+            (`sys.setswitchinterval`), permanently and for all threads of the process. None leaves it unchanged.
 
     Raises:
         ConfigError: An argument is out of range.
 
     Attributes:
-        engine: For `call`. What may be read from any thread (`endpoint`, `memory_epoch`, ...) may be read here too.
+        engine: The engine, for `call`. Its properties for any thread (`endpoint`, `memory_epoch`, ...) may be read.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class EngineThread:
     # -- life --------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float = START_S) -> Self:
-        """Start the thread, and return when the engine listens.
+        """Start the thread, and return when the engine accepts connections.
 
         Raises:
-            BaseException: Whatever `Engine.start` raised; nothing is left running.
-            TimeoutError: It took too long, and was called off.
-            LocalProtocolError: It was started before.
+            BaseException: Any exception of `Engine.start`. Nothing is left running.
+            TimeoutError: The start took longer than `timeout_s`, and was cancelled.
+            LocalProtocolError: The thread was started before.
         """
         timeout_s = number("timeout_s", timeout_s, 0)
         if self._is_asked_for:
@@ -158,18 +158,18 @@ class EngineThread:
         return self
 
     def close(self, timeout_s: float = CLOSE_S) -> tuple[HeldBlocks, ...]:
-        """End the engine and its thread. Everything under way ends, and `take_finished` reports the ends.
+        """End the engine and its thread. All work in flight ends, and `take_finished` reports it.
 
-        No more orders are taken. Call it from any thread, at any time, and again. On the engine's own thread it only
-        asks for the end, without waiting.
+        The engine takes no more orders. Call this from any thread, at any time, and repeatedly. On the engine's own
+        thread it only requests the end, without waiting.
 
-        Grants to readers are kept until a second before `timeout_s` is up. Longer ones are cut short and returned:
-        their memory must not be written before the process ends (`Engine.aclose`).
+        Grants to readers are kept until a second before `timeout_s` is up. Longer grants are cut short and returned.
+        Their memory must not be written before the process ends (`Engine.aclose`).
 
         Raises:
-            TimeoutError: It has not ended yet, and continues to end. Call again to wait again.
+            TimeoutError: The engine has not ended yet, but continues to end. Call again to wait again.
             BackendError: A call is still inside NIXL, so memory may still be written. Call again to try again.
-            BaseException: The exception that had ended the loop before, if no caller has got it yet.
+            BaseException: The exception that ended the loop earlier, if it was not raised to a caller yet.
         """
         timeout_s = number("timeout_s", timeout_s, 0)
         self._is_closing = True
@@ -185,7 +185,7 @@ class EngineThread:
         self._ask_to_end(max(timeout_s - LAST_S, 0.0))
         if threading.current_thread() is self._thread:
             return ()
-        if not self._is_over:  # else no thread will look
+        if not self._is_over:  # otherwise the thread no longer sets the result
             try:
                 outcome.result(timeout_s)
             except concurrent.futures.TimeoutError:
@@ -203,30 +203,30 @@ class EngineThread:
     # -- a step ------------------------------------------------------------------------------------
 
     def submit(self, orders: Iterable[Order]) -> None:
-        """Hand orders over; the engine carries them out soon, in the order given. From any thread.
+        """Submit orders from any thread. The engine carries them out soon, in the sequence given.
 
-        If one of them is wrong, `Finished` says so, and the others are carried out.
+        If one order is wrong, `Finished` reports it, and the others are carried out.
 
         Raises:
-            EngineClosed: The engine is not running; none of these is carried out.
-            BaseException: What ended the loop; it is raised once.
+            EngineClosed: The engine is not running, and carries out none of these orders.
+            BaseException: The exception that ended the loop. It is raised once.
         """
         if self._is_closing or self._snapshot is None:
             self._tell_cause()
             raise EngineClosed(f"the engine takes no orders: {self._cause}")
-        self._shows_life()  # first: what these orders begin must not be let go for what was before
+        self._shows_life()  # first, so that the loop does not take these orders' requests for abandoned ones
         self._desk.submit(orders)
 
     def take_finished(self) -> Finished:
-        """Return what has ended since the last call; also after the engine was closed.
+        """Return the results since the last call; also after the engine was closed.
 
-        Call it in every step, or as soon as `wait` or `fileno` say that there is news. Where neither this nor `submit`
-        was called for about a lease, requests of which nothing was read are let go (`standstill`), for their blocks
-        are another engine's, and others need them.
+        Call it in every step, or as soon as `wait` or `fileno` signals news. If neither this nor `submit` is called for
+        about the length of a lease, the engine gives up requests of which nothing was read (`standstill`), because
+        their blocks belong to another engine, which needs them.
 
         Raises:
-            BaseException: What ended the loop; it is raised once. From then on `EngineClosed`, if there is nothing left
-                to take.
+            BaseException: The exception that ended the loop. It is raised once.
+            EngineClosed: The loop ended by an exception that was raised before, and no result is left to take.
         """
         if self._untold:
             self._tell_cause()
@@ -239,14 +239,16 @@ class EngineThread:
         return finished
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable while there is something to take, for `select` and its like.
+        """Return a file descriptor for `select` and similar calls, which is readable while there are results to take.
 
-        Now and then it may be readable without reason.
+        It may occasionally be readable although there are none.
         """
         return self._listening().fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `take_finished` has something to return or to raise (True), or the engine has ended."""
+        """Wait for up to `timeout_s`, or until there is news or the engine has ended; return True if there is news.
+
+        News is a result for `take_finished` to return, or an exception for it to raise."""
         until, bell, poll = time.monotonic() + number("timeout_s", timeout_s, 0), self._listening(), select.poll()
         poll.register(bell.fileno(), select.POLLIN)
         while not (self._has_news or self._is_over):
@@ -256,14 +258,14 @@ class EngineThread:
             elif (left := until - time.monotonic()) <= 0:
                 break
             else:
-                poll.poll(1e3 * min(left, 3600.0))  # no more milliseconds than fit into an integer
+                poll.poll(1e3 * min(left, 3600.0))  # limited, because the milliseconds have to fit into an integer
         return self._has_news
 
     def statistics(self, max_age_s: float = 1.0) -> Statistics:
-        """Return the last snapshot that the loop took; if it is older than `max_age_s`, the loop takes another soon.
+        """Return the last snapshot that the loop took. If it is older than `max_age_s`, the loop takes another soon.
 
-        It never waits, so it may return an older one. Counters that begin with `embed.` are this thread's: hand-overs,
-        orders and wake-ups.
+        This never waits, so the snapshot may be older. Counters that begin with `embed.` count this thread's calls of
+        `submit`, orders and wake-ups.
 
         Raises:
             EngineClosed: The engine was never started.
@@ -281,10 +283,10 @@ class EngineThread:
         """Run a coroutine on the engine's loop and wait for it: `thread.call(thread.engine.drain(5.0), 10.0)`.
 
         Raises:
-            TimeoutError: It did not end in time, and was cancelled.
-            EngineClosed: The thread does not run, or ended meanwhile.
-            WrongThread: This is the engine's thread: await the coroutine instead.
-            BaseException: What the coroutine raised; or what ended the loop, which is raised once.
+            TimeoutError: The coroutine did not end in time, and was cancelled.
+            EngineClosed: The thread is not running, or ended meanwhile.
+            WrongThread: The caller is on the engine's thread, and should await the coroutine instead.
+            BaseException: The coroutine's exception; or the one that ended the loop, which is raised once.
         """
         if not asyncio.iscoroutine(work):
             raise LocalProtocolError(f"work is {shown(work)}; give a coroutine, such as engine.drain(5.0)")
@@ -308,7 +310,7 @@ class EngineThread:
                 self._fail(future)
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
-            if future.done():  # just now, or it is the coroutine's own
+            if future.done():  # it ended just now, or the coroutine itself raised TimeoutError
                 return future.result()
             where = self._whereabouts()
             name = getattr(work, "__qualname__", "it")
@@ -329,18 +331,17 @@ class EngineThread:
     # -- for other threads -------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Wake the loop, unless it has been woken already and has not looked yet."""
+        """Wake the loop, unless an earlier wake-up is still pending."""
         if not self._is_rung:
             self._is_rung = True
             self._bell.ring()
 
     def _shows_life(self) -> None:
-        """Note that the embedding thread is alive; a thread that sleeps until there is news shows it again after
-        that."""
+        """Record that the embedding thread is alive. While it waits for news, it counts as alive."""
         if self._started.done() and not self._is_over:
             driver = self.engine._driver
             driver.core.decode.alive_at = math.inf
-            if self._news_bell is None or self._has_news:  # some may have come since it took what there was
+            if self._news_bell is None or self._has_news:  # more results may have come since it took them
                 driver.core.decode.alive_at = driver.clock.now()
 
     def _ask_to_end(self, timeout_s: float = CLOSE_S - LAST_S) -> None:
@@ -353,12 +354,12 @@ class EngineThread:
         return self._desk.has_news or bool(self._untold)
 
     def _fail(self, future: concurrent.futures.Future[Any]) -> None:
-        """Fail a future of work that the loop will not do any more."""
+        """Fail the future of a coroutine that the loop will no longer run."""
         with suppress(concurrent.futures.InvalidStateError):
             future.set_exception(EngineClosed(f"the engine's thread has ended: {self._cause}"))
 
     def _tell_cause(self) -> None:
-        """Raise what ended the loop, once."""
+        """Raise the exception that ended the loop, once."""
         try:
             cause = self._untold.pop()
         except IndexError:
@@ -367,13 +368,13 @@ class EngineThread:
 
     def _listening(self) -> Bell:
         if self._news_bell is None:
-            self._news_bell = self._bell_for_news  # the same for all threads that ask first at once
+            self._news_bell = self._bell_for_news  # made before, so that threads that ask at the same time share it
             if self._has_news or self._is_over:
                 self._news_bell.ring()
         return self._news_bell
 
     def _whereabouts(self) -> str:
-        """Describe where the thread is, for callers that waited for it in vain."""
+        """Return the thread's current line, for the error of a caller that has waited too long."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         if frame is None:
             return ""
@@ -406,7 +407,7 @@ class EngineThread:
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         self._ask = asyncio.Event()
-        # Not run_until_complete: threads that others make on the loop would live as long as its coroutine.
+        # Not run_until_complete: threads that other code makes on the loop would live as long as its coroutine.
         self._main = main = loop.create_task(self._live())
         main.add_done_callback(lambda _: loop.stop())
         self._loop = loop
@@ -434,7 +435,7 @@ class EngineThread:
             main.result()
 
     def _crashed(self, exc: BaseException) -> None:
-        """Take note of what ended the loop; only the first is told, as the others follow from it."""
+        """Record the exception that ended the loop. Only the first is raised, because later ones follow from it."""
         if not self._has_crashed:
             self._cause = f"{type(exc).__name__}: {exc}"
             self._untold.append(exc)
@@ -465,11 +466,11 @@ class EngineThread:
             is_ended = await self._end()
 
     async def _end(self) -> bool:
-        """End the engine and all orders; False if something is still inside NIXL."""
+        """End the engine and all orders; return False if a call is still inside NIXL."""
         self._is_ending = True
         await self._desk.finish()
         closers = len(self._closers)
-        # When the interpreter exits, no other executor takes anything any more.
+        # When the interpreter exits, no other executor accepts work any more.
         asyncio.get_running_loop().set_default_executor(_InPlace())
         try:
             self._cut_short = await self.engine.aclose(self._close_s)
@@ -486,7 +487,7 @@ class EngineThread:
         return True
 
     def _end_soon(self, timeout_s: float = CLOSE_S - LAST_S) -> None:
-        """End what `_live` is at."""
+        """Cancel the start, shorten a running end, or begin the end, depending on the state of `_live`."""
         assert self._main is not None
         assert self._ask is not None
         if not self._started.done():
@@ -499,12 +500,12 @@ class EngineThread:
             self._ask.set()
 
     async def _hurry(self, timeout_s: float) -> None:
-        with suppress(Exception):  # the first hears it
+        with suppress(Exception):  # the first caller of `close` gets it
             await self.engine.aclose(timeout_s)
 
     def _on_bell(self) -> None:
         self._bell.silence()
-        self._is_rung = False  # now: whatever is handed over from here on rings again
+        self._is_rung = False  # before orders are taken, so that any that are submitted from here on ring again
         self._num_wakeups += 1
         self._desk.carry_out()
         if self._is_snapshot_wanted:
@@ -524,10 +525,10 @@ class EngineThread:
         counters = {**found.counters, **{f"embed.{name}": count for name, count in own.items()}}
         self._snapshot = time.monotonic(), dataclasses.replace(found, counters=counters)
 
-    # -- what ends the process -----------------------------------------------------------------------
+    # -- forks and exits -----------------------------------------------------------------------------
 
     def _forked(self) -> None:
-        """This is the child of a fork, which has no such thread."""
+        """Mark the engine as ended in the child of a fork, because the thread stays with the parent."""
         self._is_asked_for = self._is_closing = self._is_over = self._has_crashed = True
         self._cause = "the process was forked, and its threads stayed with the parent"
         self._bell_for_news, self._news_bell, self._loop = Bell(), None, None
@@ -546,7 +547,7 @@ def _at_exit() -> None:
         thread._is_closing = True
         thread._ask_to_end()
     for thread in tuple(_THREADS):
-        with suppress(BaseException):  # no caller is left to be told
+        with suppress(BaseException):  # no caller is left to raise it to
             thread.close()
 
 

@@ -72,7 +72,7 @@ class Engine:
 
     Args:
         config: Checked configuration.
-        registration: This rank's memory, from `register_memory` or `register_tensors`.
+        registration: This rank's memory, from `register_memory`, `register_tensors` or `register_parts`.
         data: Data plane; NIXL if left out.
         control: Control plane; ZeroMQ if left out.
         clock: Clock; the system's if left out.
@@ -640,7 +640,7 @@ class Engine:
             await driver.waiting.setdefault(held.pull_id, Waiting(held, self._home)).until_returned()
 
     def forget_peer(self, address: str) -> None:
-        """Treat the rank at an address as gone, and fail everything that waits for it."""
+        """Treat the rank at an address as gone, by the caller's word, and fail everything that waits for it."""
         self._home.here(self.forget_peer)
         address = text("address", address, MAX_NAME)
         driver = self._driver
@@ -721,4 +721,6 @@ def _check(registration: Registration, error: type[AsyncKVError]) -> None:
         why = ""
     except msgspec.ValidationError as exc:
         why = f" ({exc})"
-    raise error(f"registration is {shown(registration)}{why}; give the result of register_memory or register_tensors")
+    raise error(
+        f"registration is {shown(registration)}{why}; give what register_memory, register_tensors or register_parts returned"
+    )

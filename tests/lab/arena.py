@@ -1,6 +1,6 @@
 """Real engines in processes of their own, as chaos, pressure and attack hurt them.
 
-`Side` is what a process runs: an engine whose memory is under the hostile allocator of `tests.lab.fleet`. Every
+`Side` runs in a process: an engine whose memory is under the hostile allocator of `tests.lab.fleet`. Every
 block that is published is compared byte by byte with what its request must hold, and free memory that changes shows
 as well. `Worker` is the driver's view of one, whichever process plays it now, and how the pulls from it ended. `Arena`
 is one scenario: a decode worker, prefill workers, and the problems that were found. The driver plays schedulers and
@@ -54,11 +54,11 @@ BLOCK = 16
 
 NUM_BLOCKS, MOST_BLOCKS = 640, 48
 RUBBISH = {"decode": 0xDEADBEEFDEADBEEF, "prefill": 0xBADC0FFEEBADF00D}
-"""What each side's allocator writes into free blocks."""
+"""Words that each side's allocator writes into free blocks."""
 
 TIMEOUT_S, PATIENCE_S = 4.0, 20.0
 SLACK_S = 1.0
-"""How much later than its deadline a pull may end on a machine that is busy."""
+"""Seconds by which a pull may miss its deadline on a machine that is busy."""
 
 BUSY = ("leases", "pulls", "transfers", "blocks_lent", "blocks_writing", "blocks_quarantined")
 PULL = {
@@ -233,7 +233,7 @@ class Side:
                 left["taken"] = blocks.num_taken
             if not left or time.monotonic() >= deadline:
                 break
-            await asyncio.sleep(0.01)  # gauges tell nobody when they change
+            await asyncio.sleep(0.01)  # no event announces a change of a gauge
         try:
             self.engine.check_integrity()
             integrity = ""
@@ -268,11 +268,11 @@ class Worker:
         """The longest pull, and by how much the latest missed its deadline (negative if none did), with the time for
         which its process had no core and without."""
         self.reader: Worker | None = None
-        """Who pulls from it; the decode worker if nobody else is named."""
+        """The worker that pulls from it; the decode worker if `None`."""
         self.aborts = 0
-        """How often its process ended by itself."""
+        """Number of times that its process ended by itself."""
         self.stops = 0
-        """How often it was stopped, or told to go on: what runs meanwhile may be late by as long."""
+        """Number of times that it was stopped or continued: calls that run meanwhile may be late by as long."""
         self._setup: dict[str, Any] = {}
         self.up, self._news = asyncio.Event(), asyncio.Event()
 
@@ -429,7 +429,7 @@ class Arena:
         self.seconds = 4.0
         """About how long the load is kept up."""
         self.cycles = 20
-        """How many faults `survive` has."""
+        """Number of faults in `survive`."""
         self.setup: dict[str, Any] = {}
         """Of all workers."""
         self.rng = random.Random(f"{seed}/{name}")
@@ -442,7 +442,7 @@ class Arena:
         """Fields of `KeysConfig` by worker; none has any if left empty."""
 
     def note(self, text: str) -> None:
-        """Tell the person who watches."""
+        """Print a line for the person who watches."""
         print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
 
     def blame(self, group: BaseException) -> None:
@@ -463,7 +463,7 @@ class Arena:
         return await self.prefill[-1].start(**setup)
 
     async def finish(self, healthy: Worker | None = None) -> None:
-        """Judge what holds in every scenario; of a prefill engine that nobody harmed, nothing may have failed."""
+        """Check the conditions of every scenario; on a prefill engine that was not harmed, nothing may have failed."""
         began = time.monotonic()
         for worker in (self.decode, *self.prefill):
             state = await worker.state()

@@ -1,7 +1,7 @@
-"""Attack real workers, and watch that nobody else notices: `python -m tests.lab.attack --help`.
+"""Attack real workers, and check that healthy peers do not notice: `python -m tests.lab.attack --help`.
 
 Real processes, NIXL over UCX on CPU memory, ZMQ on 127.0.0.1; twice, with keys and without. Healthy pulls go on all
-the time, and every byte of them is compared. Meanwhile a malicious peer whose key is listed floods both listeners
+the time, and every byte of them is compared. Meanwhile a malicious peer with a listed key floods both listeners
 with mutated packets and frames of 100 MB, repeats what it said, and forges claims, releases and grants; strangers
 without a listed key try to get in; raw connections send garbage, or one byte at a time. Processes choose routing ids,
 send messages of thousands of empty parts, or fill all queues, and then end by `os._exit`.
@@ -55,7 +55,7 @@ GROWTH_MIB = 64
 """Most that a victim's memory may grow: queues of several attackers' connections fit, what they sent does not."""
 
 RUDE_S, RUDE = 2.0, 2
-"""How long each kind of rude process is sent, and how many there are at a time."""
+"""Seconds for which each kind of rude process is sent, and their number at a time."""
 
 PARTS = 4000
 """Empty parts of one message."""
@@ -66,7 +66,7 @@ FIRST_ID = 0x6B8B4567
 PROCESSES = multiprocessing.get_context("spawn")
 CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 HANDSHAKE_COMMANDS = {b"WELCOME", b"ERROR"}
-"""What a listener with keys may say to somebody who has not proven one."""
+"""Commands that a listener with keys may send to a peer that has not proven a key."""
 
 
 # -- what attackers do -------------------------------------------------------------------------------
@@ -215,11 +215,11 @@ class Timed(Side):
         return {"longest_s": longest_s, "admitted": self.engine.statistics().counters["control.connections.admitted"]}
 
 
-# -- a victim, healthy readers, and those who attack -------------------------------------------------
+# -- a victim, healthy readers, and the attackers ----------------------------------------------------
 
 
 class Watched(Worker):
-    """A worker whose params a malicious peer has seen, as a router would."""
+    """A worker with params that a malicious peer has seen, as a router would."""
 
     def __init__(self, arena: Arena, name: str) -> None:
         super().__init__(arena, name)
@@ -242,7 +242,7 @@ class Attack:
         self.mallory: KeyPair | None = None
         self.good: KeyPair | None = None
         self.felt: dict[str, dict[str, float]] = {}
-        """What the good peer and the loop felt of each flood."""
+        """Latencies that the good peer and the loop measured in each flood."""
         """Keys that both workers have listed."""
         self.listed: KeyPair | None = None
 
@@ -374,12 +374,12 @@ class Attack:
         await self.felt_of(kind, until_ended)
         self.counts[f"rude_{kind}"] += len(sent)
 
-    # -- what a peer whose key is listed can do ----------------------------------------------------
+    # -- attacks by a peer with a listed key --------------------------------------------------------
 
     async def flood(self) -> None:
         """Mutated, repeated and forged packets to both listeners at once."""
         arena, victim, rng = self.arena, self.victim, self.rng
-        # A mutated claim may bind it to a cohort that nobody is; then it has to run out.
+        # A mutated claim may bind it to a cohort that no reader is in; then it has to expire.
         own = decode_params((await victim.lend(lease_s=15.0))["params"])
         self.reader = await asyncio.to_thread(self.incarnation, arena.decode.address)
         said = every_message(own, layout_of(), Cohort("mallory"))
@@ -428,7 +428,7 @@ class Attack:
             arena.check(each.sent == each.number, f"{name}: only {each.sent} of {each.number} were taken")
 
     def incarnation(self, address: str) -> str:
-        """Ask a listener who it is; any peer may."""
+        """Ask a listener for its incarnation; any peer may."""
         stranger = Stranger(address, self.mallory)
         try:
             stranger.socket.send(m.encode_packet("mallory", "", [m.Ping(1)]))
@@ -440,7 +440,7 @@ class Attack:
         """Speak for others: about requests that are being pulled, with every part right but what cannot be known."""
         params = rng.choice(self.victim.seen)
         key, cohort, nonce = params.key, Cohort("decode"), rng.choice((rng.getrandbits(62), rng.randrange(1 << 12)))
-        pull = f"{self.reader[:16]}-{rng.randrange(5_000)}"  # whoever pings the reader can guess these
+        pull = f"{self.reader[:16]}-{rng.randrange(5_000)}"  # any process that pings the reader can guess these
         if name == "decode":
             # Grants, refusals and farewells under true keys, but not from the one that was asked.
             return rng.choice(
@@ -552,7 +552,7 @@ def assail(
 ) -> int:
     """Attack real workers on this host while healthy pulls go on, and compare every byte of those.
 
-    A malicious peer whose key is listed, strangers whose key is not, raw garbage, slow connections, huge frames.
+    A malicious peer with a listed key, strangers without one, raw garbage, slow connections, huge frames.
     """
     command.check(10 <= frames <= 1 << 30, f"--frames {frames} is outside 10 ... {1 << 30}")
     errors = Console(stderr=True)

@@ -1,6 +1,6 @@
 """Caches of random models, cut and laid out in random ways, in which every byte is known.
 
-A `Model` says what a cache holds, whoever holds it: groups of layers with attention, latents, scales, windows or
+A `Model` says what a cache holds, on any engine: groups of layers with attention, latents, scales, windows or
 states, each with dims and dtypes of its own. A `Shape` says how one engine holds it: ranks, block sizes, kernel blocks,
 orders of dims, pages. Both are drawn from a seed. What a layer holds of some tokens is a digest of the hash that covers
 them, so a block's bytes are known from the prompt alone, and any rank of any shape can be filled and judged.
@@ -25,7 +25,7 @@ from asynckv.testing.fabric import Bytes
 
 Places = npt.NDArray[np.int64]
 FREED = 0xEE
-"""What is in memory that nobody uses."""
+"""Byte that fills unused memory."""
 
 STYLES = ("layers", "regions", "blocks", "pages")
 """A memory per layer, with its parts side by side in a block, or each in a region of its own; all layers of a block
@@ -66,7 +66,7 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class Model:
-    """What a cache holds.
+    """The content of a cache.
 
     Attributes:
         hash_tokens: Tokens per hash.
@@ -91,7 +91,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine holds it.
+    """The arrangement of a cache in an engine.
 
     Attributes:
         hashes: Per group, how many hashes a block covers.
@@ -164,7 +164,7 @@ def chain(name: str, count: int) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)
 def _said(hash_: str, layer: str, kind: PartKind, held: tuple[int, int], hash_tokens: int) -> Bytes:
-    """What a rank holds of a part of a layer for the tokens of a hash: tokens first, then dims by name, then bytes."""
+    """Return a rank's bytes of a layer's part for the tokens of a hash: tokens first, then dims by name, then bytes."""
     dims = sorted(kind.dims)
     tokens = [hash_tokens // kind.tokens] if kind.tokens else []
     shape = [*tokens, *(size for _, size in dims), ITEMSIZE[kind.dtype]]
@@ -176,7 +176,7 @@ def _said(hash_: str, layer: str, kind: PartKind, held: tuple[int, int], hash_to
 
 
 def layout_of(model: Model, shape: Shape, tp_rank: int = 0, *, base: int = 1 << 40) -> Layout:
-    """What one rank declares; its memories follow each other from a base on."""
+    """Return one rank's layout; its memories follow each other from a base on."""
     rng, n = random.Random(shape.seed), shape.num_blocks
     groups, views, lengths = [], list[View](), list[int]()
     pages = [0] * len(model.groups)
@@ -262,8 +262,8 @@ class Cache:
     """The bytes of a layout: a rank's own memory, or the slots of a tier.
 
     Args:
-        model: Whose layout it is.
-        layout: What is declared.
+        model: The model that the layout belongs to.
+        layout: The declared layout.
         arrays: One per memory.
     """
 

@@ -292,12 +292,12 @@ async def proxy(arena: Arena) -> None:
 
 
 def restarts(counters: Mapping[str, int]) -> int:
-    """How often a data plane in a process of its own was started anew."""
+    """Return the number of times that a data plane in a process of its own was restarted."""
     return sum(count for name, count in counters.items() if name.startswith("data.") and name.endswith("restarts"))
 
 
 SURVIVED = ("kill", "away_kill", "stop_kill", "restart", "stop")
-"""What happens to the other side of who survives: in some order, and in another one when all have happened."""
+"""Faults of the survivor's other side: each happens once, in some order, and then again in another order."""
 
 
 async def survive(arena: Arena) -> None:
@@ -317,7 +317,7 @@ async def survive(arena: Arena) -> None:
             try:
                 lent = await owner.lend(arena.rng.randint(MOST_BLOCKS // 2, MOST_BLOCKS), 4.0, True)
                 await owner.pull(lent, arena.rng.uniform(0.3, TIMEOUT_S))
-            except Lost:  # with one of them: nobody is left to ask, or to tell
+            except Lost:  # with one of them: no process is left to ask, or to tell
                 unanswered += 1
 
     async def hurt(victim: Worker, survivor: Worker, fault: str) -> None:

@@ -1,4 +1,4 @@
-"""What every implementation of a port must do, as checks that run on any: the fake is verified.
+"""Checks of what every implementation of a port must do, which run on any of them: the fake is verified.
 
 The checks are plain coroutines that raise `AssertionError`; call them from any test runner, on the
 event loop that the planes will live on.
@@ -80,7 +80,7 @@ async def check_control_plane(make: Callable[[], ControlPlane]) -> None:
         assert [packet for _, packet in heard.packets[1:]] == bodies
         assert {origin for origin, _ in heard.packets} == {route}
 
-        # Nobody there, or nonsense: never an exception.
+        # No peer there, or nonsense: never an exception.
         assert not listener.send(ReplyTo(b"nobody"), b"lost")
         asker.disconnect(Address("tcp://127.0.0.1:1"))
         for plane in (listener, asker):

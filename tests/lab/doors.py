@@ -1,9 +1,9 @@
 """The doors of a simulated rank: all that it has to do with the world outside of its process goes through them.
 
 A rank is an engine with a configuration, a clock, two planes and a source of randomness, and it is known to others by
-what comes out of these and by what its calls return. Whoever wants to see a simulated rank do wrong changes what passes
-here, and so needs to know nothing of how the rank is made: a rank that sends every release once is one whose second
-release is lost in its door. (Tests plant bugs that way, and see that the simulation finds them.)
+what comes out of these and by what its calls return. A test that wants a simulated rank to do wrong changes what passes
+here, and need not know how the rank is made: for a rank that sends every release only once, the second release is lost
+in its door. (Tests plant bugs that way, and see that the simulation finds them.)
 
 Honest doors hand on what they are given, so that nothing is slower for them.
 """
@@ -19,7 +19,7 @@ from tests.lab.world import Process
 
 
 class Doors:
-    """What one start of a rank's process is connected by; a subclass passes on something else.
+    """Connections of one start of a rank's process; a subclass passes on something else.
 
     Args:
         process: The process that has begun.
@@ -29,19 +29,15 @@ class Doors:
         self.process = process
 
     def config(self, config: EngineConfig) -> EngineConfig:
-        """How the engine is set up."""
         return config
 
     def data(self, plane: DataPlane) -> DataPlane:
-        """What the engine reads with."""
         return plane
 
     def control(self, plane: ControlPlane) -> ControlPlane:
-        """What the engine talks with."""
         return plane
 
     def clock(self, clock: Clock) -> Clock:
-        """What the engine reads the time from."""
         return clock
 
     def token_hex(self, token_hex: Callable[[int], str]) -> Callable[[int], str]:
@@ -49,5 +45,4 @@ class Doors:
         return token_hex
 
     def engine(self, engine: Engine) -> Engine:
-        """What the rank's owner calls."""
         return engine

@@ -16,7 +16,7 @@ called with keywords:
 
 Every public method is a question. Its value, anything that JSON carries, is the answer; of an asynchronous generator
 the first value is the answer, and it runs on after that. Questions run at the same time, and each has a deadline:
-whoever asks hears the value, `Refused` (the method raised), `Lost` (the process is gone) or `Failure` (too late).
+the asker gets the value, `Refused` (the method raised), `Lost` (the process is gone) or `Failure` (too late).
 
 The conversation is one JSON line each way over a socket; what the process and its libraries print goes to its log. A
 process ends in order when its end of the socket says so, or by `kill`; if the driver dies, the system kills it. What
@@ -71,11 +71,11 @@ Words = npt.NDArray[np.uint64]
 
 
 class Lost(Failure):
-    """Whoever was asked is gone."""
+    """The asked process is gone."""
 
 
 class Refused(Failure):
-    """What was asked raised an exception.
+    """A method that was asked raised an exception.
 
     Attributes:
         kind: Its class.
@@ -86,7 +86,7 @@ class Refused(Failure):
         self.kind = kind
 
 
-# -- who asks ----------------------------------------------------------------------------------------
+# -- the asking side ---------------------------------------------------------------------------------
 
 
 class Link:
@@ -105,7 +105,7 @@ class Link:
 
         Raises:
             Refused: It raised an exception.
-            Lost: Nobody is left to answer.
+            Lost: The process is gone.
             Failure: It took too long.
         """
         if self.is_lost:
@@ -134,7 +134,7 @@ class Link:
                 number, value, error = json.loads(line)
                 answered = self._asked.get(number)
                 if answered is None or answered.done():
-                    continue  # whoever asked does not wait any more
+                    continue  # the asker does not wait any more
                 if error is None:
                     answered.set_result(value)
                 else:
@@ -152,7 +152,7 @@ class Link:
 
 
 async def connect(path: str | Path, name: str) -> Link:
-    """Open a conversation with whoever listens on a socket of this host, and answers."""
+    """Open a conversation with the process that listens on a socket of this host and answers."""
     return Link(name, *await asyncio.open_unix_connection(path, limit=LIMIT))
 
 
@@ -228,7 +228,7 @@ class Fleet(Processes):
             name: Of the process, and of its log, to which later ones of the same name append.
             target: `module:name` of an async context manager.
             python: Interpreter that runs it.
-            on_abort: Called if it ends although nobody told it to, before anybody is told that it is `Lost`.
+            on_abort: Called if it ends without being told to, before any asker gets `Lost`.
             setup: Keywords of the target.
         """
         log = self.folder / f"{name}.log"
@@ -280,11 +280,11 @@ def _line(*values: Any) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
-# -- who answers -------------------------------------------------------------------------------------
+# -- the answering side ------------------------------------------------------------------------------
 
 
 async def answer(side: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Call methods of an object for whoever asks, until nothing more is asked."""
+    """Call methods of an object for the other end of a connection, until it asks no more."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def call(number: int, what: str, fields: dict[str, Any]) -> None:
@@ -337,15 +337,15 @@ async def _run_child(target: str, sock: socket.socket) -> None:
 
 
 def usage() -> dict[str, int]:
-    """What this process has open, runs and occupies, and what its children have."""
+    """Return numbers of open files, threads and MiB of this process, and of its children."""
     found = Counter[str](children=0, children_fds=0, children_threads=0, children_rss_mib=0)
-    for whose, pid in zip(itertools.chain([""], itertools.repeat("children_")), family(os.getpid()), strict=False):
+    for prefix, pid in zip(itertools.chain([""], itertools.repeat("children_")), family(os.getpid()), strict=False):
         with contextlib.suppress(OSError, StopIteration):  # it ends this moment
-            found[f"{whose}fds"] += len(os.listdir(f"/proc/{pid}/fd"))
-            found[f"{whose}threads"] += len(os.listdir(f"/proc/{pid}/task"))
-            # Of its own: pages of the pool count for whoever has touched them.
-            found[f"{whose}rss_mib"] += memory_kib("RssAnon", pid) >> 10
-            found["children"] += bool(whose)
+            found[f"{prefix}fds"] += len(os.listdir(f"/proc/{pid}/fd"))
+            found[f"{prefix}threads"] += len(os.listdir(f"/proc/{pid}/task"))
+            # Of its own: pages of the pool count for the process that has touched them.
+            found[f"{prefix}rss_mib"] += memory_kib("RssAnon", pid) >> 10
+            found["children"] += bool(prefix)
     return dict(found)
 
 
@@ -383,7 +383,7 @@ class SharedNumber:
 
 
 def pattern(key: int, places: Sequence[int] | npt.NDArray[Any], width: int) -> Words:
-    """What belongs into blocks of `width` words: each depends on the key, on the block's place, and on its own."""
+    """Return the words of blocks of `width` words: each depends on the key, on the block's place, and on its own."""
     rows = np.asarray(places, np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
     columns = np.arange(width, dtype=np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
     return rows + columns + np.uint64((key * 0xD6E8FEB86659FD93) % (1 << 64))
@@ -398,7 +398,7 @@ class Blocks:
         seed: Of the order in which blocks are given out.
 
     Attributes:
-        free: Ids that nobody has.
+        free: Ids of blocks without an owner.
         stray: Bytes that were found written in free blocks.
     """
 
@@ -439,7 +439,7 @@ class Blocks:
         self.stray += 8 * int(np.count_nonzero(self.words[self.free if ids is None else ids] != self.rubbish))
 
     def pattern(self, request: int, count: int, first: int = 0) -> Words:
-        """What belongs into a request's blocks from the `first` on."""
+        """Return the words of a request's blocks from the `first` on."""
         return pattern(request, range(first, first + count), self.words.shape[1])
 
     def fill(self, request: int, ids: Sequence[int]) -> None:

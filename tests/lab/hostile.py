@@ -2,17 +2,17 @@
 
 It has heard every packet, and reaches every listener. What that may change is the model of trust:
 
-- Who does not know a lease's 128-bit token changes nothing but counters (and may fill the memory for claims that come
-  early, which is bounded and which honest readers repeat past).
-- Who knows the token of a lease whose readers have all spoken up cannot act for them: a claim, a renewal or a release
-  for a pull from another process start, under another cohort, of other blocks or under another request id is refused.
-  (Whoever knows a token *before* the readers come can claim and release in their place: the token is the permission.)
+- A process that does not know a lease's 128-bit token changes nothing but counters (and may fill the memory for claims
+  that come early, which is bounded and which honest readers repeat past).
+- A process that knows the token of a lease after all its readers have spoken cannot act for them: a claim, renewal or
+  release for a pull from another process start, under another cohort, of other blocks or under another request id is
+  refused. (If it knows the token *before* the readers come it can claim and release in their place: it is permission.)
 - Exact bytes that are sent again, at any time and by any route, are what the protocol cannot tell from a network that
   repeats: a claim or renewal by a pull that is not released yet lengthens its promise, by `grant_s` each and never
   beyond `max_lease_s`, even if its reader is dead; the answer goes to the route that it came by. If the request is not
   lent yet the first answer is lost to the reader that way, and it has to repeat its claim. A repeated hello takes the
   goodbye. A release that was sent takes its effect once, and a claim after it is refused.
-- A reader believes nobody but the address that it is connected to, and of that only answers to its own nonces, which
+- A reader believes only the address that it is connected to, and of that only answers to its own nonces, which
   refuse for reasons that are a rank's to give.
 
 Wherever nothing may change, that is compared before and after each packet.
@@ -103,7 +103,7 @@ class Hostile:
     # -- to a listener ---------------------------------------------------------------------------------
 
     def _replay(self) -> None:
-        """Send again what was heard: by a route of our own, or by somebody else's."""
+        """Send again what was heard: by a route of our own, or by another process's."""
         control = self._control
         if control is None:
             return
@@ -114,7 +114,7 @@ class Hostile:
             control.hear(route, packet)
 
     def _forge(self) -> None:
-        """Say what would be valid if somebody else said it."""
+        """Send messages that would be valid from another process."""
         for packet in self._heard(2):
             try:
                 heard = decode_packet(packet)
@@ -131,7 +131,7 @@ class Hostile:
         unknown = Key(message.key.epoch, message.key.memory_epoch, message.key.sequence, other)
         for guess in (unknown, change(unknown, sequence=0)):
             if guess in self.core.prefill.spent:
-                # Nobody is lent what a guessed token names.
+                # No lease has a guessed token.
                 yield rng.choice((source, other)), change(message, key=guess)
         if (lease := self.core.prefill.leases.get(message.key)) is None:
             yield other, change(message, pull_id=f"{other[:16]}-1")
@@ -265,7 +265,7 @@ class Hostile:
 
 
 def _leases(core: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozenset[str], dict[str, float]]]:
-    """Who is owed, what is final, and what is promised, by token."""
+    """Return the owed readers, the final pulls and the promises of each lease, by token."""
     return {
         key.token: (
             {name: frozenset(bound.owed) for name, bound in lease.cohorts.items()},

@@ -1,4 +1,4 @@
-"""Is what `asynckv why` concludes from logs true? A judge: simulated services with faults, whose truth is known.
+"""Judge what `asynckv why` concludes from logs, on simulated services with faults of which the truth is known.
 
     python -m tests.lab.leaks_truth --services 1000
 
@@ -13,7 +13,7 @@ it all. Then must hold:
 - every request that was late is named (with one side's logs: those of which that side must know);
 - no other is;
 - each cause that is named is true of that request, and each late lease, pull or announcement has one that is;
-- with both sides' logs none of them is a class ("the reader fell silent"), which is for who has only one side's.
+- with both sides' logs none of them is a class ("the reader fell silent"), which is for logs of one side only.
 
 Exit status 1 if anything disagrees; the first disagreements are shown with what is true and what the logs say.
 """
@@ -47,13 +47,13 @@ from tests.lab.script import Script, make_script
 from tests.lab.truth import Forgotten, LateLease, LatePull, Owed, Witness, watch
 
 MODES = ("both", "prefill", "decode", "cut", "torn", "set")
-"""Whose logs are given; those of both, cut short at the same moment, or each at another, or with a clock put back."""
+"""The given logs: of both sides or one; cut short at one moment, or each at another; or with a clock set back."""
 
 PUT_BACK_S = 60.0
 """By how much the clock of one host is put back."""
 
 TORN_S = 1.0
-"""How much earlier or later than others a torn log may end."""
+"""Seconds by which a torn log may end earlier or later than others."""
 
 C = CAUSE
 Whys = set[str]
@@ -107,7 +107,7 @@ OF_A_PULL: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.PREFILL_LOOP_AWAY: _has("owner_away"),
     C.NOT_KNOWN: _has("peer_lost"),
 }
-"""Whether a cause is true of a pull whose blocks came back after its outcome."""
+"""Tests whether a cause is true of a pull whose blocks came back after its outcome."""
 
 OF_A_MESSAGE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.RELEASE_UNANSWERED: _has("unanswered"),
@@ -145,7 +145,7 @@ MAJOR = {
     *("died_after_claim", "release_lost", "retry_never", "unmet", "keys", "reader_away", "owner_away", "reader_closed"),
     *("owner_closed", "owner_died", "agent_died"),
 }
-"""What may be true of a late lease, each of which is enough by itself."""
+"""Reasons that may be true of a late lease, each of which is enough by itself."""
 
 BROUGHT: Mapping[str, set[str]] = {
     "params_lost": {"never_handed"},
@@ -164,16 +164,16 @@ BROUGHT: Mapping[str, set[str]] = {
     "reader_away": {"reader_away"},
     "owner_away": {"owner_away", "release_lost"},
 }
-"""What of that a mishap brings with it."""
+"""The reasons among them that a mishap brings with it."""
 
 
 @dataclass(slots=True)
 class Disagreement:
-    """What is said and not true, or true and not said.
+    """A statement that is said and not true, or true and not said.
 
     Attributes:
         kind: `leaky` or `faults`.
-        mode: Whose logs were given.
+        mode: The logs that were given.
         what: `missed`, `false`, `wrong`, or `vague`.
         lines: What the logs say of the request.
     """
@@ -193,7 +193,7 @@ Ident = tuple[str, int, str]
 
 @dataclass(slots=True)
 class Truth:
-    """What was late of one request."""
+    """The leases and pulls of one request that were late."""
 
     ask: int
     leases: list[LateLease] = field(default_factory=list)
@@ -247,7 +247,7 @@ class Judge:
         return self.truths.setdefault((engine_id, sequence, _own(request_id)), Truth(ask))
 
     def text_of(self, mode: str, log: ProcessLog) -> str:
-        """What the file of a process holds."""
+        """Return the text of a process's file."""
         if mode == "set":
             return log.put_back(self.cut_at, PUT_BACK_S) if log.host.name == self.set_on else log.text
         return log.until({"cut": self.cut_at, "torn": self.torn_at[log.file_name]}.get(mode, math.inf))
@@ -271,7 +271,7 @@ class Judge:
                     yield self._disagreement(mode, what, ident, [leak], known, [])
 
     def _missed(self, mode: str, truth: Truth, said: Sequence[Leak]) -> Iterator[str]:
-        """What one side's logs, or both, must have told, and did not."""
+        """Yield the late leases and pulls that one side's logs, or both, must have told, and did not."""
         holders = {name for leak in said for name in leak.holders}
         if mode in self.under_way:
             end = self.cut_at if mode == "cut" else min(self.torn_at.values())
@@ -287,7 +287,7 @@ class Judge:
                 yield f"announcement of {truth.forgotten[0].reader}"
 
     def _is_wrong(self, mode: str, ident: Ident, truth: Truth, leak: Leak) -> str:
-        """What is wrong with what is said; empty if it is true."""
+        """Return the mistake in a conclusion; empty if it is true."""
         under_way = ident in self.under_way.get(mode, ())
         if under_way and (leak.state == "held" or CATALOGUE[leak.cause].is_class):
             return ""  # that it is held is all that is said, or why it was by then
@@ -317,12 +317,12 @@ class Judge:
         if mode != "both":
             return ""
         if CATALOGUE[leak.cause].is_class:
-            # Nobody said for whom it was: no log can tell whether that was the one that died, or was away.
+            # The log does not name the reader: no log can tell whether that was the one that died, or was away.
             whys = {C.NEVER_CLAIMED: {"untold"}, C.DECODE_UNRESPONSIVE: {"untold", "other_away"}}.get(leak.cause, set())
             return "" if all(o.whys & whys for x in leases for o in x.owed) else "vague"
         mishap = self.mishaps.get(truth.ask, "")
         if mishap in BEST and not any(self._has_more(truth.ask, mishap, x) for x in leases):
-            # Who reads nothing meets nobody, and only its release is lost.
+            # A full prefix hit reads nothing and meets no rank, so only its release is lost.
             is_hit = leak.cause is C.RELEASE_LOST and any("completed" in x.whys for x in leases)
             return "" if is_hit or leak.cause in BEST[mishap] else f"wrong: {mishap} alone"
         return ""
@@ -354,7 +354,7 @@ class Judge:
         )
 
     def _lines(self, ident: Ident, truth: Truth | None) -> Iterator[str]:
-        """What the logs say of a request, and of processes that came and went."""
+        """Yield the log lines of a request, and of processes that came and went."""
         number = ident[2].removeprefix("P:").partition(",")[0]
         words = (f'"P:{number},', f'"D{number}"')
         always = ("engine_started", "engine_stopped", "engine_suspended", "loop_was_away")
@@ -386,9 +386,9 @@ def one(
     """Play a service, and judge what is concluded from its logs.
 
     Args:
-        seed: Which.
+        seed: The seed of the script.
         kind: `leaky` or `faults`.
-        modes: Whose logs are given.
+        modes: The logs that are given.
         edit: Changes the text of each log, so that it can be seen that the judge judges.
     """
     counts: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """Services in which some requests have mishaps and the others go well: scripts, drawn from seeds.
 
-Several engines of one to four ranks each, a dozen requests, and none to three of them whose blocks come back late for a
+Several engines of one to four ranks each, and a dozen requests: the blocks of none to three come back late for a
 reason that is written down (`tests.lab.mishaps`). In some, packets are lost for a moment or come twice as well,
-which is nobody's fault and makes nothing late.
+which nothing has caused and which makes nothing late.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIZES = ((1, 1), (1, 1), (2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (4, 2), (2, 4),
 
 LEASE_S = 4.0
 CUT_S = 7.0
-"""How long readers are cut off that never meet their prefill engine."""
+"""Seconds for which readers are cut off that never meet their prefill engine."""
 
 
 def make_leaky(seed: int) -> Script:
@@ -77,7 +77,7 @@ def _readers(script: Script) -> list[tuple[str, ...]]:
 
 
 def _befall(rng: random.Random, script: Script, ask: Ask, kind: str) -> Mishap:
-    """Draw whom it befalls, and for how long."""
+    """Draw the ranks that it befalls, and its seconds."""
     engines = [_readers(script)[e] for e in ask.engines]
     readers = [name for names in engines for name in names]
     if (r := rng.random()) < 0.4:

@@ -1,9 +1,9 @@
-"""What every process of a simulated service would log, as the files on its host would hold it.
+"""The logs of every process of a simulated service, as the files on its host would hold them.
 
 A real engine's recorder writes here as it does everywhere, at the level that is asked for and in the form of
 `asynckv.configure_logging(form="json")`. What differs is the time: each line bears that of the host that its process
-is on, and hosts disagree: some by seconds, all a little more each second. How much is known here and to nobody else,
-so whoever reads the files and aligns their clocks can be told how well that went (`clocks.json`).
+is on, and hosts disagree: some by seconds, all a little more each second. Only this module knows by how much,
+so that a reader of the files that aligns their clocks can be told how well that went (`clocks.json`).
 
 Each process start has a file of its own, and nothing global is configured. The same seed writes the same files. (To
 log takes an engine a reading of its clock now and then, so that a service that is listened to differs in microseconds.)
@@ -31,10 +31,10 @@ BEGIN = 1_800_000_000.0
 """When simulated services begin: seconds since 1970."""
 
 OFFSETS = (0.0, 0.0002, 0.003, 0.05, 1.5, 7.0)
-"""How wrong a host's clock is, at most: well kept, or not kept at all."""
+"""Seconds by which a host's clock is wrong, at most: well kept, or not kept at all."""
 
 MAX_DRIFT = 2e-5
-"""And how much more each second: twice what a quartz does that nobody disciplines is rare, this is not."""
+"""Drift per second, at most: an undisciplined quartz often drifts by this, and rarely by twice as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,17 @@ class Host:
     drift: float
 
     def reads(self, t: float) -> float:
-        """What it shows."""
         return BEGIN + t + self.offset_s + self.drift * t
 
 
 @dataclass(slots=True)
 class ProcessLog:
-    """What one start of a process wrote.
+    """Lines that one start of a process wrote.
 
     Attributes:
         process: Its name in the simulation, such as `d0.1#2`: the rank, and which of its starts.
         of: The process itself.
-        engine_id, tp_rank: Whose it is.
+        engine_id, tp_rank: The rank that it belongs to.
     """
 
     process: str
@@ -71,7 +70,6 @@ class ProcessLog:
 
     @property
     def file_name(self) -> str:
-        """How its file is called."""
         return f"{self.process.replace('#', '-')}.jsonl"
 
     @property
@@ -80,7 +78,7 @@ class ProcessLog:
         return self.stream.getvalue()
 
     def until(self, at: float) -> str:
-        """What it had written by a time of the simulation's."""
+        """Return the text that was written by a time of the simulation's."""
         return "".join(self.text.splitlines(keepends=True)[: bisect_right(self.times, at)])
 
     def put_back(self, at: float, seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""What may happen to one request of a simulated service, so that its blocks come back late: exactly.
+"""Mishaps of single requests of a simulated service, so that their blocks come back late: exactly.
 
-A `Fault` befalls ranks for a while, and whoever is there then. A `Mishap` befalls one request at some of its readers:
+A `Fault` befalls ranks for a while, with all processes that run there then. A `Mishap` befalls a request at some of its
 its params are thrown away, its reader dies between two messages, its release is lost each time that it is said. So it
 is known why that request's blocks were late, while others around it go well. Scripts of both kinds can be mixed.
 
@@ -49,19 +49,19 @@ MISHAPS = {
     "owner_closes": "it closes",
     "owner_sleeps": "it is suspended, and resumed",
 }
-"""What may befall a request, by name."""
+"""Mishaps of a request, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mishap:
-    """What befalls one request.
+    """A mishap of one request.
 
     Attributes:
         kind: One of `MISHAPS`.
         ask: The request's number.
         readers: Names of the decode ranks that it befalls.
         owners: Names of the prefill ranks concerned; all if empty.
-        seconds: For how long who is away, down or cut off; how late what comes late.
+        seconds: Time for which a rank is away, down or cut off, or by which a message is late.
     """
 
     kind: str
@@ -107,7 +107,7 @@ class Mishaps:
         self._tokens[msgspec.convert(params["key"], Key).token] = number
 
     def params(self, ask: int, reader: str, params: dict[str, Any]) -> dict[str, Any]:
-        """What a reader gets of a request's params."""
+        """Return the params that a reader gets, of those of a request."""
         renamed = self.at(ask, reader, "renamed")
         return params | {"request_id": f"{params['request_id']}'"} if renamed else params
 
@@ -121,7 +121,7 @@ class Mishaps:
     # -- reads ---------------------------------------------------------------------------------------------------------
 
     def fate_of(self, rank: Any, transfer: Transfer, fate: TransferFate) -> TransferFate:
-        """What becomes of a read."""
+        """Return the fate of a read."""
         posted = rank.engine._core.decode.transfers.get(transfer.transfer_id)
         ask = None if posted is None else self._tokens.get(posted.pull.params.key.token)
         mishap = None if ask is None else self._at.get((ask, rank.name))
@@ -144,7 +144,7 @@ class Mishaps:
     # -- packets -------------------------------------------------------------------------------------------------------
 
     def _censor(self, source: Process, target: Process, packet: bytes) -> bytes:
-        """What is left of a packet."""
+        """Return the rest of a packet."""
         if source in self._doomed:
             return b""
         names = source.name.partition("#")[0], target.name.partition("#")[0]
@@ -170,7 +170,7 @@ class Mishaps:
         return True
 
     def _turn_away(self, source: Process, target: Process, reader: str, owner: str) -> None:
-        """What both sides hear of a key that is not known."""
+        """Give both sides the messages about a key that is not known."""
         place = (Mishap("", 0), f"{source.name} {target.name}")
         ranks = self.service.ranks
         if place in self._happened:
@@ -183,7 +183,7 @@ class Mishaps:
     def _message(
         self, message: Message, source: Process, target: Process, sender: str, receiver: str
     ) -> Message | None:
-        """What is left of one message."""
+        """Return the rest of one message."""
         if not isinstance(message, Claim | Renew | Granted | Refused | Release | Ack):
             return message
         ask = self._tokens.get(message.key.token)
@@ -223,10 +223,10 @@ class Mishaps:
                 pass
         return message
 
-    def _once(self, mishap: Mishap, who: str, after_s: float, happen: Callable[[], object]) -> bool:
-        if (mishap, who) in self._happened:
+    def _once(self, mishap: Mishap, name: str, after_s: float, happen: Callable[[], object]) -> bool:
+        if (mishap, name) in self._happened:
             return False
-        self._happened.add((mishap, who))
+        self._happened.add((mishap, name))
         world = self.service.world
         world.note("script", mishap.kind, mishap)
         world.counts[f"mishap.{mishap.kind}"] += 1

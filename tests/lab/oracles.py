@@ -1,4 +1,4 @@
-"""What is watched while a script is played, each rule by what may be seen from outside of the core.
+"""Rules that are watched while a script is played, by what is visible from outside of the core.
 
 Times are judged by the clock of the process that made the promise, less what that process was stopped for.
 """
@@ -24,12 +24,12 @@ from asynckv.errors import AsyncKVError
 from tests.lab.world import Process, World
 
 TURN_S = 0.1
-"""How late a process may be with anything that is due."""
+"""Seconds by which a process may be late with anything that is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """How long a process has been running since some moment."""
+    """A measure of the time that a process has been running since some moment."""
 
     process: Process
     at: float
@@ -42,7 +42,7 @@ class Stopwatch:
 
     @property
     def ran_s(self) -> float:
-        """What has passed, without what it was stopped for."""
+        """Return the time that has passed, without that for which it was stopped."""
         return self.process.now - self.at - (self.process.frozen_s - self.frozen_s)
 
 
@@ -62,7 +62,7 @@ def wrong_in_flight(in_flight: InFlight, running: Container[TransferId]) -> list
 
 
 def wrong_in(decode: DecodeSide) -> list[str]:
-    """List what contradicts each other in what a decode side counts: its pulls, who waits or reads, and what runs."""
+    """List contradictions in what a decode side counts: its pulls, those that wait or read, and what runs."""
     wrong = [
         f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over"
         for transfer_id, transfer in decode.transfers.items()
@@ -82,7 +82,7 @@ def wrong_in(decode: DecodeSide) -> list[str]:
 
 
 def check_belief(readers: Iterable[tuple[Process, RankCore]], key: Key, incarnation: str, at: float) -> str:
-    """Say who still believes in a promise of blocks that an owner's engine has back since `at`.
+    """Name the readers that still believe in a promise of blocks that an owner's engine has back since `at`.
 
     A reader's belief is the latest end of any grant that was ever delivered to it, on its own clock.
     """
@@ -111,7 +111,7 @@ _TAGS = {kind.__struct_config__.tag for kind in (Hello, Claim, Renew, Granted, N
 
 @lru_cache(maxsize=64)
 def _watched(packet: bytes) -> tuple[str, str, tuple[Message, ...]]:
-    """Whom a packet is from and meant for, and what is in it that any rule is about."""
+    """Return the packet's sender and recipient, and the messages in it that any rule is about."""
     try:
         envelope = _envelope.decode(packet)
         # An array of less than 16 fields is one byte, then the tag.
@@ -131,17 +131,17 @@ class _Greeting:
     times: int = 1
     is_answered: bool = False
     is_void: bool = False
-    """What came of it was lost since, through nobody's fault."""
+    """Its effects were lost since, through the fault of neither side."""
     is_again: bool = False
     """One before it was answered, so this may be a probe, which is over sooner."""
 
 
 class Wire:
-    """Rules about packets: handshakes are not repeated without end, promises are renewed in time, and kept, and nobody
-    hears that something is not lent yet which was lent, or withdrawn.
+    """Rules about packets: handshakes are not repeated without end, promises are renewed in time, and kept. No reader
+    is told that something is not lent yet which was lent, or withdrawn.
 
     Args:
-        is_patient: Nobody tells readers that a rank is gone: only its silence, or its answer, ends a handshake.
+        is_patient: Readers are not told that a rank is gone: only its silence, or its answer, ends a handshake.
     """
 
     def __init__(self, world: World, config: PullConfig, renew_s: float, is_patient: bool) -> None:
@@ -202,7 +202,7 @@ class Wire:
                 # Whatever is granted to it from now on, it does not want.
                 self._promises[process, target, message.pull_id] = ("", math.inf)
             elif isinstance(message, Hello):
-                # Whoever was lost and is met anew is asked anew.
+                # A peer that was lost and is met anew is asked anew.
                 for place in [p for p in self._granted if p[:2] == (process, to)]:
                     del self._granted[place]
                 self._greets(process, to, target, message.nonce)
@@ -238,7 +238,7 @@ class Wire:
                 self._granted.pop((process, origin, message.pull_id), None)
 
     def freed(self, token: str, owner: str, at: float) -> str:
-        """An owner's engine has its blocks back: say who was promised them for longer, and has not released them."""
+        """An owner's engine has its blocks back: name readers with a longer promise that have not released them."""
         for (process, incarnation, pull_id), (promised, until) in self._promises.items():
             if (incarnation, promised) == (owner, token) and until > at + 1e-6 and not process.is_dead:
                 return f"{process.name} heard a promise to {pull_id} of {until - at:.6f} s more"
@@ -268,8 +268,8 @@ class Wire:
                 self._world.violate(f"{process.name} greets {to} for the {known.times}th time in one handshake")
             return
         if known is not None and not (known.is_void and known.is_answered):
-            # A handshake that failed, or a peer that was lost, is followed by a pause. (Whoever was stopped between
-            # reading its clock and sending cannot be judged by when it sent.)
+            # A handshake that failed, or a peer that was lost, is followed by a pause. (A process that was stopped
+            # between reading its clock and sending cannot be judged by when it sent.)
             ended_at = known.at
             if self._is_patient and not known.is_answered:
                 lasts_s = self._config.suspect_s if known.is_again else self._config.handshake_s

@@ -50,13 +50,13 @@ SMALL = {"heads": [1, 16], "layers": 1}
 """Blocks of 1 KiB."""
 
 ASLEEP = np.uint64(0x5A5A5A5AA5A5A5A5)
-"""What lies in a sleeper's memory."""
+"""Word that fills a sleeper's memory."""
 
 MOST_KIB = 48.0
-"""What one queued pull may cost the process that asks for it: engine, task, lists and all."""
+"""KiB that one queued pull may cost the process that asks for it: engine, task, lists and all."""
 
 MOST_RATIO = 1.2
-"""How much later healthy peers' slowest hundredth may be beside a slow and a dead one."""
+"""Limit of healthy peers' slowest hundredth beside a slow and a dead one, as a multiple of it without them."""
 
 ABORT = re.compile(r"Assertion|assert|Caught signal|Fatal|SIGABRT|terminate called", re.IGNORECASE)
 Schedule = list[tuple[float, str, dict[str, Any]]]
@@ -75,7 +75,7 @@ class Order:
 
     @contextlib.contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:
-        """Listen to an engine's admission, which tells nobody of its order."""
+        """Listen to an engine's admission, which does not announce its order."""
         decode: Any = engine._core.decode
         admission = decode.admission
         before_next, before_enter = admission.next, admission.enter
@@ -179,7 +179,7 @@ class Side(workers.Side):
         given = {lent["number"]: ids[i : i + lent["blocks"]] for lent, i in zip(everybody, places, strict=False)}
         done: list[str] = []
         before: dict[str, tuple[int, int]] = {}
-        """How many had been admitted, and were done, when it was asked for."""
+        """Numbers of pulls that had been admitted, and were done, when it was asked for."""
         reasons, wrong, more = Counter[str](), 0, asyncio.Event()
         ended, back = dict[str, float](), dict[str, float]()
 
@@ -312,7 +312,7 @@ class Side(workers.Side):
         """Wait until so many more bytes have been read, in the middle of whatever is being pulled."""
         goal = self._bytes_read() + least
         while self._bytes_read() < goal:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)  # counters tell nobody when they change
+            await asyncio.sleep(0.001)  # no event announces a change of a counter
 
     def _bytes_read(self) -> int:
         return self.engine.statistics().counters.get("bytes.read", 0)
@@ -341,7 +341,7 @@ class Side(workers.Side):
         """
         began, before = time.monotonic(), self.engine.statistics().gauges
         while busy and not any(before[k] for k in busy) and time.monotonic() < began + 0.5:
-            await asyncio.sleep(0)  # gauges tell nobody when they change
+            await asyncio.sleep(0)  # no event announces a change of a gauge
             before = self.engine.statistics().gauges
         began = time.monotonic()
         stragglers = await self.engine.suspend(timeout_s)
@@ -426,7 +426,7 @@ def tcp_sockets(control_ports: set[int]) -> Iterator[socket.socket]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much of everything."""
+    """Numbers of peers, requests and cycles."""
 
     pulls: int = 5000
     rounds: int = 8
@@ -435,7 +435,7 @@ class Sizes:
     rate: float = 24.0
     """Requests per second and peer in `isolate`."""
     crowd: int = 1
-    """How much more is asked of a slow and a dead peer than of each healthy one; 3 would use up what all may have."""
+    """Factor by which more is asked of a slow and a dead peer than of a healthy one: 3 uses up the whole budget."""
     ratio: float = MOST_RATIO
     cycles: int = 20
     trials: int = 5
@@ -474,7 +474,7 @@ def control_ports(arena: Arena) -> list[int]:
 
 
 def messages(arena: Arena, worker: Worker) -> list[str]:
-    """What UCX or the C library said when a worker's process ended by itself."""
+    """Return what UCX or the C library said when a worker's process ended by itself."""
     lines = (arena.fleet.folder / f"{worker.name}.log").read_text(errors="replace").splitlines()
     return [re.sub(r"^\[.*?\]\s*", "", line.strip())[:200] for line in lines if ABORT.search(line)][-4:]
 
@@ -717,7 +717,7 @@ async def drain(arena: Arena, sizes: Sizes) -> None:
         found |= {"close_s": round(closed["seconds"], 3), "leases": closed["leases"], "pull": reason}
         check(closed["seconds"] < 4.0 + 1.5, f"{variant}: closing took {closed['seconds']} s")
         if variant == "cut_short":
-            # It takes less than the promise lasts: whoever keeps that lets it finish.
+            # It takes less than the promise lasts: an owner that keeps that lets it finish.
             check(reason == "complete", f"cut_short: the promise was not kept, the pull ended {reason}")
         elif variant == "reader_stopped":
             check(reason != "complete", "reader_stopped: what was overwritten was published")
@@ -746,9 +746,9 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
     asleep_s: list[float] = []
     aborted: list[str] = []
 
-    async def cycle(number: int, who: str) -> None:
+    async def cycle(number: int, side: str) -> None:
         nonlocal written
-        sleepers = {"prefill": [victim], "decode": [arena.decode], "both": [victim, arena.decode]}[who]
+        sleepers = {"prefill": [victim], "decode": [arena.decode], "both": [victim, arena.decode]}[side]
         await victim.more(5)
         old = [await victim.lend(2, reads=True) for _ in range(2)]
         unlent = await victim.ask("make", number=next(arena.numbers), blocks=1)
@@ -777,7 +777,7 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
         if is_deaf:
             refused = await arena.decode.ask("try_pull", lent=old[0])
             check(refused == "EngineClosed", f"pulling in its sleep: {refused}")
-        await asyncio.sleep(0.05)  # for whoever would write now
+        await asyncio.sleep(0.05)  # for a process that would write now
         for worker in sleepers:
             found = await worker.ask("resume", move=number % 2 == 1)
             written += found
@@ -790,7 +790,7 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
                 refusals.setdefault("awake", Counter())[said["reason"]] += 1
                 check(said["reason"] in {"restarted", "peer_lost"}, f"an old reference: {said}")
         else:
-            # The owner did not sleep: what it lent and nobody was told of is good.
+            # The owner did not sleep: blocks that it lent and told no reader of are good.
             for lent in old:
                 said = await arena.decode.ask("pull_retrying", lent=lent, retries=0, timeout_s=4.0)
                 victim.counts.update({"bytes_compared": said["bytes"], "bytes_wrong": said["wrong"]})
@@ -800,13 +800,13 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
         victim.up.set()
 
     with progress(arena, 3 * sizes.cycles, "sleep") as step:
-        for who in ("prefill", "decode", "both"):
+        for side in ("prefill", "decode", "both"):
             for number in range(sizes.cycles):
                 async with healthy.load(2), victim.load(8):
                     try:
-                        await cycle(number, who)
+                        await cycle(number, side)
                     except Lost as exc:
-                        aborted.append(f"{who}, cycle {number}: {exc}: {messages(arena, victim)}")
+                        aborted.append(f"{side}, cycle {number}: {exc}: {messages(arena, victim)}")
                         if victim.is_running:
                             raise
                         healthy.up.set()
@@ -815,8 +815,8 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
                     await healthy.more(2)
                 states = {w.name: await w.state() for w in (arena.decode, victim, healthy)}
                 seen.append({name: {k: s["usage"][k] for k in grown} for name, s in states.items()})
-                step(f"{who} {seen[-1]['decode']}")
-            arena.note(f"{who}: {seen[-1]}, victim {victim.record()}")
+                step(f"{side} {seen[-1]['decode']}")
+            arena.note(f"{side}: {seen[-1]}, victim {victim.record()}")
     had_time = [n for n in cuts if n >= 0]
     check(sum(n > 0 for n in had_time) > len(had_time) * most_cut, f"hardly anything was cut short: {had_time}")
     arena.found["aborted"] = aborted
@@ -847,8 +847,8 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
 async def stuck(arena: Arena, sizes: Sizes, victim: Worker) -> None:
     """Suspend while the other side is stopped in the middle of reads: connections break where bytes are under way."""
     found: dict[str, Any] = {}
-    for who in ("decode", "prefill"):
-        sleeper, stopped = (arena.decode, victim) if who == "decode" else (victim, arena.decode)
+    for side in ("decode", "prefill"):
+        sleeper, stopped = (arena.decode, victim) if side == "decode" else (victim, arena.decode)
         results = Counter[str]()
         for number in range(sizes.trials):
             victim.aborts = 0
@@ -875,7 +875,7 @@ async def stuck(arena: Arena, sizes: Sizes, victim: Worker) -> None:
                 await victim.start()
             else:
                 arena.check(reason == "complete", f"stuck: a pull after waking ended {reason}")
-        found[f"{who}_sleeps"] = dict(results)
+        found[f"{side}_sleeps"] = dict(results)
     said = set(messages(arena, victim))
     arena.found["stuck"] = found | {"said": sorted(said)}
     arena.note(f"stuck: {arena.found['stuck']}")

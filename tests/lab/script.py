@@ -1,4 +1,4 @@
-"""What may go wrong in a simulated service, and when: scripts, drawn from seeds.
+"""Scripts of the faults of a simulated service, with their times, drawn from seeds.
 
 A script is plain data. The same seed draws the same one, and a script can be edited by hand and played.
 """
@@ -47,7 +47,7 @@ SHORT_LOSS_S = 1.3
 """Whatever was lost meanwhile is sent again before any lease runs out."""
 
 LENT, ABORTED, WITHDRAWN = "lent", "aborted", "withdrawn"
-"""What becomes of a request whose params have left: lent, never lent without a word, or withdrawn."""
+"""Fates of a request after its params have left: lent, never lent without a word, or withdrawn."""
 
 NEVER_PULLED, AFTER_FAILURE = "discharged", "discharged if its pull fails"
 """When a reader says that it needs nothing of a request: instead of a pull, or of another attempt."""
@@ -83,7 +83,7 @@ class Ask:
         prefill: Prefill engine that does it.
         ahead: The params travel before the KV is written and lent.
         engines: Decode engines that read it.
-        shares: Number of an earlier request whose first blocks it has in common, or -1.
+        shares: Number of an earlier request with the same first blocks, or -1.
         cached: Tokens that the decode side has already.
     """
 
@@ -98,13 +98,13 @@ class Ask:
     retries: int
     lease_s: float = 4.0
     routed_s: float = 0.5
-    """How long the params are under way, at most."""
+    """Seconds for which the params are under way, at most."""
     prefill: int = 0
     priority: int = 0
     is_engine_retry: bool = False
     """Retries are the engine's, into the same blocks, rather than its caller's."""
     lend_s: float = 0.0
-    """How much later than usual it is lent, or aborted."""
+    """Seconds by which it is lent, or aborted, later than usual."""
     fate: str = LENT
     """`LENT`, `ABORTED` or `WITHDRAWN`."""
     discharged: str = ""
@@ -130,7 +130,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a seed stands for.
+    """A seed's script.
 
     Attributes:
         prefill: Ranks of each prefill engine.
@@ -146,9 +146,9 @@ class Script:
     faults: tuple[Fault, ...]
     seconds: float
     wire: float = 1.0
-    """How slow packets are, next to 50 to 250 microseconds."""
+    """Slowness of packets: a factor of 50 to 250 microseconds."""
     data: float = 1.0
-    """How slow transfers are, next to 0.02 to 2 milliseconds."""
+    """Slowness of transfers: a factor of 0.02 to 2 milliseconds."""
     prefill_engines: int = 1
     budget: int = 0
     """Pulls that a decode rank reads at a time from one prefill engine; 0: as many as there are."""
@@ -157,7 +157,7 @@ class Script:
     memory: int = 0
     """Endings, and gaps between keys, that a prefill rank remembers; 0: as many as it likes."""
     mishaps: tuple[Mishap, ...] = ()
-    """What befalls single requests."""
+    """Mishaps of single requests."""
     stages: int = 1
     """Pipeline stages of each decode engine, of `decode` ranks and one layer each; all layers are in each prefill rank.
     Ranks of the second stage follow those of the first: with two ranks per stage `d0.3` is rank 1 of the second."""
@@ -201,7 +201,7 @@ class Script:
         """Prefill engines that no fault touches, nor any of their readers: their requests must not notice any."""
         if self.mishaps:
             return frozenset()
-        hit = {who for fault in self.faults for who in fault.who}
+        hit = {name for fault in self.faults for name in fault.who}
         own = [
             {*names, *(str(ask.number) for ask in self.asks if ask.prefill == engine)}
             for engine, names in enumerate(self.prefill_names)
@@ -220,7 +220,7 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     loses_agents, reaches_brinks = "agent" in faults, {"brink", "slow"} <= set(faults)
     faults = [kind for kind in faults if kind not in ("agent", "brink")]
     if rng.random() < 0.1 and {"slow", "pause"} <= set(faults):
-        # A small request whose reader is away again and again while its few reads take longer than a promise.
+        # A small request, with a reader that is away again and again while its few reads take longer than a promise.
         ask = Ask(0, 0.5, rng.randint(1, 2 * BLOCK), rng.random() < 0.3, (0,), -1, 0, 0.0, 0, 2.0, 0.01)
         long = (Fault("slow", 0.4, 8.0, ("d0.0",), 1.0), Fault("pause", 0.5 + rng.random(), 8.0, ("d0.0",), 0.15))
         return Script(seed, 1, 1, 1, 12, (ask,), long, 9.0)
@@ -304,7 +304,7 @@ def _pressed(rng: random.Random, script: Script) -> Script:
         retried = bool(ask.retries) and rng.random() < 0.5
         late = rng.choice([0.0, rng.uniform(0.5, 4.0)]) if sleeps else 0.0
         asks.append(replace(ask, priority=rng.choice([0, 0, 0, -1, 1]), is_engine_retry=retried, lend_s=late))
-    # Where one after the other takes too long for any deadline, nobody is made to wait.
+    # Where one after the other takes too long for any deadline, no pull is made to wait.
     budget = rng.choice([0, 0, 1, 2]) if script.data < 100 else 0
     if budget and rng.random() < 0.5:
         asks = [replace(ask, at=asks[0].at + rng.random() * 0.1, lease_s=4.0) for ask in asks]
@@ -316,7 +316,7 @@ def _disordered(rng: random.Random, script: Script) -> Script:
     if rng.random() < 0.4:
         return script
     memory = rng.choice([0, 0, 0, 1, 1, 2])
-    # Where little is remembered it has to be needed, and who is not in trouble sees most.
+    # Where little is remembered it has to be needed, and an engine without trouble sees most.
     odds = [LENT] * 8 + [ABORTED, WITHDRAWN]
     if memory:
         odds = [LENT] * 5 + [ABORTED] * 4 + [WITHDRAWN]
@@ -356,7 +356,7 @@ def _mild(rng: random.Random, script: Script, kinds: Sequence[str]) -> Script:
     if rng.random() < 0.93 or len(kinds) < 2:
         return script
     names = [n for names in script.prefill_names + script.decode_names for n in names]
-    # A rank whose reads failed for good is told once that they are over: that one word must arrive.
+    # A rank with reads that failed for good is told once that they are over: that one message must arrive.
     apart = rng.choice(["fail", "loss"])
     kinds = [kind for kind in kinds if kind != apart]
     faults = [_draw(rng, rng.choice(kinds), names, script.asks, script.seconds) for _ in range(rng.randint(1, 3))]
@@ -387,7 +387,7 @@ def _second_engine(rng: random.Random, script: Script, kinds: list[str]) -> Scri
     theirs = [ask for ask in asks if ask.prefill == troubled]
     if rng.random() < 0.4 or not theirs:
         return script
-    # Alike but for their engine: who is spared is asked for while the other is in trouble.
+    # Alike but for their engine: the spared one is asked while the other is in trouble.
     asks = tuple(replace(a, lease_s=4.0, routed_s=0.2, at=rng.choice(theirs).at + rng.random()) for a in asks)
     names = list(script.prefill_names[troubled])
     theirs = [ask for ask in asks if ask.prefill == troubled]
@@ -426,11 +426,11 @@ RECIPES = (
 def _cook(
     rng: random.Random, recipe: Sequence[str], names: list[str], asks: Sequence[Ask], seconds: float
 ) -> list[Fault]:
-    ask, who = rng.choice(asks), rng.choice(names)
+    ask, name = rng.choice(asks), rng.choice(names)
     out = []
     for kind in recipe:
         at = min(ask.at + rng.random() ** 2 * 1.0, seconds)
-        target = str(ask.number) if kind in ("cancel", "revoke") else who
+        target = str(ask.number) if kind in ("cancel", "revoke") else name
         p = rng.choice([0.02, 0.1, 0.2]) if kind == "pause" else rng.choice([0.3, 0.6, 1.0])
         out.append(Fault(kind, at, rng.uniform(0.5, 5.0), (target,), p))
     return out
@@ -440,15 +440,15 @@ def _draw(rng: random.Random, kind: str, names: list[str], asks: Sequence[Ask], 
     # Most faults meet a request under way.
     at = rng.choice(asks).at + rng.random() ** 2 * 1.5 if rng.random() < 0.7 else rng.uniform(0.0, seconds)
     at, long = min(at, seconds), rng.choice([0.05, 0.5, 1.0, 3.0]) * rng.uniform(0.5, 1.5)
-    who: tuple[str, ...]
+    targets: tuple[str, ...]
     if kind in ("cancel", "revoke"):
         chosen = rng.choice(asks)
-        at, who = min(chosen.at + rng.random() ** 3 * 2.0, seconds), (str(chosen.number),)
+        at, targets = min(chosen.at + rng.random() ** 3 * 2.0, seconds), (str(chosen.number),)
     elif kind == "partition":
-        who = tuple(rng.sample(names, rng.randint(1, max(len(names) - 1, 1))))
+        targets = tuple(rng.sample(names, rng.randint(1, max(len(names) - 1, 1))))
     elif kind in ("loss", "duplicate", "delay", "slow", "fail", "doubt", "stuck", "pause"):
-        who = tuple(rng.sample(names, rng.choice([1, len(names)]) if rng.random() < 0.5 else 1))
+        targets = tuple(rng.sample(names, rng.choice([1, len(names)]) if rng.random() < 0.5 else 1))
     else:
-        who = (rng.choice(names),)
+        targets = (rng.choice(names),)
     p = rng.choice([0.02, 0.1, 0.3, 1.0]) if kind != "pause" else rng.choice([0.001, 0.01, 0.05])
-    return Fault(kind, at, long, who, p)
+    return Fault(kind, at, long, targets, p)

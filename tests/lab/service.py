@@ -67,15 +67,15 @@ HASTY = 0.5
 """Up to this likelihood an engine that closes has less time than its promises run, and its process dies at once."""
 
 QUIET_S = 45.0
-"""How long everything may take to settle once the faults are over."""
+"""Seconds that everything may take to settle after the faults."""
 
 UNTROUBLED_S, UNTROUBLED_PACKETS, UNTROUBLED_READS = 0.02, 6, 5
-"""What a pull may take that meets no trouble: so long, so many packets and so many transfers one after the other, each
+"""Limits of a pull that meets no trouble: seconds, packets one after the other, and transfers one after the other, each
 as slow as they come. Scripts without faults are held to it as well, so it is what a pull takes without any; the worst
 of 5,000 took 4 packets' or 2.6 transfers' time."""
 
 HOSTILE_S = 2.1
-"""What a hostile process may add: it can fill the memory for early claims, or have their answers, and claims
+"""Seconds that a hostile process may add: it can fill the memory for early claims, or have their answers, and claims
 are repeated each 2 seconds at least."""
 
 LEASE = LeaseConfig(lease_s=4.0, grant_s=2.0, max_lease_s=15.0, parked_s=5.0, max_parked=100)
@@ -105,13 +105,13 @@ Words = npt.NDArray[np.uint16]
 
 @lru_cache(maxsize=4096)
 def _value(content: int, head: int, layer: int) -> int:
-    """What a block's elements of one head are: never what freed or unused memory holds."""
+    """Return the value of a block's elements of one head: never one that freed or unused memory holds."""
     digest = hashlib.blake2b(repr((content, head + 1000 * layer)).encode(), digest_size=2).digest()
     return int.from_bytes(digest, "little") % 0xD000 + 1
 
 
 def _layout(script: Script, role: str, rank: int, layers: Sequence[int], base: int) -> Layout:
-    """What a rank holds: in a prefill engine all layers, in a decode engine that of its stage."""
+    """Return a rank's layout: in a prefill engine all layers, in a decode engine those of its stage."""
     size = script.prefill if role == "prefill" else script.decode
     order = ("kv", "block", "token", "head", "dim") if role == "prefill" else ("block", "head", "kv", "token", "dim")
     heads = shard(script.heads, rank % size, size)
@@ -279,7 +279,7 @@ class _Rank(StagedRank):
         self.layout = _layout(script, role, rank, self.layers, base)
         self.held = self.layout.views[0].parts[0].held
         self.title = rank_name(self.engine_id, self.layout.tp_rank, self.layout.pp_stage)
-        """What engines call it."""
+        """Its name in the engines' logs."""
         self.free: list[int] = []
         self.owner: dict[int, object] = {}
         """Decode: which attempt owns which block."""
@@ -316,7 +316,6 @@ class _Rank(StagedRank):
         self.world.note(self.name, "started", process.name)
 
     def config(self) -> EngineConfig:
-        """How this rank's engine is set up."""
         script, pull = self.service.script, PULL
         if script.budget:
             total = script.budget * script.prefill_engines
@@ -329,7 +328,7 @@ class _Rank(StagedRank):
         return start // (self.layout.memories[0].length // NUM_BLOCKS)
 
     def _posted(self, transfer: Transfer) -> None:
-        """Remember whose blocks a transfer may write."""
+        """Remember the owners of the blocks that a transfer may write."""
         blocks = {self._block_of(start) for _, start, _ in transfer.spots}
         if strange := [b for b in blocks if b not in self.owner]:
             self.service.world.violate(f"{self.process.name} posts a read into block {strange[0]}, nobody's to fill")
@@ -420,9 +419,9 @@ class Service(Stage):
     """Prefill and decode engines, their schedulers and the router between them.
 
     Args:
-        script: What is asked of them, and what goes wrong.
-        doors: What every rank is connected by, each time its process starts.
-        listeners: Who is told of each engine before it starts.
+        script: The requests and the faults.
+        doors: The doors of every rank, each time its process starts.
+        listeners: Functions that get each engine before it starts.
     """
 
     def __init__(
@@ -534,15 +533,15 @@ class Service(Stage):
         if begin := getattr(self, f"_begin_{fault.kind}", None):
             begin(fault)
         elif meet := getattr(self, f"_meet_{fault.kind}", None):
-            for who in fault.who:
-                if (rank := self.ranks.get(who)) is not None:
+            for name in fault.who:
+                if (rank := self.ranks.get(name)) is not None:
                     meet(rank, fault)
 
     def _meet_crash(self, rank: _Rank, fault: Fault) -> None:
         self._crash(rank, fault.seconds)
 
     def _meet_close(self, rank: _Rank, fault: Fault) -> None:
-        # Whoever has no time to keep every promise cuts them short, and is dead at once.
+        # A rank without the time to keep every promise cuts them short, and is dead at once.
         self._close(rank, timeout_s=fault.seconds * 0.3 if fault.p < HASTY else None)
 
     def _meet_freeze(self, rank: _Rank, fault: Fault) -> None:
@@ -702,7 +701,7 @@ class Service(Stage):
         rank.sleep(seconds, partial(self._change, rank), resumed)
 
     def _change(self, rank: _Rank, process: Process, is_asleep: bool) -> None:
-        """The memory is somebody else's while the engine sleeps."""
+        """The memory belongs to another owner while the engine sleeps."""
         if rank.process is not process or process.is_dead:
             return
         rank.is_asleep = rank.is_moving = is_asleep
@@ -846,7 +845,7 @@ class Service(Stage):
                     words[block, i, head - rank.held[0]] = _value(content, head, layer)
 
     def _abort(self, rank: _Rank, lent: _Lent) -> None:
-        """The request is never lent: its blocks are somebody else's from now on."""
+        """The request is never lent: its blocks belong to another request from now on."""
         if lent.ask.fate == WITHDRAWN:
             with suppress(EngineClosed):
                 self._tighten(rank)
@@ -933,7 +932,7 @@ class Service(Stage):
                 for r in self.ranks.values()
                 if not r.process.has_hung_up(address) and r.engine.incarnation in gone
             ]
-            # Without keys, who repeats a claim before it arrives can have it forgotten with a connection of its own.
+            # Without keys, a process that repeats a claim before it arrives can have it forgotten with its connection.
             is_repeated = any(b"hostile" in of.past[reader].ways for reader in of.gone)
             if (alive and not is_repeated) or not gone or of.grants:
                 self.world.violate(f"{what}, before its time; {alive} live, and never hung up")
@@ -985,7 +984,7 @@ class Service(Stage):
     def _is_mild(self) -> bool:
         """Nothing keeps a reader's releases from arriving in time, nor claims in its place.
 
-        A rank whose reads failed for good is told once that they are over, which may be lost.
+        A rank with reads that failed for good is told once that they are over, which may be lost.
         Garbage (a flipped bit in a pull id) and a hostile peer may, before a request is lent: they have its token.
         """
         if self.script.mishaps:
@@ -996,7 +995,7 @@ class Service(Stage):
         )
 
     def _was_done_with(self, rank: _Rank, lease: _Lease) -> bool:
-        """Everybody who owed a release had been discharged for a while when the lease ended."""
+        """All readers that owed a release had been discharged for a while when the lease ended."""
         ask = next(a for a in self.script.asks if a.number == lease.ask)
         readers = self.script.readers_of(rank.rank)
         since = [self.discharged.get((ask.number, self.decode[e][r].name)) for e in ask.engines for r in readers]
@@ -1106,7 +1105,7 @@ class _Lease:
     ended: str = ""
     ended_at: float = 0.0
     words: Mapping[str, str] = field(default_factory=dict)
-    """What its readers said."""
+    """The words of its readers."""
 
     def revoke(self) -> None:
         """Take it back: by its handle, or as a scheduler does that does not know whether it was lent."""
@@ -1126,7 +1125,7 @@ class Attempt:
         self.is_open = True
         self.handed_at = self.process.now
         self.called = ""
-        """What was asked of the engine: nothing, `announced`, `pulled`, `discharged`."""
+        """Its state by the engine's calls: nothing, `announced`, `pulled`, `discharged`."""
         self.is_turned_away = False
         """The engine took nothing any more."""
         self.announced_at = math.inf
@@ -1138,7 +1137,7 @@ class Attempt:
         self.waits: Stopwatch | None = None
         """Since when the blocks of a pull that has its outcome are waited for."""
         self.said: set[str] = set()
-        """What prefill ranks may have been told of this reader, in the words of `LeaseEnd.readers`."""
+        """Words that prefill ranks may have been told of this reader, as in `LeaseEnd.readers`."""
 
     def __str__(self) -> str:
         return f"request {self.lent.ask.number} on {self.process.name}"
@@ -1279,7 +1278,7 @@ class Attempt:
         return again
 
     async def _ask(self, request_id: str, blocks: list[int], is_last: bool) -> None:
-        """What a decode engine asks of asynckv."""
+        """Call asynckv as a decode engine does."""
         groups = [(self.lent.ask.cached, blocks)]
         ask = self.lent.ask
         retries = ask.retries if ask.is_engine_retry else 0
@@ -1328,7 +1327,7 @@ class Attempt:
         self.is_pulling, self.cancelled = False, None
 
     def _is_spared(self, called: float, reason: str) -> None:
-        """Whom no fault touches notices none: it completes, as fast as it would without any."""
+        """A pull that no fault touches is not affected: it completes, as fast as it would without any."""
         script, lent = self.service.script, self.lent
         is_spared = lent.ask.prefill in self.service.spared
         if not (is_spared or script.is_only_hostile) or called > lent.lent_from + lent.ask.lease_s - 1.0:
@@ -1357,7 +1356,7 @@ class Attempt:
             self._violate(f"was spared and took {took:.3f} s, more than {bound:.3f} s")
 
     def _violate(self, what: str) -> None:
-        # A task's exception would wait until somebody asks for it.
+        # A task's exception would wait until it is asked for.
         self.service.world.violate(f"{self} {what}")
 
     def _verify(self, blocks: Sequence[int], first: int) -> None:

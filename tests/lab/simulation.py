@@ -62,7 +62,7 @@ Make = Callable[[int, Sequence[str]], AnyScript]
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a run.
+    """The result of a run.
 
     Attributes:
         script: What was run.
@@ -78,10 +78,10 @@ class Outcome:
 
     def events(self, last: int = 200) -> Iterator[str]:
         """Tell the last events before the end."""
-        for at, who, what, detail in self.trace[-last:]:
+        for at, name, what, detail in self.trace[-last:]:
             if isinstance(detail, bytes):
                 detail = _messages(detail)
-            yield f"{at:11.6f}  {who:<12} {what} {detail}".rstrip()
+            yield f"{at:11.6f}  {name:<12} {what} {detail}".rstrip()
 
     def explain(self, last: int = 200) -> Iterator[str]:
         """Tell what was violated, by which requests and faults, and the last events."""
@@ -153,7 +153,7 @@ def simulate(
 
 @dataclass(slots=True)
 class Found:
-    """What many seeds showed.
+    """The results of many seeds.
 
     Attributes:
         seeds: How many are done: the first ones.
@@ -201,7 +201,7 @@ def _deaf() -> Iterator[None]:
 
 @contextmanager
 def _heeding() -> Iterator[threading.Event]:
-    """Tell of Ctrl-C between two seeds: an exception may come where nobody passes it on, and leave a seed half run.
+    """Tell of Ctrl-C between two seeds: an exception may come where it is not passed on, and leave a seed half run.
 
     A second one is an exception.
     """

@@ -55,7 +55,7 @@ MOST_GROWTH = 5e6
 FORGET_EVERY = 4_000
 FDS_PER_FORGET = 1 + NixlConfig().num_posters
 """NIXL 1.5.1 alone: UCX keeps a socket, on both sides and per agent (the loop's and every posting thread's), for every
-removal of a peer whose process lives on."""
+removal of a peer with a process that lives on."""
 PAUSE_S = 0.6
 """A peer that was forgotten is not met again before half a second has passed."""
 
@@ -127,7 +127,7 @@ def _heap() -> int:
 
 
 class Side:
-    """What both processes do alike."""
+    """The common part of both processes."""
 
     def __init__(self, role: str, seed: int, faults: float, path: str) -> None:
         configure_logging("error")
@@ -216,7 +216,7 @@ class Prefill(Side):
         super().__init__("prefill", seed, faults, path)
         self.ends: Counter[str] = Counter()
         self.expired = 0
-        """Leases of faultless requests that nobody released."""
+        """Leases of faultless requests that expired without a release."""
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()

@@ -42,7 +42,7 @@ AT_ONCE = 5
 
 
 class Wrong(Exception):
-    """What must never happen."""
+    """A broken promise."""
 
 
 class Rank:
@@ -173,7 +173,7 @@ class Life:
             self.free[self.shape.pool(group)].append(block)
 
     def compute(self, blocks: list[list[int | None]], hashes: list[str], loaded: int) -> list[list[int | None]]:
-        """Fill what was not loaded; returns the blocks that are whole, which are not those that nobody needs then."""
+        """Fill what was not loaded; returns the blocks that are whole, which are not those that are then unneeded."""
         whole: list[list[int | None]] = [[None] * len(ids) for ids in blocks]
         for group, at, block in self.each(blocks):
             every = self.shape.hashes[group]
@@ -234,7 +234,7 @@ class Life:
             self.counts["blocks.stored"] += work.result().num_new
 
     async def waited(self, rank: Rank, name: str, work: asyncio.Task[object], is_cancelled: bool) -> bool:
-        """Wait for a call that somebody may give up, and for its blocks."""
+        """Wait for a call that may be given up, and for its blocks."""
         if is_cancelled:
             await asyncio.sleep(self.rng.random() * 0.003)
             if self.rng.random() < 0.5:

@@ -1,4 +1,4 @@
-"""Who stands between an engine's control plane and its peers, and who should not be there at all.
+"""Processes between an engine's control plane and its peers, and processes that should not be there at all.
 
 `Proxy` keeps what both sides say, and delays, swallows, truncates, cuts and refuses as long as it is told to.
 `Stranger` is a ZMQ peer that sends anything; `shout` writes to a raw connection. What they send starts from

@@ -25,7 +25,7 @@ from tests.lab.world import Process
 
 @dataclass(frozen=True, slots=True)
 class MoveFate:
-    """What becomes of one move.
+    """The fate of one move.
 
     Attributes:
         piece_s: How long each piece takes.

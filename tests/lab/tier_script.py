@@ -1,4 +1,4 @@
-"""What may go wrong with tiers, and when: scripts of an engine that offloads, drawn from seeds.
+"""Scripts of the faults of tiers, with their times, for an engine that offloads, drawn from seeds.
 
 A script is plain data, as those of `tests.lab.script` are, and has the same two lists: what is asked, and what
 goes wrong meanwhile.
@@ -55,7 +55,7 @@ class TierAsk:
 
 @dataclass(frozen=True, slots=True)
 class TierScript:
-    """What a seed stands for.
+    """A seed's script.
 
     Attributes:
         shapes: Geometries of the engine, one after the other.
@@ -78,7 +78,7 @@ class TierScript:
     """Of the largest, that are moved at a time."""
     post_bytes: int
     data: float = 1.0
-    """How slow copies are."""
+    """Slowness of copies."""
 
     def explain(self) -> Iterator[str]:
         """Tell what it stands for."""
@@ -166,8 +166,8 @@ def _draw(rng: random.Random, kind: str, asks: Sequence[TierAsk], seconds: float
     ask = rng.choice(asks)
     at = min(ask.at + rng.random() ** 2 * 0.5, seconds)
     long = rng.choice([0.05, 0.5, 2.0]) * rng.uniform(0.5, 1.5)
-    who = (str(ask.number),) if kind == "cancel" else (rng.choice(RANKS[: rng.choice([1, 1, 5])]),)
+    targets = (str(ask.number),) if kind == "cancel" else (rng.choice(RANKS[: rng.choice([1, 1, 5])]),)
     p = rng.choice([0.05, 0.3, 1.0]) if kind != "pause" else rng.choice([0.001, 0.01, 0.05])
     if kind == "cancel":
         at = min(ask.at + rng.random() ** 3 * 0.5, seconds)
-    return Fault(kind, at, long, who, p)
+    return Fault(kind, at, long, targets, p)

@@ -50,10 +50,10 @@ from tests.lab.world import Process, WorldClock, WorldControl, WorldData
 HELD_S = 5.0
 TIMEOUT_S = 4.0
 SLACK_S = 3.0
-"""What a copy that was begun may take, and whoever waits for it."""
+"""Seconds that a copy that was begun may take, with the calls that wait for it."""
 
 QUIET_S = 30.0
-"""How long everything may take to settle once the faults are over."""
+"""Seconds that everything may take to settle after the faults."""
 
 AUDIT_S = 0.2
 PROBE, TRIES = 1_000_000, 12
@@ -79,7 +79,7 @@ def _tags(model: Model, shape: Shape, tp_rank: int) -> list[npt.NDArray[np.int32
 
 
 class _Call:
-    """Something that was asked of an engine, and whose blocks it has."""
+    """A call of an engine, with its blocks."""
 
     def __init__(self, ask: TierAsk, kind: str, blocks: Blocks, hashes: list[str]) -> None:
         self.ask, self.kind, self.blocks, self.hashes = ask, kind, blocks, hashes
@@ -182,7 +182,7 @@ class _Rank(StagedRank):
         )
 
     def _leftovers(self, config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
-        """What the engine that ran last has left, as `asynckv.edges.leftovers` finds it in directories."""
+        """Return what the engine that ran last has left, as `asynckv.edges.leftovers` finds it in directories."""
         engines: dict[object, list[tuple[float, Layout, WorldDisk]]] = {}
         for form, disk in self.service.disks:
             if disk.layouts and form != own.form and _engine(form) != _engine(own.form):
@@ -291,11 +291,11 @@ class _Rank(StagedRank):
                 service.world.violate(f"{what} was refused: {exc}")
         except asyncio.CancelledError:
             outcome, is_held = "task_cancelled", True
-        except Exception as exc:  # nobody said that anything else may be raised
+        except Exception as exc:  # no promise says that anything else may be raised
             if process.is_dead:
                 raise  # what is left of it is being swept up
             service.world.violate(f"{what} raised {exc!r}")
-        call.begun.discard(self)  # whoever waits for blocks is not disturbed
+        call.begun.discard(self)  # calls that wait for blocks are not disturbed
         if outcome != "done":
             call.is_whole = False
             is_short = outcome == "timeout" and call.ask.timeout_s < 1.0  # for copies that are drawn to be slow
@@ -403,8 +403,8 @@ class _Rank(StagedRank):
         firsts = [first for first, _ in self.service.from_cached(call)]
         self.judge(call, firsts, result.num_tokens, str(call))
 
-    def judge(self, call: _Call, firsts: Sequence[int], tokens: int, who: str) -> None:
-        """What is said to be in place has to be what the prompt says."""
+    def judge(self, call: _Call, firsts: Sequence[int], tokens: int, name: str) -> None:
+        """Compare the blocks that are said to be in place with the prompt."""
         model, shape = self.cache.model, self.shape
         for group, (kind, every, first) in enumerate(zip(model.groups, shape.hashes, firsts, strict=True)):
             size, ids = every * model.hash_tokens, call.blocks[group]
@@ -417,7 +417,7 @@ class _Rank(StagedRank):
                     hashes = call.hashes[at * every : min((at + 1) * every, tokens // model.hash_tokens)]
                     if not self.cache.is_right(group, block, hashes, min(max(outside, 0), every)):
                         self.service.world.violate(
-                            f"{who} on {self.process.name}: block {at} of group {group} ({kind.name}) is wrong, and "
+                            f"{name} on {self.process.name}: block {at} of group {group} ({kind.name}) is wrong, and "
                             f"{tokens} tokens are said to be in place"
                         )
                         return
@@ -432,7 +432,7 @@ class _Rank(StagedRank):
             self.service.world.at(self.process.now, partial(self.service.pull, call, params, tokens))
 
     async def pull(self, call: _Call, params: Mapping[str, Any], tokens: int) -> None:
-        """Read what somebody lends."""
+        """Read the KV of a lender."""
         result = await self.engine.pull(call.request_id, [(0, ids) for ids in call.blocks], params, hashes=call.hashes)
         done = partial(self._pulled, call, self.process, result.num_tokens)
         self.service.world.at(self.process.now, done)
@@ -442,7 +442,7 @@ class _Rank(StagedRank):
             self.judge(call, [0] * len(call.blocks), tokens, str(call))
 
     async def pin(self, call: _Call) -> None:
-        """What is pinned stays in the host tier."""
+        """Check that a pinned prefix stays in the host tier."""
         offload = self.offload
         assert offload is not None
         ready = offload.lookup(call.hashes).ready_tokens
@@ -522,12 +522,12 @@ def _engine(form: Layout) -> tuple[object, ...]:
 
 
 class TierService(Stage):
-    """An engine that offloads, whoever asks it, and an engine that pulls.
+    """An engine that offloads, its callers, and an engine that pulls.
 
     Args:
-        script: What is asked of them, and what goes wrong.
-        doors: What every rank is connected by, each time its process starts.
-        listeners: Who is told of each engine before it starts.
+        script: The calls and the faults.
+        doors: The doors of every rank, each time its process starts.
+        listeners: Functions that get each engine before it starts.
     """
 
     def __init__(
@@ -602,7 +602,6 @@ class TierService(Stage):
     # -- faults ---------------------------------------------------------------------------------------
 
     def fate(self, name: str, prefix: str, rng: random.Random) -> MoveFate:
-        """What becomes of a move."""
         r = [rng.random() for _ in range(8)]
         usual = (1e-5 + r[0] ** 3 * 1e-3) * self.script.data * (5 if prefix else 1)
         after = rng.randrange(3) if not prefix else 0
@@ -765,12 +764,12 @@ class TierService(Stage):
             for rank in ranks:
                 rank.spawn(call, rank.look)
 
-    def _take(self, who: str, shape: Shape, ask: TierAsk, tokens: int = 0) -> Blocks | None:
+    def _take(self, name: str, shape: Shape, ask: TierAsk, tokens: int = 0) -> Blocks | None:
         """Take blocks for a prompt."""
         counts = [ask.hashes // every for every in shape.hashes]
         if tokens:
             counts = [-(-tokens // (every * self.script.model.hash_tokens)) for every in shape.hashes]
-        pools = self.free[who]
+        pools = self.free[name]
         wanted = Counter(dict.fromkeys(range(len(pools)), 0))
         for group, count in enumerate(counts):
             wanted[shape.pool(group)] += count
@@ -797,14 +796,14 @@ class TierService(Stage):
                         rank.cache.fill(group, block, call.hashes[at * every : (at + 1) * every])
                     else:
                         rank.cache.scribble(group, block)
-                if not is_computed:  # nobody needs it who goes on after what was loaded
+                if not is_computed:  # a call that goes on after what was loaded does not need it
                     self.free["p"][self.shape.pool(group)].append(block)
                     ids[at] = None
         for rank in ranks:
             rank.spawn(call, rank.store)
 
     def from_cached(self, call: _Call) -> list[tuple[int, list[int | None]]]:
-        """What a load is given: nothing for what is there already."""
+        """Return the blocks that a load is given: `None` for those that are there already."""
         out = []
         for every, ids in zip(self.shape.hashes, call.blocks, strict=True):
             first = min(call.ask.cached // self.shape.align * self.shape.align // every, len(ids))
@@ -821,7 +820,7 @@ class TierService(Stage):
             return
         if call.is_lost:
             return
-        who, shape = ("d", self.script.reader) if call.kind == "pull" else ("p", self.shape)
+        name, shape = ("d", self.script.reader) if call.kind == "pull" else ("p", self.shape)
         ranks = [rank for rank in self.ranks if rank.is_ready and not rank.process.is_dead]
         if self.goes_on(call) and ranks and not self.is_changing and call.ask.number < PROBE:
             store = _Call(call.ask, "store", call.blocks, call.hashes)
@@ -829,7 +828,7 @@ class TierService(Stage):
             self._compute(store, ranks)
             return
         for group, ids in enumerate(call.blocks):
-            self.free[who][shape.pool(group)] += [block for block in ids if block is not None]
+            self.free[name][shape.pool(group)] += [block for block in ids if block is not None]
 
     def pull(self, lent: _Call, params: Mapping[str, Any], tokens: int) -> None:
         """Have something pulled that was lent."""
@@ -846,7 +845,7 @@ class TierService(Stage):
     # -- afterwards -------------------------------------------------------------------------------------
 
     def block_hashes(self, layout: Layout, group: int, last: str) -> list[str]:
-        """The hashes that a block covers whose last one this is."""
+        """Return the hashes of a block by the last one that it covers."""
         name, _, at = last.partition(":")
         every = layout.groups[group].block_size // self.script.model.hash_tokens
         return prompt_hashes(int(name[1:]), int(at) + 1)[-every:]
@@ -886,9 +885,9 @@ class TierService(Stage):
             if held:
                 world.violate(f"{rank.process.name} holds blocks of {held}")
         if not any(f.kind in ("stuck", "doubt", "kill", "restart", "reshape") for f in self.script.faults):
-            for who, shape in (("p", self.shape), ("d", self.script.reader)):
-                if sum(map(len, self.free[who])) != len(self.free[who]) * shape.num_blocks:
-                    world.violate(f"blocks of {who} are lost")
+            for name, shape in (("p", self.shape), ("d", self.script.reader)):
+                if sum(map(len, self.free[name])) != len(self.free[name]) * shape.num_blocks:
+                    world.violate(f"blocks of {name} are lost")
 
     def _probe(self) -> None:
         """With the faults over, a fresh prompt must be stored, and found, and loaded."""
@@ -910,7 +909,7 @@ class TierService(Stage):
             world.run(world.now + 1.0)
 
     def _probe_kept(self, prompt: int) -> None:
-        """What is found can be loaded: all of it, or the next look says that it is less."""
+        """Check that a found prefix can be loaded: all of it, or the next look says that it is less."""
         world = self.world
         for _ in range(TRIES):
             if world.violation:

@@ -1,7 +1,7 @@
 """Tiers that are told what to do: a copy plane and a record plane without threads, on a test's own loop.
 
 They keep the promises of `asynckv/ports.py` and nothing beyond them: a copy that was posted takes the bytes that are
-there when it *lands*, so that a block that is given to somebody else too early is caught by its bytes. By default a
+there when it *lands*, so that a block that is given to another request too early is caught by its bytes. By default a
 move lands in the loop's next turn; a plane that is `deferred` lets moves wait until a test says what becomes of them.
 """
 
@@ -166,7 +166,7 @@ class SimCopies:
 
 
 class SimDisk:
-    """What outlives the process: records by their place, each with a checksum over its key and its bytes.
+    """The part that outlives the process: records by their place, each with a checksum over its key and its bytes.
 
     Attributes:
         records: Place -> record and bytes.
@@ -202,7 +202,7 @@ class SimDisk:
 
 
 def digest(key: bytes, data: bytes) -> bytes:
-    """What binds bytes to their key."""
+    """Return a digest that binds bytes to their key."""
     return hashlib.blake2b(data, key=key[:64], digest_size=8).digest()
 
 
@@ -331,6 +331,6 @@ class SimRecords:
         """There are no threads."""
 
     def close(self) -> None:
-        """What had not been written never is."""
+        """Drop all that had not been written."""
         self.is_open = False
         self.moves.clear()

@@ -1,9 +1,9 @@
 """Why blocks came back late in a simulated service, by one who saw everything: a judge of what is concluded from logs.
 
 Logs tell what each process knew. A `Witness` sits beside the world: it sees every packet leave and every packet arrive
-(or not), who died and when, whose loop was away, which params were handed to whom, what each decode engine asked of
-asynckv, and what the engines' own tables say of their leases and pulls. `Witness.late` lists every lease and every
-pull whose blocks were late, each with all the reasons that are true of it (`WHY`). It reads no log.
+(or not), which process died and when, which loop was away, the readers of all params, the calls of each decode engine
+to asynckv, and what the engines' own tables say of their leases and pulls. `Witness.late` lists every lease and every
+pull with late blocks, each with all the reasons that are true of it (`WHY`). It reads no log.
 
 Late is a lease that expired, or ran on beyond its time at the end of the simulation; and a failed pull whose blocks
 came back after its outcome was told, or never.
@@ -51,7 +51,7 @@ AWAY_S = 1.0
 """A loop that was away for as long is no accident."""
 
 AT_ONCE_S = 0.01
-"""What arrives so shortly before an end may have been taken after it: a loop that comes back finds both."""
+"""Seconds before an end, within which an arrival may have been taken after it: a loop that comes back finds both."""
 
 LONG_S = 8.0
 """A pull may have begun so long before."""
@@ -129,7 +129,7 @@ class Owed:
 
 @dataclass(slots=True)
 class LateLease:
-    """A lease whose blocks came back late, or not at all.
+    """A lease with blocks that came back late, or not at all.
 
     Attributes:
         ask: The request's number in the script.
@@ -149,7 +149,7 @@ class LateLease:
     told_at: float
     """When its process said so; it may have been away just then."""
     gone: set[str]
-    """How its engine ended while it was lent, of `WHY`."""
+    """Ends of its engine while it was lent, of `WHY`."""
 
     @property
     def whys(self) -> set[str]:
@@ -159,7 +159,7 @@ class LateLease:
 
 @dataclass(slots=True)
 class LatePull:
-    """A pull whose blocks came back after its outcome, or never."""
+    """A pull with blocks that came back after its outcome, or never."""
 
     ask: int
     reader: str
@@ -177,7 +177,7 @@ class LatePull:
 
 @dataclass(slots=True)
 class Forgotten:
-    """An announcement that nobody followed up, until its time was up."""
+    """An announcement that was not followed up until its time was up."""
 
     ask: int
     reader: str
@@ -240,7 +240,7 @@ class Witness:
         self._greeted: list[_Said] = []
         self._welcomed: list[_Said] = []
         self._strangers: dict[str, list[float]] = defaultdict(list)
-        """When somebody who is none of the service's processes greeted one of them."""
+        """Times at which a process outside the service greeted one of its processes."""
         self._lost: list[tuple[float, str, str]] = []
         self._noted: dict[tuple[str, str], list[float]] = defaultdict(list)
         """When a process lost its agent, or began to close or to fall asleep."""
@@ -334,20 +334,20 @@ class Witness:
     def conclude(self, logs: Logs) -> None:
         """Read the world's own trace of what arrived, and until when each process said anything."""
         self._last_said = {log.process: max(log.times, default=-math.inf) for log in logs.processes}
-        for at, who, what, packet in self.service.world.trace:
+        for at, name, what, packet in self.service.world.trace:
             if what == "loses its agent":
-                self._noted[who, "agent"].append(at)
+                self._noted[name, "agent"].append(at)
             if what != "received" or not isinstance(packet, bytes):
                 continue
             sender, _, messages = _opened(packet)
             for message in messages:
-                said = _Said(at, who, "", sender, message)
+                said = _Said(at, name, "", sender, message)
                 if isinstance(message, Claim | Renew | Release | Granted | Refused | Ack):
                     self._heard[message.key.token].append(said)
                 elif isinstance(message, Welcome | Unwelcome):
                     self._welcomed.append(said)
                 elif isinstance(message, Hello) and not self._rank_of(sender):
-                    self._strangers[who].append(at)
+                    self._strangers[name].append(at)
 
     def late(self) -> tuple[list[LateLease], list[LatePull]]:
         """Say which leases and which pulls were late, and all that is true of why."""
@@ -371,9 +371,9 @@ class Witness:
         ]
 
     def said_of(self, engine_id: str, sequence: int, request_id: str) -> set[str]:
-        """What is true of some reader of a request, of its messages alone: `unanswered`, `refused`, ...
+        """Return what is true of some reader of a request, of its messages alone: `unanswered`, `refused`, ...
 
-        Unanswered is whoever had to say that it was done, and never heard that this was taken, or had given up by then.
+        Unanswered is a reader that had to say that it was done, and never heard that this was taken, or had given up.
         """
         whys, script = set[str](), self.service.script
         for lent in self.service.lent_ever:
@@ -532,7 +532,7 @@ class Witness:
         return bool(said.process.partition("#")[0] == reader.name)
 
     def _was_refused(self, token: str, pull_id: str, reader: Any, owner: Process) -> str:
-        """How the owner refused what a pull said, as far as the reader has heard; empty if it did not."""
+        """Return how the owner refused what a pull said, as far as the reader has heard; empty if it did not."""
         for said in self._heard[token]:
             if isinstance(said.message, Refused) and said.message.pull_id == pull_id and self._of(said, reader):
                 if said.target in self._starts[owner.name]:
@@ -621,7 +621,7 @@ class Witness:
         arrived: list[_Said],
         end: float,
     ) -> set[str]:
-        """What is true of what one reader did with the params that it was handed."""
+        """Return what is true of what one reader did with the params that it was handed."""
         whys, process = set[str](), attempt.process
         mine = [s for s in sent if s.process == process.name]
         theirs = [s for s in arrived if s.target in self._starts[process.name]]
@@ -720,7 +720,7 @@ class Witness:
             pull.params.engine_id,
             pull.params.key.sequence,
             pull.pull_id,
-            # What dies with its process is nobody's any more.
+            # Blocks that die with their process have no owner any more.
             is_over or process.died_at == math.inf,
             pulled.returned_at < math.inf,
             whys,

@@ -51,7 +51,7 @@ BACKEND = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
 COMPLAINT = re.compile(r"(\w+\.(?:c|inl|h|cc|cpp):\d+)\s+(Assertion .*|Fatal: .*)")
 
 SETTLE_S = 0.2
-"""How long a survivor is watched after a fault: who dies, dies within milliseconds."""
+"""Seconds for which a survivor is watched after a fault: a process that dies, dies within milliseconds."""
 
 ANSWER_S = 20.0
 
@@ -220,10 +220,10 @@ async def hurt(survivor: Player, victim: Player, fault: Fault) -> None:
         survivor.process.signal(signal.SIGCONT)
 
 
-async def trial(players: tuple[Player, Player], who: Survivor, fault: Fault, moment_s: float) -> None:
+async def trial(players: tuple[Player, Player], role: Survivor, fault: Fault, moment_s: float) -> None:
     """Connect, work, end the victim at a random moment, and see whether the survivor answers."""
     survivor, victim = players
-    meetings = [(victim, survivor)] * (who != "initiator") + [(survivor, victim)] * (who != "owner")
+    meetings = [(victim, survivor)] * (role != "initiator") + [(survivor, victim)] * (role != "owner")
     for mover, owner in meetings:
         before = mover.num_ended
         await mover.process.ask("meet", name=owner.name, **owner.place)
@@ -239,7 +239,7 @@ async def trial(players: tuple[Player, Player], who: Survivor, fault: Fault, mom
 
 
 async def run(
-    who: Survivor,
+    role: Survivor,
     setup: Mapping[str, Any],
     *,
     trials: int,
@@ -261,7 +261,7 @@ async def run(
             done += 1
             died = False
             try:
-                await trial((survivor, victim), who, setup["fault"], rng.uniform(0, moment_s))
+                await trial((survivor, victim), role, setup["fault"], rng.uniform(0, moment_s))
             except Failure:
                 died = True
             await victim.process.kill()
@@ -273,7 +273,7 @@ async def run(
                     print(f"{death}\n{survivor.process.log.read_text(errors='replace')[-6000:]}", file=sys.stderr)
                 survivor = None
     return {
-        "survivor": who,
+        "survivor": role,
         **{key: setup[key] for key in ("fault", "operation", "posts", "post_bytes")},
         "ucx": [f"{k}={v}" for k, v in ucx.items()],
         "nixl": [f"{k}={v}" for k, v in setup["nixl"].items()],

@@ -64,7 +64,7 @@ class Service:
         return process
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """What a log says so far; its last line may not be whole yet."""
+        """Return a log's lines so far; the last one may not be whole yet."""
         log = self.directory / f"{name}-{self.processes[name].pid}.jsonl"
         return [json.loads(x) for x in log.read_text().splitlines(keepends=True) if x.endswith("\n")]
 
@@ -478,7 +478,7 @@ class Injected(Service):
 
 
 class Look(NamedTuple):
-    """What was said in one way, and how right that was."""
+    """An answer of one way to ask, and how right it was."""
 
     way: str
     verdict: str
@@ -487,7 +487,7 @@ class Look(NamedTuple):
 
 
 def ask(sources: Sequence[str], out: Path) -> dict[str, Any]:
-    """What `asynckv why` says."""
+    """Return the answer of `asynckv why`."""
     with contextlib.suppress(RuntimeError):  # typer's, of an exit status
         why(list(sources), json=str(out), timeout=1.0)
     found: dict[str, Any] = json.loads(out.read_text())
@@ -513,7 +513,7 @@ def judge(cause: Cause, way: str, ranks: dict[str, str], found: dict[str, Any]) 
 
 
 async def examine(name: str) -> list[Look]:
-    """Start a service whose engines have met, inject a cause, and ask in each way."""
+    """Start a service with engines that have met, inject a cause, and ask in each way."""
     cause = CAUSES[name]
     with tempfile.TemporaryDirectory(prefix="why-") as kept:
         async with Fleet() as fleet, contextlib.AsyncExitStack() as stack:

@@ -56,7 +56,7 @@ class _NoSelector(selectors.BaseSelector):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop whose time is its process's, and whose turns are the world's events."""
+    """An event loop that keeps its process's time, and makes its turns events of the world."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -98,13 +98,13 @@ class _Loop(asyncio.SelectorEventLoop):
         return handle
 
     def run_in_executor(self, executor: object, func: Callable[[*Ts], Any], *args: *Ts) -> asyncio.Future[Any]:
-        """Other threads take a moment, and nobody sees it."""
+        """Other threads take a moment, unseen."""
         future = self.create_future()
 
         def run() -> None:
             try:
                 result = func(*args)
-            except Exception as exc:  # whoever waits is told
+            except Exception as exc:  # the caller that waits is told
                 if not future.done():
                     future.set_exception(exc)
             else:
@@ -203,9 +203,9 @@ class Process:
         return self.is_dead or address in self.hung_up
 
     def kill(self) -> None:
-        """End it without a word: nobody answers it, nor reads from it, any more."""
+        """End it without a word: it answers and reads no more."""
         self.is_dead, self.died_at = True, self.world.now
-        self._left = asyncio.all_tasks(self.loop)  # which nobody else keeps, and which are swept up at the end
+        self._left = asyncio.all_tasks(self.loop)  # which are kept nowhere else, and are swept up at the end
         self.world.ports.pop(ReplyTo(self.name.encode()), None)
         for nic in [nic for nic in self.world.nics.values() if nic.host == self.name]:
             nic.leave()
@@ -243,7 +243,7 @@ class World(Fabric):
         self.violation = ""
         self.trace: list[tuple[float, str, str, Any]] = []
         self.asides: list[tuple[float, str, str, Any]] = []
-        """What only people read, in the report: the trace is what a hostile rank draws from."""
+        """Lines for people alone, in the report: the trace is what a hostile rank draws from."""
         self.counts: Counter[str] = Counter()
         self.processes: dict[str, Process] = {}
         self.asked: defaultdict[str, set[ReplyTo]] = defaultdict(set)
@@ -292,9 +292,8 @@ class World(Fabric):
         """Do something at a time, in a process or beside all of them."""
         heapq.heappush(self._heap, (max(when, self.now), next(self._order), action, process))
 
-    def note(self, who: str, what: str, detail: Any = "") -> None:
-        """Remember what happened."""
-        self.trace.append((self.now, who, what, detail))
+    def note(self, name: str, what: str, detail: Any = "") -> None:
+        self.trace.append((self.now, name, what, detail))
 
     def is_quiet(self, until: float) -> bool:
         """Nothing is going to happen before a time: what a process that is ahead sees now is what it would see then."""
@@ -398,7 +397,7 @@ class WorldControl(Port):
 
 @dataclass(frozen=True, slots=True)
 class TransferFate:
-    """What becomes of one transfer.
+    """The fate of one transfer.
 
     Attributes:
         seconds: How long it takes; infinite: it never ends.
