@@ -721,6 +721,4 @@ def _check(registration: Registration, error: type[AsyncKVError]) -> None:
         why = ""
     except msgspec.ValidationError as exc:
         why = f" ({exc})"
-    raise error(
-        f"registration is {shown(registration)}{why}; give what register_memory, register_tensors or register_parts returned"
-    )
+    raise error(f"registration is {shown(registration)}{why}; give what register_memory (or _tensors, _parts) returned")
