@@ -583,7 +583,7 @@ async def test_one_name_is_one_agent_with_one_memory(linked: tuple[Side, Side], 
         (AgentInfo("owner", other.agent.metadata), owner.memories),
         (owner.agent, other.memories),
     ):
-        with pytest.raises(BackendError, match="owner is loaded with other metadata; every start of a process has"):
+        with pytest.raises(BackendError, match="owner is loaded with other metadata; give every start of a process"):
             await reader.plane.add_remote_agent(agent, memories)
     await check_reads(reader, "owner", owner.arrays)
     # Whoever was refused has no part in it.

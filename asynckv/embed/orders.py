@@ -138,7 +138,7 @@ class Failed:
 
     @property
     def is_unbegun(self) -> bool:
-        """True if it was refused before it began. Such a pull released nothing: submit a `Cancel` with its params."""
+        """True if it was refused before it began. Such a pull released nothing, so `Cancel` it with its params."""
         return not getattr(self.error, "failed_in", "")
 
 

@@ -433,9 +433,9 @@ class Engine:
         """Revoke requests that were lent for long, so that about `num_blocks` blocks return.
 
         The reader engine that holds the most blocks loses its oldest request first. Every request is kept for
-        `lease.grant_s`. Each reader engine keeps an equal share of all blocks, so a sole reader engine loses nothing. A
-        reader that has not begun to read releases within a third of `grant_s`; one that reads has until its grant ends.
-        Both get `LeaseRefused` (`revoked`), and have to prefill again.
+        `lease.grant_s`. Each reader engine keeps an equal share of all blocks; unclaimed requests count as one more
+        engine. A reader that has not begun to read releases within a third of `grant_s`; one that reads has until its
+        grant ends. Both get `LeaseRefused` (`revoked`), and have to prefill again.
 
         Args:
             num_blocks: Number of blocks wanted, of all groups, including those revoked before that have not returned.
