@@ -351,7 +351,7 @@ def test_an_account_that_is_too_long_is_not_looked_at() -> None:
 
 @pytest.mark.slow
 def test_no_turn_is_long_where_there_is_much() -> None:
-    """50,000 leases, a page of 256 of them: some sixty turns, each of about a millisecond of this thread's own time."""
+    """50,000 leases, a page of 256 of them: no turn of more than 32 has an eighth of the page's time."""
     world = World(reuse=False)
     prefill = prefill_rank(world, num_blocks=50_000)
     for n in range(50_000):
@@ -362,11 +362,11 @@ def test_no_turn_is_long_where_there_is_much() -> None:
         world.now += 1.0
         said: list[Status] = []
         prefill.core.survey.ask(b"asker", StatusRequest(1, MAX_TOLD, after), said.append, world.time(prefill))
-        turns = []
+        turns: list[float] = []
         while not said:
             began = time.thread_time()
             prefill.core.survey.tick(world.time(prefill))
             turns.append(time.thread_time() - began)
         after = decode_account(said[0].account).after
-        longest.append(max(turns))
-    assert min(longest) < 0.01  # a page in one turn would take some sixty times as long as a turn
+        longest.append(max(turns) / sum(turns))
+    assert min(longest) < 1 / 8

@@ -28,8 +28,8 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
     Attributes:
         kind: `lease`, `announced`, `pull` or `retrying`; for an offload `store` or `load`.
         phase: For a lease `unclaimed` (no reader was heard of), `granted` (a grant runs), `lapsed` (a reader was heard
-            of, no grant runs) or `ending`; otherwise the state, see `docs/structure.md`. A failed pull whose blocks
-            may still be written is `quarantined`, and `retired` once they were given up. A failed store or
+            of, no grant runs) or `ending`; otherwise the state, see `docs/structure.md`. A failed pull with blocks
+            that may still be written is `quarantined`, and `retired` once they were given up. A failed store or
             load is named the same way, and before that `storing` or `loading`.
         number: Number of all such requests, not only of those in the account.
         oldest_s: Age of the oldest.

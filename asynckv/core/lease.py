@@ -222,7 +222,7 @@ class Lease:
     """Key of each reader's first message. Messages in that reader's name under another key are refused."""
     discharged: dict[Reader, Discharge] = field(default_factory=dict)
     gone: set[Reader] = field(default_factory=set)
-    """Owed readers that have no running grant and whose process has ended."""
+    """Owed readers without a running grant and with a process that has ended."""
     refused: list[Refusal] = field(default_factory=list)
     revoked_by: str = ""
     scheduled_at: float = math.inf
@@ -315,7 +315,7 @@ class Lease:
         )
 
     def _go_on(self, after: LeaseState, now: float) -> None:
-        """Enter the state that an event leads to, then the states whose conditions hold."""
+        """Enter the state that an event leads to, then the states with conditions that hold."""
         if after is not self.state:
             self._enter(after, now)
         if self.deadlines and self.deadlines[0][0] <= now:

@@ -238,7 +238,7 @@ class Pull:
     digest: bytes
     sources: list[Source]
     route: Route
-    """The ranks of the prefill group, and the flow whose budget the pull uses."""
+    """The ranks of the prefill group, and the flow with the budget that the pull uses."""
     limits: PullConfig
     called_at: float
     deadline: float

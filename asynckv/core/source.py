@@ -43,7 +43,7 @@ MAX_NONCES = 8
 NEVER = -math.inf
 
 LONG_AGO = -math.inf
-"""Time before anything that this rank did, for events whose order is known without a clock."""
+"""Time before anything that this rank did, for events in an order that is known without a clock."""
 
 _NOTHING: Iterator[ReadRequest] = iter(())
 

@@ -13,11 +13,11 @@ from scripts import command
 from scripts.draw import configuration, events, geometry, life, metrics, states, structure, tables
 
 MADE: dict[str, tuple[Callable[[], dict[Path, str]], str]] = {
-    "configuration": (configuration.files, "docs/configuration.md, from the configuration's dataclasses"),
-    "events": (events.files, "docs/logging.md, from the table of events"),
+    "configuration": (configuration.files, "the fields in docs/configuration.md, from the configuration's dataclasses"),
+    "events": (events.files, "the events in docs/logging.md, from their types"),
     "metrics": (metrics.files, "the table in docs/metrics.md and the Grafana dashboard, from the table of metrics"),
-    "tables": (tables.files, "the causes in docs/leaks.md and the findings in docs/doctor.md"),
-    "states": (states.files, "docs/structure.md and its pictures, from the transition tables; pictures need Graphviz"),
+    "tables": (tables.files, "the causes in docs/why.md and the findings in docs/doctor.md"),
+    "states": (states.files, "the states in docs/structure.md, from the transition tables; pictures need Graphviz"),
     "geometry": (geometry.files, "pictures of geometry, from real plans"),
     "life": (life.files, "the life of a request, and the calls between processes"),
     "structure": (structure.files, "one worker process: its core and the parts around it"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from asynckv import config
 from scripts import command
-from scripts.draw.drawing import DOCS, between
+from scripts.draw.drawing import DOCS, between, table
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -62,8 +62,6 @@ ENVIRONMENT = """## Environment variables
 
 asynckv has none of its own. NIXL and UCX read these when the first engine of the process starts:
 
-| variable | meaning | read on |
-|---|---|---|
 """
 DOCTOR = """
 [`asynckv doctor`](doctor.md) reads them, and says which are unknown, contradict each other or cost speed.
@@ -72,7 +70,7 @@ DOCTOR = """
 
 def environment() -> str:
     """Return the section on the variables of NIXL and UCX that matter."""
-    return ENVIRONMENT + "".join(f"| {' | '.join(row)} |\n" for row in VARIABLES) + DOCTOR
+    return f"{ENVIRONMENT}{table('| variable | meaning | read on |', VARIABLES)}{DOCTOR}"
 
 
 def explained(owner: type) -> tuple[str, dict[str, str]]:
@@ -114,12 +112,12 @@ def section(owner: type) -> str:
     """Return the section of one class, with a table of its fields."""
     about, found = explained(owner)
     about = re.sub(r" \(`docs/(\w+)\.md`\)", r" ([\1](\1.md))", about)
-    lines = [f"## {owner.__name__}\n", f"{about}\n", "| field | type, default | meaning |", "|---|---|---|"]
+    rows = []
     for field in fields(owner):
-        kind = str(field.type).replace("os.PathLike[str]", "PathLike").replace("|", "\\|")
+        kind = str(field.type).replace("os.PathLike[str]", "PathLike")
         kind = kind.removeprefix("Literal[").removesuffix("]") if kind.startswith("Literal") else kind
-        lines.append(f"| `{field.name}` | `{kind}`<br>{default(field)} | {found[field.name]} |")
-    return "\n".join([*lines, ""])
+        rows.append((f"`{field.name}`", f"`{kind}`<br>{default(field)}", found[field.name]))
+    return f"## {owner.__name__}\n\n{about}\n\n{table('| field | type, default | meaning |', rows)}"
 
 
 def page() -> str:

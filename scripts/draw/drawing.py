@@ -10,6 +10,7 @@ work in both themes.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
@@ -91,6 +92,12 @@ def text(
     about = f' class="{kind}"' if kind else ""
     about += f' style="fill: {ink}"' if ink else ""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}"{about}>{escape(words)}</text>'
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of a page, with one line for each row."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * (head.count("|") - 1), *lines]) + "\n"
 
 
 def between(page: Path, name: str, made: str) -> dict[Path, str]:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from msgspec import Struct, structs
 
 from asynckv.core.told import EVENTS, Line
-from scripts.draw.drawing import DOCS, between
+from scripts.draw.drawing import DOCS, between, table
 
 KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object"}
 SHARED = 3
@@ -68,21 +68,16 @@ def flat(fields: Iterable[Field], within: str = "") -> Iterator[tuple[str, Field
         yield from flat(field.of, f"{name}[].")
 
 
-def table(rows: Iterable[tuple[str, str, str]]) -> str:
-    """Return a table of names, types and meanings."""
-    lines = ("| {} | {} | {} |\n".format(name, kind, meaning.replace("|", "\\|")) for name, kind, meaning in rows)
-    return "".join(["| field | type | meaning |\n|---|---|---|\n", *lines])
-
-
 def explained(fields: Iterable[Field]) -> Iterator[str]:
     """Yield a table of the fields that are an event's own, and a line with the names of all others."""
     rows = [(name, field.kind, field.meaning, shared().get(field.name)) for name, field in flat(fields)]
     if own := [row[:3] for row in rows if row[1:3] != row[3]]:
-        yield table(own)
+        yield table(HEAD, own)
     if others := [row[0] for row in rows if row[1:3] == row[3]]:
         yield textwrap.fill(f"[Shared](#shared-fields): {', '.join(others)}.", 120, break_on_hyphens=False) + "\n"
 
 
+HEAD = "| field | type | meaning |"
 SIDES = {"prefill": "prefill side", "decode": "decode side", "both": "both sides"}
 
 
@@ -98,9 +93,10 @@ def overview() -> str:
 
 def page() -> str:
     """Return the section from its overview on."""
-    common = table((name, field.kind, field.meaning) for name, field in flat(fields_of(Line)))
+    common = table(HEAD, ((name, field.kind, field.meaning) for name, field in flat(fields_of(Line))))
     parts = [f"{overview()}### Fields of every event\n\n{common}"]
-    parts.append(f"### Shared fields\n\n{table((f'`{name}`', *said) for name, said in sorted(shared().items()))}")
+    common = table(HEAD, ((f"`{name}`", *said) for name, said in sorted(shared().items())))
+    parts.append(f"### Shared fields\n\n{common}")
     for name, event in EVENTS.items():
         parts.append(f"### {name}\n\n{textwrap.fill(meaning(event), 120, break_on_hyphens=False)}\n")
         parts += explained(fields_of(event))

@@ -7,12 +7,13 @@ Grafana's names for Prometheus' base units.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asynckv.observe.metrics import FAMILIES
-from scripts.draw.drawing import DOCS, between
+from scripts.draw.drawing import DOCS, between, table
 
 DASHBOARD = DOCS.parent / "deploy" / "grafana" / "asynckv.json"
 PAGE = DOCS / "metrics.md"
@@ -513,16 +514,14 @@ def _panel(number: int, panel: Panel, where: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def table() -> str:
-    """Return the table of docs/metrics.md: a row per metric, with its labels as Prometheus writes them."""
-    lines = ["| metric | type | meaning |", "|---|---|---|"]
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Yield a row per metric, with its labels as Prometheus writes them."""
     for name, family in FAMILIES.items():
         shown = f"asynckv_{name}{'_total' if family.kind == 'counter' else ''}"
         labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
-        lines.append(f"| `{shown}{labels}` | {family.kind} | {family.help} |")
-    return "\n".join(lines) + "\n"
+        yield f"`{shown}{labels}`", family.kind, family.help
 
 
 def files() -> dict[Path, str]:
     """Return the dashboard and docs/metrics.md by path, made anew."""
-    return {DASHBOARD: dashboard(), **between(PAGE, "metrics", table())}
+    return {DASHBOARD: dashboard(), **between(PAGE, "metrics", table("| metric | type | meaning |", rows()))}

@@ -143,7 +143,6 @@ def section(machine: Machine) -> str:
         f"Code: [`{path}`](../{path})\n",
         f"![{title}](pictures/{machine.picture})\n",
     ]
-    lines += ["| from | to | by |", "|---|---|---|"]
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for state in (state.name for state in machine.on_event):
         for (before, after), why in machine.edges.items():
@@ -151,10 +150,11 @@ def section(machine: Machine) -> str:
                 alike[after, _any_of(why)].append(state)
         if events := machine.stays.get(state):
             alike["*stays*", _any_of(events)].append(state)
-    lines += [f"| {', '.join(states)} | {after} | {reasons} |" for (after, reasons), states in alike.items()]
+    rows = ((", ".join(states), *reached) for reached, states in alike.items())
+    lines.append(drawing.table("| from | to | by |", rows))
     if machine.ends:
-        lines += ["", f"Final: {', '.join(machine.ends)}."]
-    return "\n".join([*lines, ""])
+        lines.append(f"Final: {', '.join(machine.ends)}.\n")
+    return "\n".join(lines)
 
 
 def _any_of(reasons: list[str]) -> str:

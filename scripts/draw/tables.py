@@ -6,7 +6,7 @@ from pathlib import Path
 
 from asynckv.tools.diagnose.causes import CATALOGUE, HEADING
 from asynckv.tools.doctor.catalogue import KINDS, TOPICS
-from scripts.draw.drawing import DOCS, between
+from scripts.draw.drawing import DOCS, between, table
 
 
 def files() -> dict[Path, str]:
@@ -19,11 +19,11 @@ def causes() -> str:
     lines = []
     for heading in HEADING:
         rows = [
-            f"| `{cause}`: {entry.title}{' (a class)' if entry.is_class else ''} | {' '.join(entry.remedy.split())} |"
+            (f"`{cause}`: {entry.title}{' (a class)' if entry.is_class else ''}", " ".join(entry.remedy.split()))
             for cause, entry in CATALOGUE.items()
             if entry.heading is heading
         ]
-        lines += [f"### {heading[0].upper()}{heading[1:]}", "", "| cause | what to do |", "|---|---|", *rows, ""]
+        lines += [f"### {heading[0].upper()}{heading[1:]}", "", table("| cause | what to do |", rows)]
     return "\n".join(lines)
 
 
