@@ -6,8 +6,10 @@ element, plans are run as memory copies, and every byte of the destination is lo
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +23,8 @@ from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.packed import ALIGN, placed, record_form
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
-from asynckv.geometry.tables import PeerTables
+from asynckv.geometry.staging import ReadCosts
+from asynckv.geometry.tables import DescTable, PeerTables
 from tests.world import Buffers
 
 Int64s = npt.NDArray[np.int64]
@@ -278,18 +281,30 @@ def execute(
             m, start, stride = (int(x) for x in table.local[row])
             r, source, step = (int(x) for x in table.remote[row])
             start, source = start + mine * stride, source + theirs * step
-            assert 0 <= start <= start + n <= len(local.arrays[m])
             assert 0 <= source <= source + n <= len(remote.arrays[r])
-            here, there = local.arrays[m][start : start + n], remote.arrays[r][source : source + n]
-            done = written[r][source : source + n] if store else written[m][start : start + n]
-            assert not done.any(), "a byte is written twice"
-            done[:] = True
-            to, of = (there, here) if store else (here, there)
-            to[:] = of
+            assert n <= step or table.remote_blocks == 1, "a read reaches into another block"
             moved += n
+            for at, run_at, length in _pieces(table, row):
+                assert 0 <= start + at <= start + at + length <= len(local.arrays[m])
+                assert 0 <= run_at <= run_at + length <= n
+                here = local.arrays[m][start + at : start + at + length]
+                there = remote.arrays[r][source + run_at : source + run_at + length]
+                done = (
+                    written[r][source + run_at : source + run_at + length]
+                    if store
+                    else written[m][start + at : start + at + length]
+                )
+                assert not done.any(), "a byte is written twice"
+                done[:] = True
+                to, of = (there, here) if store else (here, there)
+                to[:] = of
         assert moved == post.num_bytes
         assert 1 <= post.num_descriptors <= min(len(post.local), limits[1])
         assert post.num_bytes <= limits[0] or len(post.local) == 1
+        if table.boxes:
+            first, count = post.rows
+            assert post.num_bytes <= table.slot_bytes
+            assert len(set(table.length[first : first + count].tolist())) == 1
         total += moved
     assert total == plan.num_bytes
     return total
@@ -300,11 +315,29 @@ def offers(lists: Lists) -> list[BlockRuns]:
     return [BlockRuns(first, runs_of(list(ids))) for first, ids in lists]
 
 
-def maps(local: Rank, remotes: Sequence[Rank]) -> list[PeerTables | None]:
+def _pieces(table: DescTable, row: int) -> Iterator[tuple[int, int, int]]:
+    """The pieces of a row: offset in our block, in what is read, and length."""
+    if not table.boxes:
+        yield 0, 0, int(table.length[row])
+        return
+    piece, shape, in_local, in_run, skip = table.boxes[row]
+    for steps in itertools.product(*map(range, shape)):
+        at, run_at = (sum(map(operator.mul, steps, strides)) for strides in (in_local, in_run))
+        yield at, skip + run_at, piece
+
+
+MAX_STAGED = 1 << 20  # bytes of a transfer that is checked staged as well, piece by piece
+STAGED = ReadCosts(descriptor_s=1.0, read_s=0.0, place_s=0.0, slot_bytes=8192)
+"""Costs by which everything that differs is staged, in slots that hold few blocks."""
+
+
+def maps(local: Rank, remotes: Sequence[Rank], costs: ReadCosts | None = None) -> list[PeerTables | None]:
     """Return the tables of what is read of each remote rank."""
     shares = assign(local.layout, [r.layout for r in remotes])
     ids = iter(range(1, 1 << 30))
-    return [PeerTables(local.layout, r.layout, s, ids) if s else None for r, s in zip(remotes, shares, strict=True)]
+    return [
+        PeerTables(local.layout, r.layout, s, ids, costs) if s else None for r, s in zip(remotes, shares, strict=True)
+    ]
 
 
 def peers_of(local: Rank, remotes: Sequence[Rank]) -> list[Rank]:
@@ -328,7 +361,15 @@ def check_transfer(
     wanted = tokens if wanted is None else wanted
     answered = peers_of(local, remotes)
     lists = BlockLists(arrays(mine), offers(theirs), wanted, tokens)
-    plans = [plan_read(peer, lists) if peer is not None else None for peer in maps(local, answered)]
+    staged, plans = (
+        [plan_read(peer, lists) if peer is not None else None for peer in maps(local, answered, costs)]
+        for costs in (STAGED, None)
+    )
+    if sum(plan.num_bytes for plan in staged if plan is not None) < MAX_STAGED:
+        before = [a.copy() for a in local.arrays]
+        check_plans(local, answered, staged, mine, cache, tokens, wanted, limits)
+        for now, was in zip(local.arrays, before, strict=True):
+            now[:] = was
     check_plans(local, answered, plans, mine, cache, tokens, wanted, limits)
     return plans
 

@@ -3,7 +3,8 @@
 A plan has, per span of tokens, pairs of kernel blocks (`pairing`) and a table of descriptors (`tables`): each pair with
 each row of the table is one descriptor. Both stay small, however long the prompt is; only the next posts are expanded.
 NIXL merges consecutive indices if their bytes touch on both sides. So rows follow one another, blocks ascend within a
-row, and a plan is cut between rows where possible.
+row, and a plan is cut between rows where possible. A read of a staged table fits into one slot of staging memory, and
+all its rows have one length.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ class ReadRequest(NamedTuple):
     num_bytes: int
     num_descriptors: int  # after NIXL's merging
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Return its first row, and the number of its rows: each is read for the same blocks."""
+        first, last = int(self.local[0]) // self.table.local_blocks, int(self.local[-1]) // self.table.local_blocks
+        return first, last - first + 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
@@ -35,10 +42,13 @@ class Section:
     remote: Int32s
 
     def breaks(self) -> npt.NDArray[np.bool_]:
-        """Return, per pair `i`, True if a descriptor ends there: the ids of pair `i + 1` do not both follow its ids."""
+        """Return, per pair `i`, True if a descriptor ends there: the ids of pair `i + 1` do not both follow its ids.
+
+        Staged reads follow one another in staging memory, so only the remote ids count.
+        """
         a, b = self.local, self.remote
-        found: npt.NDArray[np.bool_] = np.logical_or(a[1:] - a[:-1] != 1, b[1:] - b[:-1] != 1)
-        return found
+        found: npt.NDArray[np.bool_] = b[1:] - b[:-1] != 1
+        return found if self.table.boxes else np.logical_or(found, a[1:] - a[:-1] != 1)
 
     def num_merged(self) -> tuple[int, int]:
         """Return the number of runs in which both ids step by one, and of descriptors after NIXL's merging."""
@@ -51,23 +61,25 @@ class Section:
 class Plan:
     """All reads of one pull from one remote rank; `num_descriptors` are counted before merging."""
 
-    __slots__ = ("num_bytes", "num_descriptors", "sections")
+    __slots__ = ("is_staged", "num_bytes", "num_descriptors", "sections")
 
     def __init__(self, sections: tuple[Section, ...]) -> None:
         self.sections = sections
         self.num_bytes = 0
         self.num_descriptors = 0
+        self.is_staged = False
         for section in sections:
             blocks = len(section.local)
             self.num_bytes += section.table.block_bytes * blocks
             self.num_descriptors += section.table.num_rows * blocks
+            self.is_staged = self.is_staged or section.table.boxes != ()
 
     def posts(self, max_bytes: int, max_descriptors: int) -> Iterator[ReadRequest]:
         """Cut the plan into transfers, lazily: nothing is expanded before it is asked for.
 
         A post holds at least one descriptor. Only a post of a single descriptor may exceed `max_bytes`.
         """
-        if self.num_bytes <= max_bytes and self.num_descriptors <= max_descriptors:
+        if self.num_bytes <= max_bytes and self.num_descriptors <= max_descriptors and not self.is_staged:
             # In a small plan each section is one transfer, and all are expanded at once to save the generators.
             small = []
             for section in self.sections:
@@ -105,10 +117,13 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
     table, blocks = section.table, len(section.local)
     runs, num_descriptors = section.num_merged()
     num_bytes = table.block_bytes * blocks
-    if num_bytes <= max_bytes and num_descriptors <= max_descriptors:
+    dense, length = table.dense, table.length
+    is_even = True
+    if table.boxes:
+        max_bytes, is_even = min(max_bytes, table.slot_bytes), bool(length[0] == length[-1])
+    if num_bytes <= max_bytes and num_descriptors <= max_descriptors and is_even:
         yield _Part(section, 0, table.num_rows, 0, blocks, num_bytes, num_descriptors)
         return
-    dense, length = table.dense, table.length
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row that is too large by itself is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
@@ -119,6 +134,8 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
             int(np.searchsorted(total, total[row] + most, side="right")) - 1
             for total, most in ((size, max_bytes), (descs, max_descriptors))
         )
+        if not is_even:
+            end = min(end, int(np.searchsorted(length, length[row], side="right")))
         if end > row:
             yield _Part(section, row, end, 0, blocks, int(size[end] - size[row]), int(descs[end] - descs[row]))
             row = end

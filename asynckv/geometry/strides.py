@@ -20,10 +20,10 @@ MAX_RANGES = 65_536  # per part of one block, because the strides come from an u
 
 
 def count_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> int:
-    return math.prod(d[0] for d in _fold(itemsize, dims)[1])
+    return math.prod(d[0] for d in fold(itemsize, dims)[1])
 
 
-def _fold(itemsize: int, dims: Sequence[StridedDim]) -> tuple[int, list[StridedDim]]:
+def fold(itemsize: int, dims: Sequence[StridedDim]) -> tuple[int, list[StridedDim]]:
     """Join the dims that are contiguous on both sides; return the length of a descriptor, and the other dims."""
     length, rest = itemsize, [d for d in dims if d[0] > 1]
     while folds := [d for d in rest if d[1] == length and d[2] == length]:
@@ -37,16 +37,22 @@ def strided_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> tuple[Int6
 
     Returns byte offsets in a and in b (int64, ascending in a), and the length of every range.
     """
-    length, rest = _fold(itemsize, dims)
+    length, rest = fold(itemsize, dims)
     if math.prod(d[0] for d in rest) > MAX_RANGES:
         raise LayoutError(
             f"the two memory orders share only pieces of {length} bytes, more than {MAX_RANGES} per block and "
             f"part; use the same order of dims on both sides"
         )
+    a, b = step_along(sorted(rest, key=lambda d: -d[1]))
+    order = np.argsort(a, kind="stable")
+    return a[order], b[order], length
+
+
+def step_along(dims: Sequence[StridedDim]) -> tuple[Int64s, Int64s]:
+    """Return the byte offsets in a and in b of every step along some dims, the first dim outermost."""
     a, b = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    for size, in_a, in_b in sorted(rest, key=lambda d: -d[1]):
+    for size, in_a, in_b in dims:
         steps = np.arange(size, dtype=np.int64)
         a = (a[:, None] + steps * in_a).ravel()
         b = (b[:, None] + steps * in_b).ravel()
-    order = np.argsort(a, kind="stable")
-    return a[order], b[order], length
+    return a, b

@@ -10,7 +10,7 @@ an untrusted peer, so the cost of a table is counted before it is made.
 
 An example: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these; a kernel block is 16
 tokens. With tokens within heads, the 4 heads are 4 x 16 x 128 x 2 = 16 KiB, one row. With heads within tokens they are
-contiguous only within one token, 1 KiB, which takes 16 rows.
+contiguous only within one token, 1 KiB, which takes 16 rows. A staged table (`staging`) has 1 row, of all 16 KiB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import MAX_DESCRIPTORS, Int32s, Int64s
 from asynckv.geometry.layout import TOKEN, Group, Layout
 from asynckv.geometry.match import Share
-from asynckv.geometry.strides import count_descriptors, strided_descriptors
+from asynckv.geometry.staging import Box, ReadCosts, Run, runs
+from asynckv.geometry.strides import count_descriptors, step_along, strided_descriptors
 
 # The cost of an untrusted peer's layout is bounded step by step:
 #
@@ -70,16 +71,20 @@ class DescTable:
     remote: Int64s
     local_blocks: int  # kernel blocks that every row can index
     remote_blocks: int
+    boxes: tuple[Box, ...] = ()  # of a staged table: the pieces of each row, with the first at its place in `local`
+    slot_bytes: int = 0  # of a staged table: most bytes of one read, all of rows of one length
     num_rows: int = field(init=False)  # descriptors per pair of kernel blocks
-    block_bytes: int = field(init=False)
-    dense: npt.NDArray[np.bool_] = field(init=False)  # rows that NIXL merges: consecutive blocks touch on both sides
+    block_bytes: int = field(init=False)  # bytes that are read per pair of kernel blocks, wanted or not
+    dense: npt.NDArray[np.bool_] = field(init=False)  # rows that NIXL merges, because consecutive blocks touch
     num_dense: int = field(init=False)
     local_index: Int32s = field(init=False)  # int32 `[rows, 1]`: index of every row's block 0
     remote_index: Int32s = field(init=False)
 
     def __post_init__(self) -> None:
         rows = np.arange(len(self.length), dtype=np.int32)[:, None]
-        dense = np.logical_and(self.local[:, 2] == self.length, self.remote[:, 2] == self.length)
+        dense = self.remote[:, 2] == self.length
+        if not self.boxes:  # in staging memory runs always touch
+            dense &= self.local[:, 2] == self.length
         for name, value in (
             ("num_rows", len(self.length)),
             ("block_bytes", int(self.length.sum())),
@@ -110,14 +115,23 @@ class PeerTables:
     Args:
         shares: The shares that are read of it, from `assign`.
         ids: Source of table ids for all peers.
+        costs: Costs of the data plane's reads; None if it stages none.
 
     Raises:
         LayoutError: The two memory orders would need too many descriptors.
     """
 
-    def __init__(self, local: Layout, remote: Layout, shares: Sequence[Share], ids: Iterator[int]) -> None:
+    def __init__(
+        self,
+        local: Layout,
+        remote: Layout,
+        shares: Sequence[Share],
+        ids: Iterator[int],
+        costs: ReadCosts | None = None,
+    ) -> None:
         self.local = local
         self.remote = remote
+        self._costs = costs
         pairs: dict[tuple[int, int], list[Share]] = {}
         for share in shares:
             pairs.setdefault((share.local_view.group, share.remote_view.group), []).append(share)
@@ -225,8 +239,27 @@ class PeerTables:
                 f"more than {MAX_ROWS} pieces or int32 descriptor indices; use the same memory order on both sides, or "
                 f"declare fewer blocks"
             )
-        rows = _merge(np.concatenate([kind.rows(span) for kind in self._alike[pair]]))
-        return DescTable(next(self._ids), span, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)
+        kinds = self._alike[pair]
+        rows, staged = _merge(np.concatenate([kind.rows(span) for kind in kinds])), ()
+        if self._costs is not None:
+            rows, *staged = _stage(kinds, span, self._costs, rows)
+        blocks = local_blocks, remote_blocks
+        return DescTable(next(self._ids), span, rows[:, 6], rows[:, 0:3], rows[:, 3:6], *blocks, *staged)
+
+
+def _stage(
+    kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s
+) -> tuple[Int64s] | tuple[Int64s, tuple[Box, ...], int]:
+    """Return the rows of the cheapest runs, by length, their boxes and slot; or the direct rows, if these cost less."""
+    dense = int(np.count_nonzero((direct[:, (2, 5)] == direct[:, 6:7]).all(axis=1)))
+    found = [kind.cheapest_run(span, costs) for kind in kinds]
+    if costs.of(len(direct), dense, int(direct[:, 6].sum())) <= sum([seconds for seconds, _ in found]):
+        return (direct,)
+    each = [kind.run_rows(span, run) for kind, (_, run) in zip(kinds, found, strict=True)]
+    rows = np.concatenate(each)
+    boxes = [run.box for some, (_, run) in zip(each, found, strict=True) for _ in some]
+    order = np.argsort(rows[:, 6], kind="stable")
+    return rows[order], tuple([boxes[i] for i in order.tolist()]), costs.slot_bytes
 
 
 def _entry(share: Share, group: Group) -> int:
@@ -240,6 +273,7 @@ class _Shape(NamedTuple):
     tokens_per_entry: int
     dims: tuple[tuple[int, int, int], ...]  # `(entries, local stride, remote stride)`, tokens left out
     token: tuple[int, int]  # byte strides along the tokens, local and remote; 0, 0 for a part without that dim
+    around: tuple[int, int]  # bytes of the remote part's sharded dim before and after the slice that is read
 
 
 class _Alike:
@@ -248,7 +282,7 @@ class _Alike:
         self.places = places  # rows `[local memory, offset, stride, remote memory, offset, stride]`
 
     def _dims(self, span: Span) -> list[tuple[int, int, int]]:
-        _, each, dims, token = self._shape
+        _, each, dims, token, _ = self._shape
         return [*dims, (span.tokens // each, *token)] if any(token) else list(dims)
 
     def num_rows(self, span: Span) -> int:
@@ -256,7 +290,24 @@ class _Alike:
 
     def rows(self, span: Span) -> Int64s:
         """Return rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one span."""
-        in_local, in_remote, length = strided_descriptors(self._shape.itemsize, self._dims(span))
+        return self._rows(span, *strided_descriptors(self._shape.itemsize, self._dims(span)))
+
+    def cheapest_run(self, span: Span, costs: ReadCosts) -> tuple[float, Run]:
+        """Return the best way to read these parts in runs, and the seconds that it takes per pair of blocks."""
+        number, strides = len(self.places), self.places[:, 5]
+        most = min(costs.slot_bytes, int(strides.min()))  # no run may reach into another block
+        found = []
+        for run in runs(self._shape.itemsize, self._dims(span), self._shape.around, most):
+            rows, dense = number * run.count, run.count * int(np.count_nonzero(strides == run.length))
+            found.append((costs.of(rows, dense, rows * run.length, rows * run.placed), run))
+        return min(found, key=lambda each: each[0])
+
+    def run_rows(self, span: Span, run: Run) -> Int64s:
+        """Return rows like those of `rows`, of runs; `local` is the place of the first piece."""
+        in_local, in_remote = step_along(run.outer)
+        return self._rows(span, in_local, in_remote - run.box.skip, run.length)
+
+    def _rows(self, span: Span, in_local: Int64s, in_remote: Int64s, length: int) -> Int64s:
         each, (local_stride, remote_stride) = self._shape.tokens_per_entry, self._shape.token
         rows = np.empty((len(self.places), len(in_local), 7), np.int64)
         rows[:, :, :6] = self.places[:, None, :]
@@ -271,7 +322,7 @@ def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
     for local_view, remote_view, local, remote, lo, hi in shares:
         twins = {d.name: d for d in remote.dims}
         local_start, remote_start = local_view.offset + local.offset, remote_view.offset + remote.offset
-        dims, token = [], (0, 0)
+        dims, token, around = [], (0, 0), (0, 0)
         for dim in local.dims:
             # The other side may leave out a dim of one entry.
             twin, size = twins.get(dim.name, dim), dim.size
@@ -280,11 +331,12 @@ def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
                 continue
             if dim.name == local.axis:
                 local_start += (lo - local.held[0]) * dim.stride
-                remote_start += (lo - remote.held[0]) * twin.stride
+                around = (lo - remote.held[0]) * twin.stride, (remote.held[1] - hi) * twin.stride
+                remote_start += around[0]
                 size = hi - lo
             if size > 1:
                 dims.append((size, dim.stride, twin.stride))
-        shape = _Shape(local.itemsize, local.tokens_per_entry, tuple(dims), token)
+        shape = _Shape(local.itemsize, local.tokens_per_entry, tuple(dims), token, around)
         place = (
             *(local_view.memory, local_start, local_view.stride),
             *(remote_view.memory, remote_start, remote_view.stride),
