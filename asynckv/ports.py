@@ -27,6 +27,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.staging import ReadCosts
 
 
 class TimerHandle(Protocol):
@@ -171,6 +172,17 @@ class DataPlane(Protocol):
         it.
 
         Never raises for errors of the back end: a failed post is news, and so is a table that cannot be prepared.
+        """
+
+    @property
+    def costs(self) -> ReadCosts | None:
+        """Costs of reads, measured at the start, by which tables are staged or not; None if this plane stages none."""
+
+    def detach(self, transfer_id: TransferId) -> bool:
+        """Let a staged read place nothing from now on; return False if that cannot be promised, as for a direct read.
+
+        The read itself goes on, into its slot, and `poll` still reports its end. Waits for one placement at most, which
+        takes less than a millisecond.
         """
 
     def poll(self) -> Sequence[DataNews]:

@@ -23,6 +23,7 @@ from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import (
     BlocksRetired,
     BlocksReturned,
+    DetachRead,
     Outbox,
     PostRead,
     PullEnded,
@@ -42,6 +43,7 @@ from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
 
 S, P = members(PeerState), members(PullState)
@@ -58,6 +60,9 @@ class _Transfer:
     num_bytes: int
     num_descriptors: int
     posted_at: float
+    is_staged: bool
+    is_detached: bool = False
+    """True once it concerns only the peer: its pull goes on without it."""
 
 
 def _source_at(pull: Pull | None, address: Address) -> Source | None:
@@ -79,6 +84,7 @@ class DecodeSide:
         nonces: Iterator[int],
         arrivals: Iterator[int],
         watch: Watch,
+        costs: ReadCosts | None = None,
     ) -> None:
         self.pulls: dict[PullId, Pull] = {}
         self.by_request: dict[RequestId, Pull] = {}
@@ -91,7 +97,7 @@ class DecodeSide:
         self.abandoned: dict[Key, str] = {}
         """Requests that were let go because the embedder stood still, with the text of their failure."""
         self.posting = Posting(config.total_bytes, config.total_descriptors)
-        self.routes = Routes(layout, self._tables_made)
+        self.routes = Routes(layout, self._tables_made, costs)
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
         self._layout, self._config = layout, config
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
@@ -199,7 +205,9 @@ class DecodeSide:
         pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
         transfer_id = TransferId(next(self._transfer_ids))
         read = pull.posted(source, transfer_id, now)
-        self.transfers[transfer_id] = _Transfer(pull, source, peer, read.num_bytes, read.num_descriptors, now)
+        self.transfers[transfer_id] = _Transfer(
+            pull, source, peer, read.num_bytes, read.num_descriptors, now, read.table.boxes != ()
+        )
         peer.posted(transfer_id, now)
         self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
         self._outbox.counters["descriptors.posted"] += read.num_descriptors
@@ -216,11 +224,14 @@ class DecodeSide:
             self._outbox.counters["transfers.late_news"] += 1
             return
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
+        was_detached = transfer.is_detached
         # A transfer in doubt may stay in doubt for ever, so it must not take room from others.
         self.posting.left(peer.line, transfer_id)
-        in_doubt = ending is ENDING.IN_DOUBT
-        if in_doubt:
+        if ending is ENDING.IN_DOUBT:
             counters["transfers.in_doubt"] += 1
+        elif ending is ENDING.DETACHED:
+            transfer.is_detached = True
+            counters["transfers.detached"] += not was_detached
         else:
             del self.transfers[transfer_id]
             counters["transfers.done" if ending is ENDING.DONE else "transfers.failed"] += 1
@@ -233,13 +244,14 @@ class DecodeSide:
             # The pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
             self._outbox.commands.append(told.TableRefused(peer.name, cause))
             self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
-        if peer_lost:
-            pull.could_not_meet(now + self._config.backoff_s)
-        if now - transfer.posted_at < detect_s:
-            detect_s = now - transfer.posted_at
-        self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
-        if pull.reason is not None and not pull.is_over:
-            self._let_go(pull, source, now)
+        if not was_detached:
+            if peer_lost:
+                pull.could_not_meet(now + self._config.backoff_s)
+            if now - transfer.posted_at < detect_s:
+                detect_s = now - transfer.posted_at
+            self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
+            if pull.reason is not None and not pull.is_over:
+                self._let_go(pull, source, now)
         if peer_lost:
             self._lose(peer, Reason.PEER_LOST, cause, now)
         if peer.line.posters:
@@ -415,6 +427,11 @@ class DecodeSide:
                         effects += self._read(pull, now)
                     else:
                         self._queue(pull)
+                case DO.DETACH:
+                    for transfer_id in [each for source in pull.sources for each in source.running]:
+                        # A transfer that is not known has just ended.
+                        if (transfer := self.transfers.get(transfer_id)) is not None and transfer.is_staged:
+                            self._outbox.commands.append(DetachRead(transfer_id))
                 case DO.LEAVE:
                     self.admission.leave(pull.pull_id)
                 case DO.EXPECT:

@@ -1,7 +1,7 @@
 """Reports of the data plane about transfers.
 
 A transfer is one read that was handed to the data plane. A block may be used again only once nothing can write it any
-more. `DONE`, `FAILED` and `REFUSED` prove that. `IN_DOUBT` says nothing about its bytes.
+more. `DONE`, `FAILED`, `REFUSED` and `DETACHED` prove that. `IN_DOUBT` says nothing about its bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ class Ending(enum.StrEnum):
     """The transfer failed, and it is proven that it writes nothing any more."""
     IN_DOUBT = "in_doubt"
     """The transfer failed, but may still write. `DONE` or `FAILED` may follow, or nothing at all."""
+    DETACHED = "detached"
+    """The transfer is staged, and places nothing any more, but may still write its slot of staging memory. So its
+    blocks are free, and its peer is not. `FAILED` or `DONE` may follow, or nothing at all."""
     REFUSED = "refused"
     """The transfer was not posted, because no descriptor lists can be prepared for its table. The same holds for all
     other reads of that table."""

@@ -61,6 +61,12 @@ class PostRead(Struct, frozen=True):
     read: ReadRequest
 
 
+class DetachRead(Struct, frozen=True):
+    """Let a staged read place nothing any more. If that can be promised, report it as `DETACHED`."""
+
+    transfer_id: TransferId
+
+
 class PullEnded(Struct, frozen=True):
     pull: Pull
 
@@ -112,6 +118,7 @@ Command = (
     LoadPeer
     | RemovePeer
     | Disconnect
+    | DetachRead
     | PullEnded
     | BlocksReturned
     | BlocksRetired

@@ -246,7 +246,7 @@ class Peer:
         """Take the end of a transfer, or its doubt. Only a transfer that is done shows that the peer makes progress."""
         if ending is ENDING.DONE:
             self.moved_at = now
-        if ending is not ENDING.IN_DOUBT:
+        if ending is not ENDING.IN_DOUBT and ending is not ENDING.DETACHED:
             self.transfers.discard(transfer_id)
 
     # -- time --------------------------------------------------------------------------------------

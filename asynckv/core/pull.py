@@ -98,6 +98,8 @@ class Effect(enum.Enum):
     """The pull will ask to read once its ranks are met."""
     QUEUE = enum.auto()
     POST = enum.auto()
+    DETACH = enum.auto()
+    """Staged reads that still run place nothing any more, so that the blocks need not wait for them."""
     LEAVE = enum.auto()
     """The pull needs no room and no place in the queue any more."""
     SEND = enum.auto()
@@ -671,7 +673,9 @@ class Pull:
             case S.RELEASED:
                 self.released_at = min(self.released_at, now)
                 self._effects.append(DO.FINISH)
-            case S.DRAINING | S.ANNOUNCED:
+            case S.DRAINING:
+                self._effects.append(DO.DETACH)
+            case S.ANNOUNCED:
                 pass
             case _:
                 assert_never(after)

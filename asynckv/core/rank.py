@@ -48,6 +48,7 @@ from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.pairing import BlockLists, common_prefix
+from asynckv.geometry.staging import ReadCosts
 
 AGAIN_S = 1.0
 """Seconds until an item is woken again after its turn met a bug."""
@@ -60,7 +61,7 @@ _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire
 
 
 class RankCore:
-    def __init__(self, identity: Identity, config: EngineConfig) -> None:
+    def __init__(self, identity: Identity, config: EngineConfig, costs: ReadCosts | None = None) -> None:
         check_layout(identity.layout)
         layout = identity.layout
         self.identity, self.config = identity, config
@@ -76,7 +77,16 @@ class RankCore:
         )
         self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
-            layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, arrivals, self.watch
+            layout,
+            self.cohort,
+            config.pull,
+            self.ledger,
+            self.outbox,
+            self.timers,
+            self.nonces,
+            arrivals,
+            self.watch,
+            costs,
         )
         self.inspect = Inspector(self.ledger, self.prefill, self.decode)
         self.survey = Survey(identity, config, self.ledger, self.prefill, self.decode, self.readers, self.inspect)

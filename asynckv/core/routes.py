@@ -18,6 +18,7 @@ from asynckv.core.types import Address, Endpoint, KVTransferParams, Place, Reaso
 from asynckv.errors import LayoutError, PlanRefused
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
+from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
 
 MAX_ENDPOINTS = 65_536
@@ -59,8 +60,10 @@ class Route:
 class Routes:
     """Knowledge about prefill groups, and about the ranks that were met."""
 
-    def __init__(self, layout: Layout, on_tables: Callable[[Peer, PeerTables], None]) -> None:
-        self._layout, self._on_tables = layout, on_tables
+    def __init__(
+        self, layout: Layout, on_tables: Callable[[Peer, PeerTables], None], costs: ReadCosts | None = None
+    ) -> None:
+        self._layout, self._on_tables, self._costs = layout, on_tables, costs
         # All peers share one source of ids, because two of them may be one process under two addresses.
         self._table_ids = itertools.count(1)
         self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
@@ -138,7 +141,7 @@ class Routes:
             assert peer.layout is not None
             key = tuple((s.local_view.layer, s.local_part.name, s.lo, s.hi) for s in shares)
             if shares and key not in peer.tables:
-                tables = peer.tables[key] = PeerTables(self._layout, peer.layout, shares, self._table_ids)
+                tables = peer.tables[key] = PeerTables(self._layout, peer.layout, shares, self._table_ids, self._costs)
                 self._on_tables(peer, tables)
             found.append(peer.tables[key] if shares else None)
         return found

@@ -6,7 +6,8 @@ is asked again for as long as it takes.
 
 A read is posted by index into two descriptor lists, which NIXL prepares at the first read of a table (20 to 40 us).
 The lists are kept until the remote agent is dropped or newer tables need the room, and are never released under a
-transfer. An entry holds its table, so that no other table gets the same id.
+transfer. An entry holds its table, so that no other table gets the same id. A staged read is posted into a slot of the
+agent's staging memory (`staging.py`), and is done once its pieces are placed.
 
 NIXL's agent lives as long as anything refers to it, and a traceback refers to the locals of NIXL's frames. So no NIXL
 exception leaves this module, not even as a cause, and `close` checks whether the agent is gone.
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import select
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +36,7 @@ import numpy.typing as npt
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.metadata import is_known, renamed
+from asynckv.edges.staging import Stage
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -40,6 +44,7 @@ from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
+MEASURE_S = 1.0  # seconds after which the read of a measurement is given up
 MAX_LISTS = 1024  # tables of one remote agent with kept descriptor lists, in addition to those in use
 SOURCE, SINK = " is copied from", " is copied to"  # appended to the memory's name, by the direction of the copy
 _creating = threading.Lock()  # an agent's descriptors are found by a comparison before and after it is made
@@ -111,6 +116,7 @@ class _Lists(NamedTuple):
     table: DescTable
     local: Any
     remote: Any
+    views: Sequence[npt.NDArray[Any]] = ()  # of a staged table: the caller's memory, by row
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +132,7 @@ class _Transfer(NamedTuple):
     name: str
     lists: _Lists | None  # None for files
     remote: _Remote | None  # as it was loaded at the post; it may have been loaded anew since
+    staged: tuple[ReadRequest, int] | None = None  # the read that is placed in the end, and its slot
 
 
 class Agent:
@@ -169,6 +176,7 @@ class Agent:
         self._lost: type[Exception] = sys.modules[f"{api.__package__}._bindings"].nixlRemoteDisconnectError
         self._registered: list[Any] = []
         self._memories: tuple[Memory, ...] = ()
+        self.stage: Stage | None = None
         self._remotes: dict[str, _Remote] = {}
         self._loads = 0
         self._knows_form: bool | None = None  # this NIXL's metadata has the known form; None before the first load
@@ -186,11 +194,25 @@ class Agent:
         self._register(memories)
         self._memories += tuple(memories)
 
+    def add_stage(self, num_slots: int) -> None:
+        """Make and register staging memory, for reads into the memory that is registered now."""
+        self.stage = Stage(self._memories, num_slots)
+        self._register([self.stage.memory])
+
     def register_own(self, name: str, memories: Sequence[Memory]) -> None:
         """Register memory for copies within this process: from it as `name + SOURCE`, to it as `name + SINK`."""
         self._register(memories)
         for suffix in (SOURCE, SINK):
             self._remotes[name + suffix] = _Remote(memories, suffix)
+
+    @contextmanager
+    def registered(self, memories: Sequence[Memory]) -> Iterator[None]:
+        """Register memory for a moment."""
+        self._register(memories)
+        try:
+            yield
+        finally:
+            self._agent.deregister_memory(self._registered.pop())
 
     def register_files(self, fds: Mapping[int, int]) -> None:
         self._register_rows([(0, length, fd, "") for fd, length in fds.items()], "FILE", "files")
@@ -269,10 +291,14 @@ class Agent:
             raise BackendError(f"peer {name} is not loaded")
         if (known := remote.lists.get(id(table))) is not None:
             return known
-        made, refused = [], ""
+        made, views, refused = [], [], ""
         try:
             mine, theirs = (self.name, "") if remote.own == SOURCE else ("", self.name if remote.own else remote.alias)
-            made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
+            if table.boxes and self.stage is not None:
+                views = self.stage.views(table)
+                made.append(self._agent.prep_xfer_dlist(mine, self.stage.rows(table), "DRAM"))
+            else:
+                made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
             made.append(self._prepare(theirs, table.remote, table.length, table.remote_blocks, remote.memories))
         except BackendError as exc:
             refused = str(exc)
@@ -283,7 +309,7 @@ class Agent:
             made.clear()
             raise BackendError(refused)
         self._make_room(remote, table.num_rows)
-        lists = remote.lists[id(table)] = _Lists(table, *made)
+        lists = remote.lists[id(table)] = _Lists(table, *made, views)
         return lists
 
     def _make_room(self, remote: _Remote, num_rows: int) -> None:
@@ -337,6 +363,15 @@ class Agent:
                 return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
         op, local, mine = self._read, lists.local._handle, read.local
         theirs, remotes = lists.remote._handle, read.remote
+        staged = None
+        if read.table.boxes and (stage := self.stage) is not None:
+            if stage.is_detached(transfer_id):
+                return TransferEnded(transfer_id, Ending.FAILED, "cancelled")
+            if not stage.slots.has_room(name):
+                cause = f"reads that may never end hold too many of the {stage.slots.number} slots of staging memory"
+                return TransferEnded(transfer_id, Ending.FAILED, f"{cause}; raise nixl.staging_bytes, or restart")
+            staged = read, stage.slots.take(transfer_id, name)
+            mine = stage.index(*staged)
         if remote.own:
             # Within a process UCX writes faster than it reads (measured: 1.4 to 1.7 times).
             op = self._write
@@ -347,8 +382,10 @@ class Agent:
             handle = self._raw.makeXferReq(op, local, mine, theirs, remotes, b"", [], False)
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
+            if staged is not None and self.stage is not None:
+                self.stage.slots.give_back(transfer_id)
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
-        return self._post(transfer_id, _Transfer(handle, name, lists, remote))
+        return self._post(transfer_id, _Transfer(handle, name, lists, remote, staged))
 
     def post_file(
         self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
@@ -362,6 +399,22 @@ class Agent:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
         return self._post(transfer_id, _Transfer(handle, self.name, None, None))
 
+    def time_read(self, owner: Agent, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> float:
+        """Return the seconds of one read from another agent of this thread; infinite if it takes too long.
+
+        Both sides are rows of address, length, 0.
+        """
+        at = [self._agent.get_xfer_descs(rows, "DRAM") for rows in (mine, theirs)]
+        handle = self._raw.createXferReq(self._read, *at, self._remotes[owner.name].alias, b"", [])
+        began = time.monotonic()
+        status = int(self._raw.postXferReq(handle, b""))
+        while status and time.monotonic() - began < MEASURE_S:
+            owner.sweep()
+            status = int(self._raw.getXferStatus(handle))
+        seconds = time.monotonic() - began
+        self._release(handle)
+        return math.inf if status else seconds
+
     def _post(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
         try:
             status = int(self._raw.postXferReq(transfer.handle, b""))
@@ -369,8 +422,7 @@ class Agent:
             return self._trouble(transfer_id, transfer, exc)
         if status == 0:
             self.done_in_post += 1
-            self._release(transfer.handle)
-            return TransferEnded(transfer_id, Ending.DONE)
+            return self._landed(transfer_id, transfer)
         self.running[transfer_id] = transfer
         return None
 
@@ -421,9 +473,22 @@ class Agent:
                 continue
             if code == 0:
                 del transfers[transfer_id]
-                self._release(transfer.handle)
-                news.append(TransferEnded(transfer_id, Ending.DONE))
+                news.append(self._landed(transfer_id, transfer))
         return news
+
+    def _landed(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded:
+        self._release(transfer.handle)
+        if transfer.staged is None or self.stage is None:
+            return TransferEnded(transfer_id, Ending.DONE)
+        assert transfer.lists is not None
+        ending, cause = Ending.DONE, ""
+        try:
+            if not self.stage.place(transfer_id, *transfer.staged, transfer.lists.views):
+                ending, cause = Ending.FAILED, "it was detached, and not placed"
+        except Exception as exc:
+            ending, cause = Ending.FAILED, f"its pieces could not be placed: {exc!r}"
+        self.stage.slots.give_back(transfer_id)
+        return TransferEnded(transfer_id, ending, cause)
 
     def _trouble(self, transfer_id: TransferId, transfer: _Transfer, exc: Exception) -> TransferEnded:
         if isinstance(exc, self._lost):
@@ -432,10 +497,15 @@ class Agent:
             if is_current:
                 self._gone.add(transfer.name)
             self._release(transfer.handle)
+            if transfer.staged is not None and self.stage is not None:
+                self.stage.slots.give_back(transfer_id)
             return TransferEnded(transfer_id, Ending.FAILED, f"the remote process is gone ({exc})", is_current)
         # No other error of NIXL means that the transfer has stopped writing.
         self.doubtful[transfer_id] = transfer
-        return TransferEnded(transfer_id, Ending.IN_DOUBT, repr(exc))
+        if transfer.staged is None or self.stage is None:
+            return TransferEnded(transfer_id, Ending.IN_DOUBT, repr(exc))
+        self.stage.detach(transfer_id)
+        return TransferEnded(transfer_id, Ending.DETACHED, repr(exc))
 
     def _release(self, handle: int) -> None:
         try:

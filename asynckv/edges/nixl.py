@@ -32,10 +32,13 @@ from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.agent import Agent, set_up
-from asynckv.edges.posters import Posters
+from asynckv.edges.posters import Poster, Posters
+from asynckv.edges.read_costs import measure_costs
+from asynckv.edges.staging import SLOT_BYTES
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.staging import ReadCosts
 from asynckv.ports import AgentInfo
 
 SAFETY_S = 0.005  # interval of a timer that finds completions with missed wake-ups
@@ -153,9 +156,10 @@ class NixlPlane:
         self._posters = Posters(self._told, "a posting thread")
         self._ending: Agent | None = None  # the loop's agent once it was closed, until it is known to be gone
         self._pace = _Pace(config.num_posters)
+        self.costs: ReadCosts | None = None
         self._remotes: dict[str, _Remote] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()  # remote agents without a user now, the oldest first
-        self._handed: set[TransferId] = set()  # reads that a posting thread took over, until their end is polled
+        self._handed: dict[TransferId, Poster] = {}  # reads that a posting thread took over, until their end is polled
         self._handed_doubtful: set[TransferId] = set()
         self._fds: tuple[int, ...] = ()
         self._on_ready: Callable[[], None] = lambda: None
@@ -186,11 +190,16 @@ class NixlPlane:
         try:
             self._agent = self._make_agent(self._name, memories)
             self._listen(self._agent, self._loop)
+            # Agents are made here, because their threads would wait for Python's lock some hundred times, up to 5 ms
+            # each where another thread never sleeps, and a handshake has a deadline.
+            self.costs, num_slots = None, self._config.staging_bytes // SLOT_BYTES // max(self._config.num_posters, 1)
             for number in range(1, self._config.num_posters + 1):
-                # The agent is made here, because its thread would wait for Python's lock some hundred times, up to 5 ms
-                # each where another thread never sleeps, and a handshake has a deadline.
-                name = f"{self._name}-poster{number}"
-                self._posters.start(name, self._make_agent(name, memories))
+                agent = self._make_agent(f"{self._name}-poster{number}", memories)
+                with set_up(agent):
+                    if num_slots and all(memory.kind == "cpu" for memory in memories):
+                        agent.add_stage(num_slots)
+                        self.costs = self.costs or measure_costs(agent, self._agent)
+                    self._posters.start(agent.name, agent)
             return self._agent.info()
         except BaseException:
             with suppress(BackendError):  # the next start reports it
@@ -335,6 +344,11 @@ class NixlPlane:
         assert self._agent is not None
         self._counts["posts"] += 1
         config, num_bytes = self._config, 0
+        if read.table.boxes:
+            # Only posting threads have staging memory, and a placement would block the loop.
+            if self._hand_over(transfer_id, name, read):
+                return None
+            return TransferEnded(transfer_id, Ending.FAILED, "no posting thread takes a staged read")
         # Descriptors are counted before NIXL merges them, because the post itself has to go through all of them.
         if self._posters and (read.num_bytes >= config.bulk_bytes or len(read.local) >= config.bulk_descriptors):
             num_bytes = read.num_bytes
@@ -353,15 +367,20 @@ class NixlPlane:
         return ended
 
     def _hand_over(self, transfer_id: TransferId, name: str, read: ReadRequest) -> bool:
-        if self._config.posting_threads == "auto" and not self._pace.choose(time.monotonic()):
+        is_free = self._config.posting_threads == "auto" and not read.table.boxes
+        if is_free and not self._pace.choose(time.monotonic()):
             return False
         # `num_taken` gives equally loaded threads a turn each.
         poster = min(self._posters, key=lambda each: (not each.is_alive, each.backlog, each.num_taken))
         if not poster.post(transfer_id, name, read):
             return False
         self._counts["posts_handed"] += 1
-        self._handed.add(transfer_id)
+        self._handed[transfer_id] = poster
         return True
+
+    def detach(self, transfer_id: TransferId) -> bool:
+        poster = self._handed.get(transfer_id)
+        return poster is not None and poster.detach(transfer_id)
 
     def poll(self) -> list[TransferEnded]:
         if self._agent is None:
@@ -376,11 +395,11 @@ class NixlPlane:
                 self._pace.note(by_thread=True, num_bytes=num_copied, seconds=seconds)
         while self._posters.inbox:
             ended = self._posters.inbox.popleft()
-            if ended.ending is Ending.IN_DOUBT:
+            if ended.ending in (Ending.IN_DOUBT, Ending.DETACHED):
                 self._handed_doubtful.add(ended.transfer_id)
             else:
                 self._handed_doubtful.discard(ended.transfer_id)
-                self._handed.discard(ended.transfer_id)
+                self._handed.pop(ended.transfer_id).forget(ended.transfer_id)
             news.append(ended)
         return news
 

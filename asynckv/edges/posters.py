@@ -99,6 +99,7 @@ class Poster:
         self.name = name
         self.agent, self._tell, self._loop, self._broke, self._tell_s = agent, tell, loop, broke, tell_s
         self._orders: deque[_Order] = deque()
+        self._slotless: deque[_Post] = deque()  # staged reads that wait for a slot
         self._gate = threading.Lock()  # held to order and to end, so that every order is either obeyed or refused
         self._loading: Future[None] | None = None
         self._mine: dict[TransferId, int] = {}  # bytes of the reads that were posted; 0 for those in doubt
@@ -150,6 +151,20 @@ class Poster:
         self.num_taken += 1
         self._queued_bytes += read.num_bytes
         return True
+
+    def detach(self, transfer_id: TransferId) -> bool:
+        """Let a read that was handed over place nothing any more; return False if it is not staged."""
+        if self.agent.stage is None:
+            return False
+        self.agent.stage.detach(transfer_id)
+        if self._slotless:
+            self._wake()  # nothing else may ever happen to the reads with slots
+        return True
+
+    def forget(self, transfer_id: TransferId) -> None:
+        """Note that the end of a read that was handed over is known."""
+        if self.agent.stage is not None:
+            self.agent.stage.forget(transfer_id)
 
     def take_pace(self) -> tuple[int, float]:
         copied, self._copied = self._copied, (0, 0.0)
@@ -231,9 +246,30 @@ class Poster:
         self._news += found
         return bool(found)
 
-    def _obey(self, agent: Agent) -> None:
-        while self._orders and not self._is_stopping:
+    def _next(self, agent: Agent) -> _Order | None:
+        """Return the next order to obey: the first staged read that has a slot now, or the first other order."""
+        if (found := self._find_slotless(agent)) is not None:
+            self._slotless.remove(found)
+            return found
+        stage = agent.stage
+        while self._orders:
             order = self._orders.popleft()
+            is_staged = stage is not None and isinstance(order, _Post) and order.read.table.boxes
+            if not is_staged or stage.may_have_slot(order.transfer_id, order.name):
+                return order
+            self._slotless.append(order)
+        return None
+
+    def _find_slotless(self, agent: Agent) -> _Post | None:
+        """Return the first staged read that need not wait for a slot any longer: it has one, or none will be free."""
+        if agent.stage is not None:
+            for order in self._slotless:
+                if agent.stage.may_have_slot(order.transfer_id, order.name):
+                    return order
+        return None
+
+    def _obey(self, agent: Agent) -> None:
+        while not self._is_stopping and (order := self._next(agent)) is not None:
             match order:
                 case _Post(transfer_id, name, read, is_off):
                     self._mine[transfer_id] = read.num_bytes
@@ -284,7 +320,7 @@ class Poster:
         news, self._news = self._news, []
         for ended in news:
             self._ended_bytes += self._mine.pop(ended.transfer_id, 0)
-            if ended.ending is Ending.IN_DOUBT:
+            if ended.ending in (Ending.IN_DOUBT, Ending.DETACHED):
                 self._mine[ended.transfer_id] = 0
         self._told_at = time.monotonic()
         self.batches += 1
@@ -301,7 +337,7 @@ class Poster:
         self._is_asleep = True
         try:
             # An order after this check finds `_is_asleep` set, and so wakes the thread.
-            if self._orders or self._is_stopping:
+            if self._orders or self._is_stopping or self._find_slotless(agent) is not None:
                 return _Woken.BY_ORDER
             events = sleeper.poll(timeout)
         finally:
@@ -321,8 +357,9 @@ class Poster:
         """Fail all waiting orders, none of which was posted, and take no more from here on."""
         with self._gate:
             self._is_alive = False
-            left = list(self._orders)
+            left = [*self._slotless, *self._orders]
             self._orders.clear()
+            self._slotless.clear()
         for order in left:
             match order:
                 case _Post(transfer_id, read=read):
@@ -339,7 +376,7 @@ class Poster:
         cause = f"{self.name} ended by {exc!r}"
         if self._loading is not None and not self._loading.done():
             self._loading.set_exception(BackendError(cause))
-        ended = {news.transfer_id for news in self._news if news.ending is not Ending.IN_DOUBT}
+        ended = {news.transfer_id for news in self._news if news.ending not in (Ending.IN_DOUBT, Ending.DETACHED)}
         posted = sorted(self._mine.keys() - ended)
         self._refuse(BackendError(cause))
         self._news += [TransferEnded(transfer_id, Ending.IN_DOUBT, cause) for transfer_id in posted]

@@ -19,6 +19,7 @@ from asynckv.edges.keeper import DEATHS, Keeper
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.staging import ReadCosts
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPlane
 
 
@@ -95,6 +96,13 @@ class ServingPlane:
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         return self._reader.post_read(transfer_id, name, read)
+
+    @property
+    def costs(self) -> ReadCosts | None:
+        return self._reader.costs
+
+    def detach(self, transfer_id: TransferId) -> bool:
+        return self._reader.detach(transfer_id)
 
     def poll(self) -> list[DataNews]:
         news, self._inbox = self._inbox, []

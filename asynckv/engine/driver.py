@@ -29,6 +29,7 @@ from asynckv.core.outbox import (
     BlocksRetired,
     BlocksReturned,
     Command,
+    DetachRead,
     Disconnect,
     HeldForLong,
     LeaseEnded,
@@ -512,6 +513,10 @@ class Driver:
                 task.add_done_callback(self._loading.discard)
             case RemovePeer(peer, keep):
                 self.data.remove_remote_agent(peer.agent_name, keep=keep)
+            case DetachRead(transfer_id):
+                if self.data.detach(transfer_id):
+                    detached = TransferEnded(transfer_id, Ending.DETACHED, "its request has ended")
+                    self.core.decode.ended(detached, 0.0, now)
             case Disconnect(address):
                 self._send()  # a later message would open another link, which is never closed
                 self.control.disconnect(address)

@@ -221,7 +221,7 @@ class Engine:
         identity = Identity(
             self.config.engine_id, self.incarnation, agent.name, agent.metadata, layout, first_nonce, memory_epoch
         )
-        core = RankCore(identity, self.config)
+        core = RankCore(identity, self.config, driver.data.costs)
         core.survey.facts, core.inspect.beside = self._facts, driver.guest_gauges
         driver.begin(core)
         self._home.is_settled = True

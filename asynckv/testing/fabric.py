@@ -1,7 +1,8 @@
 """The one simulated network and the one simulated NIC for all tests of more than one rank.
 
 A `Fabric` joins ranks. Packets go from `Port` to `Port`, and reads from `Nic` to `Nic`: `Nic.prepare` finds the bytes
-of a read on both sides, and `Transfer.land` copies them. Every index and address is checked against the registered
+of a read on both sides, and `Transfer.land` copies them; a staged read lands in its slot, and `Transfer.place` copies
+its pieces from there. Every index and address is checked against the registered
 memory, so a mistake of the core is a `Violation` and not a crash.
 
 The driver of a fabric decides the times and the faults: `carry` gets each packet that was sent, and a prepared transfer
@@ -28,6 +29,7 @@ from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.staging import Box, ReadCosts
 from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
 
@@ -125,13 +127,19 @@ class Transfer:
     transfer_id: TransferId
     owner: Nic  # the NIC with the memory that it reads
     agent_name: str
-    pieces: list[tuple[Bytes, Bytes]]  # target and source of each copy: our bytes and theirs
-    spots: list[tuple[int, int, int]]  # its targets: memory, start, length
+    pieces: list[tuple[Bytes, Bytes]]  # target and source of each copy: our bytes or those of a slot, and theirs
+    spots: list[tuple[int, int, int]]  # its targets: memory, start, length; if staged, the start of each run's target
+    places: list[tuple[Bytes, Bytes]]  # of a staged read: our bytes, and those of its slot
     owner_ends: int  # the owner's `ends` when it was posted
     landed: int = 0
     is_over: bool = False  # True if it writes no more, and its end was reported
     is_dead: bool = False  # True if it writes no more
     done_at: float = math.inf  # time at which it is done, if that is certain
+    is_detached: bool = False  # True if it is staged, and was told to place nothing
+
+    @property
+    def is_staged(self) -> bool:
+        return bool(self.places)
 
     @property
     def is_cut(self) -> bool:
@@ -143,6 +151,25 @@ class Transfer:
         for target, source in self.pieces[self.landed : upto]:
             target[:] = source
         self.landed = max(self.landed, upto)
+
+    def place(self) -> None:
+        """Copy the pieces of a staged read, all of which has landed, from its slot to their places."""
+        if self.is_detached:
+            raise Violation(f"transfer {self.transfer_id} is placed after it was detached")
+        for target, source in self.places:
+            target[...] = source
+
+
+def _placed(box: Box, array: Bytes, start: int, run: Bytes) -> tuple[Bytes, Bytes]:
+    """Return the pieces of a run as they lie in our memory, from `start` on, and in the run."""
+    shape = (*box.shape, box.piece)
+    try:
+        return (
+            np.ndarray(shape, np.uint8, array.data, start, (*box.in_local, 1)),
+            np.ndarray(shape, np.uint8, run.data, box.skip, (*box.in_run, 1)),
+        )
+    except (TypeError, ValueError) as exc:
+        raise Violation(f"pieces lie outside of registered memory: {exc}") from exc
 
 
 _Row = tuple[int, Bytes, int, int, Bytes, int, int, int]  # memory, bytes, offset, stride; the peer's; length
@@ -176,6 +203,7 @@ class Nic:
         self.running: dict[TransferId, Transfer] = {}
         self.remotes: dict[str, _Remote] = {}
         self.starts = self.ends = self.posts = 0
+        self.costs: ReadCosts | None = None  # costs of its reads; None if it stages none
         self._base_name, self._given = name, arrays
         self._news: list[DataNews] = []
         self._on_ready: Callable[[], None] = lambda: None
@@ -247,7 +275,7 @@ class Nic:
         remote, table = self.remotes[name], read.table
         if (known := remote.tables.get(id(table))) is None:
             known = remote.tables[id(table)] = (table, self._rows(remote, table))
-        rows, pieces, spots = known[1], [], []
+        rows, pieces, spots, places = known[1], [], [], []
         for a, b in zip(read.local.tolist(), read.remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
             if not 0 <= row < len(rows):
@@ -255,11 +283,14 @@ class Nic:
             memory, array, offset, stride, source, remote_offset, remote_stride, length = rows[row]
             start, origin = offset + mine * stride, remote_offset + theirs * remote_stride
             target, data = array[start : start + length], source[origin : origin + length]
+            if table.boxes:
+                target = np.empty(length, np.uint8)
+                places.append(_placed(table.boxes[row], array, start, target))
             if row != other or len(target) != length or len(data) != length:
                 raise Violation(f"{self.host} reads outside of registered memory")
             pieces.append((target, data))
             spots.append((memory, start, length))
-        return Transfer(transfer_id, remote.nic, name, pieces, spots, remote.nic.ends)
+        return Transfer(transfer_id, remote.nic, name, pieces, spots, places, remote.nic.ends)
 
     def _rows(self, remote: _Remote, table: DescTable) -> list[_Row]:
         """Return the bytes behind the rows of a table; called on its first read, as NIXL prepares lists then."""
@@ -279,6 +310,13 @@ class Nic:
             if memory.base <= told.base and told.base + told.length <= memory.base + memory.length:
                 return array, told.base - memory.base
         raise Violation(f"{self.host} has not registered {told}")
+
+    def detach(self, transfer_id: TransferId) -> bool:
+        transfer = self.running.get(transfer_id)
+        if transfer is None or not transfer.is_staged:
+            return False
+        transfer.is_detached = True
+        return True
 
     # -- the rest of the port --------------------------------------------------------------------------
 
@@ -373,22 +411,28 @@ class SimData(Nic):
         if self.deferred:
             self.running[transfer_id] = transfer
             return None
+        return self._done(transfer)
+
+    def _done(self, transfer: Transfer) -> TransferEnded:
         transfer.land()
-        return TransferEnded(transfer_id, Ending.DONE)
+        if transfer.is_detached:
+            return TransferEnded(transfer.transfer_id, Ending.FAILED, "it was detached")
+        transfer.place()
+        return TransferEnded(transfer.transfer_id, Ending.DONE)
 
     def finish(self, transfer_id: TransferId | None = None) -> None:
         """Complete one read, or all."""
         for one in [transfer_id] if transfer_id is not None else list(self.running):
-            self.running.pop(one).land()
-            self.report(TransferEnded(one, Ending.DONE))
+            self.report(self._done(self.running.pop(one)))
 
     def fail(self, transfer_id: TransferId, *, peer_lost: bool = False) -> None:
         del self.running[transfer_id]
         self.report(TransferEnded(transfer_id, Ending.FAILED, "failed on request", peer_lost))
 
     def doubt(self, transfer_id: TransferId) -> None:
-        """Report trouble with a read that goes on, so that `finish` may still complete it."""
-        self.report(TransferEnded(transfer_id, Ending.IN_DOUBT, "in doubt on request"))
+        """Report trouble with a read that goes on, so that `finish` may still complete it, unless it is staged."""
+        ending = Ending.DETACHED if self.detach(transfer_id) else Ending.IN_DOUBT
+        self.report(TransferEnded(transfer_id, ending, "in doubt on request"))
 
     def lose(self, owner: Nic) -> None:
         """Fail all reads from `owner` at once, because its process died."""

@@ -66,7 +66,7 @@ def wrong_in(decode: DecodeSide) -> list[str]:
     wrong = [
         f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over"
         for transfer_id, transfer in decode.transfers.items()
-        if transfer.pull.pull_id not in decode.pulls
+        if transfer.pull.pull_id not in decode.pulls and not transfer.is_detached
     ]
     unfinished = [p for p in decode.pulls.values() if p.reason is None]
     if decode.started != {p.pull_id for p in unfinished if p.lists is not None}:

@@ -177,6 +177,11 @@ class Script:
         )
 
     @property
+    def is_staged(self) -> bool:
+        """Whether reads are staged: in every other world, as the two sides' memory orders differ in all."""
+        return self.seed % 2 == 1
+
+    @property
     def prefill_names(self) -> tuple[tuple[str, ...], ...]:
         """Names of the ranks of each prefill engine."""
         return tuple(tuple(f"{'pq'[e]}{r}" for r in range(self.prefill)) for e in range(self.prefill_engines))

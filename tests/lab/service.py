@@ -50,6 +50,7 @@ from tests.lab.script import (
 )
 from tests.lab.tier_script import TierScript
 from tests.lab.world import Process, TransferFate, World, WorldClock, WorldControl, WorldData
+from tests.oracle import STAGED
 
 NUM_BLOCKS, HEAD_DIM = 16, 2
 FREED, UNUSED = 0xEEEE, 0xDDDD
@@ -305,6 +306,7 @@ class _Rank(StagedRank):
         self.is_draining = False
         data = WorldData(process, f"agent-{process.name}", [memory], self.layout.memories)
         data.on_post, data.on_land = self._posted, self._landing
+        data.costs = STAGED if self.service.script.is_staged else None
         if self.service.script.mishaps:
             data.fate_of = partial(self.service.mishaps.fate_of, self)
         self.data = data
@@ -344,7 +346,7 @@ class _Rank(StagedRank):
             self._fits(transfer)
         for other in self.data.running.values():
             theirs = posted.get(other.transfer_id)
-            if other.is_dead or other is transfer or (theirs is not None and theirs.pull is mine):
+            if other.is_dead or other.is_detached or other is transfer or (theirs is not None and theirs.pull is mine):
                 continue
             if common := blocks & {self._block_of(start) for _, start, _ in other.spots}:
                 self.service.world.violate(f"two pulls of {self.process.name} write block {min(common)} at a time")
@@ -369,7 +371,7 @@ class _Rank(StagedRank):
 
     def _landing(self, transfer: Transfer, spots: Sequence[tuple[int, int, int]]) -> None:
         """Nothing lands in a block that was given back, nor in memory that was let go."""
-        if self.is_asleep:
+        if self.is_asleep and spots:
             self.service.world.violate(
                 f"transfer {transfer.transfer_id} writes the memory of {self.process.name}, which sleeps"
             )

@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVarTuple
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
+from asynckv.edges.staging import Slots
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -429,11 +430,17 @@ def _usual(reader: str, owner: str, rng: random.Random) -> TransferFate:
     return TransferFate(2e-5 + rng.random() ** 3 * 2e-3, inline=rng.random() < 0.3)
 
 
+NUM_SLOTS = 24  # staged reads of one rank that run at a time
+
+
 class WorldData(Nic):
     """Bytes between processes: a transfer lands piece by piece, whatever its reader does meanwhile.
 
+    A staged transfer lands in its slot, and is placed in one go when it ends well, unless it was detached.
+
     Attributes:
-        on_post, on_land: Called with a transfer when it is posted, and before some of it lands.
+        on_post, on_land: Called with a transfer when it is posted, and before some of it lands or is placed, with the
+            places in our memory that are written.
         fate_of: Says what becomes of one transfer, given what became of it otherwise.
     """
 
@@ -446,6 +453,9 @@ class WorldData(Nic):
         self.is_closed = False
         self._has_agent = self._can_read = self._reads_stay = True
         self._put_off: dict[TransferId, float] = {}
+        self._slots = Slots(NUM_SLOTS)
+        self._in_slots: dict[TransferId, Transfer] = {}
+        self._slotless: list[tuple[Transfer, TransferFate]] = []
         self._random = process.world.random_of("nic", process.name)
 
     # -- the port ----------------------------------------------------------------------------------
@@ -483,6 +493,7 @@ class WorldData(Nic):
             fate.inline
             and fate.ending is Ending.DONE
             and fate.seconds < 0.1
+            and not transfer.is_staged
             and world.is_quiet(process.now + fate.seconds)
         ):
             # Local transports copy before they return.
@@ -492,7 +503,38 @@ class WorldData(Nic):
             transfer.is_over = transfer.is_dead = True
             return TransferEnded(transfer_id, Ending.DONE)
         self.running[transfer_id] = transfer
-        begin, half = process.now, math.floor(len(transfer.pieces) * fate.lands / 2)
+        if transfer.is_staged:
+            self._slotless.append((transfer, fate))
+            self._take_slots()
+        else:
+            self._begin(transfer, fate)
+        process.spend()
+        return None
+
+    def _take_slots(self) -> None:
+        """Begin the staged reads that may have a slot; fail them if none will be free."""
+        for transfer in [each for each in self._in_slots.values() if each.is_dead]:
+            self._slots.give_back(transfer.transfer_id)
+            del self._in_slots[transfer.transfer_id]
+        waiting, self._slotless = self._slotless, []
+        for transfer, fate in waiting:
+            name = transfer.agent_name
+            if transfer.is_detached or transfer.is_dead or not self._slots.will_have_room(name, self._is_lost):
+                transfer.is_dead = True
+                self._report(transfer, Ending.FAILED, False, "it has no slot, and needs none or gets none")
+            elif self._slots.has_room(name):
+                self._in_slots[transfer.transfer_id] = transfer
+                self._slots.take(transfer.transfer_id, name)
+                self._begin(transfer, fate)
+            else:
+                self._slotless.append((transfer, fate))
+
+    def _is_lost(self, transfer_id: TransferId) -> bool:
+        return self._in_slots[transfer_id].is_detached
+
+    def _begin(self, transfer: Transfer, fate: TransferFate) -> None:
+        world = self.process.world
+        begin, half = self.process.now, math.floor(len(transfer.pieces) * fate.lands / 2)
         if fate.ending is Ending.DONE:
             transfer.done_at = begin + fate.seconds
         if fate.seconds < math.inf:
@@ -500,8 +542,6 @@ class WorldData(Nic):
             world.at(begin + fate.seconds, lambda: self._end(transfer, fate))
         elif fate.late_s < math.inf:
             world.at(begin + fate.late_s, lambda: self._land(transfer))
-        process.spend()
-        return None
 
     def poll(self) -> list[DataNews]:
         """Return news; what ends while this call takes its time is news as well."""
@@ -515,7 +555,7 @@ class WorldData(Nic):
                     self._news.append(TransferEnded(transfer.transfer_id, Ending.DONE))
         news = super().poll()
         for ended in news:
-            if isinstance(ended, TransferEnded) and ended.ending is not Ending.IN_DOUBT:
+            if isinstance(ended, TransferEnded) and ended.ending not in (Ending.IN_DOUBT, Ending.DETACHED):
                 self.running.pop(ended.transfer_id, None)
         self.process.spend()
         return news
@@ -602,34 +642,49 @@ class WorldData(Nic):
     def _land(self, transfer: Transfer, upto: int | None = None) -> None:
         upto = len(transfer.pieces) if upto is None else upto
         if upto > transfer.landed and not (transfer.is_dead or transfer.is_cut or self.process.is_dead):
-            self.on_land(transfer, transfer.spots[transfer.landed : upto])
+            self.on_land(transfer, () if transfer.is_staged else transfer.spots[transfer.landed : upto])
             transfer.land(upto)
+
+    def _place(self, transfer: Transfer) -> Ending:
+        """Copy what has landed in a slot to its place."""
+        if transfer.is_detached:
+            return Ending.FAILED
+        if transfer.is_staged and not (transfer.is_dead or transfer.is_cut or self.process.is_dead):
+            self.on_land(transfer, transfer.spots)
+            transfer.place()
+        return Ending.DONE
 
     def _end(self, transfer: Transfer, fate: TransferFate) -> None:
         world = self.process.world
         if transfer.is_dead or self.process.is_dead or world.now < self._put_off.get(transfer.transfer_id, 0.0):
             return
         self._land(transfer, round(len(transfer.pieces) * fate.lands))
-        if fate.ending is Ending.IN_DOUBT:
+        ending = self._place(transfer) if fate.ending is Ending.DONE else fate.ending
+        if ending is Ending.IN_DOUBT:
             if fate.late_s < math.inf:
                 world.at(world.now + fate.late_s, lambda: self._land(transfer))
             if fate.after_s < math.inf:
                 world.at(world.now + fate.after_s, lambda: self._resolve(transfer, fate.after))
         else:
             transfer.is_dead = True
-        self._report(transfer, fate.ending, fate.peer_lost, fate.cause)
+        self._report(transfer, ending, fate.peer_lost, fate.cause)
 
     def _resolve(self, transfer: Transfer, ending: Ending) -> None:
         if transfer.is_dead or self.process.is_dead:
             return
         if ending is Ending.DONE:
             self._land(transfer)
+            ending = self._place(transfer)
         transfer.is_dead = True
         self._report(transfer, ending, False, "after all")
 
     def _report(self, transfer: Transfer, ending: Ending, peer_lost: bool, cause: str) -> None:
         if self.is_closed or self.process.is_dead or transfer.is_over:
             return
-        transfer.is_over = ending is not Ending.IN_DOUBT
+        if ending is Ending.IN_DOUBT and self.detach(transfer.transfer_id):
+            ending = Ending.DETACHED
+        transfer.is_over = ending not in (Ending.IN_DOUBT, Ending.DETACHED)
+        if transfer.is_staged:
+            self.process.call_at(self.process.world.now, self._take_slots)
         self._news.append(TransferEnded(transfer.transfer_id, ending, cause, peer_lost))
         self.process.call_at(self.process.world.now, self._on_ready)
