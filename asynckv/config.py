@@ -94,8 +94,8 @@ class PullConfig:
         gone_s: Seconds of silence after which a peer counts as dead, and its pulls fail. Raise it if a rank's event
             loop may be blocked for longer. `heartbeat_s` < `suspect_s` < `gone_s` must hold.
         idle_s: Seconds for which an unused peer stays connected.
-        max_post_bytes: Most bytes in one NIXL transfer.
-        max_post_descriptors: Most descriptors, after merging neighbours, in one NIXL transfer.
+        max_post_bytes: Most bytes in one read. Reads that wait for a posting thread may share a NIXL transfer of 8 MiB.
+        max_post_descriptors: Most descriptors, after merging neighbours, in one read.
         window_bytes: Most bytes in flight per peer. A larger transfer goes alone. Raise it if the network's bandwidth
             times its latency is more: 400 Gbit/s and 1 ms are 50 MB.
         window_descriptors: Most descriptors in flight per peer.

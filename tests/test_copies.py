@@ -176,6 +176,16 @@ async def test_what_a_cancelled_move_has_handed_over_is_not_copied_any_more(
     assert counts["backlog_bytes"] == 0
 
 
+async def test_every_piece_is_a_copy_of_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The size of a piece bounds how long a cancelled move is still copied.
+    gate = Gate(monkeypatch)
+    tiers = make()
+    tiers.plane.post(TransferId(1), CopyOp.READ, "pool", [move(0)] * 5)
+    gate.leave.set()
+    assert await tiers.heard(1) == [TransferEnded(TransferId(1), Ending.DONE)]
+    assert len(gate.posted) == 5
+
+
 async def test_what_was_copied_before_its_move_was_cancelled_is_told_as_done(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,9 +33,23 @@ from asynckv.edges.posters import Poster
 from asynckv.engine import ending
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
+from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo
 from tests.engines import Bench, until
-from tests.test_nixl_edge import SIZE, TABLES, Bytes, Meddler, Side, check_reads, contents, copied, pairs, request
+from tests.test_nixl_edge import (
+    HERE,
+    SIZE,
+    TABLES,
+    Bytes,
+    Indices,
+    Meddler,
+    Side,
+    check_reads,
+    contents,
+    copied,
+    pairs,
+    request,
+)
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
@@ -69,17 +83,19 @@ async def link(sides: list[Side], config: NixlConfig = ALL_BULK) -> tuple[Side, 
 
 
 class Gate:
-    """Holds posting threads just before a post, as a long copy would."""
+    """Holds posting threads just before a post, as a long copy would, and notes the transfers that are posted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.leave = threading.Event(), threading.Event()
+        self.posted: list[TransferId] = []
         post = Agent.post
 
-        def held(agent: Agent, *args: Any) -> TransferEnded | None:
+        def held(agent: Agent, transfer_id: TransferId, *args: Any) -> TransferEnded | None:
             if threading.current_thread() is not threading.main_thread():
                 self.entered.set()
                 assert self.leave.wait(10)
-            return post(agent, *args)
+                self.posted.append(transfer_id)
+            return post(agent, transfer_id, *args)
 
         monkeypatch.setattr(Agent, "post", held)
 
@@ -160,6 +176,145 @@ async def test_what_is_too_much_for_a_thread_is_posted_on_the_loop(
     assert reader.plane.statistics()["posts_handed"] == handed + 3
 
 
+# -- joined reads ----------------------------------------------------------------------------------
+
+
+async def held_read(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, *, connected: bool = True
+) -> tuple[Side, Side, Gate]:
+    """Start read 1, and hold its thread before it is posted, so that later reads wait behind one another."""
+    reader, owner = await link(sides)
+    if connected:
+        await check_reads(reader, "owner", owner.arrays)
+    gate = Gate(monkeypatch)
+    one = np.zeros(1, np.int32)
+    reader.read(1, "owner", TABLES[1], one, one)
+    await until(gate.entered.is_set)
+    return reader, owner, gate
+
+
+def fourth(t: DescTable, number: int) -> tuple[Indices, Indices]:
+    """A fourth of the pairs of a table; those of four consecutive numbers have no descriptor in common."""
+    local, remote = pairs(t, 3)
+    return local[number % 4 :: 4], remote[number % 4 :: 4]
+
+
+async def test_reads_that_wait_for_one_table_become_one_transfer(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, owner, gate = await held_read(sides, monkeypatch)
+    want = [a.copy() for a in reader.arrays]
+    copied(want, owner.arrays, TABLES[1], np.zeros(1, np.int32), np.zeros(1, np.int32))
+    for number, which in ((2, 1), (3, 1), (4, 1), (5, 0), (6, 0), (7, 1)):
+        reader.read(number, "owner", TABLES[which], *fourth(TABLES[which], number))
+        copied(want, owner.arrays, TABLES[which], *fourth(TABLES[which], number))
+    before = reader.plane.statistics()
+    gate.leave.set()
+    news = await reader.heard(7)
+    assert sorted(news) == [TransferEnded(TransferId(n), Ending.DONE) for n in range(1, 8)]
+    assert gate.posted == [1, 2, 5, 7]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+    found = reader.plane.statistics()
+    assert found["poster1.joined"] == 3
+    # The first was counted when it was taken.
+    assert found["poster1.posts"] - before["poster1.posts"] == 6
+    assert found["running"] == found["poster1.backlog_bytes"] == 0
+
+
+async def test_what_is_off_joins_nothing(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, owner, gate = await held_read(sides, monkeypatch)
+    (poster,) = reader.plane._posters
+    want = [a.copy() for a in reader.arrays]
+    copied(want, owner.arrays, TABLES[1], np.zeros(1, np.int32), np.zeros(1, np.int32))
+    for number, goes_off in ((2, True), (3, False), (4, True), (5, False)):
+        read = request(TABLES[1], *fourth(TABLES[1], number))
+        poster.post(TransferId(number), "owner", read, gate.leave.is_set if goes_off else lambda: False)
+        if not goes_off:
+            copied(want, owner.arrays, TABLES[1], read.local, read.remote)
+    gate.leave.set()
+    news = {ended.transfer_id: (ended.ending, ended.cause) for ended in await reader.heard(5)}
+    off, done = (Ending.FAILED, "cancelled"), (Ending.DONE, "")
+    assert news == {1: done, 2: off, 3: done, 4: off, 5: done}
+    assert gate.posted == [1, 3]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+    assert poster.backlog == 0
+
+
+@pytest.mark.parametrize(("bound", "most"), [("JOIN_BYTES", 256 * 8), ("JOIN_PIECES", 8), ("JOIN_PIECES", 11)])
+async def test_a_joined_transfer_has_a_limited_size(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    monkeypatch.setattr(posters, bound, most)
+    reader, _, gate = await held_read(sides, monkeypatch)
+    for number in range(2, 7):
+        reader.read(number, "owner", TABLES[1], *fourth(TABLES[1], number))
+    # One that is too large by itself is posted alone.
+    reader.read(7, "owner", TABLES[1], *pairs(TABLES[1], 3))
+    gate.leave.set()
+    assert {ended.ending for ended in await reader.heard(7)} == {Ending.DONE}
+    assert gate.posted == [1, 2, 4, 6, 7]
+
+
+async def test_a_wrong_read_does_not_fail_those_that_it_joins(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, _, gate = await held_read(sides, monkeypatch)
+    for number in (2, 3, 4):
+        beyond = np.full(1, HERE + (number == 3) - 1, np.int32)
+        reader.read(number, "owner", TABLES[1], beyond, beyond)
+    gate.leave.set()
+    news = {ended.transfer_id: ended.ending for ended in await reader.heard(4)}
+    assert news == {1: Ending.DONE, 2: Ending.DONE, 3: Ending.FAILED, 4: Ending.DONE}
+    assert gate.posted == [1, 2, 2, 3, 4]
+    assert reader.plane.statistics()["poster1.joined"] == 0
+
+
+async def test_a_refused_table_refuses_every_read_of_it(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, _, gate = await held_read(sides, monkeypatch)
+    beyond = replace(TABLES[1], table_id=77, remote=TABLES[1].remote + np.array([0, 1 << 40, 0]))
+    for number in (2, 3, 4):
+        reader.read(number, "owner", beyond, *fourth(beyond, number))
+    gate.leave.set()
+    news = {ended.transfer_id: ended.ending for ended in await reader.heard(4)}
+    assert news == {1: Ending.DONE} | dict.fromkeys((2, 3, 4), Ending.REFUSED)
+    assert gate.posted == [1, 2]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_joined_reads_share_doubt_and_disconnection(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    reader, owner, gate = await held_read(sides, monkeypatch, connected=False)
+    (poster,) = reader.plane._posters
+    want = [a.copy() for a in reader.arrays]
+    copied(want, owner.arrays, TABLES[1], np.zeros(1, np.int32), np.zeros(1, np.int32))
+    for number in (2, 3, 4):
+        reader.read(number, "owner", TABLES[1], *fourth(TABLES[1], number))
+        copied(want, owner.arrays, TABLES[1], *fourth(TABLES[1], number))
+    gate.leave.set()
+    while_the_loop_stands(lambda: list(poster.agent.running) == [1, 2])
+
+    def trouble(handle: int) -> None:
+        raise poster.agent._lost("planted") if is_lost else ZeroDivisionError("planted")
+
+    raw = poster.agent._raw
+    poster.agent._raw = Meddler(raw, getXferStatus=trouble)
+    while_the_loop_stands(lambda: len(reader.plane._posters.inbox) == 4)
+    news = reader.plane.poll()
+    ending = Ending.FAILED if is_lost else Ending.IN_DOUBT
+    assert {(e.transfer_id, e.ending, e.peer_lost) for e in news} == {(n, ending, is_lost) for n in range(1, 5)}
+    found = reader.plane.statistics()
+    assert (found["running"], found["in_doubt"], found["poster1.joined"]) == (0, 0 if is_lost else 4, 2)
+    assert found["poster1.backlog_bytes"] == 0
+    poster.agent._raw = raw
+    if not is_lost:
+        assert sorted(await reader.heard(4)) == [TransferEnded(TransferId(n), Ending.DONE) for n in range(1, 5)]
+        assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+    assert not poster._joined
+    assert not poster._mine
+    assert reader.plane.statistics()["in_doubt"] == 0
+
+
 async def test_after_another_start_threads_serve_again(sides: list[Side]) -> None:
     reader, owner = await link(sides)
     await check_reads(reader, "owner", owner.arrays)
@@ -177,11 +332,10 @@ async def test_after_another_start_threads_serve_again(sides: list[Side]) -> Non
 async def test_an_exception_in_a_thread_ends_what_it_had_and_is_reported(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader, owner = await link(sides)
-    await check_reads(reader, "owner", owner.arrays)
+    reader, owner, gate = await held_read(sides, monkeypatch)
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    gate, post = Gate(monkeypatch), Agent.post
+    post = Agent.post
 
     def break_in_the_second(agent: Agent, transfer_id: TransferId, *args: Any) -> TransferEnded | None:
         ended = post(agent, transfer_id, *args)
@@ -190,10 +344,8 @@ async def test_an_exception_in_a_thread_ends_what_it_had_and_is_reported(
         return ended
 
     monkeypatch.setattr(Agent, "post", break_in_the_second)
-    local, remote = pairs(TABLES[1], 5)
-    for number in (1, 2, 3):
-        reader.read(number, "owner", TABLES[1], local, remote)
-    await until(gate.entered.is_set)
+    for number, t in ((2, TABLES[1]), (3, TABLES[0])):
+        reader.read(number, "owner", t, *pairs(t, 5))
     gate.leave.set()
     # What was posted may still be written until the agent is gone; what was not, never.
     doubted = [Ending.IN_DOUBT, Ending.FAILED]
@@ -503,12 +655,7 @@ async def test_closing_with_bulk_in_flight_ends_the_threads(sides: list[Side]) -
 async def stuck_read(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> tuple[Side, Gate]:
     """Start a read whose thread stays inside NIXL until the gate is left; closing has little patience."""
     monkeypatch.setattr(posters, "CLOSE_S", 0.05)
-    reader, owner = await link(sides)
-    await check_reads(reader, "owner", owner.arrays)
-    gate = Gate(monkeypatch)
-    one = np.zeros(1, np.int32)
-    reader.read(1, "owner", TABLES[1], one, one)
-    await until(gate.entered.is_set)
+    reader, _, gate = await held_read(sides, monkeypatch)
     return reader, gate
 
 

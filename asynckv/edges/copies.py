@@ -91,7 +91,7 @@ class NixlCopies:
         try:
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"
-                self._posters.start(name, self._make_agent(api, name, near, far), TELL_S)
+                self._posters.start(name, self._make_agent(api, name, near, far), TELL_S, joins=False)
         except BaseException:
             with suppress(BackendError):  # the next start reports it
                 self.close()

@@ -454,6 +454,7 @@ class NixlPlane:
         for number, poster in enumerate(self._posters, 1):
             of_posters |= {
                 f"poster{number}.posts": poster.posts,
+                f"poster{number}.joined": poster.joined,
                 f"poster{number}.batches": poster.batches,
                 f"poster{number}.wakeups": poster.wakeups,
                 f"poster{number}.rescued": poster.rescued,

@@ -4,8 +4,9 @@ Each thread has a NIXL agent of its own: its own UCX worker, connections and loc
 faster, and share a lock on which the loop would wait.) It publishes no metadata, so remote readers never reach it.
 
 The thread posts reads, checks transfers, and sleeps in epoll on UCX's descriptors and an eventfd. Orders arrive by a
-queue. News leaves in batches, the first at once and then one per `TELL_S`. The thread's end destroys its agent, and
-nothing writes after that.
+queue. Reads that wait there behind one another for the same peer and table become one transfer, and end together, which
+saves NIXL calls and waits for Python's lock. News leaves in batches, the first at once and then one per `TELL_S`. The
+thread's end destroys its agent, and nothing writes after that.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import anyio.to_thread
+import numpy as np
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
@@ -36,6 +38,8 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
 MAX_QUEUED = 1024  # most reads that wait for one thread; the core's windows are far below
+JOIN_BYTES = 8 << 20  # most bytes of joined reads: twice as much saved no more CPU, and a peer's window is only 32 MiB
+JOIN_PIECES = 1024  # most descriptors of joined reads: small pieces take longer than the post, so more saved nothing
 SAFETY_S = 0.005  # some wake-ups are missed; a sleep this short finds the ends that they would have announced
 POLL_S = 0.001  # seconds between two checks of all transfers while bytes arrive, or if UCX has no descriptors
 NAP_S = 0.00002  # pause after bytes that ended no transfer: a tight loop would keep Python's lock from the event loop
@@ -84,6 +88,7 @@ class Poster:
         broke: Called on the loop when the thread ends by an exception. All its reads are reported before or after:
             unposted ones as `FAILED`, others as `IN_DOUBT`, and as `FAILED` once its agent is known to be gone.
         tell_s: Seconds that news may wait for more while there is more to post.
+        joins: True if reads that wait behind one another for the same peer and table become one transfer.
     """
 
     def __init__(
@@ -95,13 +100,15 @@ class Poster:
         broke: Callable[[BaseException], None],
         *,
         tell_s: float = TELL_S,
+        joins: bool = True,
     ) -> None:
-        self.name = name
+        self.name, self._joins = name, joins
         self.agent, self._tell, self._loop, self._broke, self._tell_s = agent, tell, loop, broke, tell_s
         self._orders: deque[_Order] = deque()
         self._slotless: deque[_Post] = deque()  # staged reads that wait for a slot
         self._gate = threading.Lock()  # held to order and to end, so that every order is either obeyed or refused
         self._loading: Future[None] | None = None
+        self._joined: dict[TransferId, list[TransferId]] = {}  # reads that end with the one whose transfer they joined
         self._mine: dict[TransferId, int] = {}  # bytes of the reads that were posted; 0 for those in doubt
         self._news: list[TransferEnded] = []
         self._told_at = self._swept_at = 0.0
@@ -112,7 +119,7 @@ class Poster:
         self._restless_until = 0.0
         self._is_asleep = self._is_stopping = False
         self._is_alive = True
-        self.posts = self.batches = self.wakeups = self.rescued = 0
+        self.posts = self.joined = self.batches = self.wakeups = self.rescued = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The thread is a daemon, because the interpreter would otherwise wait for it before `atexit` tells it to end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -243,8 +250,16 @@ class Poster:
             self._swept_at = now
             found = agent.sweep()
             self.rescued += len(found) if why is _Woken.BY_TIME else 0
-        self._news += found
+        self._note(found)
         return bool(found)
+
+    def _note(self, found: list[TransferEnded]) -> None:
+        """Add the agent's news, once for each read of a joined transfer."""
+        self._news += found
+        for ended in found if self._joined else ():
+            self._news += [ended._replace(transfer_id=other) for other in self._joined.get(ended.transfer_id, ())]
+            if ended.ending is not Ending.IN_DOUBT:
+                self._joined.pop(ended.transfer_id, None)
 
     def _next(self, agent: Agent) -> _Order | None:
         """Return the next order to obey: the first staged read that has a slot now, or the first other order."""
@@ -271,18 +286,9 @@ class Poster:
     def _obey(self, agent: Agent) -> None:
         while not self._is_stopping and (order := self._next(agent)) is not None:
             match order:
-                case _Post(transfer_id, name, read, is_off):
-                    self._mine[transfer_id] = read.num_bytes
-                    self.posts += 1
-                    if is_off():
-                        self._news.append(TransferEnded(transfer_id, Ending.FAILED, "cancelled"))
-                        continue
-                    began = time.monotonic()
-                    if (ended := agent.post(transfer_id, name, read)) is not None:
-                        self._news.append(ended)
-                        if ended.ending is Ending.DONE:
-                            num_bytes, seconds = self._copied
-                            self._copied = (num_bytes + read.num_bytes, seconds + time.monotonic() - began)
+                case _Post():
+                    if reads := self._take(order):
+                        self._post(agent, reads)
                 case _Load(remote, memories, loaded):
                     if loaded.set_running_or_notify_cancel():
                         self._loading = loaded
@@ -298,9 +304,52 @@ class Poster:
             now = time.monotonic()
             if agent.running and now - self._swept_at > POLL_S:
                 self._swept_at = now
-                self._news += agent.sweep()
+                self._note(agent.sweep())
             if self._news and now - self._told_at > self._tell_s:
                 self._flush()
+
+    def _take(self, first: _Post) -> list[_Post]:
+        """Take a read, and the reads behind it that may join it; return those whose pulls are not off."""
+        taken, size, pieces = [first], first.read.num_bytes, len(first.read.local)
+        self._mine[first.transfer_id] = size
+        joins = self._joins and not first.read.table.boxes  # a staged read is as large as its slot
+        while joins and self._orders and isinstance(order := self._orders[0], _Post):
+            read = order.read
+            size, pieces = size + read.num_bytes, pieces + len(read.local)
+            if (order.name, read.table) != (first.name, first.read.table) or size > JOIN_BYTES or pieces > JOIN_PIECES:
+                break
+            self._mine[order.transfer_id] = read.num_bytes
+            self._orders.popleft()
+            taken.append(order)
+        self.posts += len(taken)
+        off = [order.transfer_id for order in taken if order.is_off()]
+        self._news += [TransferEnded(transfer_id, Ending.FAILED, "cancelled") for transfer_id in off]
+        return [order for order in taken if order.transfer_id not in off]
+
+    def _post(self, agent: Agent, orders: list[_Post]) -> None:
+        """Post reads as one transfer, which has the id of the first; they end together."""
+        first, *others = orders
+        read = first.read
+        if others:
+            self._joined[first.transfer_id] = [order.transfer_id for order in others]
+            reads = [order.read for order in orders]
+            local, remote = (np.concatenate([getattr(read, side) for read in reads]) for side in ("local", "remote"))
+            sizes = (sum(getattr(read, size) for read in reads) for size in ("num_bytes", "num_descriptors"))
+            read = ReadRequest(read.table, local, remote, *sizes)
+        began = time.monotonic()
+        ended = agent.post(first.transfer_id, first.name, read)
+        if others and ended is not None and ended.ending is Ending.FAILED and not ended.peer_lost:
+            # Nothing was posted, and perhaps only one of the reads is wrong.
+            del self._joined[first.transfer_id]
+            for order in orders:
+                self._post(agent, [order])
+            return
+        self.joined += len(others)
+        if ended is not None:
+            self._note([ended])
+            if ended.ending is Ending.DONE:
+                num_bytes, seconds = self._copied
+                self._copied = (num_bytes + read.num_bytes, seconds + time.monotonic() - began)
 
     def _load(self, agent: Agent, remote: AgentInfo, memories: Sequence[Memory], loaded: Future[None]) -> None:
         refused = ""
@@ -422,9 +471,9 @@ class Posters(list[Poster]):
     def begin(self) -> None:
         self._loop, self._is_told, self._close_by = asyncio.get_running_loop(), False, None
 
-    def start(self, name: str, agent: Agent, tell_s: float = TELL_S) -> None:
+    def start(self, name: str, agent: Agent, tell_s: float = TELL_S, *, joins: bool = True) -> None:
         assert self._loop is not None
-        self.append(Poster(name, agent, self._hear, self._loop, self._tell_broken, tell_s=tell_s))
+        self.append(Poster(name, agent, self._hear, self._loop, self._tell_broken, tell_s=tell_s, joins=joins))
 
     def stop(self) -> None:
         for poster in self:
