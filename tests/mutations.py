@@ -25,7 +25,7 @@ from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.source import Source
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import Key, Outcome, Reason, ReplyTo
+from asynckv.core.types import Key, Outcome, Reason, ReplyTo, TransferId
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -975,6 +975,57 @@ def peers_are_removed_under_transfers(rank: Rank) -> None:
         else:
             remove(agents.get(said.start, ""))
         return said
+
+
+@planted
+def what_was_detached_is_placed_after_all(rank: Rank) -> None:
+    """The plane promises to place nothing, and forgets it."""
+
+    def detach(transfer_id: TransferId) -> bool:
+        transfer = rank.data.honest.running.get(transfer_id)
+        return transfer is not None and transfer.is_staged
+
+    rank.data.detach = detach
+
+
+@planted
+def what_was_detached_counts_as_ended(rank: Rank) -> None:
+    """A detached read is reported as failed at once, though it still runs, and nothing is heard of it again."""
+    detached, news = set[TransferId](), list[TransferEnded]()
+
+    def detach(transfer_id: TransferId) -> bool:
+        if is_staged := rank.data.honest.detach(transfer_id):
+            detached.add(transfer_id)
+            news.append(TransferEnded(transfer_id, Ending.FAILED, "it was detached"))
+            rank.process.call_at(rank.process.world.now, rank.data.honest._on_ready)
+        return bool(is_staged)
+
+    def poll() -> list[Any]:
+        found = [each for each in rank.data.honest.poll() if getattr(each, "transfer_id", None) not in detached]
+        told, news[:] = list(news), []
+        return told + found
+
+    rank.data.detach, rank.data.poll = detach, poll
+
+
+@planted
+def staged_reads_are_done_before_they_are_placed(rank: Rank) -> None:
+    """The plane says that a read is done when it has landed, and places it a moment later."""
+
+    def post_read(*args: Any) -> Any:
+        plane, place = rank.data.honest, type(rank.data.honest)._place
+
+        def late(transfer: Any) -> Ending:
+            if transfer.is_detached or not transfer.is_staged:
+                return place(plane, transfer)  # type: ignore[no-any-return]
+            world = rank.process.world
+            world.at(world.now + 0.05, lambda: place(plane, transfer))
+            return Ending.DONE
+
+        plane._place = late
+        return plane.post_read(*args)
+
+    rank.data.post_read = post_read
 
 
 @planted

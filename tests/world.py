@@ -17,6 +17,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import (
     BlocksReturned,
+    DetachRead,
     HeldForLong,
     LeaseEnded,
     LoadPeer,
@@ -34,6 +35,7 @@ from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.match import assign
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
 from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Fabric, Nic, Origin, Port
@@ -200,13 +202,22 @@ class World(Fabric):
         self.auto_load = True
 
     def add(
-        self, name: str, layout: Layout, *, engine_id: str = "", rate: float = 1.0, epoch: float = 0.0, seed: int = 0
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        engine_id: str = "",
+        rate: float = 1.0,
+        epoch: float = 0.0,
+        seed: int = 0,
+        costs: ReadCosts | None = None,
     ) -> Rank:
         config = self.config or EngineConfig(engine_id="x")
         engine_id = engine_id or name
         identity = Identity(engine_id, f"{name}-{len(self.ranks)}", f"agent-{name}", name.encode(), layout, 1000)
         config = replace(config, engine_id=engine_id)
-        rank = self.ranks[name] = Rank(self, name, RankCore(identity, config), Buffers(layout, seed), rate, epoch)
+        core = RankCore(identity, config, costs)
+        rank = self.ranks[name] = Rank(self, name, core, Buffers(layout, seed), rate, epoch)
         return rank
 
     def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
@@ -267,6 +278,9 @@ class World(Fabric):
                             self.load(rank)
                     case RemovePeer(peer, keep):
                         rank.nic.remove_remote_agent(peer.agent_name, keep=keep)
+                    case DetachRead(transfer_id):
+                        assert rank.nic.detach(transfer_id)
+                        core.decode.ended(TransferEnded(transfer_id, Ending.DETACHED), 0.0, self.time(rank))
                     case PullEnded(pull):
                         assert pull not in rank.ended, "two outcomes"
                         rank.ended.append(pull)
@@ -310,8 +324,11 @@ class World(Fabric):
             self.deliver()
 
     def complete(self, rank: Rank, transfer_id: TransferId) -> None:
-        rank.reads[transfer_id].land()
-        self.tell(rank, TransferEnded(transfer_id, Ending.DONE))
+        transfer = rank.reads[transfer_id]
+        transfer.land()
+        if not transfer.is_detached:
+            transfer.place()
+        self.tell(rank, TransferEnded(transfer_id, Ending.FAILED if transfer.is_detached else Ending.DONE))
 
     def complete_all(self) -> None:
         while any(r.reads for r in self.ranks.values()):
@@ -320,7 +337,7 @@ class World(Fabric):
                     self.complete(rank, transfer_id)
 
     def tell(self, rank: Rank, news: TransferEnded) -> None:
-        if news.ending is not Ending.IN_DOUBT:
+        if news.ending not in (Ending.IN_DOUBT, Ending.DETACHED):
             rank.reads.pop(news.transfer_id, None)
         rank.core.decode.ended(news, 0.0, self.time(rank))
         self.settle(rank)

@@ -399,7 +399,8 @@ class NixlPlane:
                 self._handed_doubtful.add(ended.transfer_id)
             else:
                 self._handed_doubtful.discard(ended.transfer_id)
-                self._handed.pop(ended.transfer_id).forget(ended.transfer_id)
+                if (poster := self._handed.pop(ended.transfer_id, None)) is not None:
+                    poster.forget(ended.transfer_id)
             news.append(ended)
         return news
 

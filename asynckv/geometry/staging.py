@@ -50,6 +50,10 @@ class Box(NamedTuple):
     in_run: tuple[int, ...]
     skip: int  # bytes of the run before its first piece
 
+    @property
+    def num_bytes(self) -> int:
+        return self.piece * math.prod(self.shape)
+
 
 class Run(NamedTuple):
     """A way to read a part in runs: `outer` are the dims that step from run to run."""

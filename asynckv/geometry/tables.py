@@ -47,6 +47,7 @@ MAX_REGULAR = 64  # most tables that are made for a pair of groups before any re
 MAX_ROWS = 1 << 18  # most rows of all tables made for a peer beforehand, and of one made later: these take 50 ms
 MAX_KEPT_ROWS = 4 * MAX_ROWS  # most rows of all tables kept per peer, some 70 MB
 WARN_ROWS = 8  # rows per layer beyond which the operator is warned of small pieces
+WARN_OVER = 3  # bytes read for each that is needed, from which on the operator is warned
 SMALL_PIECE = 4096  # bytes below which a descriptor costs more: over UCX 1 KiB took 5 us and 16 KiB 9 us
 
 
@@ -94,6 +95,11 @@ class DescTable:
             ("remote_index", rows * np.int32(self.remote_blocks)),
         ):
             object.__setattr__(self, name, value)
+
+    @property
+    def placed_bytes(self) -> int:
+        """Bytes that are wanted per pair of kernel blocks."""
+        return sum([box.num_bytes for box in self.boxes]) if self.boxes else self.block_bytes
 
 
 class GroupPair:
@@ -186,6 +192,11 @@ class PeerTables:
     def _warn(self, table: DescTable) -> None:
         layers = self._layers[table.span.group, table.span.remote_group]
         num_bytes = float(table.length.mean()) if table.num_rows else 0.0
+        if table.boxes and (over := table.block_bytes / table.placed_bytes) >= WARN_OVER:
+            self.warnings.append(
+                f"group {table.span.group}: {over:.1f} bytes are read for each byte that is needed, because a sharded "
+                f"dim lies within tokens; heads before tokens (hnd) on the prefill side, or equal TP sizes, avoid that"
+            )
         if table.num_rows > WARN_ROWS * layers and num_bytes < SMALL_PIECE:
             is_state = self.local.groups[table.span.group].kind == "state"
             remedy = (

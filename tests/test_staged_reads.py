@@ -1,0 +1,248 @@
+"""Staged reads on real NIXL: bytes, slots, detached reads, and what becomes of a slot after trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from asynckv.config import NixlConfig
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.types import TransferId
+from asynckv.edges.staging import SLOT_BYTES, Stage
+from asynckv.geometry.staging import Box
+from asynckv.geometry.tables import DescTable, Span
+from tests.test_nixl_edge import HERE, THERE, Bytes, Indices, Meddler, Side, pairs, request
+from tests.test_posters import Gate, link, while_the_loop_stands
+
+pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+
+THREAD = NixlConfig(posting_threads=1, staging_bytes=4 * SLOT_BYTES)
+
+STAGED = DescTable(
+    11,
+    Span(0, 0, 0, 0, 1),
+    np.array([512, 512, 1024]),
+    # Of the first memory, and of the second: pieces of a block lie in between those of the others.
+    np.array([[0, 64, 1024], [0, 64 + 512, 1024], [1, 0, 32]]),
+    np.array([[0, 0, 512], [1, 8192, 1024], [0, 30000, 1024]]),
+    HERE,
+    THERE,
+    (Box(64, (2, 4), (256, 64), (64, 128), 0), Box(128, (2,), (128,), (256,), 128), Box(32, (8,), (1024,), (128,), 96)),
+    SLOT_BYTES,
+)
+EVEN = 2
+"""Rows of one length: those of one read follow each other."""
+
+
+def rows(first: int, count: int, seed: int) -> tuple[Indices, Indices]:
+    """Descriptors of some rows of the table, with shuffled blocks that are the same for each."""
+    local, remote = (x.reshape(3, HERE)[first : first + count].ravel() for x in pairs(STAGED, seed))
+    return local, remote
+
+
+def placed(mine: list[Bytes], theirs: list[Bytes], local: Indices, remote: Indices) -> None:
+    """Do naively what a staged read has to do."""
+    for i, j in zip(local.tolist(), remote.tolist(), strict=True):
+        (row, block), (_, block_there) = divmod(i, HERE), divmod(j, THERE)
+        (memory, offset, stride), (other, there, step) = STAGED.local[row].tolist(), STAGED.remote[row].tolist()
+        piece, shape, in_local, in_run, skip = STAGED.boxes[row]
+        for at in np.ndindex(*shape):
+            to = offset + block * stride + int(np.dot(at, in_local))
+            source = there + block_there * step + skip + int(np.dot(at, in_run))
+            mine[memory][to : to + piece] = theirs[other][source : source + piece]
+
+
+@pytest.fixture
+def sides(anyio_backend: str) -> Iterator[list[Side]]:
+    """Planes to close in the end, whatever happened."""
+    made: list[Side] = []
+    yield made
+    for side in made:
+        side.plane.close()
+
+
+async def staged(sides: list[Side], config: NixlConfig = THREAD) -> tuple[Side, Side]:
+    reader, owner = await link(sides, config)
+    assert reader.plane.costs is not None
+    return reader, owner
+
+
+def slots(reader: Side) -> int:
+    """Return how many slots are in use."""
+    (poster,) = reader.plane._posters
+    assert poster.agent.stage is not None
+    return len(poster.agent.stage.slots._in_use)
+
+
+async def test_pieces_are_placed_and_no_other_byte_is_written(sides: list[Side]) -> None:
+    reader, owner = await staged(sides)
+    want = [a.copy() for a in reader.arrays]
+    for number, (first, count) in enumerate([(0, EVEN), (EVEN, 1), (0, 1), (1, 1)]):
+        local, remote = rows(first, count, number)
+        placed(want, owner.arrays, local, remote)
+        reader.read(number, "owner", STAGED, local, remote)
+        # One after another, as they write the same blocks.
+        assert await reader.heard(1) == [TransferEnded(TransferId(number), Ending.DONE)]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+    assert slots(reader) == 0
+
+
+async def test_costs_are_measured_where_reads_can_be_staged(sides: list[Side]) -> None:
+    reader, owner = await staged(sides)
+    costs = reader.plane.costs
+    assert costs is not None
+    assert costs.slot_bytes == SLOT_BYTES
+    # A descriptor costs more than a byte, and no less than nothing.
+    assert 0 < costs.read_s < 1e-6
+    assert 0 < costs.place_s < 1e-6
+    assert 0 <= costs.descriptor_s < 1e-3
+    assert owner.plane.costs is None  # it has no posting thread
+    for config in (NixlConfig(posting_threads=1, staging_bytes=0), NixlConfig(posting_threads=0)):
+        sides.append(Side(f"other-{config.posting_threads}", 3, config))
+        assert sides[-1].plane.costs is None
+
+
+async def test_what_is_detached_before_its_post_reads_nothing(
+    sides: list[Side],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, _ = await staged(sides)
+    before = [a.copy() for a in reader.arrays]
+    gate = Gate(monkeypatch)
+    for number in (1, 2):
+        reader.read(number, "owner", STAGED, *rows(0, EVEN, number))
+    assert gate.entered.wait(10)
+    assert reader.plane.detach(TransferId(1))
+    assert reader.plane.detach(TransferId(2))
+    assert not reader.plane.detach(TransferId(3))
+    gate.leave.set()
+    assert {(e.transfer_id, e.ending) for e in await reader.heard(2)} == {(1, Ending.FAILED), (2, Ending.FAILED)}
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
+    (poster,) = reader.plane._posters
+    assert poster.agent.stage is not None
+    assert not poster.agent.stage._detached  # nothing is remembered of what has ended
+    assert slots(reader) == 0
+
+
+@pytest.fixture
+def arriving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Hold a thread just before it places what has landed: events for that it is there, and that it may go on."""
+    there, go_on, place = threading.Event(), threading.Event(), Stage.place
+
+    def held(*args: object) -> bool:
+        there.set()
+        assert go_on.wait(10)
+        return place(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Stage, "place", held)
+    yield there, go_on
+    go_on.set()
+
+
+async def test_what_has_landed_is_not_placed_once_it_is_detached(
+    sides: list[Side], arriving: tuple[threading.Event, threading.Event]
+) -> None:
+    reader, owner = await staged(sides)
+    before = [a.copy() for a in reader.arrays]
+    there, go_on = arriving
+    local, remote = rows(0, EVEN, 1)
+    reader.read(1, "owner", STAGED, local, remote)
+    while not there.is_set():
+        owner._poll()
+    assert reader.plane.detach(TransferId(1))
+    reader.arrays[0][:] = before[0][:] = 7  # the blocks are the caller's again
+    go_on.set()
+    assert [(e.transfer_id, e.ending) for e in await reader.heard(1)] == [(1, Ending.FAILED)]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
+    # The slot serves the next read.
+    placed(before, owner.arrays, local, remote)
+    reader.read(2, "owner", STAGED, local, remote)
+    assert await reader.heard(1) == [TransferEnded(TransferId(2), Ending.DONE)]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
+
+
+async def test_a_placement_that_raises_fails_its_read_alone(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, owner = await staged(sides)
+
+    def raises(*_: object) -> None:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stage, "_place", raises)
+        reader.read(1, "owner", STAGED, *rows(0, EVEN, 1))
+        [ended] = await reader.heard(1)
+    assert ended.ending is Ending.FAILED
+    assert "its pieces could not be placed: MemoryError('planted')" in ended.cause
+    assert slots(reader) == 0
+    want = [a.copy() for a in reader.arrays]
+    placed(want, owner.arrays, *rows(0, EVEN, 2))
+    reader.read(2, "owner", STAGED, *rows(0, EVEN, 2))
+    assert await reader.heard(1) == [TransferEnded(TransferId(2), Ending.DONE)]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+
+
+async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(sides: list[Side]) -> None:
+    reader, owner = await staged(sides)
+    (poster,) = reader.plane._posters
+    before = [a.copy() for a in reader.arrays]
+    # Nobody turns the owner's agent, so no connection is made, and nothing ends.
+    for number in (1, 2, 3):
+        reader.read(number, "owner", STAGED, *rows(0, EVEN, number))
+    while_the_loop_stands(lambda: len(poster.agent.running) == 2)  # no more slots than are free
+    assert slots(reader) == 2
+    raw = poster.agent._raw
+    poster.agent._raw = Meddler(raw, getXferStatus=lambda handle: 1 // 0)
+    # The third has no slot, and may never have one; it is not waited for.
+    while_the_loop_stands(lambda: len(reader.plane._posters.inbox) == 3)
+    news = {e.transfer_id: e for e in reader.plane.poll()}
+    assert [news[TransferId(n)].ending for n in (1, 2, 3)] == [Ending.DETACHED, Ending.DETACHED, Ending.FAILED]
+    assert "hold too many of the 4 slots of staging memory; raise nixl.staging_bytes" in news[TransferId(3)].cause
+    assert (reader.plane.statistics()["running"], reader.plane.statistics()["in_doubt"]) == (0, 2)
+    assert slots(reader) == 2
+    poster.agent._raw = raw
+    # They end after all: nothing is placed, and the slots serve again.
+    assert {(e.transfer_id, e.ending) for e in await reader.heard(2)} == {(1, Ending.FAILED), (2, Ending.FAILED)}
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
+    assert slots(reader) == reader.plane.statistics()["in_doubt"] == 0
+    want = before
+    placed(want, owner.arrays, *rows(0, EVEN, 4))
+    reader.read(4, "owner", STAGED, *rows(0, EVEN, 4))
+    assert await reader.heard(1) == [TransferEnded(TransferId(4), Ending.DONE)]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+
+
+async def test_reads_wait_for_slots_and_all_are_done(sides: list[Side]) -> None:
+    reader, owner = await staged(sides, NixlConfig(posting_threads=1, staging_bytes=2 * SLOT_BYTES))
+    (poster,) = reader.plane._posters
+    want = [a.copy() for a in reader.arrays]
+    reads = [rows(n % EVEN, 1, 7) for n in range(6)]  # each row three times, with the same blocks
+    for number, (local, remote) in enumerate(reads):
+        placed(want, owner.arrays, local, remote)
+        reader.read(number, "owner", STAGED, local, remote)
+    while_the_loop_stands(lambda: poster.agent.running and len(poster._slotless) == 5)
+    assert slots(reader) == 1
+    assert {(e.transfer_id, e.ending) for e in await reader.heard(6)} == {(n, Ending.DONE) for n in range(6)}
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+
+
+async def test_a_thread_that_breaks_fails_what_waits_for_a_slot(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
+    reader, _ = await staged(sides)
+    (poster,) = reader.plane._posters
+    for number in (1, 2, 3):
+        reader.read(number, "owner", STAGED, *rows(0, EVEN, number))
+    while_the_loop_stands(lambda: len(poster._slotless) == 1)
+    monkeypatch.setattr(poster, "_ask", lambda *_: 1 // 0)
+    while_the_loop_stands(lambda: not poster._thread.is_alive())
+    news = [(e.transfer_id, e.ending) for e in reader.plane.poll()]
+    assert [ending for transfer_id, ending in news if transfer_id == 3] == [Ending.FAILED]
+    assert [ending for transfer_id, ending in news if transfer_id == 1] == [Ending.IN_DOUBT, Ending.FAILED]
+    ended = reader.plane.post_read(TransferId(4), "owner", request(STAGED, *rows(0, 1, 0)))
+    assert ended is not None
+    assert (ended.ending, ended.cause) == (Ending.FAILED, "no posting thread takes a staged read")
