@@ -25,12 +25,15 @@ from asynckv.geometry.match import (
 )
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.pairing import BlockLists
-from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.plan import Plan, Section, plan_read
 from asynckv.geometry.tables import PeerTables
 from asynckv.tools.console import printable, size
 from asynckv.tools.output import print_table
+from asynckv.tools.plan import bound
 
 SCHEMA = "asynckv.plan/1"
+NIC_GBIT = 400.0
+BLOCKS = {"scattered": ("descriptors", "posts_scattered"), "runs": ("descriptors_in_runs", "posts")}
 LEGEND = (
     "bytes: a last, partly filled block is read to its end.",
     "pieces per block: byte ranges that are contiguous on both sides, in all layers of the group; a state counts as "
@@ -38,6 +41,10 @@ LEGEND = (
     "descriptors: pieces of the whole request. if in runs: the number that is left if blocks lie in runs on both "
     "sides, so that neighbours merge.",
     "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
+)
+BOUND_LEGEND = (
+    "the slowest part of a request is the limit, as if requests overlapped without loss. Python was measured on one "
+    f"machine; {bound.DESCRIPTOR_S * 1e6:g} µs per descriptor are supposed. share: of the device's bandwidth."
 )
 
 
@@ -47,8 +54,9 @@ def explain(
     num_tokens: int,
     cached: int,
     progress: Callable[[], None] = lambda: None,
+    nic_gbit: float = NIC_GBIT,
 ) -> dict[str, Any]:
-    """Plan one request on every local rank."""
+    """Plan one request on every local rank; `nic_gbit` is the bandwidth of each rank's device, in Gbit/s."""
     by_place = {(x.pp_stage, x.tp_rank): x for x in remote}
     size, stages = remote[0].tp_size, remote[0].pp_size
     ranks = []
@@ -80,9 +88,29 @@ def explain(
         "remote": _side(remote),
         "ranks": ranks,
         "owed": owed,
+        "nic_gbit_per_s": nic_gbit,
+        "bounds": list(_bounds(ranks, owed, nic_gbit * 1e9 / 8)),
         "problems": [*_unheld("decode", local), *_unheld("prefill", remote), *_unlike(local, remote)],
         "whole_group": _is_whole(local),
     }
+
+
+def _bounds(
+    ranks: Sequence[dict[str, Any]], owed: dict[str, list[str]], bytes_per_s: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the bound of every rank that reads, with scattered blocks and with runs, and of every rank that is read."""
+    sent = dict.fromkeys(owed, 0)
+    for rank in ranks:
+        for read in rank["reads"]:
+            sent[read["remote"]] += read["bytes"]
+        for blocks, names in BLOCKS.items() if rank["reads"] else ():
+            descriptors, posts = (sum(read[name] for read in rank["reads"]) for name in names)
+            made = bound.reader(rank["bytes"], descriptors, posts, len(rank["releases"]), bytes_per_s)
+            yield {"side": "decode", "rank": rank["rank"], "blocks": blocks, **made._asdict()}
+    for name, num_bytes in sent.items():
+        if num_bytes:
+            made = bound.lender(num_bytes, len(owed[name]), bytes_per_s)
+            yield {"side": "prefill", "rank": name, "blocks": "", **made._asdict()}
 
 
 def _is_whole(layouts: Sequence[Layout]) -> bool:
@@ -253,7 +281,7 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
 def _read(name: str, peer: PeerTables, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
     groups = [_read_group(pair.local_index, pair.remote_index, plan, shares) for pair in peer.group_pairs]
     read = [g for g in groups if g["descriptors"]]
-    sums = {key: sum(g[key] for g in read) for key in ("bytes", "descriptors", "descriptors_in_runs", "posts")}
+    sums = {key: sum(g[key] for g in read) for key in ("bytes", *itertools.chain(*BLOCKS.values()))}
     return {"remote": name, **sums, "groups": read}
 
 
@@ -262,6 +290,8 @@ def _read_group(group: int, remote_group: int, plan: Plan, shares: Sequence[Shar
     mine = Plan(tuple(s for s in plan.sections if s.table.span[:2] == pair))
     config = PullConfig()
     posts, merged = mine.count_posts(config.max_post_bytes, config.max_post_descriptors)
+    # Every second id has no neighbour, so that nothing merges.
+    apart = Plan(tuple(Section(s.table, 2 * s.local, s.remote) for s in mine.sections))
     ranges: dict[tuple[str, int, int, str, int], set[str]] = {}
     for s in shares:
         if (s.local_view.group, s.remote_view.group) == pair:
@@ -279,6 +309,7 @@ def _read_group(group: int, remote_group: int, plan: Plan, shares: Sequence[Shar
         "descriptors": mine.num_descriptors,
         "descriptors_in_runs": merged,
         "posts": posts,
+        "posts_scattered": apart.count_posts(config.max_post_bytes, config.max_post_descriptors)[0],
     }
 
 
@@ -335,6 +366,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, heads, rows, texts=(0, 1), wrapped=(3,), is_markup=True)
     for legend in LEGEND:
         console.print(f"  {legend}", style="dim")
+    _show_bounds(report, console)
     console.print()
     console.print("[bold]Releases[/bold]: a prefill rank's blocks are free once these decode ranks have released them")
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
@@ -344,6 +376,25 @@ def show(report: dict[str, Any], console: Console) -> None:
     _show_problems(report, console)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
         console.print(f"[yellow]warning[/yellow]: {warning}")
+
+
+def _show_bounds(report: dict[str, Any], console: Console) -> None:
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in report["bounds"]:
+        descriptors = f"{row['descriptors']:,}" if row["blocks"] else ""
+        times = (f"{row[f'{name}_s'] * 1e3:,.2f}" for name in bound.PARTS)
+        rate = f"{row['requests_per_s']:,.0f}", f"{row['share_of_wire']:.0%}"
+        key = row["side"], row["blocks"], size(row["bytes"]), descriptors, *times, row["limit"], *rate
+        alike.setdefault(key, []).append(row["rank"])
+    if not alike:
+        return
+    console.print(
+        f"\n[bold]Bound over RDMA, on paper[/bold]: every rank has a device of {report['nic_gbit_per_s']:g} Gbit/s"
+    )
+    heads = ("ranks", "blocks", "bytes", "descriptors", *(f"{name} ms" for name in bound.PARTS), "limit")
+    rows = [(f"{side} {_names(names)}", *cells) for (side, *cells), names in alike.items()]
+    print_table(console, (*heads, "requests/s", "share"), rows, texts=(1, 7), wrapped=(0,), is_markup=True)
+    console.print(f"  {BOUND_LEGEND}", style="dim")
 
 
 def _show_problems(report: dict[str, Any], console: Console) -> None:
