@@ -12,8 +12,8 @@ import pytest
 from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.staging import SLOT_BYTES, Stage
-from asynckv.geometry.staging import Box
+from asynckv.edges.staging import Stage
+from asynckv.geometry.staging import SLOT_BYTES, Box
 from asynckv.geometry.tables import DescTable, Span
 from tests.test_nixl_edge import HERE, THERE, Bytes, Indices, Meddler, Side, pairs, request
 from tests.test_posters import Gate, link, while_the_loop_stands

@@ -34,11 +34,10 @@ from asynckv.core.types import TransferId
 from asynckv.edges.agent import Agent, set_up
 from asynckv.edges.posters import Poster, Posters
 from asynckv.edges.read_costs import measure_costs
-from asynckv.edges.staging import SLOT_BYTES
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
-from asynckv.geometry.staging import ReadCosts
+from asynckv.geometry.staging import SLOT_BYTES, ReadCosts
 from asynckv.ports import AgentInfo
 
 SAFETY_S = 0.005  # interval of a timer that finds completions with missed wake-ups

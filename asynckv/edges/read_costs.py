@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.edges.agent import Agent
-from asynckv.edges.staging import SLOT_BYTES
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.staging import ReadCosts
+from asynckv.geometry.staging import SLOT_BYTES, ReadCosts
 
 PIECE = 256  # bytes: one token of one head of 128 elements of 2 bytes
 NUM_PIECES = 256

@@ -23,9 +23,8 @@ import numpy.typing as npt
 from asynckv.core.types import TransferId
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.staging import SLOT_BYTES
 from asynckv.geometry.tables import DescTable
-
-SLOT_BYTES = 1 << 20  # of one staged read: it is still in a cache when its pieces are placed
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -41,6 +41,11 @@ class ReadCosts(NamedTuple):
         return descriptors * self.descriptor_s + read * self.read_s + placed * self.place_s
 
 
+SLOT_BYTES = 1 << 20  # of staging memory: what was read is still in a cache when its pieces are placed
+TYPICAL = ReadCosts(2.2e-6, 0.25e-9, 0.25e-9, SLOT_BYTES)
+"""Costs for tools that have no data plane: measured with UCX 1.20 over CMA on an Intel Xeon of 2.5 GHz."""
+
+
 class Box(NamedTuple):
     """The pieces of a run: an array of byte ranges that lies in the run and in a local block, with strides for each."""
 

@@ -12,6 +12,7 @@ from asynckv.config import NixlConfig
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
+from asynckv.geometry.staging import TYPICAL
 from asynckv.geometry.tables import PeerTables
 from asynckv.tools.bench.options import DEFAULT_MODEL, PROMPT_TOKENS, Options, Shape
 from asynckv.tools.bench.schedule import Engines, Place, Request, make_schedule
@@ -119,7 +120,7 @@ class Experiment:
             there = [self.layout("prefill", rank, s) for s in range(theirs.pp) for rank in ranks]
             for other, shares in zip(there, assign(here, there), strict=True):
                 if shares:
-                    found |= dict.fromkeys(PeerTables(here, other, shares, itertools.count(1)).warnings)
+                    found |= dict.fromkeys(PeerTables(here, other, shares, itertools.count(1), TYPICAL).warnings)
         return list(found)
 
     def block_bytes(self, role: str) -> list[int]:

@@ -34,7 +34,7 @@ PLAN_EPILOG = """
 
   asynckv plan decode.json prefill.json --tokens 4096 --prefix-hit 25%
 
-  asynckv plan decode.json prefill.json --json - | jq .ranks
+  asynckv plan decode.json prefill.json --nic-gbit 200 --json - | jq .ranks
 
 [bold]Exit status[/bold]  0 can be planned, 1 refused or a problem found, 2 bad input
 """
@@ -97,9 +97,13 @@ def plan(
         str,
         work(help="Part of it that the decode side has already: tokens (512) or a share (50%)."),
     ] = "0",
+    nic_gbit: Annotated[
+        float,
+        work(min=0.1, max=1e5, help="Bandwidth of each rank's network device in Gbit/s, for the bound over RDMA."),
+    ] = 400.0,
     json: Annotated[str | None, out(help="Write the report there; - for stdout.", metavar="FILE")] = None,
 ) -> None:
-    """Explain a transfer before it runs: the ranks that each rank reads and releases, and the number of pieces.
+    """Explain a transfer before it runs: the ranks read and released, the pieces, and a bound over RDMA.
 
     The planner is that of a running engine, and reads two files. Give all ranks of both engines to see all transfers.
     """
@@ -116,7 +120,7 @@ def plan(
     cached = cached_tokens(prefix_hit, tokens)
     with Bar() as bar:
         bar.begin("ranks", len(mine))
-        report = explain.explain(mine, theirs, tokens, cached, bar.advance)
+        report = explain.explain(mine, theirs, tokens, cached, bar.advance, nic_gbit)
     write_json(json, report)
     explain.show(report, Console(stderr=json == "-", highlight=False))
     raise typer.Exit(0 if report["plannable"] and not report["problems"] else 1)

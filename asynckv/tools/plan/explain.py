@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,12 +26,16 @@ from asynckv.geometry.match import (
 )
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.pairing import BlockLists
-from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.plan import Plan, Section, plan_read
+from asynckv.geometry.staging import TYPICAL
 from asynckv.geometry.tables import PeerTables
 from asynckv.tools.console import printable, size
 from asynckv.tools.output import print_table
+from asynckv.tools.plan import bound
 
 SCHEMA = "asynckv.plan/1"
+NIC_GBIT = 400.0
+BLOCKS = {"scattered": ("descriptors", "posts_scattered"), "runs": ("descriptors_in_runs", "posts")}
 LEGEND = (
     "bytes: a last, partly filled block is read to its end.",
     "pieces per block: byte ranges that are contiguous on both sides, in all layers of the group; a state counts as "
@@ -38,6 +43,10 @@ LEGEND = (
     "descriptors: pieces of the whole request. if in runs: the number that is left if blocks lie in runs on both "
     "sides, so that neighbours merge.",
     "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
+)
+BOUND_LEGEND = (
+    "the slowest part of a request is the limit, as if requests overlapped without loss. Python was measured on one "
+    f"machine; {bound.DESCRIPTOR_S * 1e6:g} µs per descriptor are supposed. share: of the device's bandwidth."
 )
 
 
@@ -47,8 +56,9 @@ def explain(
     num_tokens: int,
     cached: int,
     progress: Callable[[], None] = lambda: None,
+    nic_gbit: float = NIC_GBIT,
 ) -> dict[str, Any]:
-    """Plan one request on every local rank."""
+    """Plan one request on every local rank; `nic_gbit` is the bandwidth of each rank's device, in Gbit/s."""
     by_place = {(x.pp_stage, x.tp_rank): x for x in remote}
     size, stages = remote[0].tp_size, remote[0].pp_size
     ranks = []
@@ -80,9 +90,29 @@ def explain(
         "remote": _side(remote),
         "ranks": ranks,
         "owed": owed,
+        "nic_gbit_per_s": nic_gbit,
+        "bounds": list(_bounds(ranks, owed, nic_gbit * 1e9 / 8)),
         "problems": [*_unheld("decode", local), *_unheld("prefill", remote), *_unlike(local, remote)],
         "whole_group": _is_whole(local),
     }
+
+
+def _bounds(
+    ranks: Sequence[dict[str, Any]], owed: dict[str, list[str]], bytes_per_s: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the bound of every rank that reads, with scattered blocks and with runs, and of every rank that is read."""
+    sent = dict.fromkeys(owed, 0)
+    for rank in ranks:
+        for read in rank["reads"]:
+            sent[read["remote"]] += read["bytes_read"]
+        for blocks, names in BLOCKS.items() if rank["reads"] else ():
+            descriptors, posts = (sum(read[name] for read in rank["reads"]) for name in names)
+            made = bound.reader(rank["bytes_read"], descriptors, posts, len(rank["releases"]), bytes_per_s)
+            yield {"side": "decode", "rank": rank["rank"], "blocks": blocks, **made._asdict()}
+    for name, num_bytes in sent.items():
+        if num_bytes:
+            made = bound.lender(num_bytes, len(owed[name]), bytes_per_s)
+            yield {"side": "prefill", "rank": name, "blocks": "", **made._asdict()}
 
 
 def _is_whole(layouts: Sequence[Layout]) -> bool:
@@ -176,6 +206,7 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         "warnings": [],
         "reads": [],
         "bytes": 0,
+        "bytes_read": 0,
     }
     for other in answered:
         row["refused"] += [
@@ -186,12 +217,18 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         return row
     try:
         shares = assign(layout, answered)
-        maps = [
-            PeerTables(layout, other, s, itertools.count(1)) if s else None
-            for other, s in zip(answered, shares, strict=True)
-        ]
+        is_staging = all(memory.kind == "cpu" for memory in layout.memories)
+        maps, direct = (
+            [
+                PeerTables(layout, other, s, itertools.count(1), costs) if s else None
+                for other, s in zip(answered, shares, strict=True)
+            ]
+            for costs in (TYPICAL if is_staging else None, None)
+        )
         lists = _request(layout, answered, num_tokens, cached)
-        plans = [plan_read(peer, lists) if peer is not None else None for peer in maps]
+        plans, usual = (
+            [plan_read(peer, lists) if peer is not None else None for peer in each] for each in (maps, direct)
+        )
     except NotCovered as exc:
         row["refused"] = [
             {"remote": "", "field": d.field, "local": d.local, "remote_value": d.remote} for d in exc.differences
@@ -200,12 +237,13 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
     except (LayoutError, PlanRefused, RemoteTooShort) as exc:
         row["refused"] = [{"remote": "", "field": str(exc), "local": "", "remote_value": ""}]
         return row
-    for other, peer, plan, share in zip(answered, maps, plans, shares, strict=True):
-        if peer is None or plan is None or not plan.num_descriptors:
+    for other, peer, plan, unstaged, share in zip(answered, maps, plans, usual, shares, strict=True):
+        if peer is None or plan is None or unstaged is None or not plan.num_descriptors:
             continue
         row["warnings"] += peer.warnings
-        row["reads"].append(_read(_place(other), peer, plan, share))
-    row["bytes"] = sum(read["bytes"] for read in row["reads"])
+        row["reads"].append(_read(_place(other), peer, plan, unstaged, share))
+    for name in ("bytes", "bytes_read"):
+        row[name] = sum(read[name] for read in row["reads"])
     return row
 
 
@@ -250,18 +288,30 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
     return out
 
 
-def _read(name: str, peer: PeerTables, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
-    groups = [_read_group(pair.local_index, pair.remote_index, plan, shares) for pair in peer.group_pairs]
+def _read(name: str, peer: PeerTables, plan: Plan, direct: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+    groups = [_read_group(pair.local_index, pair.remote_index, plan, direct, shares) for pair in peer.group_pairs]
     read = [g for g in groups if g["descriptors"]]
-    sums = {key: sum(g[key] for g in read) for key in ("bytes", "descriptors", "descriptors_in_runs", "posts")}
+    sums = {key: sum(g[key] for g in read) for key in ("bytes", "bytes_read", *itertools.chain(*BLOCKS.values()))}
     return {"remote": name, **sums, "groups": read}
 
 
-def _read_group(group: int, remote_group: int, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+def _seconds(sections: Sequence[Section]) -> float:
+    """Return the time of reads by typical costs of this host's transports; every post's own cost is left out."""
+    seconds = 0.0
+    for section in sections:
+        table, blocks = section.table, len(section.local)
+        placed = table.placed_bytes if table.boxes else 0
+        seconds += TYPICAL.of(section.num_merged()[1], 0, table.block_bytes * blocks, placed * blocks)
+    return seconds
+
+
+def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares: Sequence[Share]) -> dict[str, Any]:
     pair = group, remote_group
-    mine = Plan(tuple(s for s in plan.sections if s.table.span[:2] == pair))
+    mine, usual = (Plan(tuple(s for s in p.sections if s.table.span[:2] == pair)) for p in (plan, direct))
     config = PullConfig()
     posts, merged = mine.count_posts(config.max_post_bytes, config.max_post_descriptors)
+    # Every second id has no neighbour, so that nothing merges.
+    apart = Plan(tuple(Section(s.table, 2 * s.local, s.remote) for s in mine.sections))
     ranges: dict[tuple[str, int, int, str, int], set[str]] = {}
     for s in shares:
         if (s.local_view.group, s.remote_view.group) == pair:
@@ -273,12 +323,17 @@ def _read_group(group: int, remote_group: int, plan: Plan, shares: Sequence[Shar
             {"part": name, "axis": axis, "range": [lo, hi], "extent": extent, "layers": len(layers)}
             for (name, lo, hi, axis, extent), layers in ranges.items()
         ],
-        "bytes": mine.num_bytes,
+        "bytes": usual.num_bytes,
+        "bytes_read": mine.num_bytes,
         "pieces_per_block": max((s.table.num_rows for s in mine.sections), default=0),
         "kinds_of_cuts": len({s.table.table_id for s in mine.sections}),
         "descriptors": mine.num_descriptors,
         "descriptors_in_runs": merged,
+        "way": "staged" if mine.is_staged else "direct",
+        "expected_s": _seconds(mine.sections),
+        "expected_direct_s": _seconds(usual.sections),
         "posts": posts,
+        "posts_scattered": apart.count_posts(config.max_post_bytes, config.max_post_descriptors)[0],
     }
 
 
@@ -335,6 +390,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, heads, rows, texts=(0, 1), wrapped=(3,), is_markup=True)
     for legend in LEGEND:
         console.print(f"  {legend}", style="dim")
+    _show_ways(report, console)
+    _show_bounds(report, console)
     console.print()
     console.print("[bold]Releases[/bold]: a prefill rank's blocks are free once these decode ranks have released them")
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
@@ -344,6 +401,39 @@ def show(report: dict[str, Any], console: Console) -> None:
     _show_problems(report, console)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
         console.print(f"[yellow]warning[/yellow]: {warning}")
+
+
+def _show_ways(report: dict[str, Any], console: Console) -> None:
+    staged: Counter[str] = Counter()
+    for group in [g for rank in report["ranks"] for read in rank["reads"] for g in read["groups"]]:
+        if group["way"] == "staged":
+            over = group["bytes_read"] / group["bytes"]
+            more = f", {over:.1f} bytes for each that is needed" if over > 1 else ""
+            ms, direct_ms = group["expected_s"] * 1e3, group["expected_direct_s"] * 1e3
+            staged[f"group {group['group']}: {ms:,.2f} ms{more}; direct reads would take {direct_ms:,.2f} ms"] += 1
+    if staged:
+        console.print("\n[bold]Staged reads[/bold]: long runs, whose pieces are copied to their places; on one host")
+    for text, number in staged.items():
+        console.print(f"  {text}, in each of {number} rows above")
+
+
+def _show_bounds(report: dict[str, Any], console: Console) -> None:
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in report["bounds"]:
+        descriptors = f"{row['descriptors']:,}" if row["blocks"] else ""
+        times = (f"{row[f'{name}_s'] * 1e3:,.2f}" for name in bound.PARTS)
+        rate = f"{row['requests_per_s']:,.0f}", f"{row['share_of_wire']:.0%}"
+        key = row["side"], row["blocks"], size(row["bytes"]), descriptors, *times, row["limit"], *rate
+        alike.setdefault(key, []).append(row["rank"])
+    if not alike:
+        return
+    console.print(
+        f"\n[bold]Bound over RDMA, on paper[/bold]: every rank has a device of {report['nic_gbit_per_s']:g} Gbit/s"
+    )
+    heads = ("ranks", "blocks", "bytes", "descriptors", *(f"{name} ms" for name in bound.PARTS), "limit")
+    rows = [(f"{side} {_names(names)}", *cells) for (side, *cells), names in alike.items()]
+    print_table(console, (*heads, "requests/s", "share"), rows, texts=(1, 7), wrapped=(0,), is_markup=True)
+    console.print(f"  {BOUND_LEGEND}", style="dim")
 
 
 def _show_problems(report: dict[str, Any], console: Console) -> None:
