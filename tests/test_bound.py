@@ -71,15 +71,22 @@ def test_equal_llamas_with_tokens_first() -> None:
     assert bounds(whole, whole, nic_gbit=40.0)["scattered"]["limit"] == "wire"
 
 
-@pytest.mark.parametrize(("order", "piece"), [("nhd", 2 * 128 * 2), ("hnd", 16 * 2 * 128 * 2)])
-def test_gqa_at_unequal_tp(order: str, piece: int) -> None:
-    """Two heads of a prefill rank go to a rank with eight: a piece is a token's, or with heads first a block's."""
+@pytest.mark.parametrize(
+    ("order", "descriptors", "posts"),
+    [
+        # Heads first, a piece is a block's two heads, which only lie apart in our block.
+        ("hnd", {"scattered": 2048, "runs": 2048}, 4),
+        # Tokens first, a piece is a token's two heads; staged, the runs of a block follow each other, 1 MiB a read.
+        ("nhd", {"scattered": 2048, "runs": 4 * 8}, 16),
+    ],
+)
+def test_gqa_at_unequal_tp(order: str, descriptors: dict[str, int], posts: int) -> None:
+    """Two heads of a prefill rank go to a rank with eight, in blocks of 16 tokens."""
     found = bounds(ranks("llama-3.1-8b", 1, order=order), ranks("llama-3.1-8b", 4, order=order))
     wanted = 1024 * 4 * 2 * 8 * 128 * 2
-    number = wanted // piece
-    for blocks in ("scattered", "runs"):
+    for blocks, number in descriptors.items():
         row = found[blocks]
-        assert (row["bytes"], row["descriptors"], row["posts"]) == (wanted, number, number // MOST_DESCRIPTORS)
+        assert (row["bytes"], row["descriptors"], row["posts"]) == (wanted, number, posts)
         assert row["python_s"] == pytest.approx(
             bound.PYTHON_REQUEST_S + 3 * bound.PYTHON_SOURCE_S + row["posts"] * bound.PYTHON_POST_S
         )
@@ -104,7 +111,7 @@ def test_a_hybrid_adds_its_groups() -> None:
     for row in report["bounds"][:2]:
         names = ("descriptors", "posts_scattered") if row["blocks"] == "scattered" else ("descriptors_in_runs", "posts")
         assert [row[x] for x in ("bytes", "descriptors", "posts")] == [
-            sum(g[name] for g in groups) for name in ("bytes", *names)
+            sum(g[name] for g in groups) for name in ("bytes_read", *names)
         ]
 
 

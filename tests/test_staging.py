@@ -212,7 +212,7 @@ def test_blocks_return_with_the_outcome_and_the_peer_stays_until_the_reads_end(h
             world.settle(decode)
         case "timeout":
             world.advance(4.0)
-        case "doubt":
+        case _:
             decode.nic.detach(running[0])
             world.tell(decode, TransferEnded(running[0], Ending.DETACHED, "trouble"))
     assert pull.reason is {"cancelled": Reason.CANCELLED, "timeout": Reason.TIMEOUT}.get(how, Reason.READ_FAILED)

@@ -179,6 +179,7 @@ class Inspector:
             "bytes_in_flight": self._decode.posting.in_flight.num_bytes,
             "transfers": len(self._decode.transfers),
             "transfers_in_doubt": tally.transfers_in_doubt,
+            "transfers_detached": sum([each.is_detached for each in self._decode.transfers.values()]),
             "peers": len(self._decode.peers.by_place),
             "blocks_lent": self._ledger.num_held("lent"),
             "blocks_writing": self._ledger.num_held("writing"),

@@ -291,7 +291,9 @@ class Agent:
             raise BackendError(f"peer {name} is not loaded")
         if (known := remote.lists.get(id(table))) is not None:
             return known
-        made, views, refused = [], [], ""
+        made: list[Any] = []
+        views: list[npt.NDArray[Any]] = []
+        refused = ""
         try:
             mine, theirs = (self.name, "") if remote.own == SOURCE else ("", self.name if remote.own else remote.alias)
             if table.boxes and self.stage is not None:
@@ -309,7 +311,7 @@ class Agent:
             made.clear()
             raise BackendError(refused)
         self._make_room(remote, table.num_rows)
-        lists = remote.lists[id(table)] = _Lists(table, *made, views)
+        lists = remote.lists[id(table)] = _Lists(table, made[0], made[1], views)
         return lists
 
     def _make_room(self, remote: _Remote, num_rows: int) -> None:

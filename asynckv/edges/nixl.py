@@ -398,8 +398,8 @@ class NixlPlane:
                 self._handed_doubtful.add(ended.transfer_id)
             else:
                 self._handed_doubtful.discard(ended.transfer_id)
-                if (poster := self._handed.pop(ended.transfer_id, None)) is not None:
-                    poster.forget(ended.transfer_id)
+                if (handed := self._handed.pop(ended.transfer_id, None)) is not None:
+                    handed.forget(ended.transfer_id)
             news.append(ended)
         return news
 

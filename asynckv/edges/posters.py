@@ -262,26 +262,22 @@ class Poster:
                 self._joined.pop(ended.transfer_id, None)
 
     def _next(self, agent: Agent) -> _Order | None:
-        """Return the next order to obey: the first staged read that has a slot now, or the first other order."""
-        if (found := self._find_slotless(agent)) is not None:
-            self._slotless.remove(found)
-            return found
-        stage = agent.stage
+        """Return the next order to obey: the first staged read that waits no longer, or the first other order."""
+        for waiting in self._slotless:
+            if self._may_go(agent, waiting):
+                self._slotless.remove(waiting)
+                return waiting
         while self._orders:
             order = self._orders.popleft()
-            is_staged = stage is not None and isinstance(order, _Post) and order.read.table.boxes
-            if not is_staged or stage.may_have_slot(order.transfer_id, order.name):
+            if not isinstance(order, _Post) or self._may_go(agent, order):
                 return order
             self._slotless.append(order)
         return None
 
-    def _find_slotless(self, agent: Agent) -> _Post | None:
-        """Return the first staged read that need not wait for a slot any longer: it has one, or none will be free."""
-        if agent.stage is not None:
-            for order in self._slotless:
-                if agent.stage.may_have_slot(order.transfer_id, order.name):
-                    return order
-        return None
+    def _may_go(self, agent: Agent, post: _Post) -> bool:
+        """Return True unless a read has to wait for a slot of staging memory."""
+        stage = agent.stage
+        return stage is None or not post.read.table.boxes or stage.may_have_slot(post.transfer_id, post.name)
 
     def _obey(self, agent: Agent) -> None:
         while not self._is_stopping and (order := self._next(agent)) is not None:
@@ -386,7 +382,7 @@ class Poster:
         self._is_asleep = True
         try:
             # An order after this check finds `_is_asleep` set, and so wakes the thread.
-            if self._orders or self._is_stopping or self._find_slotless(agent) is not None:
+            if self._orders or self._is_stopping or any(self._may_go(agent, post) for post in self._slotless):
                 return _Woken.BY_ORDER
             events = sleeper.poll(timeout)
         finally:

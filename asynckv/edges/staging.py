@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def bytes_at(memory: Memory) -> Bytes:
-    return np.frombuffer((ctypes.c_uint8 * memory.length).from_address(memory.base), np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
 class Slots:
@@ -161,7 +161,7 @@ class Stage:
         for row in range(first, first + count):
             box, view = table.boxes[row], views[row]
             strides = (length, *box.in_run)
-            run = np.ndarray((blocks, *box.shape), view.dtype, self._area, at + box.skip, strides)  # type: ignore[var-annotated]
+            run = np.ndarray((blocks, *box.shape), view.dtype, self._area, at + box.skip, strides)
             if is_run:
                 np.copyto(view[start : start + blocks], run)
             else:

@@ -68,7 +68,7 @@ class Run(NamedTuple):
     outer: tuple[StridedDim, ...]
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return math.prod(d[0] for d in self.outer)
 
     @property

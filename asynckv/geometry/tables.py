@@ -251,26 +251,25 @@ class PeerTables:
                 f"declare fewer blocks"
             )
         kinds = self._alike[pair]
-        rows, staged = _merge(np.concatenate([kind.rows(span) for kind in kinds])), ()
+        rows = _merge(np.concatenate([kind.rows(span) for kind in kinds]))
+        boxes: tuple[Box, ...] = ()
         if self._costs is not None:
-            rows, *staged = _stage(kinds, span, self._costs, rows)
-        blocks = local_blocks, remote_blocks
-        return DescTable(next(self._ids), span, rows[:, 6], rows[:, 0:3], rows[:, 3:6], *blocks, *staged)
+            rows, boxes = _stage(kinds, span, self._costs, rows)
+        blocks, slot_bytes = (local_blocks, remote_blocks), self._costs.slot_bytes if self._costs and boxes else 0
+        return DescTable(next(self._ids), span, rows[:, 6], rows[:, 0:3], rows[:, 3:6], *blocks, boxes, slot_bytes)
 
 
-def _stage(
-    kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s
-) -> tuple[Int64s] | tuple[Int64s, tuple[Box, ...], int]:
-    """Return the rows of the cheapest runs, by length, their boxes and slot; or the direct rows, if these cost less."""
+def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s) -> tuple[Int64s, tuple[Box, ...]]:
+    """Return the rows of the cheapest runs, by length, and their boxes; the direct rows and none, if these cost less."""
     dense = int(np.count_nonzero((direct[:, (2, 5)] == direct[:, 6:7]).all(axis=1)))
     found = [kind.cheapest_run(span, costs) for kind in kinds]
     if costs.of(len(direct), dense, int(direct[:, 6].sum())) <= sum([seconds for seconds, _ in found]):
-        return (direct,)
+        return direct, ()
     each = [kind.run_rows(span, run) for kind, (_, run) in zip(kinds, found, strict=True)]
     rows = np.concatenate(each)
     boxes = [run.box for some, (_, run) in zip(each, found, strict=True) for _ in some]
     order = np.argsort(rows[:, 6], kind="stable")
-    return rows[order], tuple([boxes[i] for i in order.tolist()]), costs.slot_bytes
+    return rows[order], tuple([boxes[i] for i in order.tolist()])
 
 
 def _entry(share: Share, group: Group) -> int:
@@ -309,7 +308,7 @@ class _Alike:
         most = min(costs.slot_bytes, int(strides.min()))  # no run may reach into another block
         found = []
         for run in runs(self._shape.itemsize, self._dims(span), self._shape.around, most):
-            rows, dense = number * run.count, run.count * int(np.count_nonzero(strides == run.length))
+            rows, dense = number * run.number, run.number * int(np.count_nonzero(strides == run.length))
             found.append((costs.of(rows, dense, rows * run.length, rows * run.placed), run))
         return min(found, key=lambda each: each[0])
 

@@ -190,7 +190,7 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pulls.": ("pulls_ended", (), _OUTCOMES),
     "leases.": ("leases_ended", (), ENDS),
     "refused.": ("refusals", (), _REFUSALS),
-    "transfers.": ("transfers_ended", (), ("done", "failed", "in_doubt")),
+    "transfers.": ("transfers_ended", (), ("done", "failed", "in_doubt", "detached")),
     "dropped.": ("messages_dropped", (), ("malformed", "unexpected", "stale_answer", "too_many", "not_sent")),
     "parked.": ("parked_messages_dropped", (), ("expired", "refused")),
     "keys.": ("keys_overtaken", (), ("given_up", "forgotten")),
@@ -369,8 +369,9 @@ def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
     }
     for state, number_of in blocks.items():
         yield "blocks", (state,), number_of
-    yield "transfers", ("running",), gauges["transfers"] - gauges["transfers_in_doubt"]
-    yield "transfers", ("in_doubt",), gauges["transfers_in_doubt"]
+    beside = {state: gauges[f"transfers_{state}"] for state in ("in_doubt", "detached")}
+    for state, number_of in {"running": gauges["transfers"] - sum(beside.values()), **beside}.items():
+        yield "transfers", (state,), number_of
     for age_s in AGES_S:
         yield "leases_older_than", (str(age_s),), sum(age > age_s for age in reading.lease_ages_s)
     plain = {
