@@ -21,6 +21,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product, starmap
 
 from msgspec import Struct
@@ -68,7 +69,7 @@ class Gone:
 
 def everybody_has_released(lease: Lease, now: float) -> bool:
     """No reader is owed, and no grant runs."""
-    return not lease.grants and not lease.is_owed()
+    return not (lease.grants or lease.owing) and len(lease.cohorts) >= lease.lent.readers
 
 
 def time_is_up(lease: Lease, now: float) -> bool:
@@ -172,12 +173,19 @@ class Refusal(Struct, frozen=True, gc=False):
     detail: str = ""
 
 
-class BoundCohort(Struct):
-    """A cohort that the lease is bound to: its readers here, and those of them that are still owed."""
+class BoundCohort(Struct, frozen=True, gc=False):
+    """A cohort that the lease is bound to, and its readers here."""
 
     sizes: tuple[int, int]
     readers: frozenset[Reader]
-    owed: set[Reader]
+
+
+@lru_cache(maxsize=16)  # most requests are read by the engine that read the last one
+def _owed_readers(cohort: str, tp_rank: int, tp_size: int, size: int, stages: int) -> frozenset[Reader]:
+    """Return the readers of a cohort that a prefill rank is owed; none if they are too many."""
+    ranks = owed_readers(tp_rank, tp_size, size)
+    is_small = len(ranks) * stages <= MAX_READERS
+    return frozenset(starmap(Reader, product((cohort,), ranks, range(stages)))) if is_small else frozenset()
 
 
 class Effects(Struct, frozen=True, gc=False):
@@ -208,7 +216,10 @@ class Lease:
     """Time of the next warning that the request is held for long. The interval doubles each time."""
     digest: bytes = field(init=False)
     history: notes.History = field(init=False)
+    is_over: bool = False
     cohorts: dict[str, BoundCohort] = field(default_factory=dict)
+    owing: set[Reader] = field(default_factory=set)
+    """Readers of these cohorts that are owed: they have not released."""
     grants: dict[PullId, Grant] = field(default_factory=dict)
     deadlines: list[tuple[float, PullId]] = field(default_factory=list)
     """Heap of the times at which each grant is checked. A renewed grant gets a later entry only at that check."""
@@ -255,10 +266,11 @@ class Lease:
         if type(answer) is Refused and len(self.refused) < MAX_REFUSALS:
             name = self.name_of(message, sender)
             self.turned_down(Refusal(now, WHAT[type(message)], answer.reason, name, answer.detail))
+        if type(answer) is Granted and after is self.state and self.deadlines[0][0] > now:
+            # No condition holds while this grant runs, so nothing else follows.
+            return Effects(min(self.expires_at, self.look_at, self.warn_at), answer, first)
         self._go_on(after, now)
-        if not ON_EVENT[self.state]:
-            return Effects(math.inf, answer, first, True)
-        return Effects(self.wake_at, answer, first)
+        return Effects(math.inf if self.is_over else self.wake_at, answer, first, self.is_over)
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
         """Stop granting. The blocks return when no grant runs any more. `by` is a word for people."""
@@ -281,8 +293,7 @@ class Lease:
         if not self.past:
             return []
         holding = {grant.reader for grant in self.grants.values()} | self.gone
-        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
-        return [grant for reader, grant in self.past.items() if reader in owed - holding]
+        return [grant for reader, grant in self.past.items() if reader in self.owing - holding]
 
     def tick(self, now: float) -> Effects:
         was_over = self.is_over
@@ -316,25 +327,22 @@ class Lease:
 
     def _go_on(self, after: LeaseState, now: float) -> None:
         """Enter the state that an event leads to, then the states with conditions that hold."""
-        if after is not self.state:
-            self._enter(after, now)
-        if self.deadlines and self.deadlines[0][0] <= now:
-            self._lapse(now)
-        for _ in range(len(WHEN)):  # no state is entered twice
+        for _ in range(1 + len(WHEN)):  # no state is entered twice
+            if after is not self.state:
+                self.state, self.since, self.is_over = after, now, not ON_EVENT[after]
+                if after is L.ENDING:
+                    self._note(now, notes.Revoked(len(self.owed()), len(self.grants)))
+                else:
+                    self.history.append((now, after))  # the end is noted even beyond MAX_HISTORY
+            if self.deadlines and self.deadlines[0][0] <= now:
+                self._lapse(now)
             for condition, follows in WHEN[self.state].items():
                 if condition(self, now):
-                    self._enter(follows, now)
+                    after = follows
                     break
             else:
                 return
         raise AssertionError(f"the tables have a cycle through {self.state.name}")
-
-    def _enter(self, after: LeaseState, now: float) -> None:
-        self.state, self.since = after, now
-        if after is L.ENDING:
-            self._note(now, notes.Revoked(len(self.owed()), len(self.grants)))
-        else:
-            self.history.append((now, after))  # the end is noted even beyond MAX_HISTORY
 
     def _lapse(self, now: float) -> None:
         """Forget grants that have run out. Their readers know, because a reader's own deadline is earlier."""
@@ -356,10 +364,6 @@ class Lease:
     # -- questions ---------------------------------------------------------------------------------
 
     @property
-    def is_over(self) -> bool:
-        return not ON_EVENT[self.state]
-
-    @property
     def ended_at(self) -> float:
         return self.since if self.is_over else math.inf
 
@@ -378,20 +382,14 @@ class Lease:
         return lapse if self.state is L.ENDING else max(self.expires_at, lapse)
 
     def is_owed(self) -> bool:
-        if len(self.cohorts) < self.lent.readers:
-            return True
-        for bound in self.cohorts.values():  # not any(), because a generator adds a call to every message
-            if bound.owed:
-                return True
-        return False
+        return bool(self.owing) or len(self.cohorts) < self.lent.readers
 
     def is_forsaken(self) -> bool:
         """Return True if all owed readers are gone, and no grant runs."""
-        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
-        return not self.grants and len(self.cohorts) == self.lent.readers and owed <= self.gone
+        return not self.grants and len(self.cohorts) == self.lent.readers and self.owing <= self.gone
 
     def owed(self) -> tuple[str, ...]:
-        names = [str(r) for bound in self.cohorts.values() for r in sorted(bound.owed)]
+        names = [str(r) for bound in self.cohorts.values() for r in sorted(bound.readers & self.owing)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 
     def waits_for(self) -> tuple[str, ...]:
@@ -403,9 +401,8 @@ class Lease:
         `gone` or the outcome of the release.
         """
         known = self.past | {grant.reader: grant for grant in self.grants.values()}
-        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
-        holding = {grant.reader for grant in self.grants.values()} - owed
-        for reader in (*sorted(owed), *sorted(holding)):
+        holding = {grant.reader for grant in self.grants.values()} - self.owing
+        for reader in (*sorted(self.owing), *sorted(holding)):
             grant = known.get(reader)
             if grant is None:
                 yield str(reader), "unclaimed", None
@@ -424,8 +421,7 @@ class Lease:
     def is_orderly(self, now: float) -> bool:
         """Return True if every owed reader renews its grant."""
         renewed = {x.reader for x in self.grants.values() if now - x.asked_at <= self.lent.grant_s / 2}
-        is_known = self.state is L.LENT and len(self.cohorts) == self.lent.readers
-        return is_known and all(bound.owed <= renewed for bound in self.cohorts.values())
+        return self.state is L.LENT and len(self.cohorts) == self.lent.readers and self.owing <= renewed
 
     def waits(self, now: float) -> str:
         """Return in words what the lease waits for."""
@@ -458,14 +454,9 @@ class Lease:
             return refused(claim, Reason.RELEASED_ALREADY)
         cohort = claim.cohort
         reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
-        grant = self.grants.get(PullId(claim.pull_id))
-        if grant is not None and (grant.sender != sender or grant.reader != reader):
-            return refused(claim, Reason.FOREIGN_PULL)
-        if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
-            return refused(claim, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
-        if refusal := self._bind(claim, reader, proven):
+        if refusal := self._bind(claim, reader, sender, proven):
             return refusal
-        if reader not in self.cohorts[cohort.id].owed:
+        if reader not in self.owing:
             return refused(claim, Reason.CONSUMED, "this reader has released the request before")
         return self._grant(claim, reader, sender, now, reply_to)
 
@@ -492,8 +483,9 @@ class Lease:
         pull_id = PullId(ask.pull_id)
         grant = self.grants.get(pull_id)
         if grant is None:
-            name = rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
-            self._note(now, notes.Granted(name, pull_id))
+            name = _rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
+            if len(self.history) < MAX_HISTORY:
+                self.history.append((now, notes.Granted(name, pull_id)))
             self.attempts[reader] = self.attempts.get(reader, 0) + 1
             self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now, (reply_to,))
             self.names[sender] = name
@@ -514,20 +506,16 @@ class Lease:
         if pull_id in self.final:
             return Ack(release.key, pull_id)
         reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
-        grant = self.grants.get(pull_id)
-        if grant is not None and (grant.sender != sender or grant.reader != reader):
-            return refused(release, Reason.FOREIGN_PULL)
-        if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
-            return refused(release, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
-        if refusal := self._bind(release, reader, proven):
+        if refusal := self._bind(release, reader, sender, proven):
             return refusal
-        name = grant.name if grant is not None else reader.name(sender)
-        self.grants.pop(pull_id, None)
+        grant = self.grants.pop(pull_id, None)
         self.final.add(pull_id)
         if grant is None:
-            self.attempts[reader] = self.attempts.get(reader, 0) + 1
+            name, self.attempts[reader] = reader.name(sender), self.attempts.get(reader, 0) + 1
+        else:
+            name = grant.name
         if release.outcome is not Outcome.RETRY:
-            self.cohorts[cohort.id].owed.discard(reader)
+            self.owing.discard(reader)
             self.discharged.setdefault(reader, Discharge(release.outcome, name))
         else:
             since, ways = (now, ()) if grant is None else (grant.since, grant.ways)
@@ -535,12 +523,18 @@ class Lease:
             self.past[reader].came_by(reply_to)
             self.gone.discard(reader)  # a later start of the process has taken over
             self.look_at = min(self.look_at, now + self.lent.grant_s)
-        self._note(now, notes.Released(name, pull_id, release.outcome))
+        if len(self.history) < MAX_HISTORY:
+            self.history.append((now, notes.Released(name, pull_id, release.outcome)))
         return Ack(release.key, pull_id)
 
-    def _bind(self, message: Claim | Release, reader: Reader, proven: str) -> Refused | None:
+    def _bind(self, message: Claim | Release, reader: Reader, sender: str, proven: str) -> Refused | None:
         """Bind the lease to the message's cohort, or return a refusal. A refusal changes nothing."""
         cohort, sizes = message.cohort, (message.cohort.tp_size, message.cohort.pp_size)
+        grant = self.grants.get(PullId(message.pull_id))
+        if grant is not None and (grant.sender != sender or grant.reader != reader):
+            return refused(message, Reason.FOREIGN_PULL)
+        if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
+            return refused(message, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
         if message.request_id != self.lent.request_id:
             return refused(
                 message,
@@ -549,48 +543,39 @@ class Lease:
             )
         if self.keys.get(reader, proven) != proven:
             return refused(message, Reason.FOREIGN_PULL, _OTHER_KEY)
-        bound = self.cohorts.get(cohort.id)
-        if bound is not None and bound.sizes == sizes and reader in bound.readers:
-            if proven:
-                self.keys[reader] = proven
-            return None
-        if cohort.tp_rank >= cohort.tp_size or cohort.pp_stage >= cohort.pp_size:
-            return refused(
-                message,
-                Reason.WRONG_COHORT,
-                f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size}: too high",
-            )
-        owed = owed_readers(self.lent.tp_rank, self.lent.tp_size, cohort.tp_size)
-        if len(owed) * cohort.pp_size > MAX_READERS:
-            return refused(
-                message, Reason.WRONG_COHORT, f"{len(owed)} x {cohort.pp_size} readers are more than {MAX_READERS}"
-            )
-        if cohort.tp_rank not in owed:
-            return refused(
-                message,
-                Reason.NOT_OWED,
-                f"decode tp_rank {cohort.tp_rank} of {cohort.tp_size} does not answer for prefill tp_rank "
-                f"{self.lent.tp_rank} of {self.lent.tp_size}",
-            )
-        if bound is not None:
-            return refused(
-                message,
-                Reason.WRONG_COHORT,
-                f"{cohort.id!r} has (tp_size, pp_size) {bound.sizes}, not {sizes}",
-            )
-        if len(self.cohorts) >= self.lent.readers:
-            return refused(
-                message,
-                Reason.WRONG_COHORT,
-                f"lent to {', '.join(map(repr, self.cohorts))}; lend with num_readers={self.lent.readers + 1} for more",
-            )
-        readers = set(starmap(Reader, product((cohort.id,), owed, range(cohort.pp_size))))
-        self.cohorts[cohort.id] = BoundCohort(sizes, frozenset(readers), readers)
+        bound, lent = self.cohorts.get(cohort.id), self.lent
+        readers = _owed_readers(cohort.id, lent.tp_rank, lent.tp_size, *sizes) if bound is None else bound.readers
+        has_room = len(self.cohorts) < lent.readers if bound is None else bound.sizes == sizes
+        if reader not in readers or not has_room:
+            return self._stranger(message)
+        if bound is None:
+            self.cohorts[cohort.id] = BoundCohort(sizes, readers)
+            self.owing |= readers
         if proven:
             self.keys[reader] = proven
         return None
 
+    def _stranger(self, message: Claim | Release) -> Refused:
+        """Say why the lease cannot be bound to the message's cohort."""
+        cohort, lent = message.cohort, self.lent
+        owed, reason = owed_readers(lent.tp_rank, lent.tp_size, cohort.tp_size), Reason.WRONG_COHORT
+        if cohort.tp_rank >= cohort.tp_size or cohort.pp_stage >= cohort.pp_size:
+            why = f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size}: too high"
+        elif len(owed) * cohort.pp_size > MAX_READERS:
+            why = f"{len(owed)} x {cohort.pp_size} readers are more than {MAX_READERS}"
+        elif cohort.tp_rank not in owed:
+            reason, there = Reason.NOT_OWED, f"prefill tp_rank {lent.tp_rank} of {lent.tp_size}"
+            why = f"decode tp_rank {cohort.tp_rank} of {cohort.tp_size} does not answer for {there}"
+        elif (bound := self.cohorts.get(cohort.id)) is not None:
+            sizes = cohort.tp_size, cohort.pp_size
+            why = f"{cohort.id!r} has (tp_size, pp_size) {bound.sizes}, not {sizes}"
+        else:
+            others = ", ".join(map(repr, self.cohorts))
+            why = f"lent to {others}; lend with num_readers={lent.readers + 1} for more"
+        return refused(message, reason, why)
 
+
+_rank_name = lru_cache(1024)(rank_name)
 _OTHER_KEY = "this reader used another key before"
 WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
 _WAITS = {

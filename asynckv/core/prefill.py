@@ -126,8 +126,8 @@ class PrefillSide:
         """Releases that were parked for too long. They explain why a request that is lent later expires."""
         self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
         self._answered: OrderedDict[ReplyTo, float] = OrderedDict()
-        self._read_at: OrderedDict[str, float] = OrderedDict()
-        """Time at which a request of each reader engine ended last, by its key, or without keys by its name."""
+        self._read_at: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+        """Time at which a request of each reader ended last, by its proven key (True) or its process start."""
         self.spent = SpentKeys()
 
     @property
@@ -157,7 +157,7 @@ class PrefillSide:
         blocks = {}
         for index, (group, offer) in enumerate(zip(self._layout.groups, lent.groups, strict=True)):
             blocks[index] = _blocks_of(index, group, offer, lent)
-        self._ledger.take(key.token, "lent", lent.request_id, blocks, now)
+        self._ledger.hold(key.token, "lent", lent.request_id, self._ledger.check("lent", blocks), now)
         # A rank that was restarted while others slept has memory that is as new as theirs.
         self.memory_epoch = key.memory_epoch
         lease = self.leases[key] = Lease(lent, now, next(self._arrivals))
@@ -167,7 +167,7 @@ class PrefillSide:
             lease.turned_down(forgotten)
         if self._outbox.trace:
             self._outbox.commands.append(Traced(lease, tuple(lease.history)))
-        self._timers.wake(lease, lease.wake_at)
+        self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
         if key in self._parked:
             for parked in self._take_parked(key):
                 if parked.until > now and not lease.is_over:
@@ -210,11 +210,12 @@ class PrefillSide:
             holding = self._ledger.get(key.token)
             size = sum(map(len, holding.blocks.values())) if holding is not None else 0
             if lease.state is LeaseState.LENT:
-                held[self._engine_of(lease)].append((lease, size))
+                held[self._engine_of(_reader(lease), bool(lease.keys))].append((lease, size))
             else:
                 num_blocks -= size
         sizes = Counter({engine: sum(size for _, size in leases) for engine, leases in held.items()})
-        waits = any(now - at < self._config.lease_s for engine, at in self._read_at.items() if engine not in held)
+        lately = [(name, proven) for name, (proven, at) in self._read_at.items() if now - at < self._config.lease_s]
+        waits = any(self._engine_of(*reader) not in held for reader in lately)
         share, revoked = self._ledger.num_blocks / max(len(held) + waits, 1), []
         while num_blocks > 0 and sizes:
             engine, most = sizes.most_common(1)[0]
@@ -266,7 +267,8 @@ class PrefillSide:
                 reader, what, detail = lease.name_of(message, sender), WHAT[type(message)], short(answer.detail)
                 self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
-        self._follow(lease, effects, noted)
+        if effects.has_ended or effects.wake_at < lease.scheduled_at or lease.is_sampled or self._outbox.trace:
+            self._follow(lease, effects, noted)
 
     def tick_lease(self, lease: Lease, now: float) -> bool:
         noted = len(lease.history)
@@ -319,8 +321,8 @@ class PrefillSide:
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]
             self._remember(key, Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts))
             if cohorts:
-                self._read_at[engine := self._engine_of(lease)] = lease.since
-                self._read_at.move_to_end(engine)
+                self._read_at[reader := _reader(lease)] = bool(lease.keys), lease.since
+                self._read_at.move_to_end(reader)
                 if len(self._read_at) > MAX_ENGINES:
                     self._read_at.popitem(last=False)
             outbox.counters[f"leases.{lease.state}"] += 1
@@ -343,13 +345,9 @@ class PrefillSide:
         is_asked = now - stray.probed_at >= PROBE_S / 2  # a lease is woken for other reasons too, perhaps too early
         return is_asked and is_silent and self._readers.is_replaced(stray.sender, lease.keys.get(stray.reader, ""))
 
-    def _engine_of(self, lease: Lease) -> str:
-        """Return the claiming engine, by its proven key if there is one, because a reader chooses its own name."""
-        for key in lease.keys.values():
-            return key
-        for sender in lease.names:
-            return self._readers.engine_of(sender)
-        return ""
+    def _engine_of(self, name: str, is_proven: bool) -> str:
+        """Return a reader's engine: its proven key if there is one, because a reader chooses its own name."""
+        return name if is_proven else self._readers.engine_of(name)
 
     def _how_spent(self, key: Key) -> str:
         if key in self.leases:
@@ -463,6 +461,11 @@ class PrefillSide:
         self._parked_by[parked.sharer] -= parked.room
         if not self._parked_by[parked.sharer]:
             del self._parked_by[parked.sharer]
+
+
+def _reader(lease: Lease) -> str:
+    """Return the key that was proven first; without keys, the process start that was granted first."""
+    return next(iter(lease.keys.values() or lease.names), "")
 
 
 def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:

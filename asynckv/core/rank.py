@@ -13,6 +13,7 @@ Every input comes with `now`. Reports of the planes on transfers, peers and addr
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
@@ -85,6 +86,9 @@ class RankCore:
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._hellos_of_one = Limiter(limits.hellos_per_s / 4, limits.hello_burst / 4)
         """Limit of each connection, because without keys a whole host shares the other limit."""
+        self._ours = identity.engine_id, layout.tp_size, layout.pp_size
+        self._lease_s = self._warn_s = math.nan
+        """The last request's lease, which was checked, and how long it may be held before it is reported."""
         self._pull_ids = itertools.count(1)
         self._pull_prefix = f"{identity.incarnation[:16]}-"
 
@@ -94,8 +98,11 @@ class RankCore:
         """Lend the request that the params describe."""
         if self.prefill.closed_as:
             self._check_open()
-        check_lease(params.lease_s, self.config.lease.max_lease_s)
-        self._check_ours(params)
+        if params.lease_s != self._lease_s:
+            check_lease(params.lease_s, self.config.lease.max_lease_s)
+            self._lease_s, self._warn_s = params.lease_s, warn_after(params.lease_s, self.config.log.held_fraction)
+        if (params.engine_id, params.tp_size, params.pp_size) != self._ours:
+            raise self._not_ours(params)
         layout = self.identity.layout
         lent = Lent(
             key=params.key,
@@ -111,7 +118,7 @@ class RankCore:
             readers=readers,
             tp_rank=layout.tp_rank,
             tp_size=layout.tp_size,
-            warn_s=warn_after(params.lease_s, self.config.log.held_fraction),
+            warn_s=self._warn_s,
         )
         return self.prefill.lend(lent, now)
 
@@ -119,17 +126,16 @@ class RankCore:
         """Make sure that a request is never lent, and revoke it if it is. Return the pulls that waited, or None if the
         request was lent or withdrawn before.
         """
-        self._check_ours(params)
+        if (params.engine_id, params.tp_size, params.pp_size) != self._ours:
+            raise self._not_ours(params)
         return self.prefill.withdraw(params.key, now)
 
-    def _check_ours(self, params: KVTransferParams) -> None:
-        layout = self.identity.layout
-        there = (params.engine_id, params.tp_size, params.pp_size)
-        if there != (self.identity.engine_id, layout.tp_size, layout.pp_size):
-            raise LocalProtocolError(
-                f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
-                f"{params.pp_size}, but this is {self.identity.engine_id!r} of {layout.tp_size} and {layout.pp_size}"
-            )
+    def _not_ours(self, params: KVTransferParams) -> LocalProtocolError:
+        engine_id, tp_size, pp_size = self._ours
+        return LocalProtocolError(
+            f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
+            f"{params.pp_size}, but this is {engine_id!r} of {tp_size} and {pp_size}"
+        )
 
     def announce(self, request_id: str, params: KVTransferParams, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks. Handshake, claim and renewals begin now, and last for `wait_s` at most."""
@@ -329,7 +335,8 @@ class RankCore:
 
     def receive(self, origin: Address | ReplyTo, data: bytes, now: float, principal: str = "") -> None:
         """Take a packet's bytes, received before `now`. `principal` is the key or host that it came from."""
-        sharer = principal if principal.startswith("key:") else origin  # one key's connections share, one host's do not
+        proven = principal if principal.startswith("key:") else ""
+        sharer = proven or origin  # one key's connections share, one host's do not
         if not self._messages.take(sharer, now):
             self.outbox.counters["dropped.too_many"] += 1
             return
@@ -356,8 +363,10 @@ class RankCore:
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
+            elif isinstance(message, wire.Claim | wire.Release | wire.Renew):
+                self.prefill.receive(message, ReplyTo(origin), packet.sender, now, proven)
             else:
-                self._serve(message, ReplyTo(origin), packet.sender, now, principal)
+                self._serve(message, ReplyTo(origin), packet.sender, now, principal, proven)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """Note that the data plane's agent has ended, and with it our own reads if `reads`. Lent blocks stay lent."""
@@ -407,11 +416,10 @@ class RankCore:
         if self.is_closed:
             raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
 
-    def _serve(self, message: wire.Message, route: ReplyTo, source: str, now: float, principal: str) -> None:
-        proven = principal if principal.startswith("key:") else ""
+    def _serve(
+        self, message: wire.Message, route: ReplyTo, source: str, now: float, principal: str, proven: str
+    ) -> None:
         match message:
-            case wire.Claim() | wire.Release() | wire.Renew():
-                self.prefill.receive(message, route, source, now, proven)
             case wire.Hello() if self._may_ask(principal, route, now):
                 self.readers.greet(message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases))
             case wire.Ping():
