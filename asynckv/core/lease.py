@@ -254,14 +254,17 @@ class Lease:
         """Take a message of the process start `sender`. `proven` is the key that its connection `reply_to` proved."""
         after = ON_EVENT[self.state].get(type(message)) or self._impossible(type(message))
         num_grants = len(self.grants)
+        if isinstance(message, Renew):
+            reader = self._renewer(message, sender, proven)
+        else:
+            reader = self._bind(message, sender, proven)
         answer: Granted | Refused | Ack
-        match message:
-            case Claim():
-                answer = self._claim(message, sender, now, proven, reply_to)
-            case Release():
-                answer = self._release(message, sender, now, proven, reply_to)
-            case Renew():
-                answer = self._renew(message, sender, now, proven, reply_to)
+        if not isinstance(reader, Reader):
+            answer = reader
+        elif isinstance(message, Release):
+            answer = self._release(message, reader, sender, now, reply_to)
+        else:
+            answer = self._grant(message, reader, sender, now, reply_to)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
         if type(answer) is Refused and len(self.refused) < MAX_REFUSALS:
             name = self.name_of(message, sender)
@@ -443,24 +446,8 @@ class Lease:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _claim(self, claim: Claim, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Granted | Refused:
-        if self.state is not L.LENT:
-            return refused(claim, Reason.REVOKED)
-        if claim.digest != self.digest:
-            return refused(
-                claim, Reason.BLOCKS_DIFFER, "the params name other blocks or tokens than were lent under this key"
-            )
-        if claim.pull_id in self.final:
-            return refused(claim, Reason.RELEASED_ALREADY)
-        cohort = claim.cohort
-        reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
-        if refusal := self._bind(claim, reader, sender, proven):
-            return refusal
-        if reader not in self.owing:
-            return refused(claim, Reason.CONSUMED, "this reader has released the request before")
-        return self._grant(claim, reader, sender, now, reply_to)
-
-    def _renew(self, renew: Renew, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Granted | Refused:
+    def _renewer(self, renew: Renew, sender: str, proven: str) -> Reader | Ack | Refused:
+        """Return the reader that renews, or a refusal."""
         if self.state is not L.LENT:
             return refused(renew, Reason.REVOKED)
         grant = self.grants.get(PullId(renew.pull_id))
@@ -469,7 +456,7 @@ class Lease:
             return refused(renew, Reason.RELEASED_ALREADY if known else Reason.EXPIRED)
         if self.keys.get(grant.reader, proven) != proven:
             return refused(renew, Reason.FOREIGN_PULL, _OTHER_KEY)
-        return self._grant(renew, grant.reader, sender, now, reply_to)
+        return grant.reader
 
     def _grant(
         self, ask: Claim | Renew, reader: Reader, sender: str, now: float, reply_to: ReplyTo
@@ -501,13 +488,8 @@ class Lease:
         self.expires_at = max(self.expires_at, now + seconds)
         return Granted(ask.key, pull_id, ask.nonce, seconds, math.floor((now - self.lent_at) * 1e6) / 1e6)
 
-    def _release(self, release: Release, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Ack | Refused:
-        pull_id, cohort = PullId(release.pull_id), release.cohort
-        if pull_id in self.final:
-            return Ack(release.key, pull_id)
-        reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
-        if refusal := self._bind(release, reader, sender, proven):
-            return refusal
+    def _release(self, release: Release, reader: Reader, sender: str, now: float, reply_to: ReplyTo) -> Ack:
+        pull_id = PullId(release.pull_id)
         grant = self.grants.pop(pull_id, None)
         self.final.add(pull_id)
         if grant is None:
@@ -527,10 +509,18 @@ class Lease:
             self.history.append((now, notes.Released(name, pull_id, release.outcome)))
         return Ack(release.key, pull_id)
 
-    def _bind(self, message: Claim | Release, reader: Reader, sender: str, proven: str) -> Refused | None:
-        """Bind the lease to the message's cohort, or return a refusal. A refusal changes nothing."""
+    def _bind(self, message: Claim | Release, sender: str, proven: str) -> Reader | Ack | Refused:
+        """Bind the lease to the message's cohort and return its reader, or an answer. A refusal changes nothing."""
+        pull_id, is_claim = PullId(message.pull_id), isinstance(message, Claim)
+        if is_claim and self.state is not L.LENT:
+            return refused(message, Reason.REVOKED)
+        if isinstance(message, Claim) and message.digest != self.digest:
+            detail = "the params name other blocks or tokens than were lent under this key"
+            return refused(message, Reason.BLOCKS_DIFFER, detail)
+        if pull_id in self.final:
+            return refused(message, Reason.RELEASED_ALREADY) if is_claim else Ack(message.key, pull_id)
         cohort, sizes = message.cohort, (message.cohort.tp_size, message.cohort.pp_size)
-        grant = self.grants.get(PullId(message.pull_id))
+        reader, grant = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage), self.grants.get(pull_id)
         if grant is not None and (grant.sender != sender or grant.reader != reader):
             return refused(message, Reason.FOREIGN_PULL)
         if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
@@ -553,7 +543,9 @@ class Lease:
             self.owing |= readers
         if proven:
             self.keys[reader] = proven
-        return None
+        if is_claim and reader not in self.owing:
+            return refused(message, Reason.CONSUMED, "this reader has released the request before")
+        return reader
 
     def _stranger(self, message: Claim | Release) -> Refused:
         """Say why the lease cannot be bound to the message's cohort."""

@@ -127,7 +127,7 @@ class PrefillSide:
         self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
         self._answered: OrderedDict[ReplyTo, float] = OrderedDict()
         self._read_at: OrderedDict[str, tuple[bool, float]] = OrderedDict()
-        """Time at which a request of each reader ended last, by its proven key (True) or its process start."""
+        """Time at which a request of each reader ended last, by its key (True) or its process start."""
         self.spent = SpentKeys()
 
     @property
@@ -182,7 +182,9 @@ class PrefillSide:
         if key in self.spent or key in self._ended:
             return None
         self.spent.add(key)
-        self._remember(key, Ended(Reason.WITHDRAWN))
+        self._ended[key] = Ended(Reason.WITHDRAWN)
+        if len(self._ended) > self.max_ended:
+            self._ended.popitem(last=False)
         self._outbox.counters["requests.withdrawn"] += 1
         waited = []
         for parked in self._take_parked(key):
@@ -210,12 +212,13 @@ class PrefillSide:
             holding = self._ledger.get(key.token)
             size = sum(map(len, holding.blocks.values())) if holding is not None else 0
             if lease.state is LeaseState.LENT:
-                held[self._engine_of(_reader(lease), bool(lease.keys))].append((lease, size))
+                reader = next(iter(lease.keys.values() or lease.names), "")
+                held[self._engine_of(reader, bool(lease.keys))].append((lease, size))
             else:
                 num_blocks -= size
         sizes = Counter({engine: sum(size for _, size in leases) for engine, leases in held.items()})
         lately = [(name, proven) for name, (proven, at) in self._read_at.items() if now - at < self._config.lease_s]
-        waits = any(self._engine_of(*reader) not in held for reader in lately)
+        waits = any(self._engine_of(*each) not in held for each in lately)
         share, revoked = self._ledger.num_blocks / max(len(held) + waits, 1), []
         while num_blocks > 0 and sizes:
             engine, most = sizes.most_common(1)[0]
@@ -319,9 +322,14 @@ class PrefillSide:
             self._timers.forget(lease)
             self._ledger.drop(key.token)
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]
-            self._remember(key, Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts))
+            self._ended[key] = Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts)
+            if len(self._ended) > self.max_ended:
+                self._ended.popitem(last=False)
             if cohorts:
-                self._read_at[reader := _reader(lease)] = bool(lease.keys), lease.since
+                self._read_at[reader := next(iter(lease.keys.values() or lease.names), "")] = (
+                    bool(lease.keys),
+                    lease.since,
+                )
                 self._read_at.move_to_end(reader)
                 if len(self._read_at) > MAX_ENGINES:
                     self._read_at.popitem(last=False)
@@ -346,7 +354,7 @@ class PrefillSide:
         return is_asked and is_silent and self._readers.is_replaced(stray.sender, lease.keys.get(stray.reader, ""))
 
     def _engine_of(self, name: str, is_proven: bool) -> str:
-        """Return a reader's engine: its proven key if there is one, because a reader chooses its own name."""
+        """Return the engine of the first reader: its proven key, or else the name that its process start chose."""
         return name if is_proven else self._readers.engine_of(name)
 
     def _how_spent(self, key: Key) -> str:
@@ -364,11 +372,6 @@ class PrefillSide:
                 return "was withdrawn"
             case ended:
                 return f"was lent before ({ended.reason})"
-
-    def _remember(self, key: Key, ended: Ended) -> None:
-        self._ended[key] = ended
-        if len(self._ended) > self.max_ended:
-            self._ended.popitem(last=False)
 
     def _answer_for_nothing_lent(
         self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str
@@ -461,11 +464,6 @@ class PrefillSide:
         self._parked_by[parked.sharer] -= parked.room
         if not self._parked_by[parked.sharer]:
             del self._parked_by[parked.sharer]
-
-
-def _reader(lease: Lease) -> str:
-    """Return the key that was proven first; without keys, the process start that was granted first."""
-    return next(iter(lease.keys.values() or lease.names), "")
 
 
 def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:
