@@ -30,6 +30,7 @@ import asynckv
 from asynckv import Engine, EngineConfig, PrefillRanks, Registration
 from asynckv.geometry.layout import Memory
 from asynckv.layout import register_memory
+from asynckv.testing.clock import ManualClock
 from asynckv.testing.fabric import SimControl, SimData, SimNetwork
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
@@ -75,12 +76,13 @@ def memory() -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
 async def count(warm: int, pulls: int) -> Calls:
     """Pull one block after another, and count the calls of the last pulls."""
     network = SimNetwork()
-    sides, arrays = dict[str, Engine](), []
+    sides, arrays, clock = dict[str, Engine](), [], ManualClock()
     for name in ("prefill", "decode"):
         registration, array = memory()
         arrays.append(array)
         data, control = SimData(network, name), SimControl(network)
-        sides[name] = Engine(EngineConfig(engine_id=name), registration, data=data, control=control)
+        # No beat falls into the count, because time stands still.
+        sides[name] = Engine(EngineConfig(engine_id=name), registration, data=data, control=control, clock=clock)
     prefill, decode = sides.values()
     async with prefill, decode:
         group = PrefillRanks("prefill", [prefill.endpoint])

@@ -13,18 +13,17 @@ Every input comes with `now`. Reports of the planes on transfers, peers and addr
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
 import msgspec
 
-from asynckv.config import EngineConfig, check_lease
+from asynckv.config import EngineConfig
 from asynckv.core import wire
 from asynckv.core.decode import DecodeSide
 from asynckv.core.inspect import Inspector
-from asynckv.core.lease import Lease, Lent
+from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
@@ -39,7 +38,6 @@ from asynckv.core.timers import Timed, Timers
 from asynckv.core.types import Address, Cohort, KVTransferParams, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
 from asynckv.errors import (
-    EngineClosed,
     LocalProtocolError,
     Overloaded,
     RemoteProtocolError,
@@ -72,9 +70,8 @@ class RankCore:
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
         arrivals = itertools.count()
         self.readers = Readers(identity, self.outbox)
-        self.prefill = PrefillSide(
-            layout, self.ledger, self.outbox, self.timers, config.lease, self.readers, arrivals, identity.memory_epoch
-        )
+        self.prefill = PrefillSide(identity, config, self.ledger, self.outbox, self.timers, self.readers, arrivals)
+        self.lend, self.withdraw = self.prefill.lend, self.prefill.withdraw
         self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
             layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, arrivals, self.watch
@@ -86,56 +83,10 @@ class RankCore:
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._hellos_of_one = Limiter(limits.hellos_per_s / 4, limits.hello_burst / 4)
         """Limit of each connection, because without keys a whole host shares the other limit."""
-        self._ours = identity.engine_id, layout.tp_size, layout.pp_size
-        self._lease_s = self._warn_s = math.nan
-        """The last request's lease, which was checked, and how long it may be held before it is reported."""
         self._pull_ids = itertools.count(1)
         self._pull_prefix = f"{identity.incarnation[:16]}-"
 
     # -- calls -------------------------------------------------------------------------------------
-
-    def lend(self, params: KVTransferParams, readers: int, now: float) -> Lease:
-        """Lend the request that the params describe."""
-        if self.prefill.closed_as:
-            self._check_open()
-        if params.lease_s != self._lease_s:
-            check_lease(params.lease_s, self.config.lease.max_lease_s)
-            self._lease_s, self._warn_s = params.lease_s, warn_after(params.lease_s, self.config.log.held_fraction)
-        if (params.engine_id, params.tp_size, params.pp_size) != self._ours:
-            raise self._not_ours(params)
-        layout = self.identity.layout
-        lent = Lent(
-            key=params.key,
-            request_id=RequestId(params.request_id),
-            groups=params.groups,
-            num_tokens=params.num_tokens,
-            written=params.written,
-            hashes=params.hashes,
-            hash_tokens=params.hash_tokens,
-            lease_s=params.lease_s,
-            grant_s=min(self.config.lease.grant_s, params.lease_s),
-            max_lease_s=self.config.lease.max_lease_s,
-            readers=readers,
-            tp_rank=layout.tp_rank,
-            tp_size=layout.tp_size,
-            warn_s=self._warn_s,
-        )
-        return self.prefill.lend(lent, now)
-
-    def withdraw(self, params: KVTransferParams, now: float) -> tuple[str, ...] | None:
-        """Make sure that a request is never lent, and revoke it if it is. Return the pulls that waited, or None if the
-        request was lent or withdrawn before.
-        """
-        if (params.engine_id, params.tp_size, params.pp_size) != self._ours:
-            raise self._not_ours(params)
-        return self.prefill.withdraw(params.key, now)
-
-    def _not_ours(self, params: KVTransferParams) -> LocalProtocolError:
-        engine_id, tp_size, pp_size = self._ours
-        return LocalProtocolError(
-            f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
-            f"{params.pp_size}, but this is {engine_id!r} of {tp_size} and {pp_size}"
-        )
 
     def announce(self, request_id: str, params: KVTransferParams, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks. Handshake, claim and renewals begin now, and last for `wait_s` at most."""
@@ -144,7 +95,7 @@ class RankCore:
             self._check_announced(pull, PullRequest(request_id, (), params, cohort_id))
             self.decode.extend(pull, now + wait_s, now)
             return pull
-        self._check_open()
+        self.prefill.check_open()
         pull = self._make_pull(PullRequest(request_id, (), params, cohort_id), wait_s, now, KIND.ANNOUNCEMENT)
         self.decode.announce(pull, now)
         return pull
@@ -207,7 +158,7 @@ class RankCore:
         request_id, params = request.request_id, request.params
         pull = self.decode.by_request.get(RequestId(request_id))
         if attempt == 1 and pull is None and self.prefill.closed_as:
-            self._check_open()
+            self.prefill.check_open()
         wanted = params.num_tokens
         if request.num_tokens is not None or request.hashes is not None:
             wanted = self._wanted_tokens(request)
@@ -341,13 +292,11 @@ class RankCore:
             self.outbox.counters["dropped.too_many"] += 1
             return
         try:
-            packet = wire.decode_packet(data)
-        except RemoteProtocolError as exc:
-            self.outbox.counters["dropped.malformed"] += 1
-            self._messages.charge(sharer, now, MALFORMED)
-            if isinstance(exc, wire.OtherVersion):
-                self._foreign_version(origin, str(exc), now)
-            return
+            packet = wire.decode(data)
+        except wire.UNREADABLE:
+            return self._refuse(origin, data, now, sharer)
+        if packet.major != wire.MAJOR:
+            return self._refuse(origin, data, now, sharer)
         if len(packet.messages) > 1:
             self._messages.charge(sharer, now, len(packet.messages) - 1)
         misdirected = packet.target not in ("", self.identity.incarnation)
@@ -412,10 +361,6 @@ class RankCore:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
-
     def _serve(
         self, message: wire.Message, route: ReplyTo, source: str, now: float, principal: str, proven: str
     ) -> None:
@@ -443,9 +388,16 @@ class RankCore:
         is_shared = principal.startswith("host:")
         return (not is_shared or self._hellos_of_one.take(route, now)) and self._hellos.take(principal or route, now)
 
-    def _foreign_version(self, origin: Address | ReplyTo, detail: str, now: float) -> None:
-        if isinstance(origin, str):
-            self.decode.foreign_version(Address(origin), detail, now)
-        else:
-            # The first field of the answer tells the sender which version this side speaks, whatever it asked.
-            self.readers.refuse("", "hello", ReplyTo(origin), "", wire.Unwelcome(0, Reason.PROTOCOL, detail))
+    def _refuse(self, origin: Address | ReplyTo, data: bytes, now: float, sharer: str | bytes) -> None:
+        self.outbox.counters["dropped.malformed"] += 1
+        self._messages.charge(sharer, now, MALFORMED)
+        try:
+            wire.decode_packet(data)
+        except wire.OtherVersion as exc:
+            if isinstance(origin, str):
+                self.decode.foreign_version(Address(origin), str(exc), now)
+            else:
+                # The first field of the answer tells the sender which version this side speaks, whatever it asked.
+                self.readers.refuse("", "hello", ReplyTo(origin), "", wire.Unwelcome(0, Reason.PROTOCOL, str(exc)))
+        except RemoteProtocolError:
+            pass  # it is no packet of any version

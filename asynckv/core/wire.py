@@ -294,6 +294,10 @@ class _Header(Struct, frozen=True, array_like=True, gc=False):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Packet] = msgspec.msgpack.Decoder(Packet)
+decode = _decoder.decode
+"""Decode a packet at least cost. Whoever it fails for asks `decode_packet`, which also compares versions, why."""
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
 
 
@@ -304,8 +308,8 @@ def encode_packet(sender: str, target: str, messages: Sequence[Message]) -> byte
 def decode_packet(data: bytes) -> Packet:
     """Decode bytes from outside: the only door. Raise `RemoteProtocolError` (or `OtherVersion`), and nothing else."""
     try:
-        packet = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        packet = decode(data)
+    except UNREADABLE as exc:
         other = _other_major(data)
         kind = OtherVersion if other else RemoteProtocolError
         raise kind(f"{other}malformed packet of {len(data)} bytes: {exc}") from exc
@@ -317,7 +321,7 @@ def decode_packet(data: bytes) -> Packet:
 def _other_major(data: bytes) -> str:
     try:
         major = _header.decode(data).major
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ""
     return f"protocol version {major} is not {MAJOR}; " if major != MAJOR else ""
 
