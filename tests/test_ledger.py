@@ -91,16 +91,11 @@ def test_a_writer_is_alone(held: Kind, wanted: Kind, beside: list[int]) -> None:
         assert ledger.holders_of(0, 7) == []
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from("abcd"),
-            st.sampled_from(["lent", "writing", "drop"]),
-            st.lists(st.integers(-1, 39), unique=True, max_size=40),
-        ),
-        max_size=20,
-    )
-)
+BLOCKS = st.lists(st.integers(-1, 39), unique=True, max_size=40)
+STEP = st.tuples(st.sampled_from("abcd"), st.sampled_from(["lent", "writing", "drop"]), BLOCKS)
+
+
+@given(st.lists(STEP, max_size=20))
 def test_it_is_a_set_of_holders_per_block(steps: Sequence[tuple[str, str, list[int]]]) -> None:
     ledger, model = Ledger([40]), dict[str, tuple[str, set[int]]]()
     for holder, how, given_blocks in steps:

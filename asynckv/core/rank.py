@@ -55,6 +55,7 @@ MALFORMED = 100
 """Cost of a malformed packet to its sender, in messages."""
 
 
+_OF_LEASES = wire.Claim, wire.Renew, wire.Release
 _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
 
 
@@ -312,7 +313,7 @@ class RankCore:
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
-            elif isinstance(message, wire.Claim | wire.Release | wire.Renew):
+            elif isinstance(message, _OF_LEASES):
                 self.prefill.receive(message, ReplyTo(origin), packet.sender, now, proven)
             else:
                 self._serve(message, ReplyTo(origin), packet.sender, now, principal, proven)
