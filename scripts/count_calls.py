@@ -2,7 +2,7 @@
 
 Two engines run on simulated planes (no sockets, no NIXL) in one event loop. After a warm-up, every call of a function
 of the package is counted for the engine that caused it. Code below the ports is not counted. The figures are exact and
-repeatable, even on a busy host; compare them between two checkouts:
+repeatable, even on a busy host, because the engines' clock stands still; compare them between two checkouts:
 
     python -m scripts.count_calls                # a table of files
     python -m scripts.count_calls --json -       # {"decode": ..., "prefill": ..., "files": ...}
@@ -30,7 +30,7 @@ import asynckv
 from asynckv import Engine, EngineConfig, PrefillRanks, Registration
 from asynckv.geometry.layout import Memory
 from asynckv.layout import register_memory
-from asynckv.testing.fabric import SimControl, SimData, SimNetwork
+from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 
@@ -75,12 +75,12 @@ def memory() -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
 async def count(warm: int, pulls: int) -> Calls:
     """Pull one block after another, and count the calls of the last pulls."""
     network = SimNetwork()
-    sides, arrays = dict[str, Engine](), []
+    sides, arrays, clock = dict[str, Engine](), [], ManualClock()
     for name in ("prefill", "decode"):
         registration, array = memory()
         arrays.append(array)
         data, control = SimData(network, name), SimControl(network)
-        sides[name] = Engine(EngineConfig(engine_id=name), registration, data=data, control=control)
+        sides[name] = Engine(EngineConfig(engine_id=name), registration, data=data, control=control, clock=clock)
     prefill, decode = sides.values()
     async with prefill, decode:
         group = PrefillRanks("prefill", [prefill.endpoint])

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.lease import Lease
+from asynckv.core.lease import WHEN, Lease, LeaseState
 from asynckv.core.ledger import Ledger
 from asynckv.core.source import Source
 from asynckv.core.spent import SpentKeys
@@ -461,10 +461,10 @@ def whoever_has_not_spoken_up_is_not_owed(rank: Rank) -> None:
 
 @inside("whoever_has_not_spoken_up_is_not_owed")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def is_owed(self: Lease) -> bool:
-        return not self.cohorts or any(bound.owed for bound in self.cohorts.values())
+    def all_known_have_released(lease: Lease, now: float) -> bool:
+        return bool(lease.cohorts) and not (lease.grants or lease.owing)
 
-    patch.setattr(Lease, "is_owed", is_owed)
+    patch.setitem(WHEN, LeaseState.LENT, {all_known_have_released: LeaseState.RELEASED, **WHEN[LeaseState.LENT]})
 
 
 @planted

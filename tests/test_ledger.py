@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
@@ -22,21 +22,25 @@ MANY = [*range(20, 21 + 2 * FEW)]
 """Blocks beside which one is held as one of many."""
 
 
+def take(ledger: Ledger, holder: str, kind: Kind, request_id: str, groups: Mapping[int, Sequence[int]]) -> None:
+    ledger.hold(holder, kind, request_id, ledger.check(kind, groups), 0.0)
+
+
 def test_a_page_is_one_block_whatever_group_names_it() -> None:
     ledger = Ledger([10, 8, 10], (0, 1, 0))
-    ledger.take("lease", "lent", "r1", {0: [5], 1: [3]}, 0.0)
+    take(ledger, "lease", "lent", "r1", {0: [5], 1: [3]})
     with pytest.raises(LocalProtocolError, match="block 5 of group 2 cannot be filled: it is lent to 'r1'"):
-        ledger.take("pull", "writing", "r2", {2: [5]}, 0.0)
-    ledger.take("other", "lent", "r3", {2: [5]}, 0.0)
-    ledger.take("pull", "writing", "r2", {1: [5], 2: [6]}, 0.0)
+        take(ledger, "pull", "writing", "r2", {2: [5]})
+    take(ledger, "other", "lent", "r3", {2: [5]})
+    take(ledger, "pull", "writing", "r2", {1: [5], 2: [6]})
     assert (ledger.num_held("lent"), ledger.num_held("writing")) == (2, 2)
     assert ledger.audit() == []
     with pytest.raises(LocalProtocolError, match="block 7 is named in two groups that share its page"):
-        ledger.take("two", "writing", "r4", {0: [7], 2: [7]}, 0.0)
+        take(ledger, "two", "writing", "r4", {0: [7], 2: [7]})
     for holder in ("lease", "other", "pull"):
         ledger.drop(holder)
     assert (ledger.num_held("lent"), ledger.num_held("writing"), len(ledger)) == (0, 0, 0)
-    ledger.take("pull", "writing", "r2", {2: [5, -1]}, 0.0)
+    take(ledger, "pull", "writing", "r2", {2: [5, -1]})
     assert ledger.audit() == []
 
 
@@ -64,39 +68,34 @@ def test_a_rank_knows_which_of_its_groups_see_the_same_pages() -> None:
 def test_dropping_one_lender_leaves_the_others(beside: list[int]) -> None:
     ledger = Ledger([100])
     for name in ("one", "two"):
-        ledger.take(name, "lent", name, {0: [5, *beside]}, 0.0)
+        take(ledger, name, "lent", name, {0: [5, *beside]})
     ledger.drop("one")
     assert ledger.audit() == []
     assert [h.holder for h in ledger.holders_of(0, 5)] == ["two"]
     with pytest.raises(LocalProtocolError, match=r"block 5 of group 0 cannot be filled: it is lent to 'two'"):
-        ledger.take("pull", "writing", "r", {0: [5]}, 0.0)
+        take(ledger, "pull", "writing", "r", {0: [5]})
     ledger.drop("two")
-    ledger.take("pull", "writing", "r", {0: [5]}, 0.0)
+    take(ledger, "pull", "writing", "r", {0: [5]})
 
 
 @pytest.mark.parametrize("beside", [[], MANY], ids=["few", "many"])
 @pytest.mark.parametrize(("held", "wanted"), [("lent", "writing"), ("writing", "lent"), ("writing", "writing")])
 def test_a_writer_is_alone(held: Kind, wanted: Kind, beside: list[int]) -> None:
     ledger = Ledger([100])
-    ledger.take("holder", held, "theirs", {0: [5, *beside]}, 0.0)
+    take(ledger, "holder", held, "theirs", {0: [5, *beside]})
     for blocks in ([7, 5], [5, 7, *range(60, 60 + 2 * FEW)]):
         with pytest.raises(LocalProtocolError, match=r"block 5 of group 0 cannot be .* wait until it is returned"):
-            ledger.take("other", wanted, "ours", {0: blocks}, 0.0)
+            take(ledger, "other", wanted, "ours", {0: blocks})
         # What was refused took nothing.
         assert (ledger.audit(), ledger.get("other")) == ([], None)
         assert ledger.holders_of(0, 7) == []
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from("abcd"),
-            st.sampled_from(["lent", "writing", "drop"]),
-            st.lists(st.integers(-1, 39), unique=True, max_size=40),
-        ),
-        max_size=20,
-    )
-)
+BLOCKS = st.lists(st.integers(-1, 39), unique=True, max_size=40)
+STEP = st.tuples(st.sampled_from("abcd"), st.sampled_from(["lent", "writing", "drop"]), BLOCKS)
+
+
+@given(st.lists(STEP, max_size=20))
 def test_it_is_a_set_of_holders_per_block(steps: Sequence[tuple[str, str, list[int]]]) -> None:
     ledger, model = Ledger([40]), dict[str, tuple[str, set[int]]]()
     for holder, how, given_blocks in steps:
@@ -108,9 +107,9 @@ def test_it_is_a_set_of_holders_per_block(steps: Sequence[tuple[str, str, list[i
             continue
         elif any(blocks & theirs and "writing" in (how, kind) for kind, theirs in model.values()):
             with pytest.raises(LocalProtocolError):
-                ledger.take(holder, "lent" if how == "lent" else "writing", holder, {0: given_blocks}, 0.0)
+                take(ledger, holder, "lent" if how == "lent" else "writing", holder, {0: given_blocks})
         else:
-            ledger.take(holder, "lent" if how == "lent" else "writing", holder, {0: given_blocks}, 0.0)
+            take(ledger, holder, "lent" if how == "lent" else "writing", holder, {0: given_blocks})
             model[holder] = how, blocks
         assert ledger.audit() == []
         assert {h.holder for h in ledger} == set(model)

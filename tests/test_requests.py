@@ -410,6 +410,7 @@ def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
     assert (late.reason, "unknown" in late.detail) == (Reason.UNKNOWN, True)
     with pytest.raises(LocalProtocolError, match="was lent or withdrawn before; make new params"):
         world.lend(prefill, first)
+    assert (len(prefill.core.ledger), prefill.core.ledger.audit()) == (0, [])
 
 
 def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() -> None:

@@ -24,7 +24,7 @@ def size(spent: SpentKeys) -> int:
 def test_it_is_the_set_of_what_was_added(added: list[tuple[str, int]]) -> None:
     spent, model = SpentKeys(), set()
     for epoch, sequence in added:
-        spent.add(key(sequence, epoch))
+        assert spent.add(key(sequence, epoch)) is ((epoch, sequence) not in model)
         model.add((epoch, sequence))
         assert {(e, s) for e in "abc" for s in range(42) if key(s, e) in spent} == model
     assert spent.num_given_up == 0

@@ -21,6 +21,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product, starmap
 
 from msgspec import Struct
@@ -68,7 +69,7 @@ class Gone:
 
 def everybody_has_released(lease: Lease, now: float) -> bool:
     """No reader is owed, and no grant runs."""
-    return not lease.grants and not lease.is_owed()
+    return not (lease.grants or lease.owing) and len(lease.cohorts) >= lease.lent.readers
 
 
 def time_is_up(lease: Lease, now: float) -> bool:
@@ -172,12 +173,19 @@ class Refusal(Struct, frozen=True, gc=False):
     detail: str = ""
 
 
-class BoundCohort(Struct):
-    """A cohort that the lease is bound to: its readers here, and those of them that are still owed."""
+class BoundCohort(Struct, frozen=True, gc=False):
+    """A cohort that the lease is bound to, and its readers here."""
 
     sizes: tuple[int, int]
     readers: frozenset[Reader]
-    owed: set[Reader]
+
+
+@lru_cache(maxsize=16)  # most requests are read by the engine that read the last one
+def _owed_readers(cohort: str, tp_rank: int, tp_size: int, size: int, stages: int) -> frozenset[Reader]:
+    """Return the readers of a cohort that a prefill rank is owed; none if they are too many."""
+    ranks = owed_readers(tp_rank, tp_size, size)
+    is_small = len(ranks) * stages <= MAX_READERS
+    return frozenset(starmap(Reader, product((cohort,), ranks, range(stages)))) if is_small else frozenset()
 
 
 class Effects(Struct, frozen=True, gc=False):
@@ -208,7 +216,10 @@ class Lease:
     """Time of the next warning that the request is held for long. The interval doubles each time."""
     digest: bytes = field(init=False)
     history: notes.History = field(init=False)
+    is_over: bool = False
     cohorts: dict[str, BoundCohort] = field(default_factory=dict)
+    owing: set[Reader] = field(default_factory=set)
+    """Readers of these cohorts that are owed: they have not released."""
     grants: dict[PullId, Grant] = field(default_factory=dict)
     deadlines: list[tuple[float, PullId]] = field(default_factory=list)
     """Heap of the times at which each grant is checked. A renewed grant gets a later entry only at that check."""
@@ -243,22 +254,26 @@ class Lease:
         """Take a message of the process start `sender`. `proven` is the key that its connection `reply_to` proved."""
         after = ON_EVENT[self.state].get(type(message)) or self._impossible(type(message))
         num_grants = len(self.grants)
+        if isinstance(message, Renew):
+            reader = self._renewer(message, sender, proven)
+        else:
+            reader = self._bind(message, sender, proven)
         answer: Granted | Refused | Ack
-        match message:
-            case Claim():
-                answer = self._claim(message, sender, now, proven, reply_to)
-            case Release():
-                answer = self._release(message, sender, now, proven, reply_to)
-            case Renew():
-                answer = self._renew(message, sender, now, proven, reply_to)
+        if not isinstance(reader, Reader):
+            answer = reader
+        elif isinstance(message, Release):
+            answer = self._release(message, reader, sender, now, reply_to)
+        else:
+            answer = self._grant(message, reader, sender, now, reply_to)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
         if type(answer) is Refused and len(self.refused) < MAX_REFUSALS:
             name = self.name_of(message, sender)
             self.turned_down(Refusal(now, WHAT[type(message)], answer.reason, name, answer.detail))
+        if type(answer) is Granted and after is self.state and self.deadlines[0][0] > now:
+            # No condition holds while this grant runs, so nothing else follows.
+            return Effects(min(self.expires_at, self.look_at, self.warn_at), answer, first)
         self._go_on(after, now)
-        if not ON_EVENT[self.state]:
-            return Effects(math.inf, answer, first, True)
-        return Effects(self.wake_at, answer, first)
+        return Effects(math.inf if self.is_over else self.wake_at, answer, first, self.is_over)
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
         """Stop granting. The blocks return when no grant runs any more. `by` is a word for people."""
@@ -281,8 +296,7 @@ class Lease:
         if not self.past:
             return []
         holding = {grant.reader for grant in self.grants.values()} | self.gone
-        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
-        return [grant for reader, grant in self.past.items() if reader in owed - holding]
+        return [grant for reader, grant in self.past.items() if reader in self.owing - holding]
 
     def tick(self, now: float) -> Effects:
         was_over = self.is_over
@@ -316,25 +330,22 @@ class Lease:
 
     def _go_on(self, after: LeaseState, now: float) -> None:
         """Enter the state that an event leads to, then the states with conditions that hold."""
-        if after is not self.state:
-            self._enter(after, now)
-        if self.deadlines and self.deadlines[0][0] <= now:
-            self._lapse(now)
-        for _ in range(len(WHEN)):  # no state is entered twice
+        for _ in range(1 + len(WHEN)):  # no state is entered twice
+            if after is not self.state:
+                self.state, self.since, self.is_over = after, now, not ON_EVENT[after]
+                if after is L.ENDING:
+                    self._note(now, notes.Revoked(len(self.owed()), len(self.grants)))
+                else:
+                    self.history.append((now, after))  # the end is noted even beyond MAX_HISTORY
+            if self.deadlines and self.deadlines[0][0] <= now:
+                self._lapse(now)
             for condition, follows in WHEN[self.state].items():
                 if condition(self, now):
-                    self._enter(follows, now)
+                    after = follows
                     break
             else:
                 return
         raise AssertionError(f"the tables have a cycle through {self.state.name}")
-
-    def _enter(self, after: LeaseState, now: float) -> None:
-        self.state, self.since = after, now
-        if after is L.ENDING:
-            self._note(now, notes.Revoked(len(self.owed()), len(self.grants)))
-        else:
-            self.history.append((now, after))  # the end is noted even beyond MAX_HISTORY
 
     def _lapse(self, now: float) -> None:
         """Forget grants that have run out. Their readers know, because a reader's own deadline is earlier."""
@@ -356,10 +367,6 @@ class Lease:
     # -- questions ---------------------------------------------------------------------------------
 
     @property
-    def is_over(self) -> bool:
-        return not ON_EVENT[self.state]
-
-    @property
     def ended_at(self) -> float:
         return self.since if self.is_over else math.inf
 
@@ -378,20 +385,14 @@ class Lease:
         return lapse if self.state is L.ENDING else max(self.expires_at, lapse)
 
     def is_owed(self) -> bool:
-        if len(self.cohorts) < self.lent.readers:
-            return True
-        for bound in self.cohorts.values():  # not any(), because a generator adds a call to every message
-            if bound.owed:
-                return True
-        return False
+        return bool(self.owing) or len(self.cohorts) < self.lent.readers
 
     def is_forsaken(self) -> bool:
         """Return True if all owed readers are gone, and no grant runs."""
-        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
-        return not self.grants and len(self.cohorts) == self.lent.readers and owed <= self.gone
+        return not self.grants and len(self.cohorts) == self.lent.readers and self.owing <= self.gone
 
     def owed(self) -> tuple[str, ...]:
-        names = [str(r) for bound in self.cohorts.values() for r in sorted(bound.owed)]
+        names = [str(r) for bound in self.cohorts.values() for r in sorted(bound.readers & self.owing)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 
     def waits_for(self) -> tuple[str, ...]:
@@ -403,9 +404,8 @@ class Lease:
         `gone` or the outcome of the release.
         """
         known = self.past | {grant.reader: grant for grant in self.grants.values()}
-        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
-        holding = {grant.reader for grant in self.grants.values()} - owed
-        for reader in (*sorted(owed), *sorted(holding)):
+        holding = {grant.reader for grant in self.grants.values()} - self.owing
+        for reader in (*sorted(self.owing), *sorted(holding)):
             grant = known.get(reader)
             if grant is None:
                 yield str(reader), "unclaimed", None
@@ -424,8 +424,7 @@ class Lease:
     def is_orderly(self, now: float) -> bool:
         """Return True if every owed reader renews its grant."""
         renewed = {x.reader for x in self.grants.values() if now - x.asked_at <= self.lent.grant_s / 2}
-        is_known = self.state is L.LENT and len(self.cohorts) == self.lent.readers
-        return is_known and all(bound.owed <= renewed for bound in self.cohorts.values())
+        return self.state is L.LENT and len(self.cohorts) == self.lent.readers and self.owing <= renewed
 
     def waits(self, now: float) -> str:
         """Return in words what the lease waits for."""
@@ -447,29 +446,8 @@ class Lease:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _claim(self, claim: Claim, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Granted | Refused:
-        if self.state is not L.LENT:
-            return refused(claim, Reason.REVOKED)
-        if claim.digest != self.digest:
-            return refused(
-                claim, Reason.BLOCKS_DIFFER, "the params name other blocks or tokens than were lent under this key"
-            )
-        if claim.pull_id in self.final:
-            return refused(claim, Reason.RELEASED_ALREADY)
-        cohort = claim.cohort
-        reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
-        grant = self.grants.get(PullId(claim.pull_id))
-        if grant is not None and (grant.sender != sender or grant.reader != reader):
-            return refused(claim, Reason.FOREIGN_PULL)
-        if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
-            return refused(claim, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
-        if refusal := self._bind(claim, reader, proven):
-            return refusal
-        if reader not in self.cohorts[cohort.id].owed:
-            return refused(claim, Reason.CONSUMED, "this reader has released the request before")
-        return self._grant(claim, reader, sender, now, reply_to)
-
-    def _renew(self, renew: Renew, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Granted | Refused:
+    def _renewer(self, renew: Renew, sender: str, proven: str) -> Reader | Ack | Refused:
+        """Return the reader that renews, or a refusal."""
         if self.state is not L.LENT:
             return refused(renew, Reason.REVOKED)
         grant = self.grants.get(PullId(renew.pull_id))
@@ -478,7 +456,7 @@ class Lease:
             return refused(renew, Reason.RELEASED_ALREADY if known else Reason.EXPIRED)
         if self.keys.get(grant.reader, proven) != proven:
             return refused(renew, Reason.FOREIGN_PULL, _OTHER_KEY)
-        return self._grant(renew, grant.reader, sender, now, reply_to)
+        return grant.reader
 
     def _grant(
         self, ask: Claim | Renew, reader: Reader, sender: str, now: float, reply_to: ReplyTo
@@ -492,8 +470,9 @@ class Lease:
         pull_id = PullId(ask.pull_id)
         grant = self.grants.get(pull_id)
         if grant is None:
-            name = rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
-            self._note(now, notes.Granted(name, pull_id))
+            name = _rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
+            if len(self.history) < MAX_HISTORY:
+                self.history.append((now, notes.Granted(name, pull_id)))
             self.attempts[reader] = self.attempts.get(reader, 0) + 1
             self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now, (reply_to,))
             self.names[sender] = name
@@ -509,25 +488,16 @@ class Lease:
         self.expires_at = max(self.expires_at, now + seconds)
         return Granted(ask.key, pull_id, ask.nonce, seconds, math.floor((now - self.lent_at) * 1e6) / 1e6)
 
-    def _release(self, release: Release, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Ack | Refused:
-        pull_id, cohort = PullId(release.pull_id), release.cohort
-        if pull_id in self.final:
-            return Ack(release.key, pull_id)
-        reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
-        grant = self.grants.get(pull_id)
-        if grant is not None and (grant.sender != sender or grant.reader != reader):
-            return refused(release, Reason.FOREIGN_PULL)
-        if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
-            return refused(release, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
-        if refusal := self._bind(release, reader, proven):
-            return refusal
-        name = grant.name if grant is not None else reader.name(sender)
-        self.grants.pop(pull_id, None)
+    def _release(self, release: Release, reader: Reader, sender: str, now: float, reply_to: ReplyTo) -> Ack:
+        pull_id = PullId(release.pull_id)
+        grant = self.grants.pop(pull_id, None)
         self.final.add(pull_id)
         if grant is None:
-            self.attempts[reader] = self.attempts.get(reader, 0) + 1
+            name, self.attempts[reader] = reader.name(sender), self.attempts.get(reader, 0) + 1
+        else:
+            name = grant.name
         if release.outcome is not Outcome.RETRY:
-            self.cohorts[cohort.id].owed.discard(reader)
+            self.owing.discard(reader)
             self.discharged.setdefault(reader, Discharge(release.outcome, name))
         else:
             since, ways = (now, ()) if grant is None else (grant.since, grant.ways)
@@ -535,12 +505,26 @@ class Lease:
             self.past[reader].came_by(reply_to)
             self.gone.discard(reader)  # a later start of the process has taken over
             self.look_at = min(self.look_at, now + self.lent.grant_s)
-        self._note(now, notes.Released(name, pull_id, release.outcome))
+        if len(self.history) < MAX_HISTORY:
+            self.history.append((now, notes.Released(name, pull_id, release.outcome)))
         return Ack(release.key, pull_id)
 
-    def _bind(self, message: Claim | Release, reader: Reader, proven: str) -> Refused | None:
-        """Bind the lease to the message's cohort, or return a refusal. A refusal changes nothing."""
+    def _bind(self, message: Claim | Release, sender: str, proven: str) -> Reader | Ack | Refused:
+        """Bind the lease to the message's cohort and return its reader, or an answer. A refusal changes nothing."""
+        pull_id, is_claim = PullId(message.pull_id), isinstance(message, Claim)
+        if is_claim and self.state is not L.LENT:
+            return refused(message, Reason.REVOKED)
+        if isinstance(message, Claim) and message.digest != self.digest:
+            detail = "the params name other blocks or tokens than were lent under this key"
+            return refused(message, Reason.BLOCKS_DIFFER, detail)
+        if pull_id in self.final:
+            return refused(message, Reason.RELEASED_ALREADY) if is_claim else Ack(message.key, pull_id)
         cohort, sizes = message.cohort, (message.cohort.tp_size, message.cohort.pp_size)
+        reader, grant = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage), self.grants.get(pull_id)
+        if grant is not None and (grant.sender != sender or grant.reader != reader):
+            return refused(message, Reason.FOREIGN_PULL)
+        if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
+            return refused(message, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
         if message.request_id != self.lent.request_id:
             return refused(
                 message,
@@ -549,48 +533,41 @@ class Lease:
             )
         if self.keys.get(reader, proven) != proven:
             return refused(message, Reason.FOREIGN_PULL, _OTHER_KEY)
-        bound = self.cohorts.get(cohort.id)
-        if bound is not None and bound.sizes == sizes and reader in bound.readers:
-            if proven:
-                self.keys[reader] = proven
-            return None
-        if cohort.tp_rank >= cohort.tp_size or cohort.pp_stage >= cohort.pp_size:
-            return refused(
-                message,
-                Reason.WRONG_COHORT,
-                f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size}: too high",
-            )
-        owed = owed_readers(self.lent.tp_rank, self.lent.tp_size, cohort.tp_size)
-        if len(owed) * cohort.pp_size > MAX_READERS:
-            return refused(
-                message, Reason.WRONG_COHORT, f"{len(owed)} x {cohort.pp_size} readers are more than {MAX_READERS}"
-            )
-        if cohort.tp_rank not in owed:
-            return refused(
-                message,
-                Reason.NOT_OWED,
-                f"decode tp_rank {cohort.tp_rank} of {cohort.tp_size} does not answer for prefill tp_rank "
-                f"{self.lent.tp_rank} of {self.lent.tp_size}",
-            )
-        if bound is not None:
-            return refused(
-                message,
-                Reason.WRONG_COHORT,
-                f"{cohort.id!r} has (tp_size, pp_size) {bound.sizes}, not {sizes}",
-            )
-        if len(self.cohorts) >= self.lent.readers:
-            return refused(
-                message,
-                Reason.WRONG_COHORT,
-                f"lent to {', '.join(map(repr, self.cohorts))}; lend with num_readers={self.lent.readers + 1} for more",
-            )
-        readers = set(starmap(Reader, product((cohort.id,), owed, range(cohort.pp_size))))
-        self.cohorts[cohort.id] = BoundCohort(sizes, frozenset(readers), readers)
+        bound, lent = self.cohorts.get(cohort.id), self.lent
+        readers = _owed_readers(cohort.id, lent.tp_rank, lent.tp_size, *sizes) if bound is None else bound.readers
+        has_room = len(self.cohorts) < lent.readers if bound is None else bound.sizes == sizes
+        if reader not in readers or not has_room:
+            return self._stranger(message)
+        if bound is None:
+            self.cohorts[cohort.id] = BoundCohort(sizes, readers)
+            self.owing |= readers
         if proven:
             self.keys[reader] = proven
-        return None
+        if is_claim and reader not in self.owing:
+            return refused(message, Reason.CONSUMED, "this reader has released the request before")
+        return reader
+
+    def _stranger(self, message: Claim | Release) -> Refused:
+        """Say why the lease cannot be bound to the message's cohort."""
+        cohort, lent = message.cohort, self.lent
+        owed, reason = owed_readers(lent.tp_rank, lent.tp_size, cohort.tp_size), Reason.WRONG_COHORT
+        if cohort.tp_rank >= cohort.tp_size or cohort.pp_stage >= cohort.pp_size:
+            why = f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size}: too high"
+        elif len(owed) * cohort.pp_size > MAX_READERS:
+            why = f"{len(owed)} x {cohort.pp_size} readers are more than {MAX_READERS}"
+        elif cohort.tp_rank not in owed:
+            reason, there = Reason.NOT_OWED, f"prefill tp_rank {lent.tp_rank} of {lent.tp_size}"
+            why = f"decode tp_rank {cohort.tp_rank} of {cohort.tp_size} does not answer for {there}"
+        elif (bound := self.cohorts.get(cohort.id)) is not None:
+            sizes = cohort.tp_size, cohort.pp_size
+            why = f"{cohort.id!r} has (tp_size, pp_size) {bound.sizes}, not {sizes}"
+        else:
+            others = ", ".join(map(repr, self.cohorts))
+            why = f"lent to {others}; lend with num_readers={lent.readers + 1} for more"
+        return refused(message, reason, why)
 
 
+_rank_name = lru_cache(1024)(rank_name)
 _OTHER_KEY = "this reader used another key before"
 WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
 _WAITS = {

@@ -71,17 +71,6 @@ class Ledger:
         arrays = self._lent if kind == "lent" else self._writing
         return sum(int(np.count_nonzero(arrays[p])) for p in set(self._pools))
 
-    def take(
-        self,
-        holder: str,
-        kind: Kind,
-        request_id: str,
-        groups: Mapping[int, Sequence[int] | Int64s],
-        now: float,
-    ) -> None:
-        """Record a holding, or raise `LocalProtocolError`."""
-        self.hold(holder, kind, request_id, self.check(kind, groups), now)
-
     def hold(
         self, holder: str, kind: Kind, request_id: str, blocks: Mapping[int, Int64s], now: float, what: str = ""
     ) -> None:
@@ -106,22 +95,22 @@ class Ledger:
             ids = np.asarray(given, np.int64)
             if NULL in (ids.tolist() if len(ids) <= FEW else ids):
                 ids = ids[ids != NULL]
-            if len(ids):
-                blocks[group] = ids
-                self._check(kind, group, ids)
+            if not len(ids):
+                continue
+            blocks[group] = ids
+            if len(ids) > FEW:
+                self._check_many(kind, group, ids)
+                continue
+            writing, lent = self._writing[group], self._lent[group]
+            for block in ids.tolist():
+                if writing[block] or (kind == "writing" and lent[block]):
+                    raise self._conflict(kind, group, block, "writing" if writing[block] else "lent")
         if len(blocks) > 1:
             self._check_pages(blocks)
         return blocks
 
-    def _check(self, kind: Kind, group: int, ids: Int64s) -> None:
+    def _check_many(self, kind: Kind, group: int, ids: Int64s) -> None:
         writing, lent = self._writing[group], self._lent[group]
-        if len(ids) <= FEW:
-            for block in ids.tolist():
-                if writing[block]:
-                    raise self._conflict(kind, group, block, "writing")
-                if kind == "writing" and lent[block]:
-                    raise self._conflict(kind, group, block, "lent")
-            return
         if (written := writing[ids]).any():
             raise self._conflict(kind, group, int(ids[written.argmax()]), "writing")
         if kind == "writing" and (shared := lent[ids]).any():

@@ -25,20 +25,21 @@ from collections.abc import Iterator
 import numpy as np
 from msgspec import Struct
 
-from asynckv.config import LeaseConfig
+from asynckv.config import EngineConfig, check_lease
 from asynckv.core.lease import PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.outbox import LeaseEnded, Outbox, Traced
-from asynckv.core.readers import Readers
+from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.told import MAX_GRANTS, ReaderRefused, lease_granted, short
-from asynckv.core.types import Key, Reason, ReplyTo, rank_name
+from asynckv.core.types import Key, KVTransferParams, Reason, ReplyTo, RequestId, rank_name
+from asynckv.core.watch import warn_after
 from asynckv.core.wire import Ack, Claim, NotYet, Ping, Refused, Release, Renew
-from asynckv.errors import LocalProtocolError
+from asynckv.errors import EngineClosed, LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
-from asynckv.geometry.layout import Group, Layout
+from asynckv.geometry.layout import Group
 
 MAX_ENDED = 8192
 
@@ -99,21 +100,24 @@ class Ended(Struct, frozen=True, gc=False):
 class PrefillSide:
     def __init__(
         self,
-        layout: Layout,
+        identity: Identity,
+        config: EngineConfig,
         ledger: Ledger,
         outbox: Outbox,
         timers: Timers,
-        config: LeaseConfig,
         readers: Readers,
         arrivals: Iterator[int],
-        memory_epoch: int,
     ) -> None:
         self.leases: dict[Key, Lease] = {}
-        self.memory_epoch = memory_epoch
+        self.memory_epoch = identity.memory_epoch
         self.closed_as = ""
         """Why the engine takes nothing new, in a word; empty while it is open. A closed engine parks nothing."""
-        self._layout, self._ledger, self._outbox, self._timers = layout, ledger, outbox, timers
-        self._config, self._readers, self._arrivals = config, readers, arrivals
+        self._layout, self._ledger, self._outbox, self._timers = identity.layout, ledger, outbox, timers
+        self._config, self._readers, self._arrivals = config.lease, readers, arrivals
+        self._here = identity.engine_id, identity.layout.tp_size, identity.layout.pp_size
+        self._held_fraction = config.log.held_fraction
+        self._lease_s = self._warn_s = math.nan
+        """The last request's lease, which was checked, and how long it may be held before it is reported."""
         self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
@@ -126,8 +130,8 @@ class PrefillSide:
         """Releases that were parked for too long. They explain why a request that is lent later expires."""
         self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
         self._answered: OrderedDict[ReplyTo, float] = OrderedDict()
-        self._read_at: OrderedDict[str, float] = OrderedDict()
-        """Time at which a request of each reader engine ended last, by its key, or without keys by its name."""
+        self._read_at: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+        """Time at which a request of each reader ended last, by its key (True) or its process start."""
         self.spent = SpentKeys()
 
     @property
@@ -136,53 +140,85 @@ class PrefillSide:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def lend(self, lent: Lent, now: float) -> Lease:
-        """Lend a request's blocks, and answer the messages that came before."""
-        key = lent.key
-        if key in self.spent or key in self.leases or key in self._ended:
-            raise LocalProtocolError(
-                f"request {lent.request_id!r} (sequence {key.sequence}) {self._how_spent(key)}; make new params for it"
-            )
+    def check_open(self) -> None:
+        if self.closed_as:
+            raise EngineClosed(f"engine {self._here[0]!r} is {self.closed_as} and takes no new work")
+
+    def lend(self, params: KVTransferParams, readers: int, now: float) -> Lease:
+        """Lend the request that the params describe, and answer the messages that came before."""
+        if self.closed_as:
+            self.check_open()
+        if params.lease_s != self._lease_s:
+            check_lease(params.lease_s, self._config.max_lease_s)
+            self._lease_s, self._warn_s = params.lease_s, warn_after(params.lease_s, self._held_fraction)
+        if (params.engine_id, params.tp_size, params.pp_size) != self._here:
+            raise self._not_ours(params)
+        layout, key = self._layout, params.key
+        lent = Lent(
+            key=key,
+            request_id=RequestId(params.request_id),
+            groups=params.groups,
+            num_tokens=params.num_tokens,
+            written=params.written,
+            hashes=params.hashes,
+            hash_tokens=params.hash_tokens,
+            lease_s=params.lease_s,
+            grant_s=min(self._config.grant_s, params.lease_s),
+            max_lease_s=self._config.max_lease_s,
+            readers=readers,
+            tp_rank=layout.tp_rank,
+            tp_size=layout.tp_size,
+            warn_s=self._warn_s,
+        )
+        if key in self.leases or key in self._ended:
+            raise self._spent_before(lent)
         if key.memory_epoch < self.memory_epoch:
             raise LocalProtocolError(
                 f"the params of request {lent.request_id!r} are of memory epoch {key.memory_epoch}, but the memory "
                 f"was registered anew (epoch {self.memory_epoch}); make new params for it, with a PrefillRanks of the "
                 f"engine's current endpoint and memory_epoch"
             )
-        if len(lent.groups) != len(self._layout.groups):
+        if len(lent.groups) != len(layout.groups):
             raise LocalProtocolError(
-                f"request {lent.request_id!r} names {len(lent.groups)} groups, "
-                f"but the layout has {len(self._layout.groups)}"
+                f"request {lent.request_id!r} names {len(lent.groups)} groups, but the layout has {len(layout.groups)}"
             )
         blocks = {}
-        for index, (group, offer) in enumerate(zip(self._layout.groups, lent.groups, strict=True)):
+        for index, (group, offer) in enumerate(zip(layout.groups, lent.groups, strict=True)):
             blocks[index] = _blocks_of(index, group, offer, lent)
-        self._ledger.take(key.token, "lent", lent.request_id, blocks, now)
+        self._ledger.hold(key.token, "lent", lent.request_id, self._ledger.check("lent", blocks), now)
+        if not self.spent.add(key):
+            self._ledger.drop(key.token)
+            raise self._spent_before(lent)
         # A rank that was restarted while others slept has memory that is as new as theirs.
         self.memory_epoch = key.memory_epoch
         lease = self.leases[key] = Lease(lent, now, next(self._arrivals))
-        self.spent.add(key)
         self._outbox.counters["leases.lent"] += 1
         if (forgotten := self._forgotten.pop(key, None)) is not None:
             lease.turned_down(forgotten)
         if self._outbox.trace:
             self._outbox.commands.append(Traced(lease, tuple(lease.history)))
-        self._timers.wake(lease, lease.wake_at)
+        self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
         if key in self._parked:
             for parked in self._take_parked(key):
                 if parked.until > now and not lease.is_over:
                     self.receive(parked.message, parked.reply_to, parked.sender, now, parked.proven)
         return lease
 
-    def withdraw(self, key: Key, now: float) -> tuple[str, ...] | None:
-        """Make sure that a request is never lent; see `RankCore.withdraw`."""
+    def withdraw(self, params: KVTransferParams, now: float) -> tuple[str, ...] | None:
+        """Make sure that a request is never lent, and revoke it if it is. Return the pulls that waited, or None if the
+        request was lent or withdrawn before.
+        """
+        if (params.engine_id, params.tp_size, params.pp_size) != self._here:
+            raise self._not_ours(params)
+        key = params.key
         if (lease := self.leases.get(key)) is not None:
             self.revoke(lease, now, "withdraw")
             return None
-        if key in self.spent or key in self._ended:
+        if key in self._ended or not self.spent.add(key):
             return None
-        self.spent.add(key)
-        self._remember(key, Ended(Reason.WITHDRAWN))
+        self._ended[key] = Ended(Reason.WITHDRAWN)
+        if len(self._ended) > self.max_ended:
+            self._ended.popitem(last=False)
         self._outbox.counters["requests.withdrawn"] += 1
         waited = []
         for parked in self._take_parked(key):
@@ -210,11 +246,13 @@ class PrefillSide:
             holding = self._ledger.get(key.token)
             size = sum(map(len, holding.blocks.values())) if holding is not None else 0
             if lease.state is LeaseState.LENT:
-                held[self._engine_of(lease)].append((lease, size))
+                reader = next(iter(lease.keys.values() or lease.names), "")
+                held[self._engine_of(reader, bool(lease.keys))].append((lease, size))
             else:
                 num_blocks -= size
         sizes = Counter({engine: sum(size for _, size in leases) for engine, leases in held.items()})
-        waits = any(now - at < self._config.lease_s for engine, at in self._read_at.items() if engine not in held)
+        lately = [(name, proven) for name, (proven, at) in self._read_at.items() if now - at < self._config.lease_s]
+        waits = any(self._engine_of(*each) not in held for each in lately)
         share, revoked = self._ledger.num_blocks / max(len(held) + waits, 1), []
         while num_blocks > 0 and sizes:
             engine, most = sizes.most_common(1)[0]
@@ -266,7 +304,8 @@ class PrefillSide:
                 reader, what, detail = lease.name_of(message, sender), WHAT[type(message)], short(answer.detail)
                 self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
-        self._follow(lease, effects, noted)
+        if effects.has_ended or effects.wake_at < lease.scheduled_at or lease.is_sampled or self._outbox.trace:
+            self._follow(lease, effects, noted)
 
     def tick_lease(self, lease: Lease, now: float) -> bool:
         noted = len(lease.history)
@@ -304,6 +343,13 @@ class PrefillSide:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _not_ours(self, params: KVTransferParams) -> LocalProtocolError:
+        engine_id, tp_size, pp_size = self._here
+        return LocalProtocolError(
+            f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
+            f"{params.pp_size}, but this is {engine_id!r} of {tp_size} and {pp_size}"
+        )
+
     def _follow(self, lease: Lease, effects: Effects, noted: int) -> None:
         outbox = self._outbox
         if effects.first_grant is not None and lease.is_sampled:
@@ -317,10 +363,13 @@ class PrefillSide:
             self._timers.forget(lease)
             self._ledger.drop(key.token)
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]
-            self._remember(key, Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts))
+            self._ended[key] = Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts)
+            if len(self._ended) > self.max_ended:
+                self._ended.popitem(last=False)
             if cohorts:
-                self._read_at[engine := self._engine_of(lease)] = lease.since
-                self._read_at.move_to_end(engine)
+                reader = next(iter(lease.keys.values() or lease.names), "")
+                self._read_at[reader] = bool(lease.keys), lease.since
+                self._read_at.move_to_end(reader)
                 if len(self._read_at) > MAX_ENGINES:
                     self._read_at.popitem(last=False)
             outbox.counters[f"leases.{lease.state}"] += 1
@@ -343,34 +392,26 @@ class PrefillSide:
         is_asked = now - stray.probed_at >= PROBE_S / 2  # a lease is woken for other reasons too, perhaps too early
         return is_asked and is_silent and self._readers.is_replaced(stray.sender, lease.keys.get(stray.reader, ""))
 
-    def _engine_of(self, lease: Lease) -> str:
-        """Return the claiming engine, by its proven key if there is one, because a reader chooses its own name."""
-        for key in lease.keys.values():
-            return key
-        for sender in lease.names:
-            return self._readers.engine_of(sender)
-        return ""
+    def _engine_of(self, name: str, is_proven: bool) -> str:
+        """Return the engine of the first reader: its proven key, or else the name that its process start chose."""
+        return name if is_proven else self._readers.engine_of(name)
 
-    def _how_spent(self, key: Key) -> str:
+    def _spent_before(self, lent: Lent) -> LocalProtocolError:
+        key, ended = lent.key, self._ended.get(lent.key)
         if key in self.leases:
-            return "was lent before, and still is"
-        match self._ended.get(key):
-            case None if self.spent.num_given_up:
-                return (
-                    f"was lent or withdrawn before, or was open for too long: later requests have passed over more "
-                    f"than {self.spent.max_gaps:,} gaps of requests that were never lent (withdraw aborted requests)"
-                )
-            case None:
-                return "was lent or withdrawn before"
-            case Ended(reason=Reason.WITHDRAWN):
-                return "was withdrawn"
-            case ended:
-                return f"was lent before ({ended.reason})"
-
-    def _remember(self, key: Key, ended: Ended) -> None:
-        self._ended[key] = ended
-        if len(self._ended) > self.max_ended:
-            self._ended.popitem(last=False)
+            how = "was lent before, and still is"
+        elif ended is not None:
+            how = "was withdrawn" if ended.reason is Reason.WITHDRAWN else f"was lent before ({ended.reason})"
+        elif self.spent.num_given_up:
+            how = (
+                f"was lent or withdrawn before, or was open for too long: later requests have passed over more "
+                f"than {self.spent.max_gaps:,} gaps of requests that were never lent (withdraw aborted requests)"
+            )
+        else:
+            how = "was lent or withdrawn before"
+        return LocalProtocolError(
+            f"request {lent.request_id!r} (sequence {key.sequence}) {how}; make new params for it"
+        )
 
     def _answer_for_nothing_lent(
         self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str

@@ -19,11 +19,11 @@ from typing import get_args
 
 import msgspec
 
-from asynckv.config import EngineConfig, check_lease
+from asynckv.config import EngineConfig
 from asynckv.core import wire
 from asynckv.core.decode import DecodeSide
 from asynckv.core.inspect import Inspector
-from asynckv.core.lease import Lease, Lent
+from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
@@ -38,7 +38,6 @@ from asynckv.core.timers import Timed, Timers
 from asynckv.core.types import Address, Cohort, KVTransferParams, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
 from asynckv.errors import (
-    EngineClosed,
     LocalProtocolError,
     Overloaded,
     RemoteProtocolError,
@@ -57,6 +56,7 @@ MALFORMED = 100
 """Cost of a malformed packet to its sender, in messages."""
 
 
+_OF_LEASES = wire.Claim, wire.Renew, wire.Release
 _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
 
 
@@ -72,9 +72,8 @@ class RankCore:
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
         arrivals = itertools.count()
         self.readers = Readers(identity, self.outbox)
-        self.prefill = PrefillSide(
-            layout, self.ledger, self.outbox, self.timers, config.lease, self.readers, arrivals, identity.memory_epoch
-        )
+        self.prefill = PrefillSide(identity, config, self.ledger, self.outbox, self.timers, self.readers, arrivals)
+        self.lend, self.withdraw = self.prefill.lend, self.prefill.withdraw
         self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
             layout,
@@ -100,47 +99,6 @@ class RankCore:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def lend(self, params: KVTransferParams, readers: int, now: float) -> Lease:
-        """Lend the request that the params describe."""
-        if self.prefill.closed_as:
-            self._check_open()
-        check_lease(params.lease_s, self.config.lease.max_lease_s)
-        self._check_ours(params)
-        layout = self.identity.layout
-        lent = Lent(
-            key=params.key,
-            request_id=RequestId(params.request_id),
-            groups=params.groups,
-            num_tokens=params.num_tokens,
-            written=params.written,
-            hashes=params.hashes,
-            hash_tokens=params.hash_tokens,
-            lease_s=params.lease_s,
-            grant_s=min(self.config.lease.grant_s, params.lease_s),
-            max_lease_s=self.config.lease.max_lease_s,
-            readers=readers,
-            tp_rank=layout.tp_rank,
-            tp_size=layout.tp_size,
-            warn_s=warn_after(params.lease_s, self.config.log.held_fraction),
-        )
-        return self.prefill.lend(lent, now)
-
-    def withdraw(self, params: KVTransferParams, now: float) -> tuple[str, ...] | None:
-        """Make sure that a request is never lent, and revoke it if it is. Return the pulls that waited, or None if the
-        request was lent or withdrawn before.
-        """
-        self._check_ours(params)
-        return self.prefill.withdraw(params.key, now)
-
-    def _check_ours(self, params: KVTransferParams) -> None:
-        layout = self.identity.layout
-        there = (params.engine_id, params.tp_size, params.pp_size)
-        if there != (self.identity.engine_id, layout.tp_size, layout.pp_size):
-            raise LocalProtocolError(
-                f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
-                f"{params.pp_size}, but this is {self.identity.engine_id!r} of {layout.tp_size} and {layout.pp_size}"
-            )
-
     def announce(self, request_id: str, params: KVTransferParams, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks. Handshake, claim and renewals begin now, and last for `wait_s` at most."""
         pull = self.decode.by_request.get(RequestId(request_id))
@@ -148,7 +106,7 @@ class RankCore:
             self._check_announced(pull, PullRequest(request_id, (), params, cohort_id))
             self.decode.extend(pull, now + wait_s, now)
             return pull
-        self._check_open()
+        self.prefill.check_open()
         pull = self._make_pull(PullRequest(request_id, (), params, cohort_id), wait_s, now, KIND.ANNOUNCEMENT)
         self.decode.announce(pull, now)
         return pull
@@ -211,7 +169,7 @@ class RankCore:
         request_id, params = request.request_id, request.params
         pull = self.decode.by_request.get(RequestId(request_id))
         if attempt == 1 and pull is None and self.prefill.closed_as:
-            self._check_open()
+            self.prefill.check_open()
         wanted = params.num_tokens
         if request.num_tokens is not None or request.hashes is not None:
             wanted = self._wanted_tokens(request)
@@ -339,18 +297,17 @@ class RankCore:
 
     def receive(self, origin: Address | ReplyTo, data: bytes, now: float, principal: str = "") -> None:
         """Take a packet's bytes, received before `now`. `principal` is the key or host that it came from."""
-        sharer = principal if principal.startswith("key:") else origin  # one key's connections share, one host's do not
+        proven = principal if principal.startswith("key:") else ""
+        sharer = proven or origin  # one key's connections share, one host's do not
         if not self._messages.take(sharer, now):
             self.outbox.counters["dropped.too_many"] += 1
             return
         try:
-            packet = wire.decode_packet(data)
-        except RemoteProtocolError as exc:
-            self.outbox.counters["dropped.malformed"] += 1
-            self._messages.charge(sharer, now, MALFORMED)
-            if isinstance(exc, wire.OtherVersion):
-                self._foreign_version(origin, str(exc), now)
-            return
+            packet = wire.decode(data)
+        except wire.UNREADABLE:
+            return self._refuse(origin, data, now, sharer)
+        if packet.major != wire.MAJOR:
+            return self._refuse(origin, data, now, sharer)
         if len(packet.messages) > 1:
             self._messages.charge(sharer, now, len(packet.messages) - 1)
         misdirected = packet.target not in ("", self.identity.incarnation)
@@ -366,8 +323,10 @@ class RankCore:
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
+            elif isinstance(message, _OF_LEASES):
+                self.prefill.receive(message, ReplyTo(origin), packet.sender, now, proven)
             else:
-                self._serve(message, ReplyTo(origin), packet.sender, now, principal)
+                self._serve(message, ReplyTo(origin), packet.sender, now, principal, proven)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """Note that the data plane's agent has ended, and with it our own reads if `reads`. Lent blocks stay lent."""
@@ -413,15 +372,10 @@ class RankCore:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
-
-    def _serve(self, message: wire.Message, route: ReplyTo, source: str, now: float, principal: str) -> None:
-        proven = principal if principal.startswith("key:") else ""
+    def _serve(
+        self, message: wire.Message, route: ReplyTo, source: str, now: float, principal: str, proven: str
+    ) -> None:
         match message:
-            case wire.Claim() | wire.Release() | wire.Renew():
-                self.prefill.receive(message, route, source, now, proven)
             case wire.Hello() if self._may_ask(principal, route, now):
                 self.readers.greet(message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases))
             case wire.Ping():
@@ -445,9 +399,16 @@ class RankCore:
         is_shared = principal.startswith("host:")
         return (not is_shared or self._hellos_of_one.take(route, now)) and self._hellos.take(principal or route, now)
 
-    def _foreign_version(self, origin: Address | ReplyTo, detail: str, now: float) -> None:
-        if isinstance(origin, str):
-            self.decode.foreign_version(Address(origin), detail, now)
-        else:
-            # The first field of the answer tells the sender which version this side speaks, whatever it asked.
-            self.readers.refuse("", "hello", ReplyTo(origin), "", wire.Unwelcome(0, Reason.PROTOCOL, detail))
+    def _refuse(self, origin: Address | ReplyTo, data: bytes, now: float, sharer: str | bytes) -> None:
+        self.outbox.counters["dropped.malformed"] += 1
+        self._messages.charge(sharer, now, MALFORMED)
+        try:
+            wire.decode_packet(data)
+        except wire.OtherVersion as exc:
+            if isinstance(origin, str):
+                self.decode.foreign_version(Address(origin), str(exc), now)
+            else:
+                # The first field of the answer tells the sender which version this side speaks, whatever it asked.
+                self.readers.refuse("", "hello", ReplyTo(origin), "", wire.Unwelcome(0, Reason.PROTOCOL, str(exc)))
+        except RemoteProtocolError:
+            pass  # it is no packet of any version

@@ -40,16 +40,17 @@ class SpentKeys:
         firsts, lasts = runs
         return key.sequence <= lasts[bisect_right(firsts, key.sequence) - 1]
 
-    def add(self, key: Key) -> None:
+    def add(self, key: Key) -> bool:
+        """Spend a key. Return False if it was spent before."""
         sequence = key.sequence
         firsts, lasts = self._runs[key.epoch] if key.epoch == self._latest else self._turn_to(key.epoch)
         if sequence == lasts[-1] + 1:  # the usual case: keys are lent in order
             lasts[-1] = sequence
-            return
+            return True
         after = bisect_right(firsts, sequence)
         before = after - 1
         if sequence <= lasts[before]:
-            return
+            return False
         touches_before = sequence == lasts[before] + 1
         touches_after = after < len(firsts) and sequence == firsts[after] - 1
         if touches_before and touches_after:
@@ -66,6 +67,7 @@ class SpentKeys:
             self.num_gaps += 1
             if self.num_gaps > self.max_gaps:
                 self._close_oldest()
+        return True
 
     def _turn_to(self, epoch: str) -> tuple[list[int], list[int]]:
         runs = self._runs.pop(epoch, None) or ([-1], [-1])

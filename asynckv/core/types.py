@@ -240,14 +240,6 @@ def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str 
     return f"{engine_id}{stage}/tp{tp_rank}{start}"
 
 
-def _num_runs(groups: object) -> int:
-    total = 0
-    for pair in groups[:MAX_GROUPS] if isinstance(groups, list | tuple) else ():
-        if isinstance(pair, list | tuple) and len(pair) > 1 and isinstance(pair[1], list | tuple):
-            total += len(pair[1])
-    return total
-
-
 def decode_params(value: object) -> KVTransferParams:
     """Validate params that came through a router (a `KVTransferParams`, or a dict of JSON), or raise
     `RemoteProtocolError`.
@@ -255,7 +247,11 @@ def decode_params(value: object) -> KVTransferParams:
     try:
         if isinstance(value, KVTransferParams):
             return sendable(value, KVTransferParams)
-        if isinstance(value, dict) and (runs := _num_runs(value.get("groups"))) > MAX_RUNS:
+        runs, groups = 0, value.get("groups") if isinstance(value, dict) else None
+        for pair in groups[:MAX_GROUPS] if isinstance(groups, list | tuple) else ():
+            if isinstance(pair, list | tuple) and len(pair) > 1 and isinstance(pair[1], list | tuple):
+                runs += len(pair[1])
+        if runs > MAX_RUNS:
             # Refuse before validation, because checking so many would hold up the scheduler's thread.
             raise RemoteProtocolError(f"params are malformed: {runs} runs of block ids; at most {MAX_RUNS} are taken")
         params = msgspec.convert(value, KVTransferParams)

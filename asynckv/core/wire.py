@@ -11,10 +11,10 @@ Every message is idempotent and may be lost, repeated or reordered. A packet nam
 (`sender`) and the one it is meant for (`target`). A claim carries a `nonce` that the answer returns. Messages carry
 durations, never points in time.
 
-**The door is `decode_packet`.** Messages are a closed union with bounds in their types, so that decoding is validation.
-The result is a value with types and ranges that the core can trust, or a `RemoteProtocolError`. Only the layout inside
-a `Welcome` stays encoded, because it is large and `decode_layout` checks its length first. (Params come through a
-router, and `decode_params` checks them.)
+**The door is `decode_packet`** (or `decode`, where every call counts). Messages are a closed union with bounds in their
+types, so that decoding is validation. The result is a value with types and ranges that the core can trust, or an error.
+Only the layout inside a `Welcome` stays encoded, because it is large and `decode_layout` checks its length first.
+(Params come through a router, and `decode_params` checks them.)
 
 Fields are only added at the end, with defaults, and a new kind of message is only sent to peers that know it (a minor
 version). Any other change is a new major version.
@@ -294,6 +294,10 @@ class _Header(Struct, frozen=True, array_like=True, gc=False):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Packet] = msgspec.msgpack.Decoder(Packet)
+decode = _decoder.decode
+"""Decode a packet, without a look at its version, or raise one of `UNREADABLE`. `decode_packet` then says why."""
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
 
 
@@ -304,8 +308,8 @@ def encode_packet(sender: str, target: str, messages: Sequence[Message]) -> byte
 def decode_packet(data: bytes) -> Packet:
     """Decode bytes from outside: the only door. Raise `RemoteProtocolError` (or `OtherVersion`), and nothing else."""
     try:
-        packet = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        packet = decode(data)
+    except UNREADABLE as exc:
         other = _other_major(data)
         kind = OtherVersion if other else RemoteProtocolError
         raise kind(f"{other}malformed packet of {len(data)} bytes: {exc}") from exc
@@ -317,7 +321,7 @@ def decode_packet(data: bytes) -> Packet:
 def _other_major(data: bytes) -> str:
     try:
         major = _header.decode(data).major
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ""
     return f"protocol version {major} is not {MAJOR}; " if major != MAJOR else ""
 

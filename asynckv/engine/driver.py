@@ -174,7 +174,8 @@ class Driver:
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
         self._loading: set[asyncio.Task[None]] = set()
-        self._is_due = False
+        self._due: asyncio.Handle | None = None
+        """The next turn, if one was asked for."""
         self._has_waited = False
         """True if queued messages were already held back one turn, to share a packet."""
         self._is_serving = False
@@ -190,10 +191,7 @@ class Driver:
     # -- for the engine ------------------------------------------------------------------------------
 
     def soon(self) -> None:
-        if not self._is_due:
-            # In this order: a turn that could not be had is asked for again by whatever happens next.
-            asyncio.get_running_loop().call_soon(self._turn)
-            self._is_due = True
+        self._due = self._due or asyncio.get_running_loop().call_soon(self._turn)
 
     def at_once(self) -> None:
         """Do all that the core wants, outside of a turn."""
@@ -287,7 +285,7 @@ class Driver:
             self.core.receive(origin, data, self.clock.now(), principal)
         except Exception as exc:
             self._internal_error(exc)
-        self.soon()
+        self._due = self._due or asyncio.get_running_loop().call_soon(self._turn)  # as `soon` does
 
     def on_question(self, asker: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
         """Take a question that came by another way than the control plane's."""
@@ -378,7 +376,7 @@ class Driver:
     # -- a turn --------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self._is_due = False
+        self._due = None
         if self.life.is_shut:
             if self.life.state is LifeState.STUCK:
                 self._watch_held()

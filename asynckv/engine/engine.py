@@ -399,7 +399,8 @@ class Engine:
                 written.
         """
         self._home.here(self.lend)
-        num_readers = integer("num_readers", num_readers, 1, MAX_RANKS)
+        if type(num_readers) is not int or not 0 < num_readers <= MAX_RANKS:
+            num_readers = integer("num_readers", num_readers, 1, MAX_RANKS)
         wanted, driver = decode_params(params), self._driver
         driver.soon()  # first, because nothing may begin without a turn
         now = self._clock.now()

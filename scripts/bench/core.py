@@ -319,12 +319,12 @@ def _ledger(number: int, *, blocks: int, others: int) -> Work:
     """Take blocks for writing and give them back, while others hold blocks."""
     ledger = Ledger([blocks + others])
     for i in range(others):
-        ledger.take(f"other{i}", "lent", f"o{i}", {0: [blocks + i]}, 0.0)
+        ledger.hold(f"other{i}", "lent", f"o{i}", ledger.check("lent", {0: [blocks + i]}), 0.0)
     ids = {0: np.arange(blocks, dtype=np.int64)}
 
     def work(times: int) -> None:
         for _ in range(times):
-            ledger.take("pull", "writing", "request", ids, 0.0)
+            ledger.hold("pull", "writing", "request", ledger.check("writing", ids), 0.0)
             ledger.drop("pull")
 
     return work
