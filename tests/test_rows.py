@@ -499,7 +499,7 @@ def test_what_cannot_happen_to_an_engine_changes_nothing(state: LifeState, event
 
 
 def test_conditions_that_lead_in_a_circle_are_seen_and_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {S.READING: {pull.has_landed: S.CONFIRMING}, S.CONFIRMING: {pull.has_landed: S.READING}}
+    rows = {S.READING: {pull.LANDED: S.CONFIRMING}, S.CONFIRMING: {pull.LANDED: S.READING}}
     monkeypatch.setattr(pull, "WHEN", dict(pull.WHEN) | rows)
     with pytest.raises(AssertionError, match="have a cycle through"):
         Attempt().to(S.CONFIRMING)

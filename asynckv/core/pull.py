@@ -131,86 +131,46 @@ ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
 """Events that each state takes. Most only add knowledge, and `WHEN` decides what follows. Late events are normal."""
 
 
-def has_nothing_to_read(pull: Pull, now: float) -> bool:
-    """Nothing is wanted: a full prefix hit."""
-    return pull.kind is KIND.HIT
+class Fact(enum.IntEnum):
+    """A condition on a pull's sources, as one bit, so that all of them are found in one pass and looked up as one."""
+
+    EMPTY = 1, "nothing is wanted: a full prefix hit"
+    LANDED = 2, "every read has landed"
+    UNLENT = 4, "it is not lent yet, and nothing runs"
+    PROVEN = 8, "every read is proven"
+    EARLY = 16, "a read began before the request was lent"
+    DRAINED = 32, "nothing runs, or the time is up"
+    OVER = 64, "every rank is told, and nothing can write the blocks"
+    TOLD = 128, "every rank is told"
+    FREE = 256, "nothing can write the blocks any more"
+
+    _words: str
+
+    def __new__(cls, bit: int, words: str) -> Fact:
+        fact = int.__new__(cls, bit)
+        fact._value_, fact._words = bit, words
+        return fact
+
+    def __str__(self) -> str:
+        return self._words
 
 
-def has_landed(pull: Pull, now: float) -> bool:
-    """Every read has landed."""
-    for source in pull.sources:
-        if source.role is ROLE.READ and not source.has_landed:
-            return False
-    return True
+EMPTY, LANDED, UNLENT, PROVEN, EARLY, DRAINED, OVER, TOLD, FREE = Fact
 
-
-def waits_to_be_lent(pull: Pull, now: float) -> bool:
-    """It is not lent yet, and nothing runs."""
-    # The pull must make room, or two requests may wait for each other for ever: before it can compute request B, the
-    # prefill engine may need the blocks of request A, which is lent, and queued here behind B.
-    waits = False
-    for source in pull.sources:
-        if source.running:
-            return False
-        waits = waits or (source.not_lent_yet and source.role is ROLE.READ)
-    return waits
-
-
-def is_proven(pull: Pull, now: float) -> bool:
-    """Every read is proven."""
-    for source in pull.sources:
-        if source.role is ROLE.READ and not source.proven:
-            return False
-    return True
-
-
-def read_too_early(pull: Pull, now: float) -> bool:
-    """A read began before the request was lent."""
-    for source in pull.sources:
-        if source.role is ROLE.READ and not source.proven and source.is_early:
-            return True
-    return False
-
-
-def has_drained(pull: Pull, now: float) -> bool:
-    """Nothing runs, or the time is up."""
-    return now >= pull.drain_by or not any(source.running for source in pull.sources)
-
-
-def is_everybody_told(pull: Pull, now: float) -> bool:
-    """Every rank is told."""
-    for source in pull.sources:
-        if source.release is not RELEASE.SETTLED:
-            return False
-    return True
-
-
-def is_all_over(pull: Pull, now: float) -> bool:
-    """Every rank is told, and nothing can write the blocks."""
-    for source in pull.sources:
-        if source.release is not RELEASE.SETTLED or source.running or source.doubtful:
-            return False
-    return True
-
-
-def is_out_of_quarantine(pull: Pull, now: float) -> bool:
-    """Nothing can write the blocks any more."""
-    return not pull.holds_blocks
-
-
-Condition = Callable[["Pull", float], bool]
-WHEN: Mapping[PullState, Mapping[Condition, PullState]] = {
+WHEN: Mapping[PullState, Mapping[Fact, PullState]] = {
     S.ANNOUNCED: {},
-    S.CONNECTING: {has_nothing_to_read: S.NOTIFYING},
+    S.CONNECTING: {EMPTY: S.NOTIFYING},
     S.QUEUED: {},
-    S.READING: {has_landed: S.CONFIRMING, waits_to_be_lent: S.QUEUED},
-    S.CONFIRMING: {is_proven: S.NOTIFYING, read_too_early: S.QUEUED},
-    S.DRAINING: {has_drained: S.NOTIFYING},
-    S.NOTIFYING: {is_all_over: S.RELEASED, is_everybody_told: S.QUARANTINED},
-    S.QUARANTINED: {is_out_of_quarantine: S.RELEASED},
+    # UNLENT makes room, or two requests may wait for each other for ever: before it can compute request B, the prefill
+    # engine may need the blocks of request A, which is lent, and queued here behind B.
+    S.READING: {LANDED: S.CONFIRMING, UNLENT: S.QUEUED},
+    S.CONFIRMING: {PROVEN: S.NOTIFYING, EARLY: S.QUEUED},
+    S.DRAINING: {DRAINED: S.NOTIFYING},
+    S.NOTIFYING: {OVER: S.RELEASED, TOLD: S.QUARANTINED},
+    S.QUARANTINED: {FREE: S.RELEASED},
     S.RELEASED: {},
 }
-"""Conditions that act at once. The first that holds is taken, until none holds."""
+"""Facts that act at once. The first that holds is taken, until none holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +394,9 @@ class Pull:
         for source, read in zip(self.sources, tables, strict=True):
             if read is not None:
                 source.role, source.tables = ROLE.READ, read
-                self._effects += self.met(source, now)
+                if source.claim_at == math.inf and not source.nonces:
+                    source.claim_at = now
+                    self._effects.append(DO.SEND)
             elif source.role is ROLE.READ:
                 source.not_wanted()
         return self._settle(after, now)
@@ -513,8 +475,14 @@ class Pull:
         """Return the next read of a source, which is about to be posted. `before` is a time before that."""
         after = ON_EVENT[self.state].get(E.POSTED) or self._impossible(E.POSTED)
         if after is not self.state:
-            self._enter(after, before)
-        read = source.take_read(transfer_id, before)
+            self._settle(after, before)
+        read = source.next_read
+        assert read is not None
+        # The read after it is fetched now, so that the last read is known as last.
+        source.next_read = next(source.following, None)
+        source.running.add(transfer_id)
+        if before < source.first_posted_at:
+            source.first_posted_at = before
         if not self.num_posted:
             self.posted_at = before
         self.num_posted += 1
@@ -533,7 +501,8 @@ class Pull:
         in_doubt = transfer.ending is ENDING.IN_DOUBT
         if source.transfer_ended(transfer.transfer_id, num_bytes if is_done else -1, in_doubt, now):
             self.read_at = now
-            source.prove()
+            if source.lent_by < math.inf:  # else nothing is granted, so nothing is proven
+                source.prove()
         if not is_done:
             reason = Reason.PEER_LOST if transfer.peer_lost else Reason.READ_FAILED
             self._fail(reason, f"a transfer from {source.where} failed: {transfer.cause}", now)
@@ -581,28 +550,32 @@ class Pull:
 
     def make_messages(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
         out: list[tuple[Source, Message]] = []
+        params = self.params
         for source in self.sources:
             if now >= source.claim_at:
                 if source.role is ROLE.READ and self.reason is None:
-                    out.append((source, self._claim(source, next(nonces), now)))
+                    left = (self.drain_by if self.drain_by < self.deadline else self.deadline) - now
+                    seconds = 0.001 if left < 0.001 else left if left < MAX_ASKED_S else MAX_ASKED_S
+                    nonce, covered = next(nonces), now < source.covered_until
+                    source.claimed(nonce, self.limits.claim_retry_s, now)
+                    asked: Message = (
+                        Renew(params.key, self.pull_id, nonce, seconds)
+                        if covered
+                        else Claim(
+                            params.key, params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds
+                        )
+                    )
+                    out.append((source, asked))
                 else:
                     source.claim_at = math.inf
             if now >= source.release_at:
                 out.append((source, self.make_release(source, now)))
         return out
 
-    def _claim(self, source: Source, nonce: int, now: float) -> Claim | Renew:
-        left = (self.drain_by if self.drain_by < self.deadline else self.deadline) - now
-        seconds = 0.001 if left < 0.001 else left if left < MAX_ASKED_S else MAX_ASKED_S
-        covered = now < source.covered_until
-        source.claimed(nonce, self.limits.claim_retry_s, now)
-        if covered:
-            return Renew(self.params.key, self.pull_id, nonce, seconds)
-        return Claim(self.params.key, self.params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
-
     def make_release(self, source: Source, now: float) -> Release:
         source.released(self.limits.release_retry_s, now)
-        return Release(self.params.key, self.params.request_id, self.cohort, self.pull_id, self.outcome)
+        outcome = Outcome.COMPLETE if self.reason is Reason.COMPLETE else self.outcome
+        return Release(self.params.key, self.params.request_id, self.cohort, self.pull_id, outcome)
 
     @property
     def outcome(self) -> Outcome:
@@ -627,54 +600,93 @@ class Pull:
         raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
 
     def _settle(self, after: PullState, now: float) -> list[Effect]:
-        if after is not self.state:
-            self._enter(after, now)
+        """Enter a state, and those that follow from it by `WHEN`. Return the effects."""
+        # All in one function, because each call costs as much as several of these lines.
+        effects, sources, facts = self._effects, self.sources, 0
         for _ in WHEN:
-            for condition, following in WHEN[self.state].items():
-                if condition(self, now):
-                    self._enter(following, now)
+            if after is not self.state:
+                before, self.state = self.state, after
+                self.history.append((now, after))
+                if before is S.READING:
+                    for source in sources:
+                        source.may_post = False
+                match after:
+                    case S.CONNECTING:
+                        effects.append(DO.EXPECT)
+                    case S.QUEUED:
+                        if before is S.CONFIRMING:
+                            self._read_again(now)
+                        effects.append(DO.LEAVE if self.not_lent_yet else DO.QUEUE)
+                    case S.READING:
+                        for source in sources:
+                            source.may_post = True
+                        effects.append(DO.POST)
+                    case S.CONFIRMING:
+                        effects.append(DO.LEAVE)
+                    case S.NOTIFYING:
+                        if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
+                            effects.append(DO.LEAVE)
+                        self._publish(now)
+                    case S.QUARANTINED:
+                        self.released_at = now
+                    case S.RELEASED:
+                        self.released_at = min(self.released_at, now)
+                        effects.append(DO.FINISH)
+                    case S.DRAINING | S.ANNOUNCED:
+                        pass
+                    case _:
+                        assert_never(after)
+            if not (row := WHEN[after]):
+                break
+            facts = facts or self._facts(now)
+            for fact, following in row.items():
+                if facts & fact:
+                    after = following
                     break
             else:
                 break
         else:
             raise AssertionError(f"the conditions of pull {self.pull_id} have a cycle through {self.state.name}")
-        if self.state is S.CONFIRMING:
+        if after is S.CONFIRMING:
             self._ask_for_proof(now)
-        effects, self._effects = self._effects, []
+        self._effects = []
         return effects
 
-    def _enter(self, after: PullState, now: float) -> None:
-        before, self.state = self.state, after
-        self.history.append((now, after))
-        if before is S.READING:
-            for source in self.sources:
-                source.may_post = False
-        match after:
-            case S.CONNECTING:
-                self._effects.append(DO.EXPECT)
-            case S.QUEUED:
-                if before is S.CONFIRMING:
-                    self._read_again(now)
-                self._effects.append(DO.LEAVE if self.not_lent_yet else DO.QUEUE)
-            case S.READING:
-                for source in self.sources:
-                    source.may_post = True
-                self._effects.append(DO.POST)
-            case S.CONFIRMING:
-                self._effects.append(DO.LEAVE)
-            case S.NOTIFYING:
-                if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
-                    self._effects.append(DO.LEAVE)
-                self._publish(now)
-            case S.QUARANTINED:
-                self.released_at = now
-            case S.RELEASED:
-                self.released_at = min(self.released_at, now)
-                self._effects.append(DO.FINISH)
-            case S.DRAINING | S.ANNOUNCED:
-                pass
-            case _:
-                assert_never(after)
+    def _facts(self, now: float) -> int:
+        """Return all facts that hold. Those of a state hold until `_settle` has returned, because no entry changes
+        them but that of QUEUED, which follows none.
+        """
+        landed = proven = told = True
+        runs = holds = unlent = early = False
+        for source in self.sources:
+            if source.running:
+                runs = holds = True
+            elif source.doubtful:
+                holds = True
+            if source.release is not RELEASE.SETTLED:
+                told = False
+            if source.role is ROLE.READ:
+                if not source.has_landed:
+                    landed = False
+                    if runs and self.state is S.READING:
+                        return 0  # nothing follows, so the other ranks need not be looked at
+                if source.not_lent_yet:
+                    unlent = True
+                if not source.proven:
+                    proven = False
+                    if source.first_posted_at <= source.lent_by < math.inf:
+                        early = True
+        return (
+            (EMPTY if self.kind is KIND.HIT else 0)
+            | (LANDED if landed else 0)
+            | (UNLENT if unlent and not runs else 0)
+            | (PROVEN if proven else 0)
+            | (EARLY if early else 0)
+            | (DRAINED if not runs or now >= self.drain_by else 0)
+            | (OVER if told and not holds else 0)
+            | (TOLD if told else 0)
+            | (FREE if not holds else 0)
+        )
 
     def _publish(self, now: float) -> None:
         self.reason, self.detail = self.failure or (Reason.COMPLETE, "")

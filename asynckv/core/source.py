@@ -172,16 +172,6 @@ class Source:
         self.lent_by = LONG_AGO  # already granted, so every read that begins from here on is late enough
         self.start(self.plan, max_bytes, max_descriptors)
 
-    def take_read(self, transfer_id: TransferId, before: float) -> ReadRequest:
-        """Return the next read, about to be posted. Fetch the one after it, so that the last read is known as last."""
-        read = self.next_read
-        assert read is not None
-        self.next_read = next(self.following, None)
-        self.running.add(transfer_id)
-        if before < self.first_posted_at:
-            self.first_posted_at = before
-        return read
-
     def transfer_ended(self, transfer_id: TransferId, num_bytes: int, in_doubt: bool, now: float) -> bool:
         """Take the end of a transfer of `num_bytes` (-1: it failed). Return True if everything has landed with it."""
         if in_doubt:
