@@ -329,7 +329,7 @@ def request(*, is_last: bool = True) -> Request:
     it = Request(wanted, 2, 0.1, 50.0, 0.0)
     attempt = Attempt()
     attempt.pull.wanted(is_last, 0, it.retryable)
-    it.tried(attempt.to(S.READING).pull)
+    it.pull = attempt.to(S.READING).pull
     return it
 
 
@@ -338,7 +338,7 @@ def failed(it: Request, doubt: bool = False) -> Request:
     attempt = Attempt()
     attempt.pull.wanted(it.wanted.is_last, 0, it.retryable)
     attempt.notifying(doubt)
-    it.tried(attempt.pull)
+    it.pull = attempt.pull
     it.ended(1.0)
     return it
 
@@ -351,12 +351,12 @@ def check_attempts() -> None:
     """Take every row of a request's tables once."""
     it, attempt = request(), Attempt().to(S.CONFIRMING)
     attempt.grant()
-    it.tried(attempt.pull)
+    it.pull = attempt.pull
     it.ended(1.0)
     assert (it.state, it.take_discharge()) == (RequestState.OVER, None)
     it, attempt = request(), Attempt().draining()
     attempt.end(Ending.DONE)
-    it.tried(attempt.pull)
+    it.pull = attempt.pull
     it.ended(1.0)
     assert it.state is RequestState.OVER
     it = request()
@@ -424,7 +424,7 @@ def test_no_attempt_follows_after_the_deadline_or_a_refusal_that_stays() -> None
     attempt.pull.answered(attempt.source, Refused(PARAMS.key, "x-1", nonce, Reason.EXPIRED), attempt.later())
     attempt.end(Ending.DONE)
     it = request()
-    it.tried(attempt.pull)
+    it.pull = attempt.pull
     it.ended(1.0)
     assert it.state is RequestState.OVER, "the same params cannot get over what has expired"
 

@@ -60,6 +60,9 @@ class _Transfer:
     posted_at: float
 
 
+_ANSWERS = (wire.Ack, wire.Granted, wire.NotYet, wire.Refused)
+
+
 def _source_at(pull: Pull | None, address: Address) -> Source | None:
     for source in pull.sources if pull is not None else ():
         if source.rank.place[0] == address:
@@ -200,14 +203,12 @@ class DecodeSide:
         transfer_id = TransferId(next(self._transfer_ids))
         read = pull.posted(source, transfer_id, now)
         self.transfers[transfer_id] = _Transfer(pull, source, peer, read.num_bytes, read.num_descriptors, now)
-        peer.posted(transfer_id, now)
+        peer.transfers.add(transfer_id)
+        if not peer.line.in_flight.sizes:
+            peer.moved_at = now
         self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
         self._outbox.counters["descriptors.posted"] += read.num_descriptors
-        return PostRead(transfer_id, peer.agent_name, read)
-
-    def spent(self, transfer_id: TransferId, post_s: float) -> None:
-        if (transfer := self.transfers.get(transfer_id)) is not None:
-            transfer.pull.post_s += post_s
+        return PostRead(transfer_id, peer.agent_name, read, pull)
 
     def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
         transfer_id, ending, cause, peer_lost = transfer_ended
@@ -223,11 +224,12 @@ class DecodeSide:
             counters["transfers.in_doubt"] += 1
         else:
             del self.transfers[transfer_id]
+            peer.transfers.discard(transfer_id)
             counters["transfers.done" if ending is ENDING.DONE else "transfers.failed"] += 1
-        peer.transfer_ended(transfer_id, ending, now)
-        if ending is ENDING.DONE and peer.line.is_set_aside and peer.state is S.READY:
-            self._take_back(peer)
         if ending is ENDING.DONE:
+            peer.moved_at = now  # only a transfer that is done shows that the peer makes progress
+            if peer.line.is_set_aside and peer.state is S.READY:
+                self._take_back(peer)
             counters["bytes.read"] += transfer.num_bytes
         elif ending is ENDING.REFUSED:
             # The pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
@@ -306,13 +308,57 @@ class DecodeSide:
     def receive(self, message: wire.Message, address: Address, sender: str, now: float) -> None:
         """Take a message from the process start `sender`, over our own link to `address`."""
         peer = self.peers.by_place.get((address, sender))
-        if peer is not None and peer.heard(now):
-            self.peers.wake(peer)
-            self._take_back(peer)
-            self._ready(peer, now)
+        if peer is not None:
+            if peer.is_doubted or peer.state is S.SUSPECT:
+                if peer.heard(now):
+                    self.peers.wake(peer)
+                    self._take_back(peer)
+                    self._ready(peer, now)
+            else:
+                peer.heard_at = now
+        if not isinstance(message, _ANSWERS):
+            self._told(message, peer, address, sender, now)
+            return
+        # The answer to a claim, a renewal or a release.
+        pull, source = self.pulls.get(PullId(message.pull_id)), None
+        for each in pull.sources if pull is not None else ():
+            if each.rank.place[0] == address:
+                source = each
+                break
+        if pull is None or source is None or message.key != pull.params.key:
+            self._outbox.counters["dropped.stale_answer"] += 1
+            return
+        effects: list[Effect] | None = None
         match message:
-            case wire.Ack() | wire.Granted() | wire.NotYet() | wire.Refused():
-                self._answered(message, address, sender, now)
+            case wire.Refused(nonce=nonce, reason=Reason.RESTARTED):
+                peer = self.peers.by_place.get(source.rank.place)
+                asked = nonce in source.nonces or (nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT)
+                if peer is not None and asked:
+                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {message.detail}", now)
+                return
+            case _ if source.rank.place[1] != sender:
+                self._outbox.counters["dropped.foreign_answer"] += 1
+                return
+            case wire.Ack():
+                if source.release is not RELEASE.UNSENT:
+                    effects = pull.settled(source, "acknowledged", now)
+            case wire.Refused(nonce=wire.RELEASE_NONCE):
+                if source.release is not RELEASE.UNSENT:
+                    if not source.is_settled:
+                        self._outbox.commands.append(told.release_refused(pull, source.name, message))
+                    effects = pull.settled(source, f"refused: {message.reason}", now)
+            case _:
+                effects = pull.answered(source, message, now)
+        if effects is None:
+            self._outbox.counters["dropped.stale_answer"] += 1
+            return
+        self._carry_out(pull, effects, now)
+        if source.release is RELEASE.SETTLED and pull.state is not P.RELEASED:
+            self._let_go(pull, source, now)
+
+    def _told(self, message: wire.Message, peer: Peer | None, address: Address, sender: str, now: float) -> None:
+        """Take a message about the rank itself."""
+        match message:
             case wire.Welcome() | wire.Unwelcome():
                 if (refused := self.peers.hello_answered(message, address, sender, now)) is not None:
                     peer, reason, detail = refused
@@ -445,12 +491,14 @@ class DecodeSide:
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
 
     def _read(self, pull: Pull, now: float) -> list[Effect]:
-        if self._is_aside(pull):
-            self.admission.count(pull.pull_id, False)
         assert pull.lists is not None
         plans: list[tuple[Source, Plan]] = []
         for source in pull.sources:
-            if source.role is not ROLE.READ or source.plan is not None:
+            if source.role is not ROLE.READ:
+                continue
+            if not source.proven and self.peers.by_place[source.rank.place].line.is_set_aside:
+                self.admission.count(pull.pull_id, False)
+            if source.plan is not None:
                 continue
             assert source.tables is not None
             try:
@@ -493,7 +541,7 @@ class DecodeSide:
                 if peer is None:  # the rank gave way, and nothing else would close the link
                     self.peers.unlink(source.address)
                 effects += pull.settled(source, "the rank is gone", now)
-            elif peer is not None:
+            elif peer is not None and peer.is_doubted:
                 self.peers.probe(peer, now)
             if source.running or source.is_waiting:
                 self._make_room(source)
@@ -512,43 +560,6 @@ class DecodeSide:
         # After retirement a transfer that may still write keeps the peer in the data plane, but not its heartbeat.
         if source.is_settled and (pull.is_retired or not (source.running or source.doubtful)):
             self.peers.detach(source.rank.place, pull.pull_id, now)
-
-    def _answered(
-        self, answer: wire.Ack | wire.Granted | wire.NotYet | wire.Refused, address: Address, sender: str, now: float
-    ) -> None:
-        """Take the answer to a claim, a renewal or a release."""
-        pull = self.pulls.get(PullId(answer.pull_id))
-        source = _source_at(pull, address)
-        if pull is None or source is None or answer.key != pull.params.key:
-            self._outbox.counters["dropped.stale_answer"] += 1
-            return
-        effects: list[Effect] | None = None
-        match answer:
-            case wire.Refused(nonce=nonce, reason=Reason.RESTARTED):
-                peer = self.peers.by_place.get(source.rank.place)
-                asked = nonce in source.nonces or (nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT)
-                if peer is not None and asked:
-                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
-                return
-            case _ if source.rank.place[1] != sender:
-                self._outbox.counters["dropped.foreign_answer"] += 1
-                return
-            case wire.Ack():
-                if source.release is not RELEASE.UNSENT:
-                    effects = pull.settled(source, "acknowledged", now)
-            case wire.Refused(nonce=wire.RELEASE_NONCE):
-                if source.release is not RELEASE.UNSENT:
-                    if not source.is_settled:
-                        self._outbox.commands.append(told.release_refused(pull, source.name, answer))
-                    effects = pull.settled(source, f"refused: {answer.reason}", now)
-            case _:
-                effects = pull.answered(source, answer, now)
-        if effects is None:
-            self._outbox.counters["dropped.stale_answer"] += 1
-            return
-        self._carry_out(pull, effects, now)
-        if source.release is RELEASE.SETTLED and not pull.is_over:
-            self._let_go(pull, source, now)
 
     # -- inside: the choice of ranks -----------------------------------------------------------------
 

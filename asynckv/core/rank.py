@@ -165,6 +165,9 @@ class RankCore:
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Only the stages themselves know their layers, so any of them may turn out to hold nothing of ours.
         predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
+        sources: list[Source] = []
+        for rank in route.ranks:
+            sources.append(Source(pull_id, rank, predicted if rank.is_predicted else other))  # noqa: PERF401
         return Pull(
             pull_id=pull_id,
             request_id=RequestId(request.request_id),
@@ -173,7 +176,7 @@ class RankCore:
             digest=wire.blocks_digest(
                 params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens
             ),
-            sources=[Source(pull_id, rank, predicted if rank.is_predicted else other) for rank in route.ranks],
+            sources=sources,
             route=route,
             limits=self.config.pull,
             called_at=now,
@@ -207,7 +210,10 @@ class RankCore:
             wanted = self._wanted_tokens(request)
         blocks = check_block_ids(self.identity.layout, request.groups, wanted)
         # Check before anything is started, so that a caller with a wrong block may ask again with another.
-        held = self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
+        written = {}
+        for group, (_, ids) in enumerate(blocks):  # a comprehension is one more call
+            written[group] = ids
+        held = self.ledger.check("writing", written)
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         most = self.config.pull.max_queued
         may_be_full = attempt == 1 and len(self.decode.started) >= most
