@@ -122,15 +122,13 @@ class DecodeSide:
             pull.arrival = next(self._arrivals)  # an announced pull queues from the moment that it has blocks
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         self.started.add(pull.pull_id)
-        effects = pull.start(lists, deadline, now)
         # If there is room, plan now, at the caller's expense, because a turn of the loop is shared by all pulls.
         if ready is not None:
             for peer in ready.peers:
                 self.peers.attach(peer, pull.pull_id, now)
-            effects += pull.routed(ready.tables, now)
-            self._carry_out(pull, effects, now, at_once=True)
+            self._carry_out(pull, pull.start(lists, deadline, now, ready.tables), now, at_once=True)
             return
-        self._carry_out(pull, effects, now)
+        self._carry_out(pull, pull.start(lists, deadline, now), now)
         for source in () if lists.is_empty else pull.sources:
             if source.role is ROLE.RELEASE_ONLY and source.tables is None and pull.failure is None:
                 # The rank could not be met while the request was only announced, perhaps long ago: try once more.
@@ -446,7 +444,9 @@ class DecodeSide:
     # -- inside: pulls -------------------------------------------------------------------------------
 
     def _carry_out(self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False) -> None:
-        """Carry out the effects of a pull's transition, in order. With `at_once` it reads now if there is room."""
+        """Carry out the effects of a pull's transition, in order. With `at_once` it reads now if there is room; its
+        ranks have to be ready.
+        """
         for effect in effects:
             match effect:
                 case DO.SEND:
@@ -457,7 +457,7 @@ class DecodeSide:
                         if source.next_read is not None:
                             self.posting.offer(self.peers.by_place[source.rank.place].line, source)
                 case DO.QUEUE:
-                    if at_once and self.can_read(pull) and self.admission.enter(pull.route.flow, pull.pull_id):
+                    if at_once and self.admission.enter(pull.route.flow, pull.pull_id):
                         effects += self._read(pull, now)
                     else:
                         self._queue(pull)
@@ -602,7 +602,7 @@ class DecodeSide:
                 tables = [source.tables for source in pull.sources]
             effects += pull.routed(tables, now)
             break
-        self._carry_out(pull, effects, now, at_once=at_once)
+        self._carry_out(pull, effects, now, at_once=at_once and self.can_read(pull))
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Remember what is read of each rank for later requests, if all of the route's ranks are ready."""

@@ -96,7 +96,9 @@ class Admission:
     def enter(self, key: FlowKey, pull_id: PullId) -> bool:
         if self.turns or self._num_counted >= self._total:
             return False
-        flow = self._flows.get(key) or self._flow(key)
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = Flow(key)
         if flow.num[WAITING] or flow.num[READING] >= self._window:
             return False
         self._move(pull_id, flow, READING)
@@ -244,7 +246,8 @@ class Posting:
             poster.is_waiting = True
             line.posters.append(poster)
             if not line.has_turn:
-                self.take_turn(line)
+                line.has_turn = True
+                self.turns.append(line)
 
     def take_turn(self, line: Line) -> None:
         """Give a line a turn to post, because something has changed for it."""

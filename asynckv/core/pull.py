@@ -375,7 +375,10 @@ class Pull:
         """Set options that an announcement lacks, or that the caller changed since."""
         self.is_last, self.priority, self.retryable = is_last, priority, retryable
 
-    def start(self, lists: BlockLists, deadline: float, now: float) -> list[Effect]:
+    def start(
+        self, lists: BlockLists, deadline: float, now: float, tables: Sequence[PeerTables | None] | None = None
+    ) -> list[Effect]:
+        """Take the blocks to fill. If all ranks are ready, take their tables too, as `routed` does."""
         after = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
         self.warn_at = now + self.warn_s
@@ -383,12 +386,13 @@ class Pull:
         if lists.is_empty:
             for source in self.sources:
                 source.not_wanted()
-        return self._settle(after, now)
+        return self._settle(after, now) if tables is None else self.routed(tables, now, after)
 
-    def routed(self, tables: Sequence[PeerTables | None], now: float) -> list[Effect]:
+    def routed(self, tables: Sequence[PeerTables | None], now: float, first: PullState | None = None) -> list[Effect]:
         """Take the tables to read from each source, or None for one that is only released. The claim leaves with the
-        read."""
-        after = ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED)
+        read. The pull enters the state `first` before, if it is given.
+        """
+        after = first or ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED)
         if now < self.ready_at:
             self.ready_at = now
         for source, read in zip(self.sources, tables, strict=True):
@@ -399,7 +403,7 @@ class Pull:
                     self._effects.append(DO.SEND)
             elif source.role is ROLE.READ:
                 source.not_wanted()
-        return self._settle(after, now)
+        return self._settle(after, now, E.ROUTED if first else None)
 
     def could_not_meet(self, not_before: float) -> None:
         """Note that a rank could not be met, and may not be met again before a certain time."""
@@ -449,7 +453,8 @@ class Pull:
             case Granted():
                 source.granted(answer, self.params.written, self.params.renew_s, now)
                 source.prove()
-                self._note(now, notes.Promised(source.rank.name, answer.seconds))
+                if len(self.history) < MAX_HISTORY:
+                    self.history.append((now, notes.Promised(source.rank.name, answer.seconds)))
             case NotYet():
                 source.not_lent_yet, source.not_lent_yet_at = source.covered_until == -math.inf, now
                 self._note(now, notes.NotYet(source.name))
@@ -523,9 +528,9 @@ class Pull:
 
     def settled(self, source: Source, how: str, now: float) -> list[Effect]:
         after = ON_EVENT[self.state].get(E.SETTLED) or self._impossible(E.SETTLED)
-        if source.release is not RELEASE.SETTLED:
-            self._note(now, notes.Settled(source.rank.name, how))
-        source.settled()
+        if source.release is not RELEASE.SETTLED and len(self.history) < MAX_HISTORY:
+            self.history.append((now, notes.Settled(source.rank.name, how)))
+        source.release, source.release_at, source.claim_at = RELEASE.SETTLED, math.inf, math.inf
         return self._settle(after, now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -537,7 +542,7 @@ class Pull:
                 if source.release is not RELEASE.SETTLED:
                     self._note(now, notes.Settled(source.name, "given up, the lease will expire"))
                     self.unanswered += (source.name,)
-                    source.settled()
+                    source.release, source.release_at, source.claim_at = RELEASE.SETTLED, math.inf, math.inf
         after = self.state
         if now >= self.deadline and self.failure is None and self.reason is None:
             after = ON_EVENT[self.state].get(E.TIME_UP) or self._impossible(E.TIME_UP)
@@ -599,8 +604,10 @@ class Pull:
     def _impossible(self, event: PullEvent) -> PullState:
         raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
 
-    def _settle(self, after: PullState, now: float) -> list[Effect]:
-        """Enter a state, and those that follow from it by `WHEN`. Return the effects."""
+    def _settle(self, after: PullState, now: float, then: PullEvent | None = None) -> list[Effect]:
+        """Enter a state, and those that follow from it by `WHEN`; then take another event, if one is given. Return the
+        effects.
+        """
         # All in one function, because each call costs as much as several of these lines.
         effects, sources, facts = self._effects, self.sources, 0
         for _ in WHEN:
@@ -624,9 +631,21 @@ class Pull:
                     case S.CONFIRMING:
                         effects.append(DO.LEAVE)
                     case S.NOTIFYING:
+                        self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
+                        self.published_at, self.warn_at = now, now + self.warn_s
                         if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
                             effects.append(DO.LEAVE)
-                        self._publish(now)
+                        may_write = False
+                        for source in sources:
+                            source.claim_at, source.next_read = math.inf, None
+                            if source.release is not RELEASE.SETTLED:
+                                source.release_at = now
+                            if source.running or source.doubtful:
+                                may_write = True
+                        if not may_write:
+                            self.is_returned = True
+                            effects.append(DO.RETURN)
+                        effects += (DO.TELL, DO.SEND)
                     case S.QUARANTINED:
                         self.released_at = now
                     case S.RELEASED:
@@ -636,66 +655,54 @@ class Pull:
                         pass
                     case _:
                         assert_never(after)
-            if not (row := WHEN[after]):
-                break
-            facts = facts or self._facts(now)
+            row = WHEN[after]
+            if row and not facts:
+                # An entry changes no fact of the states that may follow it, so they are found once.
+                landed = proven = told = True
+                runs = holds = unlent = early = False
+                for source in sources:
+                    if source.running:
+                        runs = holds = True
+                    elif source.doubtful:
+                        holds = True
+                    if source.release is not RELEASE.SETTLED:
+                        told = False
+                    if source.role is ROLE.READ:
+                        if not source.has_landed:
+                            landed = False
+                            if runs and after is S.READING:
+                                break  # nothing follows, so the other ranks need not be looked at
+                        if source.not_lent_yet:
+                            unlent = True
+                        if not source.proven:
+                            proven = False
+                            if source.first_posted_at <= source.lent_by < math.inf:
+                                early = True
+                facts = (
+                    (EMPTY if self.kind is KIND.HIT else 0)
+                    | (LANDED if landed else 0)
+                    | (UNLENT if unlent and not runs else 0)
+                    | (PROVEN if proven else 0)
+                    | (EARLY if early else 0)
+                    | (DRAINED if not runs or now >= self.drain_by else 0)
+                    | (OVER if told and not holds else 0)
+                    | (TOLD if told else 0)
+                    | (FREE if not holds else 0)
+                )
             for fact, following in row.items():
                 if facts & fact:
                     after = following
                     break
             else:
-                break
+                if then is None:
+                    break
+                after, then, facts = ON_EVENT[after].get(then) or self._impossible(then), None, 0
         else:
             raise AssertionError(f"the conditions of pull {self.pull_id} have a cycle through {self.state.name}")
         if after is S.CONFIRMING:
             self._ask_for_proof(now)
         self._effects = []
         return effects
-
-    def _facts(self, now: float) -> int:
-        """Return all facts that hold. Those of a state hold until `_settle` has returned, because no entry changes
-        them but that of QUEUED, which follows none.
-        """
-        landed = proven = told = True
-        runs = holds = unlent = early = False
-        for source in self.sources:
-            if source.running:
-                runs = holds = True
-            elif source.doubtful:
-                holds = True
-            if source.release is not RELEASE.SETTLED:
-                told = False
-            if source.role is ROLE.READ:
-                if not source.has_landed:
-                    landed = False
-                    if runs and self.state is S.READING:
-                        return 0  # nothing follows, so the other ranks need not be looked at
-                if source.not_lent_yet:
-                    unlent = True
-                if not source.proven:
-                    proven = False
-                    if source.first_posted_at <= source.lent_by < math.inf:
-                        early = True
-        return (
-            (EMPTY if self.kind is KIND.HIT else 0)
-            | (LANDED if landed else 0)
-            | (UNLENT if unlent and not runs else 0)
-            | (PROVEN if proven else 0)
-            | (EARLY if early else 0)
-            | (DRAINED if not runs or now >= self.drain_by else 0)
-            | (OVER if told and not holds else 0)
-            | (TOLD if told else 0)
-            | (FREE if not holds else 0)
-        )
-
-    def _publish(self, now: float) -> None:
-        self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
-        self.published_at = now
-        self.warn_at = now + self.warn_s
-        for source in self.sources:
-            source.ended(now)
-        self._return()
-        self._effects += (DO.TELL, DO.SEND)
 
     def _return(self) -> None:
         if not self.is_returned and not self.holds_blocks:

@@ -249,16 +249,8 @@ class Source:
 
     # -- the release -------------------------------------------------------------------------------
 
-    def ended(self, now: float) -> None:
-        self.claim_at, self.next_read = math.inf, None
-        if self.release is not RELEASE.SETTLED:
-            self.release_at = now
-
     def released(self, retry_s: float, now: float) -> None:
         self.release = RELEASE.SENT
         self.releases += 1
         pause_s = retry_s * 2 ** (self.releases - 1 if self.releases < 7 else 6)
         self.release_at = now + (pause_s if pause_s < MAX_RELEASE_PAUSE_S else MAX_RELEASE_PAUSE_S)
-
-    def settled(self) -> None:
-        self.release, self.release_at, self.claim_at = RELEASE.SETTLED, math.inf, math.inf
