@@ -237,7 +237,9 @@ class DecodeSide:
             pull.could_not_meet(now + self._config.backoff_s)
         if now - transfer.posted_at < detect_s:
             detect_s = now - transfer.posted_at
-        self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
+        effects = pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now)
+        # The pull has to be woken earlier only if it sends something, or has failed.
+        self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
         if pull.reason is not None and not pull.is_over:
             self._let_go(pull, source, now)
         if peer_lost:
@@ -443,7 +445,9 @@ class DecodeSide:
 
     # -- inside: pulls -------------------------------------------------------------------------------
 
-    def _carry_out(self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False) -> None:
+    def _carry_out(
+        self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False, wakes: bool = True
+    ) -> None:
         """Carry out the effects of a pull's transition, in order. With `at_once` it reads now if there is room; its
         ranks have to be ready.
         """
@@ -467,7 +471,25 @@ class DecodeSide:
                     if not at_once:  # else QUEUE follows in this same list of effects
                         self.admission.expect(pull.route.flow, pull.pull_id)
                 case DO.TELL:
-                    effects += self._tell(pull, now)
+                    self.started.discard(pull.pull_id)
+                    if self.by_request.get(pull.request_id) is pull:
+                        del self.by_request[pull.request_id]
+                    if pull.kind is not KIND.DISCHARGE:
+                        self._outbox.counters[f"pulls.{pull.reason}"] += 1
+                    self._outbox.commands.append(PullEnded(pull))
+                    for source in pull.sources:
+                        peer = self.peers.by_place.get(source.rank.place)
+                        if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
+                            # The rank may still be alive. Send one release anyway, so that its lease need not expire.
+                            self._outbox.send(*source.rank.place, pull.make_release(source, now))
+                            pull.unanswered += (source.name,)
+                            if peer is None:  # the rank gave way, and nothing else would close the link
+                                self.peers.unlink(source.address)
+                            effects += pull.settled(source, "the rank is gone", now)
+                        elif peer is not None and peer.is_doubted:
+                            self.peers.probe(peer, now)
+                        if source.running or source.is_waiting:
+                            self._make_room(source)
                 case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
                     self._outbox.commands.append(BlocksReturned(pull))
@@ -482,7 +504,7 @@ class DecodeSide:
         if self._outbox.trace and len(pull.history) > pull.num_traced:
             self._outbox.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
             pull.num_traced = len(pull.history)
-        if pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
+        if wakes and pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
             self._timers.wake(pull, when)
 
     def _queue(self, pull: Pull) -> None:
@@ -523,29 +545,6 @@ class DecodeSide:
         if len(self.abandoned) > MAX_ABANDONED:
             del self.abandoned[next(iter(self.abandoned))]
         self.fail(pull, Reason.STANDSTILL, text, now)
-
-    def _tell(self, pull: Pull, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        self.started.discard(pull.pull_id)
-        if self.by_request.get(pull.request_id) is pull:
-            del self.by_request[pull.request_id]
-        if pull.kind is not KIND.DISCHARGE:
-            self._outbox.counters[f"pulls.{pull.reason}"] += 1
-        self._outbox.commands.append(PullEnded(pull))
-        for source in pull.sources:
-            peer = self.peers.by_place.get(source.rank.place)
-            if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
-                # The rank may still be alive. Send one release anyway, so that its lease need not expire.
-                self._outbox.send(*source.rank.place, pull.make_release(source, now))
-                pull.unanswered += (source.name,)
-                if peer is None:  # the rank gave way, and nothing else would close the link
-                    self.peers.unlink(source.address)
-                effects += pull.settled(source, "the rank is gone", now)
-            elif peer is not None and peer.is_doubted:
-                self.peers.probe(peer, now)
-            if source.running or source.is_waiting:
-                self._make_room(source)
-        return effects
 
     def _make_room(self, source: Source) -> None:
         """Give back the room of a source's transfers. The pull has its outcome, and the transfers may never end."""

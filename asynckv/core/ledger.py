@@ -106,22 +106,26 @@ class Ledger:
             ids = np.asarray(given, np.int64)
             if NULL in (ids.tolist() if len(ids) <= FEW else ids):
                 ids = ids[ids != NULL]
-            if not len(ids):
-                continue
-            blocks[group], writing, lent = ids, self._writing[group], self._lent[group]
-            if len(ids) <= FEW:
-                for block in ids.tolist():
-                    if writing[block]:
-                        raise self._conflict(kind, group, block, "writing")
-                    if kind == "writing" and lent[block]:
-                        raise self._conflict(kind, group, block, "lent")
-            elif (written := writing[ids]).any():
-                raise self._conflict(kind, group, int(ids[written.argmax()]), "writing")
-            elif kind == "writing" and (shared := lent[ids]).any():
-                raise self._conflict(kind, group, int(ids[shared.argmax()]), "lent")
+            if len(ids):
+                blocks[group] = ids
+                self._check(kind, group, ids)
         if len(blocks) > 1:
             self._check_pages(blocks)
         return blocks
+
+    def _check(self, kind: Kind, group: int, ids: Int64s) -> None:
+        writing, lent = self._writing[group], self._lent[group]
+        if len(ids) <= FEW:
+            for block in ids.tolist():
+                if writing[block]:
+                    raise self._conflict(kind, group, block, "writing")
+                if kind == "writing" and lent[block]:
+                    raise self._conflict(kind, group, block, "lent")
+            return
+        if (written := writing[ids]).any():
+            raise self._conflict(kind, group, int(ids[written.argmax()]), "writing")
+        if kind == "writing" and (shared := lent[ids]).any():
+            raise self._conflict(kind, group, int(ids[shared.argmax()]), "lent")
 
     def _check_pages(self, blocks: Mapping[int, Int64s]) -> None:
         for pool in {self._pools[g] for g in blocks}:

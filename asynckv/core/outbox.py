@@ -21,14 +21,15 @@ from asynckv.core.pull import Pull
 from asynckv.core.told import Told
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.core.wire import (
+    MAJOR,
     MAX_DETAIL,
     MAX_MESSAGES,
     SOFT_PACKET,
     Message,
+    Packet,
     Refused,
     Release,
     Unwelcome,
-    encode_packet,
 )
 from asynckv.geometry.plan import ReadRequest
 
@@ -124,6 +125,7 @@ Command = (
 )
 
 
+_encode = msgspec.msgpack.Encoder().encode
 _DETAILED = (Refused, Unwelcome)
 _SENT = {kind: f"sent.{kind.__name__.lower()}" for kind in get_args(Message)}
 
@@ -165,7 +167,7 @@ class Outbox:
                 while parts:
                     part = parts.pop(0)
                     try:
-                        packet = encode_packet(self.incarnation, target, part)
+                        packet = _encode(Packet(MAJOR, self.incarnation, target, tuple(part)))
                     except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError):
                         # This is a bug of ours, but messages to other peers must still leave.
                         self.counters["internal_errors"] += 1

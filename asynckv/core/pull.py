@@ -202,7 +202,10 @@ class Pull:
     limits: PullConfig
     called_at: float
     deadline: float
-    warn_s: float = math.inf
+    warn_s: float
+    warn_at: float
+    history: notes.History
+    """States and notes, the first of which is `called_at` and ANNOUNCED."""
     priority: int = 0
     attempt: int = 1
     retryable: frozenset[Reason] = frozenset()
@@ -242,7 +245,6 @@ class Pull:
     """Ranks that did not acknowledge the release before it was given up."""
     published_at: float = math.inf
     released_at: float = math.inf
-    warn_at: float = math.inf
     post_s: float = 0.0
     detect_s: float = 0.0
     num_bytes: int = 0
@@ -250,15 +252,10 @@ class Pull:
     num_posted: int = 0
     num_descriptors_posted: int = 0
     rereads: int = 0
-    history: notes.History = field(default_factory=list)
     num_traced: int = 0
     """Number of history entries that were reported one by one."""
     scheduled_at: float = math.inf
     _effects: list[Effect] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.history.append((self.called_at, self.state))
-        self.warn_at = self.called_at + self.warn_s
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -503,9 +500,17 @@ class Pull:
         after = ON_EVENT[self.state].get(event) or self._impossible(event)
         if is_done:
             self.detect_s = max(self.detect_s, detect_s)
-        in_doubt = transfer.ending is ENDING.IN_DOUBT
-        if source.transfer_ended(transfer.transfer_id, num_bytes if is_done else -1, in_doubt, now):
-            self.read_at = now
+        if transfer.ending is ENDING.IN_DOUBT:
+            source.doubtful.add(transfer.transfer_id)
+        elif source.doubtful:
+            source.doubtful.discard(transfer.transfer_id)
+        source.running.discard(transfer.transfer_id)
+        source.has_landed = source.next_read is None and not source.running and not source.doubtful
+        if is_done:
+            source.bytes_read += num_bytes
+        if is_done and source.has_landed:
+            source.done_at = self.read_at = now
+            source.nonce_when_done = max(source.nonces, default=0)
             if source.lent_by < math.inf:  # else nothing is granted, so nothing is proven
                 source.prove()
         if not is_done:
@@ -623,7 +628,10 @@ class Pull:
                     case S.QUEUED:
                         if before is S.CONFIRMING:
                             self._read_again(now)
-                        effects.append(DO.LEAVE if self.not_lent_yet else DO.QUEUE)
+                        effects.append(DO.QUEUE)
+                        for source in sources:
+                            if source.not_lent_yet and source.role is ROLE.READ:
+                                effects[-1] = DO.LEAVE
                     case S.READING:
                         for source in sources:
                             source.may_post = True
@@ -700,7 +708,14 @@ class Pull:
         else:
             raise AssertionError(f"the conditions of pull {self.pull_id} have a cycle through {self.state.name}")
         if after is S.CONFIRMING:
-            self._ask_for_proof(now)
+            # All has landed, so a source that no grant so far covers claims once more.
+            for source in sources:
+                if source.role is not ROLE.READ or source.proven or now >= source.claim_at:
+                    continue
+                asked = bool(source.nonces) and next(reversed(source.nonces)) > source.nonce_when_done
+                if not asked and (source.claims == 0 or source.covered_until > -math.inf):
+                    source.claim_at = now
+                    effects.append(DO.SEND)
         self._effects = []
         return effects
 
@@ -729,16 +744,6 @@ class Pull:
                 self._note(now, notes.ReadAgain(source.name))
                 source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors)
                 self.rereads += 1
-
-    def _ask_for_proof(self, now: float) -> None:
-        """Claim once more, now that everything has landed, because no grant so far covers the read."""
-        for source in self.sources:
-            if source.role is not ROLE.READ or source.proven:
-                continue
-            asked = bool(source.nonces) and next(reversed(source.nonces)) > source.nonce_when_done
-            if not asked and (source.claims == 0 or source.covered_until > -math.inf) and now < source.claim_at:
-                source.claim_at = now
-                self._effects.append(DO.SEND)
 
     def waits(self, now: float) -> str:
         match self.state:

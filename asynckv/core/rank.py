@@ -29,7 +29,7 @@ from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
 from asynckv.core.peer import Peer
 from asynckv.core.prefill import PrefillSide
-from asynckv.core.pull import KIND, Kind, Pull, PullRequest
+from asynckv.core.pull import KIND, Kind, Pull, PullRequest, PullState
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.routes import refusal
 from asynckv.core.source import ROLE, Source
@@ -165,6 +165,7 @@ class RankCore:
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Only the stages themselves know their layers, so any of them may turn out to hold nothing of ours.
         predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
+        warn_s = warn_after(params.lease_s, self.config.log.held_fraction)
         sources: list[Source] = []
         for rank in route.ranks:
             sources.append(Source(pull_id, rank, predicted if rank.is_predicted else other))  # noqa: PERF401
@@ -181,7 +182,9 @@ class RankCore:
             limits=self.config.pull,
             called_at=now,
             deadline=now + wait_s,
-            warn_s=warn_after(params.lease_s, self.config.log.held_fraction),
+            warn_s=warn_s,
+            warn_at=now + warn_s,
+            history=[(now, PullState.ANNOUNCED)],
             priority=request.priority,
             attempt=attempt,
             retryable=retryable,

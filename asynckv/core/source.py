@@ -172,23 +172,6 @@ class Source:
         self.lent_by = LONG_AGO  # already granted, so every read that begins from here on is late enough
         self.start(self.plan, max_bytes, max_descriptors)
 
-    def transfer_ended(self, transfer_id: TransferId, num_bytes: int, in_doubt: bool, now: float) -> bool:
-        """Take the end of a transfer of `num_bytes` (-1: it failed). Return True if everything has landed with it."""
-        if in_doubt:
-            self.doubtful.add(transfer_id)
-        else:
-            self.doubtful.discard(transfer_id)
-        self.running.discard(transfer_id)
-        self.has_landed = self.next_read is None and not self.running and not self.doubtful
-        if num_bytes < 0:
-            return False
-        self.bytes_read += num_bytes
-        if not self.has_landed:
-            return False
-        self.done_at = now
-        self.nonce_when_done = max(self.nonces, default=0)
-        return True
-
     def prove(self) -> None:
         if not self.proven and self.has_landed:
             timely = self.lent_by < self.first_posted_at

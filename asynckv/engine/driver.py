@@ -281,8 +281,7 @@ class Driver:
             self.core.receive(origin, data, self.clock.now(), principal)
         except Exception as exc:
             self._internal_error(exc)
-        if not self._is_due:
-            self.soon()
+        self.soon()
 
     def on_question(self, asker: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
         """Take a question that came by another way than the control plane's."""
