@@ -126,7 +126,7 @@ class DecodeSide:
         if ready is not None:
             for peer in ready.peers:
                 self.peers.attach(peer, pull.pull_id, now)
-            self._carry_out(pull, pull.start(lists, deadline, now, ready.tables), now, at_once=True)
+            self._carry_out(pull, pull.routed(ready.tables, now, (lists, deadline)), now, at_once=True)
             return
         self._carry_out(pull, pull.start(lists, deadline, now), now)
         for source in () if lists.is_empty else pull.sources:

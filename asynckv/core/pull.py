@@ -372,10 +372,7 @@ class Pull:
         """Set options that an announcement lacks, or that the caller changed since."""
         self.is_last, self.priority, self.retryable = is_last, priority, retryable
 
-    def start(
-        self, lists: BlockLists, deadline: float, now: float, tables: Sequence[PeerTables | None] | None = None
-    ) -> list[Effect]:
-        """Take the blocks to fill. If all ranks are ready, take their tables too, as `routed` does."""
+    def start(self, lists: BlockLists, deadline: float, now: float) -> list[Effect]:
         after = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
         self.warn_at = now + self.warn_s
@@ -383,13 +380,20 @@ class Pull:
         if lists.is_empty:
             for source in self.sources:
                 source.not_wanted()
-        return self._settle(after, now) if tables is None else self.routed(tables, now, after)
+        return self._settle(after, now)
 
-    def routed(self, tables: Sequence[PeerTables | None], now: float, first: PullState | None = None) -> list[Effect]:
+    def routed(
+        self, tables: Sequence[PeerTables | None], now: float, start: tuple[BlockLists, float] | None = None
+    ) -> list[Effect]:
         """Take the tables to read from each source, or None for one that is only released. The claim leaves with the
-        read. The pull enters the state `first` before, if it is given.
+        read. With `start`, a pull that reads something takes its blocks and deadline first, in the same walk.
         """
-        after = first or ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED)
+        if start is None:
+            after, then = ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED), None
+        else:
+            after, then = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED), E.ROUTED
+            self.lists, self.deadline = start
+            self.kind, self.called_at, self.begun_at, self.warn_at = KIND.PULL, now, now, now + self.warn_s
         if now < self.ready_at:
             self.ready_at = now
         for source, read in zip(self.sources, tables, strict=True):
@@ -400,7 +404,7 @@ class Pull:
                     self._effects.append(DO.SEND)
             elif source.role is ROLE.READ:
                 source.not_wanted()
-        return self._settle(after, now, E.ROUTED if first else None)
+        return self._settle(after, now, then)
 
     def could_not_meet(self, not_before: float) -> None:
         """Note that a rank could not be met, and may not be met again before a certain time."""
@@ -420,7 +424,10 @@ class Pull:
         """Begin to read, with these plans for the sources that have none yet."""
         after = ON_EVENT[self.state].get(E.ADMITTED) or self._impossible(E.ADMITTED)
         for source, plan in plans:
-            source.start(plan, self.limits.max_post_bytes, self.limits.max_post_descriptors)
+            source.plan = plan
+            source.following = plan.posts(self.limits.max_post_bytes, self.limits.max_post_descriptors)
+            source.next_read = next(source.following, None)
+            source.has_landed = source.next_read is None
             self.num_bytes += plan.num_bytes
             self.num_descriptors += plan.num_descriptors
             if source.next_read is None:

@@ -160,17 +160,13 @@ class Source:
 
     # -- reads -------------------------------------------------------------------------------------
 
-    def start(self, plan: Plan, max_bytes: int, max_descriptors: int) -> None:
-        self.plan = plan
-        self.following = plan.posts(max_bytes, max_descriptors)
-        self.next_read = next(self.following, None)
-        self.has_landed = self.next_read is None
-
     def restart(self, max_bytes: int, max_descriptors: int) -> None:
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
         self.lent_by = LONG_AGO  # already granted, so every read that begins from here on is late enough
-        self.start(self.plan, max_bytes, max_descriptors)
+        self.following = self.plan.posts(max_bytes, max_descriptors)
+        self.next_read = next(self.following, None)
+        self.has_landed = self.next_read is None
 
     def prove(self) -> None:
         if not self.proven and self.has_landed:
