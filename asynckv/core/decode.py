@@ -105,21 +105,34 @@ class DecodeSide:
 
     def announce(self, pull: Pull, now: float) -> None:
         """Take a new pull without blocks: meet the peers that it will read from, claim, and wait for `start`."""
-        self._take(pull, None, now)
-        self._route(pull, now)
+        self.start(pull, None, {}, math.inf, now)
 
-    def start(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
-        """Give a new or announced pull its blocks, which the ledger has just found free."""
+    def start(
+        self, pull: Pull, lists: BlockLists | None, blocks: Mapping[int, Int64s], deadline: float, now: float
+    ) -> None:
+        """Give a new or announced pull its blocks, which the ledger has just found free; or announce a new one."""
         # A full prefix hit reads nothing, so routes remember nothing about it.
-        ready = pull.route.ready.get(lists.wanted)
+        ready = None if lists is None else pull.route.ready.get(lists.wanted)
         if ready is not None and (ready.num_changes != self.peers.num_changes or pull.params.key in self.abandoned):
             ready = None
-        if pull.pull_id not in self.pulls:
-            self._take(pull, ready, now)
-            if pull.failure is not None:
-                return
-        else:
+        if pull.pull_id in self.pulls:
             pull.arrival = next(self._arrivals)  # an announced pull queues from the moment that it has blocks
+        else:
+            if pull.request_id in self.by_request:
+                raise LocalProtocolError(
+                    f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
+                )
+            self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
+            pull.arrival = pull.number = next(self._arrivals)
+            if pull.kind is not KIND.DISCHARGE:
+                self._outbox.counters["pulls.started"] += 1
+            if ready is None:
+                self._meet_all(pull, now)
+                if pull.failure is not None:
+                    return
+        if lists is None:
+            self._route(pull, now)
+            return
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         self.started.add(pull.pull_id)
         # If there is room, plan now, at the caller's expense, because a turn of the loop is shared by all pulls.
@@ -136,17 +149,7 @@ class DecodeSide:
                 self._meet(pull, source, now)
         self._route(pull, now, at_once=True)
 
-    def _take(self, pull: Pull, ready: Ready | None, now: float) -> None:
-        if pull.request_id in self.by_request:
-            raise LocalProtocolError(
-                f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
-            )
-        self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
-        pull.arrival = pull.number = next(self._arrivals)
-        if pull.kind is not KIND.DISCHARGE:
-            self._outbox.counters["pulls.started"] += 1
-        if ready is not None:
-            return
+    def _meet_all(self, pull: Pull, now: float) -> None:
         if not pull.route.ready:
             self._make_way(pull, now)
         # Attach all first, because meeting one may end the pull, and `_tell` treats a rank without a peer as gone.

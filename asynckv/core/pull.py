@@ -28,7 +28,7 @@ from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
-from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, Source
+from asynckv.core.source import LONG_AGO, MAX_CLAIM_PAUSE_S, MIN_RENEW_S, RATE_MARGIN, RELEASE, ROLE, Source
 from asynckv.core.types import Cohort, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
@@ -455,7 +455,23 @@ class Pull:
         waited = source.not_lent_yet
         match answer:
             case Granted():
-                source.granted(answer, self.params.written, self.params.renew_s, now)
+                # A grant counts from before the answered claim was sent.
+                sent_at, params = source.nonces[answer.nonce], self.params
+                deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
+                if deadline > source.covered_until:
+                    source.covered_until = deadline
+                if answer.nonce > source.granted_nonce:
+                    source.granted_nonce = answer.nonce
+                source.not_lent_yet = False
+                # If params left after the KV was written, a read can be too late, but never too early. A grant before
+                # the first read needs no clock either.
+                if params.written or source.first_posted_at == math.inf:
+                    source.lent_by = LONG_AGO
+                else:
+                    source.lent_by = min(source.lent_by, now - answer.lent_for_s * (1 - RATE_MARGIN))
+                if deadline > now or answer.nonce == next(reversed(source.nonces)):
+                    source.claims = 0
+                    source.claim_at = max(sent_at + min(params.renew_s, answer.seconds / 2), now + MIN_RENEW_S)
                 source.prove()
                 if len(self.history) < MAX_HISTORY:
                     self.history.append((now, notes.Promised(source.rank.name, answer.seconds)))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asynckv.core.types import Address, Place, PullId, Reason, TransferId, members
-from asynckv.core.wire import Granted, Refused
+from asynckv.core.wire import Refused
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
@@ -184,25 +184,6 @@ class Source:
         self.claims += 1
         pause_s = retry_s * 2 ** (self.claims - 1 if self.claims < 7 else 6)
         self.claim_at = now + (pause_s if pause_s < MAX_CLAIM_PAUSE_S else MAX_CLAIM_PAUSE_S)
-
-    def granted(self, answer: Granted, written: bool, renew_s: float, now: float) -> None:
-        """Take a grant of the rank. It counts from before the answered claim was sent."""
-        sent_at = self.nonces[answer.nonce]
-        deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
-        if deadline > self.covered_until:
-            self.covered_until = deadline
-        if answer.nonce > self.granted_nonce:
-            self.granted_nonce = answer.nonce
-        self.not_lent_yet = False
-        # If params left after the KV was written, a read can be too late, but never too early. A grant before the first
-        # read needs no clock either.
-        if written or self.first_posted_at == math.inf:
-            self.lent_by = LONG_AGO
-        else:
-            self.lent_by = min(self.lent_by, now - answer.lent_for_s * (1 - RATE_MARGIN))
-        if deadline > now or answer.nonce == next(reversed(self.nonces)):
-            self.claims = 0
-            self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
 
     def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str] | None:
         """Take a refusal, and return why the attempt fails, if it does. `reads_yet`: the pull reads or is queued."""
