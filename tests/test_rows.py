@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,8 +71,6 @@ class Attempt:
             dataclasses.replace(LIMITS, max_post_bytes=max_bytes),
             called_at=0.0,
             deadline=100.0,
-            warn_s=math.inf,
-            warn_at=math.inf,
             history=[(0.0, S.ANNOUNCED)],
         )
         self.now = 0.0

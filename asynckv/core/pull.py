@@ -202,10 +202,10 @@ class Pull:
     limits: PullConfig
     called_at: float
     deadline: float
-    warn_s: float
-    warn_at: float
     history: notes.History
-    """States and notes, the first of which is `called_at` and ANNOUNCED."""
+    """States and notes, beginning with ANNOUNCED."""
+    warn_s: float = math.inf
+    warn_at: float = math.inf
     priority: int = 0
     attempt: int = 1
     retryable: frozenset[Reason] = frozenset()
@@ -539,8 +539,9 @@ class Pull:
         if not is_done:
             reason = Reason.PEER_LOST if transfer.peer_lost else Reason.READ_FAILED
             self._fail(reason, f"a transfer from {source.where} failed: {transfer.cause}", now)
-        if self.reason is not None:
-            self._return()
+        if self.reason is not None and not self.is_returned and not self.holds_blocks:
+            self.is_returned = True
+            self._effects.append(DO.RETURN)
         return self._settle(after, now)
 
     def fail(self, reason: Reason, detail: str, now: float) -> list[Effect]:
@@ -741,11 +742,6 @@ class Pull:
                     effects.append(DO.SEND)
         self._effects = []
         return effects
-
-    def _return(self) -> None:
-        if not self.is_returned and not self.holds_blocks:
-            self.is_returned = True
-            self._effects.append(DO.RETURN)
 
     def _note(self, now: float, note: notes.Note) -> None:
         if len(self.history) < MAX_HISTORY:
