@@ -759,7 +759,7 @@ class Pull:
 
     def _read_again(self, now: float) -> None:
         for source in self.sources:
-            if source.reads and not source.proven and source.is_early:
+            if source.reads and not source.proven and source.first_posted_at <= source.lent_by < math.inf:
                 self._note(now, notes.ReadAgain(source.name))
                 source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors)
                 self.rereads += 1

@@ -147,11 +147,6 @@ class Source:
     def is_settled(self) -> bool:
         return self.release is RELEASE.SETTLED
 
-    @property
-    def is_early(self) -> bool:
-        """True if the blocks are granted, but the first read cannot be shown to be younger than the lease."""
-        return self.first_posted_at <= self.lent_by < math.inf
-
     def wanted(self) -> None:
         self.role = ROLE.READ
 
