@@ -129,7 +129,7 @@ def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
     pull = decode.core.pull(wanted, 30.0, 0.0, retryable=request.retryable)
     world.settle(decode)
     world.deliver_all()
-    request.tried(pull)
+    request.pull = pull
     [transfer] = decode.reads
     world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "no disconnect"))
     assert pull.reason is Reason.READ_FAILED
@@ -141,7 +141,7 @@ def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
     assert (state_of(request), request.attempts) == (RequestState.TRYING, 2)
     again = decode.core.pull(wanted, 30.0, world.time(decode), attempt=2)
     world.settle(decode)
-    request.tried(again)
+    request.pull = again
     world.run()
     request.ended(4.0)
     assert (again.reason, state_of(request)) == (Reason.COMPLETE, RequestState.OVER)

@@ -179,3 +179,12 @@ def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_b
         world.complete(decode, posted_at(decode, "p1")[0])
         world.deliver_all()
     assert state(waiting) is PullState.READING
+
+
+def test_a_pull_that_fails_while_others_of_its_reads_run_is_woken_when_it_has_drained_for_long() -> None:
+    world, (prefill,), decode = world_of(max_post_bytes=64, drain_s=0.25)
+    pull = ask(world, prefill, decode, 1)
+    world.deliver_all()
+    world.advance(1.0)  # until the next renewal the pull need not be woken
+    world.tell(decode, TransferEnded(next(iter(decode.reads)), Ending.FAILED, "why"))
+    assert (state(pull), pull.scheduled_at) == (PullState.DRAINING, 1.25)

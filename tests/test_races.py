@@ -348,7 +348,7 @@ def test_what_is_tried_again_may_do_better_then(reason: Reason) -> None:
     request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, 0.0)
     pull.wanted(True, 0, request.retryable)
     decode.core.decode.fail(pull, reason, "because", world.time(decode))
-    request.tried(pull)
+    request.pull = pull
     request.ended(world.time(decode))
     assert (request.state is RequestState.PAUSING) is (reason in MAY_BE_READ_YET)
 
@@ -361,7 +361,7 @@ def test_an_attempt_begins_when_its_rank_may_be_met_again_or_not_at_all(not_befo
     request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, 0.0)
     pull.could_not_meet(not_before)
     decode.core.decode.fail(pull, Reason.UNREACHABLE, "no answer", world.time(decode))
-    request.tried(pull)
+    request.pull = pull
     request.ended(1.0)
     begins = max(1.1, not_before)
     assert request.next_at == begins
@@ -375,7 +375,7 @@ def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_ha
     while request.state is not RequestState.OVER:
         pull = ask(world, prefill, decode, request.attempts)
         decode.core.decode.fail(pull, Reason.READ_FAILED, "broken", world.time(decode))
-        request.tried(pull)
+        request.pull = pull
         request.ended(0.0)
         if request.state is RequestState.PAUSING:
             pauses.append(request.next_at)

@@ -71,6 +71,7 @@ class Attempt:
             dataclasses.replace(LIMITS, max_post_bytes=max_bytes),
             called_at=0.0,
             deadline=100.0,
+            history=[(0.0, S.ANNOUNCED)],
         )
         self.now = 0.0
 
@@ -329,7 +330,7 @@ def request(*, is_last: bool = True) -> Request:
     it = Request(wanted, 2, 0.1, 50.0, 0.0)
     attempt = Attempt()
     attempt.pull.wanted(is_last, 0, it.retryable)
-    it.tried(attempt.to(S.READING).pull)
+    it.pull = attempt.to(S.READING).pull
     return it
 
 
@@ -338,7 +339,7 @@ def failed(it: Request, doubt: bool = False) -> Request:
     attempt = Attempt()
     attempt.pull.wanted(it.wanted.is_last, 0, it.retryable)
     attempt.notifying(doubt)
-    it.tried(attempt.pull)
+    it.pull = attempt.pull
     it.ended(1.0)
     return it
 
@@ -351,12 +352,12 @@ def check_attempts() -> None:
     """Take every row of a request's tables once."""
     it, attempt = request(), Attempt().to(S.CONFIRMING)
     attempt.grant()
-    it.tried(attempt.pull)
+    it.pull = attempt.pull
     it.ended(1.0)
     assert (it.state, it.take_discharge()) == (RequestState.OVER, None)
     it, attempt = request(), Attempt().draining()
     attempt.end(Ending.DONE)
-    it.tried(attempt.pull)
+    it.pull = attempt.pull
     it.ended(1.0)
     assert it.state is RequestState.OVER
     it = request()
@@ -424,7 +425,7 @@ def test_no_attempt_follows_after_the_deadline_or_a_refusal_that_stays() -> None
     attempt.pull.answered(attempt.source, Refused(PARAMS.key, "x-1", nonce, Reason.EXPIRED), attempt.later())
     attempt.end(Ending.DONE)
     it = request()
-    it.tried(attempt.pull)
+    it.pull = attempt.pull
     it.ended(1.0)
     assert it.state is RequestState.OVER, "the same params cannot get over what has expired"
 
@@ -499,7 +500,7 @@ def test_what_cannot_happen_to_an_engine_changes_nothing(state: LifeState, event
 
 
 def test_conditions_that_lead_in_a_circle_are_seen_and_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {S.READING: {pull.has_landed: S.CONFIRMING}, S.CONFIRMING: {pull.has_landed: S.READING}}
+    rows = {S.READING: {pull.LANDED: S.CONFIRMING}, S.CONFIRMING: {pull.LANDED: S.READING}}
     monkeypatch.setattr(pull, "WHEN", dict(pull.WHEN) | rows)
     with pytest.raises(AssertionError, match="have a cycle through"):
         Attempt().to(S.CONFIRMING)

@@ -306,6 +306,7 @@ class World(Fabric):
                 rank.reads[read.transfer_id] = rank.nic.prepare(read.transfer_id, read.agent_name, read.read)
             posts = core.decode.admit(self.time(rank)) is not None or posts
             if not commands and not posts:
+                assert all(pull.scheduled_at <= pull.wake_at for pull in core.decode.pulls.values()), "woken too late"
                 return
 
     def load(self, rank: Rank) -> None:

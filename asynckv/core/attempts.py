@@ -75,11 +75,8 @@ class Request:
         self._given_up_for: Reason | None = None
         """Reason that is reported instead of the last attempt's failure."""
         self._discharge: Reason | None = None
-
-    @property
-    def retryable(self) -> frozenset[Reason]:
-        """Return the failures of this attempt after which another attempt follows."""
-        return RETRYABLE if self.attempts <= self._retries else frozenset()
+        self.retryable = RETRYABLE if retries else frozenset[Reason]()
+        """Failures of this attempt after which another attempt follows."""
 
     @property
     def was_promised(self) -> bool:
@@ -91,9 +88,6 @@ class Request:
         return found
 
     # -- events ------------------------------------------------------------------------------------
-
-    def tried(self, pull: Pull) -> None:
-        self.pull = pull
 
     def refused(self) -> None:
         """Note that an attempt could not begin, so that the outcome of the one before is final."""
@@ -151,6 +145,8 @@ class Request:
         self.state = after
         if after is S.TRYING:
             self.attempts += 1
+            if self.attempts > self._retries:
+                self.retryable = frozenset()
         elif after is S.OVER:
             # Ranks that expect another attempt must hear that none follows.
             pull, is_last = self.pull, self.wanted.is_last or self.stopped is Reason.CANCELLED

@@ -65,6 +65,9 @@ class _Transfer:
     """True once it concerns only the peer: its pull goes on without it."""
 
 
+_ANSWERS = (wire.Ack, wire.Granted, wire.NotYet, wire.Refused)
+
+
 def _source_at(pull: Pull | None, address: Address) -> Source | None:
     for source in pull.sources if pull is not None else ():
         if source.rank.place[0] == address:
@@ -108,32 +111,43 @@ class DecodeSide:
 
     def announce(self, pull: Pull, now: float) -> None:
         """Take a new pull without blocks: meet the peers that it will read from, claim, and wait for `start`."""
-        self._take(pull, None, now)
-        self._route(pull, now)
+        self.start(pull, None, {}, math.inf, now)
 
-    def start(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
-        """Give a new or announced pull its blocks, which the ledger has just found free."""
+    def start(
+        self, pull: Pull, lists: BlockLists | None, blocks: Mapping[int, Int64s], deadline: float, now: float
+    ) -> None:
+        """Give a new or announced pull its blocks, which the ledger has just found free; or announce a new one."""
         # A full prefix hit reads nothing, so routes remember nothing about it.
-        ready = pull.route.ready.get(lists.wanted)
+        ready = None if lists is None else pull.route.ready.get(lists.wanted)
         if ready is not None and (ready.num_changes != self.peers.num_changes or pull.params.key in self.abandoned):
             ready = None
-        if pull.pull_id not in self.pulls:
-            self._take(pull, ready, now)
-            if pull.failure is not None:
-                return
-        else:
+        if pull.pull_id in self.pulls:
             pull.arrival = next(self._arrivals)  # an announced pull queues from the moment that it has blocks
+        else:
+            if pull.request_id in self.by_request:
+                raise LocalProtocolError(
+                    f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
+                )
+            self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
+            pull.arrival = pull.number = next(self._arrivals)
+            if pull.kind is not KIND.DISCHARGE:
+                self._outbox.counters["pulls.started"] += 1
+            if ready is None:
+                self._meet_all(pull, now)
+                if pull.failure is not None:
+                    return
+        if lists is None:
+            self._route(pull, now)
+            return
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         self.started.add(pull.pull_id)
-        effects = pull.start(lists, deadline, now)
         # If there is room, plan now, at the caller's expense, because a turn of the loop is shared by all pulls.
         if ready is not None:
             for peer in ready.peers:
                 self.peers.attach(peer, pull.pull_id, now)
-            effects += pull.routed(ready.tables, now)
-            self._carry_out(pull, effects, now, at_once=True)
+            self._carry_out(pull, pull.routed(ready.tables, now, (lists, deadline)), now, at_once=True)
             return
-        self._carry_out(pull, effects, now)
+        self._carry_out(pull, pull.start(lists, deadline, now), now)
         for source in () if lists.is_empty else pull.sources:
             if source.role is ROLE.RELEASE_ONLY and source.tables is None and pull.failure is None:
                 # The rank could not be met while the request was only announced, perhaps long ago: try once more.
@@ -141,17 +155,7 @@ class DecodeSide:
                 self._meet(pull, source, now)
         self._route(pull, now, at_once=True)
 
-    def _take(self, pull: Pull, ready: Ready | None, now: float) -> None:
-        if pull.request_id in self.by_request:
-            raise LocalProtocolError(
-                f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
-            )
-        self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
-        pull.arrival = pull.number = next(self._arrivals)
-        if pull.kind is not KIND.DISCHARGE:
-            self._outbox.counters["pulls.started"] += 1
-        if ready is not None:
-            return
+    def _meet_all(self, pull: Pull, now: float) -> None:
         if not pull.route.ready:
             self._make_way(pull, now)
         # Attach all first, because meeting one may end the pull, and `_tell` treats a rank without a peer as gone.
@@ -208,14 +212,12 @@ class DecodeSide:
         self.transfers[transfer_id] = _Transfer(
             pull, source, peer, read.num_bytes, read.num_descriptors, now, read.table.boxes != ()
         )
-        peer.posted(transfer_id, now)
+        peer.transfers.add(transfer_id)
+        if not peer.line.in_flight.sizes:
+            peer.moved_at = now
         self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
         self._outbox.counters["descriptors.posted"] += read.num_descriptors
-        return PostRead(transfer_id, peer.agent_name, read)
-
-    def spent(self, transfer_id: TransferId, post_s: float) -> None:
-        if (transfer := self.transfers.get(transfer_id)) is not None:
-            transfer.pull.post_s += post_s
+        return PostRead(transfer_id, peer.agent_name, read, pull)
 
     def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
         transfer_id, ending, cause, peer_lost = transfer_ended
@@ -234,11 +236,12 @@ class DecodeSide:
             counters["transfers.detached"] += not was_detached
         else:
             del self.transfers[transfer_id]
+            peer.transfers.discard(transfer_id)
             counters["transfers.done" if ending is ENDING.DONE else "transfers.failed"] += 1
-        peer.transfer_ended(transfer_id, ending, now)
-        if ending is ENDING.DONE and peer.line.is_set_aside and peer.state is S.READY:
-            self._take_back(peer)
         if ending is ENDING.DONE:
+            peer.moved_at = now  # only a transfer that is done shows that the peer makes progress
+            if peer.line.is_set_aside and peer.state is S.READY:
+                self._take_back(peer)
             counters["bytes.read"] += transfer.num_bytes
         elif ending is ENDING.REFUSED:
             # The pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
@@ -249,7 +252,9 @@ class DecodeSide:
                 pull.could_not_meet(now + self._config.backoff_s)
             if now - transfer.posted_at < detect_s:
                 detect_s = now - transfer.posted_at
-            self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
+            effects = pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now)
+            # The pull has to be woken earlier only if it sends something, or has failed.
+            self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
             if pull.reason is not None and not pull.is_over:
                 self._let_go(pull, source, now)
         if peer_lost:
@@ -318,13 +323,57 @@ class DecodeSide:
     def receive(self, message: wire.Message, address: Address, sender: str, now: float) -> None:
         """Take a message from the process start `sender`, over our own link to `address`."""
         peer = self.peers.by_place.get((address, sender))
-        if peer is not None and peer.heard(now):
-            self.peers.wake(peer)
-            self._take_back(peer)
-            self._ready(peer, now)
+        if peer is not None:
+            if peer.is_doubted or peer.state is S.SUSPECT:
+                if peer.heard(now):
+                    self.peers.wake(peer)
+                    self._take_back(peer)
+                    self._ready(peer, now)
+            else:
+                peer.heard_at = now
+        if not isinstance(message, _ANSWERS):
+            self._told(message, peer, address, sender, now)
+            return
+        # The answer to a claim, a renewal or a release.
+        pull, source = self.pulls.get(PullId(message.pull_id)), None
+        for each in pull.sources if pull is not None else ():
+            if each.rank.place[0] == address:
+                source = each
+                break
+        if pull is None or source is None or message.key != pull.params.key:
+            self._outbox.counters["dropped.stale_answer"] += 1
+            return
+        effects: list[Effect] | None = None
         match message:
-            case wire.Ack() | wire.Granted() | wire.NotYet() | wire.Refused():
-                self._answered(message, address, sender, now)
+            case wire.Refused(nonce=nonce, reason=Reason.RESTARTED):
+                peer = self.peers.by_place.get(source.rank.place)
+                asked = nonce in source.nonces or (nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT)
+                if peer is not None and asked:
+                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {message.detail}", now)
+                return
+            case _ if source.rank.place[1] != sender:
+                self._outbox.counters["dropped.foreign_answer"] += 1
+                return
+            case wire.Ack():
+                if source.release is not RELEASE.UNSENT:
+                    effects = pull.settled(source, "acknowledged", now)
+            case wire.Refused(nonce=wire.RELEASE_NONCE):
+                if source.release is not RELEASE.UNSENT:
+                    if not source.is_settled:
+                        self._outbox.commands.append(told.release_refused(pull, source.name, message))
+                    effects = pull.settled(source, f"refused: {message.reason}", now)
+            case _:
+                effects = pull.answered(source, message, now)
+        if effects is None:
+            self._outbox.counters["dropped.stale_answer"] += 1
+            return
+        self._carry_out(pull, effects, now)
+        if source.release is RELEASE.SETTLED and pull.state is not P.RELEASED:
+            self._let_go(pull, source, now)
+
+    def _told(self, message: wire.Message, peer: Peer | None, address: Address, sender: str, now: float) -> None:
+        """Take a message about the rank itself."""
+        match message:
             case wire.Welcome() | wire.Unwelcome():
                 if (refused := self.peers.hello_answered(message, address, sender, now)) is not None:
                     peer, reason, detail = refused
@@ -411,8 +460,12 @@ class DecodeSide:
 
     # -- inside: pulls -------------------------------------------------------------------------------
 
-    def _carry_out(self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False) -> None:
-        """Carry out the effects of a pull's transition, in order. With `at_once` it reads now if there is room."""
+    def _carry_out(
+        self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False, wakes: bool = True
+    ) -> None:
+        """Carry out the effects of a pull's transition, in order. With `at_once` it reads now if there is room; its
+        ranks have to be ready.
+        """
         for effect in effects:
             match effect:
                 case DO.SEND:
@@ -423,7 +476,7 @@ class DecodeSide:
                         if source.next_read is not None:
                             self.posting.offer(self.peers.by_place[source.rank.place].line, source)
                 case DO.QUEUE:
-                    if at_once and self.can_read(pull) and self.admission.enter(pull.route.flow, pull.pull_id):
+                    if at_once and self.admission.enter(pull.route.flow, pull.pull_id):
                         effects += self._read(pull, now)
                     else:
                         self._queue(pull)
@@ -438,7 +491,25 @@ class DecodeSide:
                     if not at_once:  # else QUEUE follows in this same list of effects
                         self.admission.expect(pull.route.flow, pull.pull_id)
                 case DO.TELL:
-                    effects += self._tell(pull, now)
+                    self.started.discard(pull.pull_id)
+                    if self.by_request.get(pull.request_id) is pull:
+                        del self.by_request[pull.request_id]
+                    if pull.kind is not KIND.DISCHARGE:
+                        self._outbox.counters[f"pulls.{pull.reason}"] += 1
+                    self._outbox.commands.append(PullEnded(pull))
+                    for source in pull.sources:
+                        peer = self.peers.by_place.get(source.rank.place)
+                        if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
+                            # The rank may still be alive. Send one release anyway, so that its lease need not expire.
+                            self._outbox.send(*source.rank.place, pull.make_release(source, now))
+                            pull.unanswered += (source.name,)
+                            if peer is None:  # the rank gave way, and nothing else would close the link
+                                self.peers.unlink(source.address)
+                            effects += pull.settled(source, "the rank is gone", now)
+                        elif peer is not None and peer.is_doubted:
+                            self.peers.probe(peer, now)
+                        if source.running or source.is_waiting:
+                            self._make_room(source)
                 case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
                     self._outbox.commands.append(BlocksReturned(pull))
@@ -453,7 +524,7 @@ class DecodeSide:
         if self._outbox.trace and len(pull.history) > pull.num_traced:
             self._outbox.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
             pull.num_traced = len(pull.history)
-        if pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
+        if wakes and pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
             self._timers.wake(pull, when)
 
     def _queue(self, pull: Pull) -> None:
@@ -462,12 +533,14 @@ class DecodeSide:
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
 
     def _read(self, pull: Pull, now: float) -> list[Effect]:
-        if self._is_aside(pull):
-            self.admission.count(pull.pull_id, False)
         assert pull.lists is not None
         plans: list[tuple[Source, Plan]] = []
         for source in pull.sources:
-            if source.role is not ROLE.READ or source.plan is not None:
+            if source.role is not ROLE.READ:
+                continue
+            if not source.proven and self.peers.by_place[source.rank.place].line.is_set_aside:
+                self.admission.count(pull.pull_id, False)
+            if source.plan is not None:
                 continue
             assert source.tables is not None
             try:
@@ -493,29 +566,6 @@ class DecodeSide:
             del self.abandoned[next(iter(self.abandoned))]
         self.fail(pull, Reason.STANDSTILL, text, now)
 
-    def _tell(self, pull: Pull, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        self.started.discard(pull.pull_id)
-        if self.by_request.get(pull.request_id) is pull:
-            del self.by_request[pull.request_id]
-        if pull.kind is not KIND.DISCHARGE:
-            self._outbox.counters[f"pulls.{pull.reason}"] += 1
-        self._outbox.commands.append(PullEnded(pull))
-        for source in pull.sources:
-            peer = self.peers.by_place.get(source.rank.place)
-            if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
-                # The rank may still be alive. Send one release anyway, so that its lease need not expire.
-                self._outbox.send(*source.rank.place, pull.make_release(source, now))
-                pull.unanswered += (source.name,)
-                if peer is None:  # the rank gave way, and nothing else would close the link
-                    self.peers.unlink(source.address)
-                effects += pull.settled(source, "the rank is gone", now)
-            elif peer is not None:
-                self.peers.probe(peer, now)
-            if source.running or source.is_waiting:
-                self._make_room(source)
-        return effects
-
     def _make_room(self, source: Source) -> None:
         """Give back the room of a source's transfers. The pull has its outcome, and the transfers may never end."""
         for transfer_id in source.running:
@@ -529,43 +579,6 @@ class DecodeSide:
         # After retirement a transfer that may still write keeps the peer in the data plane, but not its heartbeat.
         if source.is_settled and (pull.is_retired or not (source.running or source.doubtful)):
             self.peers.detach(source.rank.place, pull.pull_id, now)
-
-    def _answered(
-        self, answer: wire.Ack | wire.Granted | wire.NotYet | wire.Refused, address: Address, sender: str, now: float
-    ) -> None:
-        """Take the answer to a claim, a renewal or a release."""
-        pull = self.pulls.get(PullId(answer.pull_id))
-        source = _source_at(pull, address)
-        if pull is None or source is None or answer.key != pull.params.key:
-            self._outbox.counters["dropped.stale_answer"] += 1
-            return
-        effects: list[Effect] | None = None
-        match answer:
-            case wire.Refused(nonce=nonce, reason=Reason.RESTARTED):
-                peer = self.peers.by_place.get(source.rank.place)
-                asked = nonce in source.nonces or (nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT)
-                if peer is not None and asked:
-                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
-                return
-            case _ if source.rank.place[1] != sender:
-                self._outbox.counters["dropped.foreign_answer"] += 1
-                return
-            case wire.Ack():
-                if source.release is not RELEASE.UNSENT:
-                    effects = pull.settled(source, "acknowledged", now)
-            case wire.Refused(nonce=wire.RELEASE_NONCE):
-                if source.release is not RELEASE.UNSENT:
-                    if not source.is_settled:
-                        self._outbox.commands.append(told.release_refused(pull, source.name, answer))
-                    effects = pull.settled(source, f"refused: {answer.reason}", now)
-            case _:
-                effects = pull.answered(source, answer, now)
-        if effects is None:
-            self._outbox.counters["dropped.stale_answer"] += 1
-            return
-        self._carry_out(pull, effects, now)
-        if source.release is RELEASE.SETTLED and not pull.is_over:
-            self._let_go(pull, source, now)
 
     # -- inside: the choice of ranks -----------------------------------------------------------------
 
@@ -608,7 +621,7 @@ class DecodeSide:
                 tables = [source.tables for source in pull.sources]
             effects += pull.routed(tables, now)
             break
-        self._carry_out(pull, effects, now, at_once=at_once)
+        self._carry_out(pull, effects, now, at_once=at_once and self.can_read(pull))
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Remember what is read of each rank for later requests, if all of the route's ranks are ready."""

@@ -70,18 +70,17 @@ class Admission:
         """Heap of the flows that may go on, by ticket; empty if no pull waits."""
         self._numbers = itertools.count()
 
-    def _move(self, pull_id: PullId, flow: Flow, room: int | None) -> None:
-        """Put a pull into a room of its flow, or into none. No other method moves a pull."""
+    def _move(self, pull_id: PullId, flow: Flow, room: int) -> None:
+        """Put a pull into a room of its flow. Only this method and `leave` move a pull."""
         before = self._places.pop(pull_id, None)
         if before is not None:
             flow.num[before.room] -= 1
             self.num[before.room] -= 1
             self._num_counted -= before.counts
-        if room is not None:
-            flow.num[room] += 1
-            self.num[room] += 1
-            self._num_counted += room == READING
-            self._places[pull_id] = PullPlace(flow, room, room == READING)
+        flow.num[room] += 1
+        self.num[room] += 1
+        self._num_counted += room == READING
+        self._places[pull_id] = PullPlace(flow, room, room == READING)
 
     def expect(self, key: FlowKey, pull_id: PullId) -> None:
         """Note that a pull will `ask` once its ranks are met."""
@@ -97,10 +96,18 @@ class Admission:
     def enter(self, key: FlowKey, pull_id: PullId) -> bool:
         if self.turns or self._num_counted >= self._total:
             return False
-        flow = self._flow(key)
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = Flow(key)
         if flow.num[WAITING] or flow.num[READING] >= self._window:
             return False
-        self._move(pull_id, flow, READING)
+        if pull_id in self._places:
+            self._move(pull_id, flow, READING)
+            return True
+        flow.num[READING] += 1
+        self.num[READING] += 1
+        self._num_counted += 1
+        self._places[pull_id] = PullPlace(flow, READING, True)
         return True
 
     def ask(self, key: FlowKey, pull_id: PullId, priority: int, arrival: int) -> None:
@@ -134,12 +141,16 @@ class Admission:
         return None
 
     def leave(self, pull_id: PullId) -> None:
-        if (place := self._places.get(pull_id)) is None:
+        if (place := self._places.pop(pull_id, None)) is None:
             return
         flow = place.flow
-        self._move(pull_id, flow, None)
+        flow.num[place.room] -= 1
+        self.num[place.room] -= 1
+        self._num_counted -= place.counts
         if not any(flow.num):
             del self._flows[flow.key]
+            return
+        if not flow.order:
             return
         if len(flow.order) > 2 * flow.num[WAITING] + 64:
             flow.order = [entry for entry in flow.order if self.waits(entry[2])]
@@ -184,27 +195,29 @@ class InFlight:
 
     def __init__(self, max_bytes: float = math.inf, max_descriptors: float = math.inf) -> None:
         self._max_bytes, self._max_descriptors = max_bytes, max_descriptors
-        self._sizes: dict[TransferId, tuple[int, int]] = {}
+        self.sizes: dict[TransferId, tuple[int, int]] = {}
+        """Bytes and descriptors of each transfer. Only `Posting` changes them from outside."""
         self.num_bytes = self.num_descriptors = 0
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self.sizes)
 
     def fits(self, read: ReadRequest) -> bool:
-        return not self._sizes or (
+        """True if a read fits beside others. Alone, every read fits."""
+        return (
             self.num_bytes + read.num_bytes <= self._max_bytes
             and self.num_descriptors + read.num_descriptors <= self._max_descriptors
         )
 
     def enter(self, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
         """Count a transfer that is posted, or takes room again. Counting it twice has no effect."""
-        if transfer_id not in self._sizes:
-            self._sizes[transfer_id] = num_bytes, num_descriptors
+        if transfer_id not in self.sizes:
+            self.sizes[transfer_id] = num_bytes, num_descriptors
             self.num_bytes += num_bytes
             self.num_descriptors += num_descriptors
 
     def leave(self, transfer_id: TransferId) -> None:
-        size = self._sizes.pop(transfer_id, None)
+        size = self.sizes.pop(transfer_id, None)
         if size is not None:
             self.num_bytes -= size[0]
             self.num_descriptors -= size[1]
@@ -238,7 +251,9 @@ class Posting:
         if not poster.is_waiting and poster.may_post and not poster.not_lent_yet and poster.next_read is not None:
             poster.is_waiting = True
             line.posters.append(poster)
-            self.take_turn(line)
+            if not line.has_turn:
+                line.has_turn = True
+                self.turns.append(line)
 
     def take_turn(self, line: Line) -> None:
         """Give a line a turn to post, because something has changed for it."""
@@ -257,8 +272,8 @@ class Posting:
                     break
                 posters.popleft().is_waiting = False
             read = posters[0].next_read if posters and line.is_open else None
-            fits = read is not None and line.in_flight.fits(read)
-            if fits and read is not None and not self.in_flight.fits(read):
+            fits = read is not None and (not line.in_flight.sizes or line.in_flight.fits(read))
+            if fits and read is not None and self.in_flight.sizes and not self.in_flight.fits(read):
                 return None  # the line keeps its turn
             self.turns.popleft()
             line.has_turn = False
@@ -267,17 +282,20 @@ class Posting:
         return None
 
     def posted(self, line: Line, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
-        line.in_flight.enter(transfer_id, num_bytes, num_descriptors)
-        if not line.is_set_aside:
-            self.in_flight.enter(transfer_id, num_bytes, num_descriptors)
+        for room in (line.in_flight,) if line.is_set_aside else (line.in_flight, self.in_flight):
+            room.sizes[transfer_id] = num_bytes, num_descriptors
+            room.num_bytes += num_bytes
+            room.num_descriptors += num_descriptors
         if line.posters[0].next_read is None:
             line.posters.popleft().is_waiting = False
         if line.posters:
             self.take_turn(line)
 
     def left(self, line: Line, transfer_id: TransferId) -> None:
-        line.in_flight.leave(transfer_id)
-        self.in_flight.leave(transfer_id)
+        for room in (line.in_flight, self.in_flight):
+            if (size := room.sizes.pop(transfer_id, None)) is not None:
+                room.num_bytes -= size[0]
+                room.num_descriptors -= size[1]
 
     def set_aside(self, line: Line, transfers: Iterable[TransferId]) -> None:
         """Stop counting a peer's transfers against others, because the peer sends nothing."""

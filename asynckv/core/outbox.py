@@ -7,7 +7,6 @@ waits for them. The engine asks for reads to post one by one (`DecodeSide.next_r
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import get_args
@@ -22,14 +21,15 @@ from asynckv.core.pull import Pull
 from asynckv.core.told import Told
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.core.wire import (
+    MAJOR,
     MAX_DETAIL,
     MAX_MESSAGES,
     SOFT_PACKET,
     Message,
+    Packet,
     Refused,
     Release,
     Unwelcome,
-    encode_packet,
 )
 from asynckv.geometry.plan import ReadRequest
 
@@ -59,6 +59,7 @@ class PostRead(Struct, frozen=True):
     transfer_id: TransferId
     agent_name: str
     read: ReadRequest
+    pull: Pull
 
 
 class DetachRead(Struct, frozen=True):
@@ -131,6 +132,7 @@ Command = (
 )
 
 
+_encode = msgspec.msgpack.Encoder().encode
 _DETAILED = (Refused, Unwelcome)
 _SENT = {kind: f"sent.{kind.__name__.lower()}" for kind in get_args(Message)}
 
@@ -168,17 +170,18 @@ class Outbox:
         packets: list[tuple[Address | ReplyTo, bytes]] = []
         for (to, target), messages in by_target.items():
             for i in range(0, len(messages), MAX_MESSAGES):
-                packets += zip(itertools.repeat(to), self._packets(target, messages[i : i + MAX_MESSAGES]))
+                parts = [messages[i : i + MAX_MESSAGES]]
+                while parts:
+                    part = parts.pop(0)
+                    try:
+                        packet = _encode(Packet(MAJOR, self.incarnation, target, tuple(part)))
+                    except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError):
+                        # This is a bug of ours, but messages to other peers must still leave.
+                        self.counters["internal_errors"] += 1
+                        continue
+                    if len(packet) <= SOFT_PACKET or len(part) == 1:
+                        packets.append((to, packet))
+                    else:
+                        half = len(part) // 2
+                        parts[:0] = part[:half], part[half:]
         return packets
-
-    def _packets(self, target: str, messages: list[Message]) -> list[bytes]:
-        try:
-            packet = encode_packet(self.incarnation, target, messages)
-        except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError):
-            # This is a bug of ours, but messages to other peers must still leave.
-            self.counters["internal_errors"] += 1
-            return []
-        if len(packet) <= SOFT_PACKET or len(messages) == 1:
-            return [packet]
-        half = len(messages) // 2
-        return self._packets(target, messages[:half]) + self._packets(target, messages[half:])

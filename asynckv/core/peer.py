@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asynckv.config import PullConfig
-from asynckv.core.events import ENDING, Ending
 from asynckv.core.flow import Line
 from asynckv.core.source import RemoteRank
 from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, members, rank_name
@@ -236,18 +235,6 @@ class Peer:
             return False
         self.moved_at = now
         return self.receive(E.HEARD)
-
-    def posted(self, transfer_id: TransferId, now: float) -> None:
-        self.transfers.add(transfer_id)
-        if not self.line.in_flight:
-            self.moved_at = now
-
-    def transfer_ended(self, transfer_id: TransferId, ending: Ending, now: float) -> None:
-        """Take the end of a transfer, or its doubt. Only a transfer that is done shows that the peer makes progress."""
-        if ending is ENDING.DONE:
-            self.moved_at = now
-        if ending is not ENDING.IN_DOUBT and ending is not ENDING.DETACHED:
-            self.transfers.discard(transfer_id)
 
     # -- time --------------------------------------------------------------------------------------
 

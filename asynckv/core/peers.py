@@ -200,8 +200,8 @@ class Peers:
         return layout
 
     def probe(self, peer: Peer, now: float) -> None:
-        """Ping a rank that was lost before, because a pull waits for its acknowledgement."""
-        if peer.may_be_met and peer.is_doubted and peer.word_by == math.inf:
+        """Ping a doubted rank, because a pull waits for its acknowledgement."""
+        if peer.may_be_met and peer.word_by == math.inf:
             peer.word_by = now + self._config.suspect_s
             self._send(peer, peer.make_ping(next(self._nonces), now))
             self.wake(peer)

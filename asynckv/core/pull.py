@@ -28,7 +28,7 @@ from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
-from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, Source
+from asynckv.core.source import LONG_AGO, MAX_CLAIM_PAUSE_S, MIN_RENEW_S, RATE_MARGIN, RELEASE, ROLE, Source
 from asynckv.core.types import Cohort, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
@@ -133,86 +133,46 @@ ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
 """Events that each state takes. Most only add knowledge, and `WHEN` decides what follows. Late events are normal."""
 
 
-def has_nothing_to_read(pull: Pull, now: float) -> bool:
-    """Nothing is wanted: a full prefix hit."""
-    return pull.kind is KIND.HIT
+class Fact(enum.IntEnum):
+    """A condition on a pull's sources, as one bit, so that all of them are found in one pass and looked up as one."""
+
+    EMPTY = 1, "nothing is wanted: a full prefix hit"
+    LANDED = 2, "every read has landed"
+    UNLENT = 4, "it is not lent yet, and nothing runs"
+    PROVEN = 8, "every read is proven"
+    EARLY = 16, "a read began before the request was lent"
+    DRAINED = 32, "nothing runs, or the time is up"
+    OVER = 64, "every rank is told, and nothing can write the blocks"
+    TOLD = 128, "every rank is told"
+    FREE = 256, "nothing can write the blocks any more"
+
+    _words: str
+
+    def __new__(cls, bit: int, words: str) -> Fact:
+        fact = int.__new__(cls, bit)
+        fact._value_, fact._words = bit, words
+        return fact
+
+    def __str__(self) -> str:
+        return self._words
 
 
-def has_landed(pull: Pull, now: float) -> bool:
-    """Every read has landed."""
-    for source in pull.sources:
-        if source.role is ROLE.READ and not source.has_landed:
-            return False
-    return True
+EMPTY, LANDED, UNLENT, PROVEN, EARLY, DRAINED, OVER, TOLD, FREE = Fact
 
-
-def waits_to_be_lent(pull: Pull, now: float) -> bool:
-    """It is not lent yet, and nothing runs."""
-    # The pull must make room, or two requests may wait for each other for ever: before it can compute request B, the
-    # prefill engine may need the blocks of request A, which is lent, and queued here behind B.
-    waits = False
-    for source in pull.sources:
-        if source.running:
-            return False
-        waits = waits or (source.not_lent_yet and source.role is ROLE.READ)
-    return waits
-
-
-def is_proven(pull: Pull, now: float) -> bool:
-    """Every read is proven."""
-    for source in pull.sources:
-        if source.role is ROLE.READ and not source.proven:
-            return False
-    return True
-
-
-def read_too_early(pull: Pull, now: float) -> bool:
-    """A read began before the request was lent."""
-    for source in pull.sources:
-        if source.role is ROLE.READ and not source.proven and source.is_early:
-            return True
-    return False
-
-
-def has_drained(pull: Pull, now: float) -> bool:
-    """Nothing runs, or the time is up."""
-    return now >= pull.drain_by or not any(source.running for source in pull.sources)
-
-
-def is_everybody_told(pull: Pull, now: float) -> bool:
-    """Every rank is told."""
-    for source in pull.sources:
-        if source.release is not RELEASE.SETTLED:
-            return False
-    return True
-
-
-def is_all_over(pull: Pull, now: float) -> bool:
-    """Every rank is told, and nothing can write the blocks."""
-    for source in pull.sources:
-        if source.release is not RELEASE.SETTLED or source.running or source.doubtful:
-            return False
-    return True
-
-
-def is_out_of_quarantine(pull: Pull, now: float) -> bool:
-    """Nothing can write the blocks any more."""
-    return not pull.holds_blocks
-
-
-Condition = Callable[["Pull", float], bool]
-WHEN: Mapping[PullState, Mapping[Condition, PullState]] = {
+WHEN: Mapping[PullState, Mapping[Fact, PullState]] = {
     S.ANNOUNCED: {},
-    S.CONNECTING: {has_nothing_to_read: S.NOTIFYING},
+    S.CONNECTING: {EMPTY: S.NOTIFYING},
     S.QUEUED: {},
-    S.READING: {has_landed: S.CONFIRMING, waits_to_be_lent: S.QUEUED},
-    S.CONFIRMING: {is_proven: S.NOTIFYING, read_too_early: S.QUEUED},
-    S.DRAINING: {has_drained: S.NOTIFYING},
-    S.NOTIFYING: {is_all_over: S.RELEASED, is_everybody_told: S.QUARANTINED},
-    S.QUARANTINED: {is_out_of_quarantine: S.RELEASED},
+    # UNLENT makes room, or two requests may wait for each other for ever: before it can compute request B, the prefill
+    # engine may need the blocks of request A, which is lent, and queued here behind B.
+    S.READING: {LANDED: S.CONFIRMING, UNLENT: S.QUEUED},
+    S.CONFIRMING: {PROVEN: S.NOTIFYING, EARLY: S.QUEUED},
+    S.DRAINING: {DRAINED: S.NOTIFYING},
+    S.NOTIFYING: {OVER: S.RELEASED, TOLD: S.QUARANTINED},
+    S.QUARANTINED: {FREE: S.RELEASED},
     S.RELEASED: {},
 }
-"""Conditions that act at once. The first that holds is taken, until none holds."""
+"""Facts that act at once. The first that holds is taken, until none holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +204,10 @@ class Pull:
     limits: PullConfig
     called_at: float
     deadline: float
+    history: notes.History
+    """States and notes, beginning with ANNOUNCED."""
     warn_s: float = math.inf
+    warn_at: float = math.inf
     priority: int = 0
     attempt: int = 1
     retryable: frozenset[Reason] = frozenset()
@@ -284,7 +247,6 @@ class Pull:
     """Ranks that did not acknowledge the release before it was given up."""
     published_at: float = math.inf
     released_at: float = math.inf
-    warn_at: float = math.inf
     post_s: float = 0.0
     detect_s: float = 0.0
     num_bytes: int = 0
@@ -292,15 +254,10 @@ class Pull:
     num_posted: int = 0
     num_descriptors_posted: int = 0
     rereads: int = 0
-    history: notes.History = field(default_factory=list)
     num_traced: int = 0
     """Number of history entries that were reported one by one."""
     scheduled_at: float = math.inf
     _effects: list[Effect] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.history.append((self.called_at, self.state))
-        self.warn_at = self.called_at + self.warn_s
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -427,19 +384,29 @@ class Pull:
                 source.not_wanted()
         return self._settle(after, now)
 
-    def routed(self, tables: Sequence[PeerTables | None], now: float) -> list[Effect]:
+    def routed(
+        self, tables: Sequence[PeerTables | None], now: float, start: tuple[BlockLists, float] | None = None
+    ) -> list[Effect]:
         """Take the tables to read from each source, or None for one that is only released. The claim leaves with the
-        read."""
-        after = ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED)
+        read. With `start`, a pull that reads something takes its blocks and deadline first, in the same walk.
+        """
+        if start is None:
+            after, then = ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED), None
+        else:
+            after, then = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED), E.ROUTED
+            self.lists, self.deadline = start
+            self.kind, self.called_at, self.begun_at, self.warn_at = KIND.PULL, now, now, now + self.warn_s
         if now < self.ready_at:
             self.ready_at = now
         for source, read in zip(self.sources, tables, strict=True):
             if read is not None:
                 source.role, source.tables = ROLE.READ, read
-                self._effects += self.met(source, now)
+                if source.claim_at == math.inf and not source.nonces:
+                    source.claim_at = now
+                    self._effects.append(DO.SEND)
             elif source.role is ROLE.READ:
                 source.not_wanted()
-        return self._settle(after, now)
+        return self._settle(after, now, then)
 
     def could_not_meet(self, not_before: float) -> None:
         """Note that a rank could not be met, and may not be met again before a certain time."""
@@ -459,7 +426,10 @@ class Pull:
         """Begin to read, with these plans for the sources that have none yet."""
         after = ON_EVENT[self.state].get(E.ADMITTED) or self._impossible(E.ADMITTED)
         for source, plan in plans:
-            source.start(plan, self.limits.max_post_bytes, self.limits.max_post_descriptors)
+            source.plan = plan
+            source.following = plan.posts(self.limits.max_post_bytes, self.limits.max_post_descriptors)
+            source.next_read = next(source.following, None)
+            source.has_landed = source.next_read is None
             self.num_bytes += plan.num_bytes
             self.num_descriptors += plan.num_descriptors
             if source.next_read is None:
@@ -487,9 +457,26 @@ class Pull:
         waited = source.not_lent_yet
         match answer:
             case Granted():
-                source.granted(answer, self.params.written, self.params.renew_s, now)
+                # A grant counts from before the answered claim was sent.
+                sent_at, params = source.nonces[answer.nonce], self.params
+                deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
+                if deadline > source.covered_until:
+                    source.covered_until = deadline
+                if answer.nonce > source.granted_nonce:
+                    source.granted_nonce = answer.nonce
+                source.not_lent_yet = False
+                # If params left after the KV was written, a read can be too late, but never too early. A grant before
+                # the first read needs no clock either.
+                if params.written or source.first_posted_at == math.inf:
+                    source.lent_by = LONG_AGO
+                else:
+                    source.lent_by = min(source.lent_by, now - answer.lent_for_s * (1 - RATE_MARGIN))
+                if deadline > now or answer.nonce == next(reversed(source.nonces)):
+                    source.claims = 0
+                    source.claim_at = max(sent_at + min(params.renew_s, answer.seconds / 2), now + MIN_RENEW_S)
                 source.prove()
-                self._note(now, notes.Promised(source.rank.name, answer.seconds))
+                if len(self.history) < MAX_HISTORY:
+                    self.history.append((now, notes.Promised(source.rank.name, answer.seconds)))
             case NotYet():
                 source.not_lent_yet, source.not_lent_yet_at = source.covered_until == -math.inf, now
                 self._note(now, notes.NotYet(source.name))
@@ -515,8 +502,14 @@ class Pull:
         """Return the next read of a source, which is about to be posted. `before` is a time before that."""
         after = ON_EVENT[self.state].get(E.POSTED) or self._impossible(E.POSTED)
         if after is not self.state:
-            self._enter(after, before)
-        read = source.take_read(transfer_id, before)
+            self._settle(after, before)
+        read = source.next_read
+        assert read is not None
+        # The read after it is fetched now, so that the last read is known as last.
+        source.next_read = next(source.following, None)
+        source.running.add(transfer_id)
+        if before < source.first_posted_at:
+            source.first_posted_at = before
         if not self.num_posted:
             self.posted_at = before
         self.num_posted += 1
@@ -532,15 +525,25 @@ class Pull:
         after = ON_EVENT[self.state].get(event) or self._impossible(event)
         if is_done:
             self.detect_s = max(self.detect_s, detect_s)
-        in_doubt = transfer.ending is ENDING.IN_DOUBT
-        if source.transfer_ended(transfer.transfer_id, num_bytes if is_done else -1, in_doubt, now):
-            self.read_at = now
-            source.prove()
+        if transfer.ending is ENDING.IN_DOUBT:
+            source.doubtful.add(transfer.transfer_id)
+        elif source.doubtful:
+            source.doubtful.discard(transfer.transfer_id)
+        source.running.discard(transfer.transfer_id)
+        source.has_landed = source.next_read is None and not source.running and not source.doubtful
+        if is_done:
+            source.bytes_read += num_bytes
+        if is_done and source.has_landed:
+            source.done_at = self.read_at = now
+            source.nonce_when_done = max(source.nonces, default=0)
+            if source.lent_by < math.inf:  # else nothing is granted, so nothing is proven
+                source.prove()
         if not is_done:
             reason = Reason.PEER_LOST if transfer.peer_lost else Reason.READ_FAILED
             self._fail(reason, f"a transfer from {source.where} failed: {transfer.cause}", now)
-        if self.reason is not None:
-            self._return()
+        if self.reason is not None and not self.is_returned and not self.holds_blocks:
+            self.is_returned = True
+            self._effects.append(DO.RETURN)
         return self._settle(after, now)
 
     def fail(self, reason: Reason, detail: str, now: float) -> list[Effect]:
@@ -556,9 +559,9 @@ class Pull:
 
     def settled(self, source: Source, how: str, now: float) -> list[Effect]:
         after = ON_EVENT[self.state].get(E.SETTLED) or self._impossible(E.SETTLED)
-        if source.release is not RELEASE.SETTLED:
-            self._note(now, notes.Settled(source.rank.name, how))
-        source.settled()
+        if source.release is not RELEASE.SETTLED and len(self.history) < MAX_HISTORY:
+            self.history.append((now, notes.Settled(source.rank.name, how)))
+        source.release, source.release_at, source.claim_at = RELEASE.SETTLED, math.inf, math.inf
         return self._settle(after, now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -570,7 +573,7 @@ class Pull:
                 if source.release is not RELEASE.SETTLED:
                     self._note(now, notes.Settled(source.name, "given up, the lease will expire"))
                     self.unanswered += (source.name,)
-                    source.settled()
+                    source.release, source.release_at, source.claim_at = RELEASE.SETTLED, math.inf, math.inf
         after = self.state
         if now >= self.deadline and self.failure is None and self.reason is None:
             after = ON_EVENT[self.state].get(E.TIME_UP) or self._impossible(E.TIME_UP)
@@ -583,28 +586,32 @@ class Pull:
 
     def make_messages(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
         out: list[tuple[Source, Message]] = []
+        params = self.params
         for source in self.sources:
             if now >= source.claim_at:
                 if source.role is ROLE.READ and self.reason is None:
-                    out.append((source, self._claim(source, next(nonces), now)))
+                    left = (self.drain_by if self.drain_by < self.deadline else self.deadline) - now
+                    seconds = 0.001 if left < 0.001 else left if left < MAX_ASKED_S else MAX_ASKED_S
+                    nonce, covered = next(nonces), now < source.covered_until
+                    source.claimed(nonce, self.limits.claim_retry_s, now)
+                    asked: Message = (
+                        Renew(params.key, self.pull_id, nonce, seconds)
+                        if covered
+                        else Claim(
+                            params.key, params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds
+                        )
+                    )
+                    out.append((source, asked))
                 else:
                     source.claim_at = math.inf
             if now >= source.release_at:
                 out.append((source, self.make_release(source, now)))
         return out
 
-    def _claim(self, source: Source, nonce: int, now: float) -> Claim | Renew:
-        left = (self.drain_by if self.drain_by < self.deadline else self.deadline) - now
-        seconds = 0.001 if left < 0.001 else left if left < MAX_ASKED_S else MAX_ASKED_S
-        covered = now < source.covered_until
-        source.claimed(nonce, self.limits.claim_retry_s, now)
-        if covered:
-            return Renew(self.params.key, self.pull_id, nonce, seconds)
-        return Claim(self.params.key, self.params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
-
     def make_release(self, source: Source, now: float) -> Release:
         source.released(self.limits.release_retry_s, now)
-        return Release(self.params.key, self.params.request_id, self.cohort, self.pull_id, self.outcome)
+        outcome = Outcome.COMPLETE if self.reason is Reason.COMPLETE else self.outcome
+        return Release(self.params.key, self.params.request_id, self.cohort, self.pull_id, outcome)
 
     @property
     def outcome(self) -> Outcome:
@@ -628,71 +635,117 @@ class Pull:
     def _impossible(self, event: PullEvent) -> PullState:
         raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
 
-    def _settle(self, after: PullState, now: float) -> list[Effect]:
-        if after is not self.state:
-            self._enter(after, now)
+    def _settle(self, after: PullState, now: float, then: PullEvent | None = None) -> list[Effect]:
+        """Enter a state, and those that follow from it by `WHEN`; then take another event, if one is given. Return the
+        effects.
+        """
+        # All in one function, because each call costs as much as several of these lines.
+        effects, sources, facts = self._effects, self.sources, 0
         for _ in WHEN:
-            for condition, following in WHEN[self.state].items():
-                if condition(self, now):
-                    self._enter(following, now)
+            if after is not self.state:
+                before, self.state = self.state, after
+                self.history.append((now, after))
+                if before is S.READING:
+                    for source in sources:
+                        source.may_post = False
+                match after:
+                    case S.CONNECTING:
+                        effects.append(DO.EXPECT)
+                    case S.QUEUED:
+                        if before is S.CONFIRMING:
+                            self._read_again(now)
+                        effects.append(DO.QUEUE)
+                        for source in sources:
+                            if source.not_lent_yet and source.role is ROLE.READ:
+                                effects[-1] = DO.LEAVE
+                    case S.READING:
+                        for source in sources:
+                            source.may_post = True
+                        effects.append(DO.POST)
+                    case S.CONFIRMING:
+                        effects.append(DO.LEAVE)
+                    case S.NOTIFYING:
+                        self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
+                        self.published_at, self.warn_at = now, now + self.warn_s
+                        if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
+                            effects.append(DO.LEAVE)
+                        may_write = False
+                        for source in sources:
+                            source.claim_at, source.next_read = math.inf, None
+                            if source.release is not RELEASE.SETTLED:
+                                source.release_at = now
+                            if source.running or source.doubtful:
+                                may_write = True
+                        if not may_write:
+                            self.is_returned = True
+                            effects.append(DO.RETURN)
+                        effects += (DO.TELL, DO.SEND)
+                    case S.QUARANTINED:
+                        self.released_at = now
+                    case S.RELEASED:
+                        self.released_at = min(self.released_at, now)
+                        effects.append(DO.FINISH)
+                    case S.DRAINING:
+                        effects.append(DO.DETACH)
+                    case S.ANNOUNCED:
+                        pass
+                    case _:
+                        assert_never(after)
+            row = WHEN[after]
+            if row and not facts:
+                # An entry changes no fact of the states that may follow it, so they are found once.
+                landed = proven = told = True
+                runs = holds = unlent = early = False
+                for source in sources:
+                    if source.running:
+                        runs = holds = True
+                    elif source.doubtful:
+                        holds = True
+                    if source.release is not RELEASE.SETTLED:
+                        told = False
+                    if source.role is ROLE.READ:
+                        if not source.has_landed:
+                            landed = False
+                            if runs and after is S.READING:
+                                break  # nothing follows, so the other ranks need not be looked at
+                        if source.not_lent_yet:
+                            unlent = True
+                        if not source.proven:
+                            proven = False
+                            if source.first_posted_at <= source.lent_by < math.inf:
+                                early = True
+                facts = (
+                    (EMPTY if self.kind is KIND.HIT else 0)
+                    | (LANDED if landed else 0)
+                    | (UNLENT if unlent and not runs else 0)
+                    | (PROVEN if proven else 0)
+                    | (EARLY if early else 0)
+                    | (DRAINED if not runs or now >= self.drain_by else 0)
+                    | (OVER if told and not holds else 0)
+                    | (TOLD if told else 0)
+                    | (FREE if not holds else 0)
+                )
+            for fact, following in row.items():
+                if facts & fact:
+                    after = following
                     break
             else:
-                break
+                if then is None:
+                    break
+                after, then, facts = ON_EVENT[after].get(then) or self._impossible(then), None, 0
         else:
             raise AssertionError(f"the conditions of pull {self.pull_id} have a cycle through {self.state.name}")
-        if self.state is S.CONFIRMING:
-            self._ask_for_proof(now)
-        effects, self._effects = self._effects, []
+        if after is S.CONFIRMING:
+            # All has landed, so a source that no grant so far covers claims once more.
+            for source in sources:
+                if source.role is not ROLE.READ or source.proven or now >= source.claim_at:
+                    continue
+                asked = bool(source.nonces) and next(reversed(source.nonces)) > source.nonce_when_done
+                if not asked and (source.claims == 0 or source.covered_until > -math.inf):
+                    source.claim_at = now
+                    effects.append(DO.SEND)
+        self._effects = []
         return effects
-
-    def _enter(self, after: PullState, now: float) -> None:
-        before, self.state = self.state, after
-        self.history.append((now, after))
-        if before is S.READING:
-            for source in self.sources:
-                source.may_post = False
-        match after:
-            case S.CONNECTING:
-                self._effects.append(DO.EXPECT)
-            case S.QUEUED:
-                if before is S.CONFIRMING:
-                    self._read_again(now)
-                self._effects.append(DO.LEAVE if self.not_lent_yet else DO.QUEUE)
-            case S.READING:
-                for source in self.sources:
-                    source.may_post = True
-                self._effects.append(DO.POST)
-            case S.CONFIRMING:
-                self._effects.append(DO.LEAVE)
-            case S.NOTIFYING:
-                if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
-                    self._effects.append(DO.LEAVE)
-                self._publish(now)
-            case S.QUARANTINED:
-                self.released_at = now
-            case S.RELEASED:
-                self.released_at = min(self.released_at, now)
-                self._effects.append(DO.FINISH)
-            case S.DRAINING:
-                self._effects.append(DO.DETACH)
-            case S.ANNOUNCED:
-                pass
-            case _:
-                assert_never(after)
-
-    def _publish(self, now: float) -> None:
-        self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
-        self.published_at = now
-        self.warn_at = now + self.warn_s
-        for source in self.sources:
-            source.ended(now)
-        self._return()
-        self._effects += (DO.TELL, DO.SEND)
-
-    def _return(self) -> None:
-        if not self.is_returned and not self.holds_blocks:
-            self.is_returned = True
-            self._effects.append(DO.RETURN)
 
     def _note(self, now: float, note: notes.Note) -> None:
         if len(self.history) < MAX_HISTORY:
@@ -710,20 +763,10 @@ class Pull:
 
     def _read_again(self, now: float) -> None:
         for source in self.sources:
-            if source.reads and not source.proven and source.is_early:
+            if source.reads and not source.proven and source.first_posted_at <= source.lent_by < math.inf:
                 self._note(now, notes.ReadAgain(source.name))
                 source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors)
                 self.rereads += 1
-
-    def _ask_for_proof(self, now: float) -> None:
-        """Claim once more, now that everything has landed, because no grant so far covers the read."""
-        for source in self.sources:
-            if source.role is not ROLE.READ or source.proven:
-                continue
-            asked = bool(source.nonces) and next(reversed(source.nonces)) > source.nonce_when_done
-            if not asked and (source.claims == 0 or source.covered_until > -math.inf) and now < source.claim_at:
-                source.claim_at = now
-                self._effects.append(DO.SEND)
 
     def waits(self, now: float) -> str:
         match self.state:

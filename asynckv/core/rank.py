@@ -29,7 +29,7 @@ from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
 from asynckv.core.peer import Peer
 from asynckv.core.prefill import PrefillSide
-from asynckv.core.pull import KIND, Kind, Pull, PullRequest
+from asynckv.core.pull import KIND, Kind, Pull, PullRequest, PullState
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.routes import refusal
 from asynckv.core.source import ROLE, Source
@@ -133,6 +133,10 @@ class RankCore:
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Only the stages themselves know their layers, so any of them may turn out to hold nothing of ours.
         predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
+        warn_s = warn_after(params.lease_s, self.config.log.held_fraction)
+        sources: list[Source] = []
+        for rank in route.ranks:
+            sources.append(Source(pull_id, rank, predicted if rank.is_predicted else other))  # noqa: PERF401
         return Pull(
             pull_id=pull_id,
             request_id=RequestId(request.request_id),
@@ -141,12 +145,14 @@ class RankCore:
             digest=wire.blocks_digest(
                 params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens
             ),
-            sources=[Source(pull_id, rank, predicted if rank.is_predicted else other) for rank in route.ranks],
+            sources=sources,
             route=route,
             limits=self.config.pull,
             called_at=now,
             deadline=now + wait_s,
-            warn_s=warn_after(params.lease_s, self.config.log.held_fraction),
+            history=[(now, PullState.ANNOUNCED)],
+            warn_s=warn_s,
+            warn_at=now + warn_s,
             priority=request.priority,
             attempt=attempt,
             retryable=retryable,
@@ -175,7 +181,10 @@ class RankCore:
             wanted = self._wanted_tokens(request)
         blocks = check_block_ids(self.identity.layout, request.groups, wanted)
         # Check before anything is started, so that a caller with a wrong block may ask again with another.
-        held = self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
+        written = {}
+        for group, (_, ids) in enumerate(blocks):  # a comprehension is one more call
+            written[group] = ids
+        held = self.ledger.check("writing", written)
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         most = self.config.pull.max_queued
         may_be_full = attempt == 1 and len(self.decode.started) >= most

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asynckv.core.types import Address, Place, PullId, Reason, TransferId, members
-from asynckv.core.wire import Granted, Refused
+from asynckv.core.wire import Refused
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
@@ -147,11 +147,6 @@ class Source:
     def is_settled(self) -> bool:
         return self.release is RELEASE.SETTLED
 
-    @property
-    def is_early(self) -> bool:
-        """True if the blocks are granted, but the first read cannot be shown to be younger than the lease."""
-        return self.first_posted_at <= self.lent_by < math.inf
-
     def wanted(self) -> None:
         self.role = ROLE.READ
 
@@ -160,44 +155,13 @@ class Source:
 
     # -- reads -------------------------------------------------------------------------------------
 
-    def start(self, plan: Plan, max_bytes: int, max_descriptors: int) -> None:
-        self.plan = plan
-        self.following = plan.posts(max_bytes, max_descriptors)
-        self.next_read = next(self.following, None)
-        self.has_landed = self.next_read is None
-
     def restart(self, max_bytes: int, max_descriptors: int) -> None:
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
         self.lent_by = LONG_AGO  # already granted, so every read that begins from here on is late enough
-        self.start(self.plan, max_bytes, max_descriptors)
-
-    def take_read(self, transfer_id: TransferId, before: float) -> ReadRequest:
-        """Return the next read, about to be posted. Fetch the one after it, so that the last read is known as last."""
-        read = self.next_read
-        assert read is not None
+        self.following = self.plan.posts(max_bytes, max_descriptors)
         self.next_read = next(self.following, None)
-        self.running.add(transfer_id)
-        if before < self.first_posted_at:
-            self.first_posted_at = before
-        return read
-
-    def transfer_ended(self, transfer_id: TransferId, num_bytes: int, in_doubt: bool, now: float) -> bool:
-        """Take the end of a transfer of `num_bytes` (-1: it failed). Return True if everything has landed with it."""
-        if in_doubt:
-            self.doubtful.add(transfer_id)
-        else:
-            self.doubtful.discard(transfer_id)
-        self.running.discard(transfer_id)
-        self.has_landed = self.next_read is None and not self.running and not self.doubtful
-        if num_bytes < 0:
-            return False
-        self.bytes_read += num_bytes
-        if not self.has_landed:
-            return False
-        self.done_at = now
-        self.nonce_when_done = max(self.nonces, default=0)
-        return True
+        self.has_landed = self.next_read is None
 
     def prove(self) -> None:
         if not self.proven and self.has_landed:
@@ -215,25 +179,6 @@ class Source:
         self.claims += 1
         pause_s = retry_s * 2 ** (self.claims - 1 if self.claims < 7 else 6)
         self.claim_at = now + (pause_s if pause_s < MAX_CLAIM_PAUSE_S else MAX_CLAIM_PAUSE_S)
-
-    def granted(self, answer: Granted, written: bool, renew_s: float, now: float) -> None:
-        """Take a grant of the rank. It counts from before the answered claim was sent."""
-        sent_at = self.nonces[answer.nonce]
-        deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
-        if deadline > self.covered_until:
-            self.covered_until = deadline
-        if answer.nonce > self.granted_nonce:
-            self.granted_nonce = answer.nonce
-        self.not_lent_yet = False
-        # If params left after the KV was written, a read can be too late, but never too early. A grant before the first
-        # read needs no clock either.
-        if written or self.first_posted_at == math.inf:
-            self.lent_by = LONG_AGO
-        else:
-            self.lent_by = min(self.lent_by, now - answer.lent_for_s * (1 - RATE_MARGIN))
-        if deadline > now or answer.nonce == next(reversed(self.nonces)):
-            self.claims = 0
-            self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
 
     def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str] | None:
         """Take a refusal, and return why the attempt fails, if it does. `reads_yet`: the pull reads or is queued."""
@@ -259,16 +204,8 @@ class Source:
 
     # -- the release -------------------------------------------------------------------------------
 
-    def ended(self, now: float) -> None:
-        self.claim_at, self.next_read = math.inf, None
-        if self.release is not RELEASE.SETTLED:
-            self.release_at = now
-
     def released(self, retry_s: float, now: float) -> None:
         self.release = RELEASE.SENT
         self.releases += 1
         pause_s = retry_s * 2 ** (self.releases - 1 if self.releases < 7 else 6)
         self.release_at = now + (pause_s if pause_s < MAX_RELEASE_PAUSE_S else MAX_RELEASE_PAUSE_S)
-
-    def settled(self) -> None:
-        self.release, self.release_at, self.claim_at = RELEASE.SETTLED, math.inf, math.inf

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from functools import lru_cache
 
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import HeldForLong, Outbox
@@ -26,6 +27,7 @@ MAX_KINDS = 8
 OLDEST = 3
 
 
+@lru_cache(64)
 def warn_after(lease_s: float, fraction: float) -> float:
     """Return how long a request may be held under a lease before it is reported; infinite if reports are off."""
     if not fraction:

@@ -61,18 +61,20 @@ async def attempt(driver: Driver, request: Request, seconds: float, now: float) 
         raise
     if pull.planned_at == pull.admitted_at < math.inf:
         pull.planned_at = clock.now()  # the core cannot tell how long it took
-    request.tried(pull)
+    request.pull = pull
     waiting = driver.waiting[pull.pull_id] = Waiting(pull, driver.home)
     try:
         while pull.reason is None:
-            await waiting.until_ended()
+            waiting.outcome = asyncio.get_running_loop().create_future()
+            await waiting.outcome
     except asyncio.CancelledError:
         core.decode.cancel(pull, clock.now())
         driver.soon()
         # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
         while pull.reason is None and not driver.life.is_shut and driver.core is core:
             with suppress(asyncio.CancelledError, EngineClosed), anyio.CancelScope(shield=True):
-                await waiting.until_ended()
+                waiting.outcome = asyncio.get_running_loop().create_future()
+                await waiting.outcome
         if pull.reason is not None:
             request.abandoned(clock.now())
             let_go(driver, request)  # it had failed just before

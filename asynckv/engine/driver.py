@@ -28,7 +28,6 @@ from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
     BlocksRetired,
     BlocksReturned,
-    Command,
     DetachRead,
     Disconnect,
     HeldForLong,
@@ -83,10 +82,6 @@ class Waiting:
     """Future that a caller waits on, if any; a cancelled caller cancels it too."""
     returned: asyncio.Event = field(default_factory=asyncio.Event)
     """The blocks are the caller's again, or were given up."""
-
-    def until_ended(self) -> asyncio.Future[None]:
-        self.outcome = asyncio.get_running_loop().create_future()
-        return self.outcome
 
     async def until_returned(self) -> None:
         """Wait for the blocks; raise `BlocksRetired` if they were given up."""
@@ -382,8 +377,25 @@ class Driver:
                 self._watch_held()
             return
         core = self.core
+        outbox, decode = core.outbox, core.decode
         try:
-            self._work(core)
+            # Messages that peers wait for go first, so that a claim leaves before its read is posted.
+            has_waited, self._has_waited = self._has_waited, False
+            if outbox.is_urgent:
+                self._send()
+            if outbox.commands:
+                self._obey()
+            if decode.posting.turns or decode.admission.turns:
+                self._read()
+                if outbox.commands:
+                    self._obey()
+            if outbox.messages:
+                # A release is not urgent. A caller with a new outcome often asks for more, and both share one packet.
+                if has_waited or outbox.is_urgent:
+                    self._send()
+                else:
+                    self._has_waited = True
+                    self.soon()
             is_serving = bool(core.prefill.leases)
             if is_serving is not self._is_serving:
                 self.data.watch(is_serving)
@@ -405,26 +417,6 @@ class Driver:
         self._obey()
         self._arm(self.core.next_at)
 
-    def _work(self, core: RankCore) -> None:
-        """Send messages that peers wait for, run commands, read for a short slice, and send the other messages."""
-        outbox, decode = core.outbox, core.decode
-        has_waited, self._has_waited = self._has_waited, False
-        if outbox.is_urgent:
-            self._send()
-        if outbox.commands:
-            self._obey()
-        if decode.posting.turns or decode.admission.turns:
-            self._read()
-            if outbox.commands:
-                self._obey()
-        if outbox.messages:
-            # A release is not urgent. A caller with a new outcome often asks for more, and both then share one packet.
-            if has_waited or outbox.is_urgent:
-                self._send()
-            else:
-                self._has_waited = True
-                self.soon()
-
     def _read(self) -> None:
         clock, decode = self.clock, self.core.decode
         started = began = clock.now()
@@ -436,7 +428,7 @@ class Driver:
                     self._internal_error(exc)
                     ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
                 now = clock.now()
-                decode.spent(post.transfer_id, now - began)
+                post.pull.post_s += now - began
                 if ended is not None:
                     decode.ended(ended, 0.0, now)
             elif decode.admission.turns and (pull := decode.admit(began)) is not None:
@@ -465,67 +457,64 @@ class Driver:
                 self._internal_error(exc)
 
     def _obey(self) -> None:
-        outbox = self.core.outbox
-        while outbox.commands:
-            commands, outbox.commands, now = outbox.commands, [], self.clock.now()
-            for command in commands:
-                try:
-                    self._execute(command, now)
-                except Exception as exc:
-                    self._internal_error(exc)
-
-    def _execute(self, command: Command, now: float) -> None:
-        recorder = self.recorder
-        match command:
-            case PullEnded(pull):
-                if not pull.is_returned:
-                    self._held.add(pull.pull_id)
-                waiting = self.waiting.get(pull.pull_id)
-                if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
-                    waiting.outcome.set_result(None)
-                if pull.kind is not Kind.DISCHARGE:
-                    self.tell(Observer.pull_ended, pull, now)
-            case BlocksReturned(pull):
-                if (waiting := self.waiting.get(pull.pull_id)) is not None:
-                    waiting.returned.set()
-                if pull.pull_id in self._held:
-                    self._held.discard(pull.pull_id)
-                    recorder.blocks_returned(pull, now)
-            case PullOver(pull):
-                self.waiting.pop(pull.pull_id, None)
-                self.release_s.append(pull.released_at - pull.published_at)
-                self.tell(Observer.pull_over, pull, now)
-            case BlocksRetired(pull):
-                if (waiting := self.waiting.get(pull.pull_id)) is not None:
-                    waiting.returned.set()
-                self.tell(Observer.blocks_retired, pull, now)
-            case HeldForLong():
-                recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in command.oldest])
-            case LeaseEnded(lease):
-                if (ended := self.lent.pop(lease, None)) is not None:
-                    ended.set()
-                self.tell(Observer.lease_ended, lease, now)
-            case LoadPeer(peer, metadata):
-                task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
-                self._loading.add(task)
-                task.add_done_callback(self._loading.discard)
-            case RemovePeer(peer, keep):
-                self.data.remove_remote_agent(peer.agent_name, keep=keep)
-            case DetachRead(transfer_id):
-                if self.data.detach(transfer_id):
-                    detached = TransferEnded(transfer_id, Ending.DETACHED, "its request has ended")
-                    self.core.decode.ended(detached, 0.0, now)
-            case Disconnect(address):
-                self._send()  # a later message would open another link, which is never closed
-                self.control.disconnect(address)
-            case PeerChanged(peer, before, after):
-                self.tell(Observer.peer_changed, peer, before, after, now)
-            case Traced(subject, entries):
-                recorder.traced(subject, entries)
-            case Told():
-                recorder.log(command, now)
-            case _:
-                assert_never(command)
+        outbox, recorder = self.core.outbox, self.recorder
+        commands, outbox.commands, now = outbox.commands, [], self.clock.now()
+        for command in commands:
+            try:
+                match command:
+                    case PullEnded(pull):
+                        if not pull.is_returned:
+                            self._held.add(pull.pull_id)
+                        waiting = self.waiting.get(pull.pull_id)
+                        if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
+                            waiting.outcome.set_result(None)
+                        if pull.kind is not Kind.DISCHARGE:
+                            self.tell(Observer.pull_ended, pull, now)
+                    case BlocksReturned(pull):
+                        if (waiting := self.waiting.get(pull.pull_id)) is not None:
+                            waiting.returned.set()
+                        if pull.pull_id in self._held:
+                            self._held.discard(pull.pull_id)
+                            recorder.blocks_returned(pull, now)
+                    case PullOver(pull):
+                        self.waiting.pop(pull.pull_id, None)
+                        self.release_s.append(pull.released_at - pull.published_at)
+                        self.tell(Observer.pull_over, pull, now)
+                    case BlocksRetired(pull):
+                        if (waiting := self.waiting.get(pull.pull_id)) is not None:
+                            waiting.returned.set()
+                        self.tell(Observer.blocks_retired, pull, now)
+                    case HeldForLong(oldest=oldest):
+                        recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in oldest])
+                    case LeaseEnded(lease):
+                        if (ended := self.lent.pop(lease, None)) is not None:
+                            ended.set()
+                        self.tell(Observer.lease_ended, lease, now)
+                    case LoadPeer(peer, metadata):
+                        task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
+                        self._loading.add(task)
+                        task.add_done_callback(self._loading.discard)
+                    case RemovePeer(peer, keep):
+                        self.data.remove_remote_agent(peer.agent_name, keep=keep)
+                    case DetachRead(transfer_id):
+                        if self.data.detach(transfer_id):
+                            detached = TransferEnded(transfer_id, Ending.DETACHED, "its request has ended")
+                            self.core.decode.ended(detached, 0.0, now)
+                    case Disconnect(address):
+                        self._send()  # a later message would open another link, which is never closed
+                        self.control.disconnect(address)
+                    case PeerChanged(peer, before, after):
+                        self.tell(Observer.peer_changed, peer, before, after, now)
+                    case Traced(subject, entries):
+                        recorder.traced(subject, entries)
+                    case Told():
+                        recorder.log(command, now)
+                    case _:
+                        assert_never(command)
+            except Exception as exc:
+                self._internal_error(exc)
+        if outbox.commands:  # of what was just done
+            self._obey()
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         core = self.core

@@ -546,13 +546,17 @@ class Engine:
         config = self.config.pull
         timeout = config.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         most = config.retries if retries is None else integer("retries", retries, 0, MAX_RETRIES)
-        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        request_id = text("request_id", request_id)
+        if type(cohort_id) is not str or cohort_id:
+            cohort_id = text("cohort_id", cohort_id, MAX_NAME)
         if num_tokens is not None:
             num_tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS)
         if hashes is not None:
             hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
-        flag("is_last", is_last)
-        priority = integer("priority", priority, -MAX_INTEGER)
+        if is_last is not True:
+            flag("is_last", is_last)
+        if type(priority) is not int or priority:
+            priority = integer("priority", priority, -MAX_INTEGER)
         if type(groups) is not list and isinstance(groups, Iterable):
             groups = tuple(groups)  # because a retry iterates over it again
         if request_id in self._retrying:

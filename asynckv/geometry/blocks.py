@@ -170,7 +170,15 @@ def check_block_ids(
         if isinstance(first, bool) or not 0 <= begin <= MAX_TOKENS:
             text = f"first_token {shown(first)} is not a number from 0 to {MAX_TOKENS}"
             raise PlanRefused(f"{_named(index, group)}: {text}")
-        if _is_plain(ids, group):
+        if (
+            isinstance(ids, list | tuple)
+            and 0 < len(ids) <= SHORT
+            and set(map(type, ids)) == {int}
+            and min(ids) >= 0
+            and max(ids) < group.num_blocks
+            and len(set(ids)) == len(ids)
+            and group.null_block not in ids
+        ):  # a short list of different, existing block ids and nothing else needs no further check
             array = np.array(ids, np.int64)
         else:
             try:
@@ -191,16 +199,6 @@ def check_block_ids(
 
 def _named(index: int, group: Group) -> str:
     return f"group {index} ({group.name!r})"
-
-
-def _is_plain(ids: object, group: Group) -> bool:
-    """Return True for a short list of different, existing block ids and nothing else, which needs no further check."""
-    if not isinstance(ids, list | tuple) or not 0 < len(ids) <= SHORT:
-        return False
-    for block in ids:
-        if type(block) is not int:
-            return False
-    return min(ids) >= 0 and max(ids) < group.num_blocks and len(set(ids)) == len(ids) and group.null_block not in ids
 
 
 def check_covers(

@@ -83,7 +83,13 @@ class Plan:
             # In a small plan each section is one transfer, and all are expanded at once to save the generators.
             small = []
             for section in self.sections:
-                small.append(_expand_whole(section))  # noqa: PERF401 - a comprehension is one more call
+                table, local, remote = section.table, section.local, section.remote
+                blocks = len(local)
+                merged = table.num_rows if blocks == 1 else section.num_merged()[1]
+                if table.num_rows > 1:
+                    local = (table.local_index + local).ravel()
+                    remote = (table.remote_index + remote).ravel()
+                small.append(ReadRequest(table, local, remote, table.block_bytes * blocks, merged))
             return iter(small)
         return (_expand(part) for s in self.sections for part in _split(s, max_bytes, max_descriptors))
 
@@ -165,14 +171,3 @@ def _expand(part: _Part) -> ReadRequest:
         local = (table.local_index[part.row : part.end] + local).ravel()
         remote = (table.remote_index[part.row : part.end] + remote).ravel()
     return ReadRequest(table, local, remote, part.num_bytes, part.num_descriptors)
-
-
-def _expand_whole(section: Section) -> ReadRequest:
-    table, local, remote = section.table, section.local, section.remote
-    blocks = len(local)
-    merged = table.num_rows if blocks == 1 else section.num_merged()[1]
-    num_bytes = table.block_bytes * blocks
-    if table.num_rows > 1:
-        local = (table.local_index + local).ravel()
-        remote = (table.remote_index + remote).ravel()
-    return ReadRequest(table, local, remote, num_bytes, merged)

@@ -145,6 +145,7 @@ class PeerTables:
         self._alike = {pair: _sort_alike(shares) for pair, shares in pairs.items()}
         self._tables: OrderedDict[Span, DescTable] = OrderedDict()
         self._num_kept_rows = 0
+        self.is_full = False
         self._ids = ids
         self.warnings: list[str] = []
         self.group_pairs = tuple(
@@ -215,12 +216,12 @@ class PeerTables:
             self._tables.move_to_end(span)
             return table
         table = self._tables[span] = self._compile(span)
-        self._num_kept_rows += table.num_rows
+        self._keep(table.num_rows)
         return table
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._tables) > MAX_TABLES or self._num_kept_rows > MAX_KEPT_ROWS
+    def _keep(self, num_rows: int) -> None:
+        self._num_kept_rows += num_rows
+        self.is_full = len(self._tables) > MAX_TABLES or self._num_kept_rows > MAX_KEPT_ROWS
 
     def evict(self, in_use: set[int]) -> list[DescTable]:
         """Forget tables beyond the limits, the least recently used first, and return them; those in use stay."""
@@ -232,7 +233,7 @@ class PeerTables:
             if not self.is_full:
                 break
             del self._tables[table.span]
-            self._num_kept_rows -= table.num_rows
+            self._keep(-table.num_rows)
             out.append(table)
         return out
 
@@ -260,7 +261,7 @@ class PeerTables:
 
 
 def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s) -> tuple[Int64s, tuple[Box, ...]]:
-    """Return the rows of the cheapest runs, by length, and their boxes; the direct rows and none, if these cost less."""
+    """Return the cheapest runs, by length, and their boxes; or the direct rows and no boxes, if these cost less."""
     dense = int(np.count_nonzero((direct[:, (2, 5)] == direct[:, 6:7]).all(axis=1)))
     found = [kind.cheapest_run(span, costs) for kind in kinds]
     if costs.of(len(direct), dense, int(direct[:, 6].sum())) <= sum([seconds for seconds, _ in found]):

@@ -55,8 +55,8 @@ def wrong_in_admission(admission: Admission, queued: set[PullId], reading: set[P
 
 def wrong_in_flight(in_flight: InFlight, running: Container[TransferId]) -> list[str]:
     """List transfers that take room and do not run, and sums that are none."""
-    wrong = [f"transfer {t} is over and still takes room" for t in in_flight._sizes if t not in running]
-    sums = [sum(x) for x in zip(*in_flight._sizes.values(), strict=True)] or [0, 0]
+    wrong = [f"transfer {t} is over and still takes room" for t in in_flight.sizes if t not in running]
+    sums = [sum(x) for x in zip(*in_flight.sizes.values(), strict=True)] or [0, 0]
     counted = [in_flight.num_bytes, in_flight.num_descriptors]
     return wrong + ([f"{counted} bytes and descriptors are counted, not {sums}"] if sums != counted else [])
 

@@ -252,13 +252,14 @@ class Witness:
         self._incarnations[process.name].append((-math.inf, engine.incarnation))
         self._starts[process.name][engine.incarnation] = None
         driver = engine._driver
-        execute = driver._execute
+        obey = driver._obey
 
-        def watched(command: Command, now: float) -> None:
-            self._command(process, command)
-            execute(command, now)
+        def watched() -> None:
+            for command in driver.core.outbox.commands:
+                self._command(process, command)
+            obey()
 
-        driver._execute = watched  # type: ignore[method-assign]
+        driver._obey = watched  # type: ignore[method-assign]
         for name in ("aclose", "suspend", "resume"):
             self._wrap(process, engine, name)
 
