@@ -75,7 +75,7 @@ def slots(reader: Side) -> int:
     """Return how many slots are in use."""
     (poster,) = reader.plane._posters
     assert poster.agent.stage is not None
-    return len(poster.agent.stage.slots._in_use)
+    return poster.agent.stage.slots.num_in_use
 
 
 async def test_pieces_are_placed_and_no_other_byte_is_written(sides: list[Side]) -> None:

@@ -167,7 +167,7 @@ class NixlPlane:
         self._is_sweep_due = False
         self._is_serving = False
         self._polls = 0
-        self._counts = dict.fromkeys(("posts", "posts_handed", "wakeups", "rescued"), 0)
+        self._counts = dict.fromkeys(("posts", "posts_handed", "posts_staged", "wakeups", "rescued"), 0)
         self._is_timer_poll = False
 
     # -- life --------------------------------------------------------------------------------------
@@ -344,6 +344,7 @@ class NixlPlane:
         self._counts["posts"] += 1
         config, num_bytes = self._config, 0
         if read.table.boxes:
+            self._counts["posts_staged"] += 1
             # Only posting threads have staging memory, and a placement would block the loop.
             if self._hand_over(transfer_id, name, read):
                 return None
@@ -450,6 +451,7 @@ class NixlPlane:
 
     def statistics(self) -> dict[str, int]:
         agents = [agent for agent in (self._agent, *(p.agent for p in self._posters)) if agent is not None]
+        stages = [agent.stage for agent in agents if agent.stage is not None]
         of_posters: dict[str, int] = {}
         for number, poster in enumerate(self._posters, 1):
             of_posters |= {
@@ -471,9 +473,19 @@ class NixlPlane:
             "peers": len(self._remotes),
             "metadata_refused": self._taster.num_refused if self._taster is not None else 0,
             "posters_broken": self._posters.num_broken,
+            "staging_slots": sum(stage.slots.number for stage in stages),
+            "staging_slots_in_use": sum(stage.slots.num_in_use for stage in stages),
             "posting_threads": sum(p.is_alive for p in self._posters),
             **of_posters,
         }
+
+    def _describe_staging(self) -> str:
+        if (costs := self.costs) is None:
+            return "none: staging_bytes or posting_threads are too few, or this memory or transport does not allow it"
+        return (
+            f"in slots of {costs.slot_bytes} bytes, where that is faster: {costs.descriptor_s * 1e6:.2f} us a descriptor, "
+            f"{1e-9 / costs.read_s:.2f} GB/s read, {1e-9 / costs.place_s:.2f} GB/s placed, as measured at the start"
+        )
 
     def describe(self) -> dict[str, str]:
         """Return versions and modes. UCX reports the outcome of its negotiation with a peer only in its own log."""
@@ -500,5 +512,6 @@ class NixlPlane:
                 if config.num_posters
                 else "0: all reads are posted on the loop"
             ),
+            "staged_reads": self._describe_staging(),
             "sync_mode": "strict",
         }

@@ -45,6 +45,10 @@ class Slots:
         self._in_use: dict[TransferId, tuple[int, str]] = {}  # slot, and the remote agent that is read
         self._by_name: Counter[str] = Counter()
 
+    @property
+    def num_in_use(self) -> int:
+        return len(self._in_use)
+
     def has_room(self, name: str) -> bool:
         """Return True if a read from an agent may have a slot."""
         return self._by_name[name] < len(self._free)
