@@ -192,7 +192,7 @@ class NixlConfig:
             from them). Each thread has a NIXL agent with its own connections and its own registration of the memory.
             Give 0 to a prefill engine that never reads.
         bulk_bytes: Least size of a read that goes to a posting thread. Each descriptor counts as the longest of its
-            table.
+            table. Where a post is a copy (within a host), a quarter suffices for reads beside others.
         bulk_descriptors: Least number of descriptors, before NIXL merges them, of a read that goes to a posting thread.
         process: The part of NIXL that runs in a process of its own, which may die inside UCX without ending the engine;
             another one replaces it. "never": no part. "serving": the agent that remote readers reach; the start fails
