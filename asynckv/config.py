@@ -192,7 +192,7 @@ class NixlConfig:
             from them). Each thread has a NIXL agent with its own connections and its own registration of the memory.
             Give 0 to a prefill engine that never reads.
         bulk_bytes: Least size of a read that goes to a posting thread. Each descriptor counts as the longest of its
-            table.
+            table. Where a post is a copy (within a host), a quarter suffices for reads beside others.
         bulk_descriptors: Least number of descriptors, before NIXL merges them, of a read that goes to a posting thread.
         staging_bytes: Bytes of staging memory, divided among the posting threads. Where the two sides' memory orders
             share only small pieces, long runs are read into it and their pieces are copied to their places, if that is

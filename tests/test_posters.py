@@ -141,6 +141,21 @@ async def test_small_reads_stay_on_the_loop(sides: list[Side]) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
 
 
+async def test_a_read_of_a_quarter_is_bulk_beside_others(sides: list[Side]) -> None:
+    reader, _ = await link(sides, NixlConfig(posting_threads=1, bulk_bytes=512 * 4))
+    one = np.zeros(1, np.int32)
+    while not reader.plane._posts_copy:
+        reader.read(0, "owner", TABLES[0], one, one)
+        await reader.heard(1)
+    # The third is handed over because the second is, the fourth is smaller, and the fifth is alone again.
+    for number, table, handed in ((1, 0, 0), (2, 0, 1), (3, 0, 2), (4, 1, 2), (5, 0, 2), (6, 0, 3)):
+        if number == 5:
+            await reader.heard(4)
+        reader.read(number, "owner", TABLES[table], one, one)
+        assert reader.plane.statistics()["posts_handed"] == handed
+    assert {ended.ending for ended in await reader.heard(2)} == {Ending.DONE}
+
+
 async def test_many_ends_wake_the_loop_once(sides: list[Side]) -> None:
     reader, owner = await link(sides)
     await check_reads(reader, "owner", owner.arrays)

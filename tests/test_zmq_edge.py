@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -822,6 +822,33 @@ async def ask(plane: ZmqPlane, inbox: Inbox, room: int = 4096) -> tuple[Raw, Rep
     raw.socket.sendall(b"\0\1x")
     await inbox.wait(number + 1)
     return raw, ReplyTo(bytes(inbox.packets[-1][0]))  # type: ignore[arg-type]
+
+
+async def test_bytes_that_libzmq_read_before_the_door_looked_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "LOOK_S", 1e6)
+    monkeypatch.setattr(door, "REST_S", 1e6)
+    async with planes(1) as [(plane, inbox)]:
+        raw, _ = await ask(plane, inbox)
+        keeper, entered, leave = plane._door, threading.Event(), threading.Event()
+        assert keeper is not None
+        (connection,) = keeper.connections.values()
+        connection.look()
+        take, before = keeper._take, connection.arrived
+        await inbox.idle_until(lambda: not keeper._busy)
+
+        def late() -> Iterable[door.Opened]:
+            entered.set()
+            assert leave.wait(PATIENCE_S)
+            return take()
+
+        keeper._take = late
+        keeper.ring()
+        assert entered.wait(PATIENCE_S)
+        raw.socket.sendall(b"\0\1x")
+        await inbox.wait(2)
+        leave.set()
+        await inbox.idle_until(lambda: connection.arrived == before + 3)
+        raw.socket.close()
 
 
 async def test_answers_that_a_peer_does_not_read_are_bounded_in_bytes_until_it_has_read() -> None:

@@ -5,8 +5,9 @@ process if a peer leaves while a bounded receive queue is full (`docs/reliabilit
 this thread bounds them from outside: it asks the kernel how many bytes have arrived on a duplicate of each descriptor
 (`TCP_INFO`), subtracts the bytes that the loop was given, and shuts down connections that are too far ahead.
 
-The thread sleeps while nothing arrives: a descriptor is watched for one event, then checked every `TICK_S` until it is
-quiet. All are checked every `LOOK_S`, because libzmq may have consumed the event. Beyond the limits on connections, the
+The thread sleeps while nothing arrives: a descriptor is watched until bytes come, then checked every `TICK_S` until it
+is quiet. libzmq may read bytes before this thread is scheduled; epoll then reports them only if the connection can be
+written. So all are checked every `LOOK_S`, or every `REST_S` if none is busy. Beyond the limits on connections, the
 host with the most loses one: the oldest that has said nothing.
 """
 
@@ -36,7 +37,8 @@ MAX_AHEAD = 1024 * 1024  # bytes that one connection may be ahead of the loop; m
 MAX_AHEAD_ALL = 4 * MAX_AHEAD  # the same of all, and of all that have ended: beyond it no new connection is taken
 MAX_LINK_AHEAD = 20 * 1024 * 1024  # the same of one link to a listener, because a single answer may have 16 MiB
 UNSEEN = 64 * 1024  # bytes that a connection may leave behind unseen, if it ends before this thread is scheduled
-LOOK_S = 0.25  # seconds between two checks of all connections
+LOOK_S = 0.25  # seconds between two checks of all connections if one is busy or muted
+REST_S = 5.0  # the same if none is: each check of an idle engine costs 0.1 ms
 MUTE_S = 2.0  # a connection is not heard for this long after a message with too many parts
 SWEEPS_S = (0.3, 1.0, 5.0)  # times of checks after a socket was closed; it lingers for 0.2 s
 MAX_CONNECTIONS = 4096
@@ -208,8 +210,10 @@ class Door:
                 self._shut(True)
 
     def _watch(self) -> None:
-        tick_at = look_at = 0.0
+        tick_at = looked_at = 0.0
         while not self._is_closed:
+            is_at_rest = not self._busy and not any(each.muted_until for each in self.connections.values())
+            look_at = looked_at + (REST_S if is_at_rest else LOOK_S)
             wake_at = min(
                 *self._sweeps,
                 tick_at if self._busy or self._is_shut else math.inf,
@@ -219,8 +223,8 @@ class Door:
             for fd, _ in self._epoll.poll(wait_s):
                 if fd == self._bell:
                     os.eventfd_read(fd)
-                elif fd in self._watched:
-                    self._busy.add(self._watched[fd])
+                elif fd in self._watched and self._watched[fd].has_news():
+                    self._attend(self._watched[fd])
             for opened in self._take():
                 self._on_opened(opened)
             if self._sweeps and time.monotonic() >= self._sweeps[0]:
@@ -228,14 +232,19 @@ class Door:
                 for fd in [fd for fd, c in self.connections.items() if not _is_same(fd, c.duplicate.fileno())]:
                     self._forget(fd)
             if time.monotonic() >= look_at:
-                idle = (each for each in self.connections.values() if each not in self._busy)
-                self._busy.update([each for each in idle if each.has_news()])
-                look_at = time.monotonic() + LOOK_S
-                for each in [x for x in self.connections.values() if 0 < x.muted_until < look_at]:
+                for each in self.connections.values():
+                    if each not in self._busy and each.has_news():
+                        self._attend(each)
+                looked_at = time.monotonic()
+                for each in [x for x in self.connections.values() if 0 < x.muted_until < looked_at + LOOK_S]:
                     each.mute(is_on=False)
             if (self._busy or self._is_shut) and time.monotonic() >= tick_at:
                 self._tick()
                 tick_at = time.monotonic() + TICK_S
+
+    def _attend(self, connection: Connection) -> None:
+        self._busy.add(connection)
+        self._epoll.modify(connection.duplicate.fileno(), _UNWATCHED)
 
     def _on_opened(self, opened: Opened) -> None:
         self._forget(opened.fd)
@@ -261,7 +270,7 @@ class Door:
         connection = Connection(opened.fd, duplicate, theirs[0], opened.is_accepted, early, spoke_early=spoke_early)
         self.connections[opened.fd] = self._watched[duplicate.fileno()] = connection
         connection.spoke_early = connection.spoke_early or opened.fd in self._early  # it may speak at this very moment
-        self._epoll.register(duplicate.fileno(), _ONCE)
+        self._epoll.register(duplicate.fileno(), _WATCHED)
         if opened.is_accepted:
             self._per_host[connection.host] += 1
             self._make_room(connection.host)
@@ -314,7 +323,7 @@ class Door:
                 self._cut(connection, "unread")
             elif connection.quiet > QUIET_TICKS:
                 self._busy.discard(connection)
-                self._epoll.modify(connection.duplicate.fileno(), _ONCE)
+                self._epoll.modify(connection.duplicate.fileno(), _WATCHED)
         # Each `ahead` is read once, because the loop delivers meanwhile, and the sum must lose what it counted.
         accepted = sorted(((c.ahead, c) for c in self.connections.values() if c.is_accepted), key=itemgetter(0))
         ahead = sum(num_bytes for num_bytes, _ in accepted)
@@ -355,4 +364,6 @@ def _is_same(fd: int, duplicate: int) -> bool:
         return False
 
 
-_ONCE = select.EPOLLIN | select.EPOLLET | select.EPOLLONESHOT
+# Arriving bytes make the kernel report whatever is possible at that moment: writing, if libzmq has read them already.
+_WATCHED = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
+_UNWATCHED = select.EPOLLET

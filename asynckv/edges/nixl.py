@@ -44,6 +44,7 @@ SAFETY_S = 0.005  # interval of a timer that finds completions with missed wake-
 DOUBT_S = 0.25  # seconds between two checks of a transfer in doubt when nothing else runs
 TIGHT_POLLS = 200
 DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
+BESIDE = 0.25  # part of `bulk_bytes` from which a read that is not alone is bulk, where a post is a copy
 MAX_KEPT = 64  # remote agents that stay connected without a reader
 
 
@@ -164,7 +165,7 @@ class NixlPlane:
         self._on_ready: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_sweep_due = False
+        self._is_sweep_due = self._has_posted = self._posts_copy = False
         self._is_serving = False
         self._polls = 0
         self._counts = dict.fromkeys(("posts", "posts_handed", "posts_staged", "wakeups", "rescued"), 0)
@@ -184,7 +185,7 @@ class NixlPlane:
         if self._starts > 1:
             self._name = f"{self._base_name}-{self._starts}"
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
-        self._is_sweep_due = False
+        self._is_sweep_due = self._has_posted = False
         self._posters.begin()
         try:
             self._agent = self._make_agent(self._name, memories)
@@ -350,12 +351,19 @@ class NixlPlane:
                 return None
             return TransferEnded(transfer_id, Ending.FAILED, "no posting thread takes a staged read")
         # Descriptors are counted before NIXL merges them, because the post itself has to go through all of them.
-        if self._posters and (read.num_bytes >= config.bulk_bytes or len(read.local) >= config.bulk_descriptors):
+        is_middling = read.num_bytes >= config.bulk_bytes * BESIDE
+        if self._posters and (
+            read.num_bytes >= config.bulk_bytes
+            or len(read.local) >= config.bulk_descriptors
+            or (is_middling and self._posts_copy and self._is_beside_others())
+        ):
             num_bytes = read.num_bytes
             if self._hand_over(transfer_id, name, read):
                 return None
         began = time.monotonic() if num_bytes else 0.0
         ended = self._agent.post(transfer_id, name, read)
+        if is_middling:
+            self._posts_copy = ended is not None and ended.ending is Ending.DONE
         if num_bytes and ended is not None and ended.ending is Ending.DONE:
             self._pace.note(by_thread=False, num_bytes=num_bytes, seconds=time.monotonic() - began)
         if ended is None and not self._is_sweep_due and self._loop is not None:
@@ -365,6 +373,21 @@ class NixlPlane:
         if ended is None or ended.ending is Ending.IN_DOUBT:
             self._arm()
         return ended
+
+    def _is_beside_others(self) -> bool:
+        """Return True if a posting thread has reads, or if this is not the first such read in this turn of the loop.
+
+        For a read that is alone the hand-over costs more than it saves.
+        """
+        if self._handed or self._has_posted:
+            return True
+        if self._loop is not None:
+            self._has_posted = True
+            self._loop.call_soon(self._turned)
+        return False
+
+    def _turned(self) -> None:
+        self._has_posted = False
 
     def _hand_over(self, transfer_id: TransferId, name: str, read: ReadRequest) -> bool:
         is_free = self._config.posting_threads == "auto" and not read.table.boxes

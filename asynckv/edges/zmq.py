@@ -651,6 +651,7 @@ class ZmqPlane:
         if connection is not None and connection.route in (b"", route) and not connection.muted_until:
             self._counts["muted"] += 1
             connection.mute()
+            self._door.ring()
 
     def _principal(self, frame: zmq.Frame) -> str:
         if self._pair is not None:
