@@ -85,10 +85,11 @@ def test_anything_wrong_makes_a_run_bad(changes: dict[str, Any]) -> None:
 
 def test_pieces_that_make_it_slow_are_a_line_with_the_remedy() -> None:
     def made(**changes: Any) -> dict[str, Any]:
-        return report.make(options(tp="2:1", **changes), good())
+        return report.make(options(tp="1:4", **changes), good())
 
     (said,) = made()["warnings"]
-    assert said.startswith("group 0 is read in pieces of 64 bytes, 32 per block and layer; ")
+    assert said.startswith("group 0: 4.0 bytes are read for each byte that is needed, ")
+    assert report.make(options(tp="2:1"), good())["warnings"] == []  # pieces of 64 bytes, staged
     assert said.endswith(": try --order hnd")
     assert made(order="hnd")["warnings"] == []
     shown = io.StringIO()

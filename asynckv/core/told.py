@@ -167,6 +167,7 @@ class EngineStarted(Told):
     engine_config: Annotated[str, "Further UCX settings."] = ""
     completions: Annotated[str, "How completed transfers are found."] = ""
     posting_threads: Annotated[str, "Which threads post which reads."] = ""
+    staged_reads: Annotated[str, "Whether small pieces are staged, with the measured costs that decide."] = ""
     sync_mode: Annotated[str, "Locking of NIXL's agent."] = ""
     serving: Annotated[str, "Separate process that serves remote readers, if any."] = ""
     reading: Annotated[str, "Separate process that posts this engine's reads, if any."] = ""

@@ -507,7 +507,7 @@ class NixlPlane:
             return "none: staging_bytes or posting_threads are too few, or this memory or transport does not allow it"
         return (
             f"in slots of {costs.slot_bytes} bytes, where that is faster: {costs.descriptor_s * 1e6:.2f} us per "
-            f"descriptor, {1e-9 / costs.read_s:.2f} GB/s read, {1e-9 / costs.place_s:.2f} GB/s placed, as measured at the start"
+            f"descriptor, {1e-9 / costs.read_s:.2f} GB/s read, {1e-9 / costs.place_s:.2f} GB/s placed (measured)"
         )
 
     def describe(self) -> dict[str, str]:

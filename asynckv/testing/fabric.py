@@ -13,6 +13,7 @@ asyncio loop; `tests.lab.world` drives another through seeded faults in virtual 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -21,10 +22,10 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
-from asynckv.edges.staging import Bytes, bytes_at
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -32,7 +33,12 @@ from asynckv.geometry.staging import Box, ReadCosts
 from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
 
+Bytes = npt.NDArray[np.uint8]
 Origin = Address | ReplyTo  # the address of a listener, or the route back to a peer that connected
+
+
+def bytes_at(memory: Memory) -> Bytes:
+    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
 class Violation(AssertionError): ...

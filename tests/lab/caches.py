@@ -20,8 +20,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.edges.staging import Bytes
 from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, shard
+from asynckv.testing.fabric import Bytes
 
 Places = npt.NDArray[np.int64]
 FREED = 0xEE

@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from asynckv.config import EngineConfig, LeaseConfig, OffloadConfig, PullConfig
 from asynckv.core.types import TransferId
-from asynckv.edges.staging import bytes_at
 from asynckv.engine import Engine
 from asynckv.engine.offload import Offload
 from asynckv.engine.shelf import Shelf
@@ -37,6 +36,7 @@ from asynckv.offload.entry import EntryState
 from asynckv.offload.keys import NAMESPACE_BYTES
 from asynckv.ports import CopyOp
 from asynckv.results import Loaded
+from asynckv.testing.fabric import bytes_at
 from tests.lab.caches import FREED, Cache, Model, Shape, layout_of
 from tests.lab.doors import Doors
 from tests.lab.offload_audit import check as check_offload

@@ -15,10 +15,10 @@ import numpy as np
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.staging import Bytes, bytes_at
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
+from asynckv.testing.fabric import Bytes, bytes_at
 
 
 class _Move:

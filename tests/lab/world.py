@@ -25,12 +25,12 @@ from typing import Any, Literal, TypeVarTuple
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
-from asynckv.edges.staging import Bytes, Slots
+from asynckv.edges.staging import Slots
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
-from asynckv.testing.fabric import Fabric, Nic, Origin, Port, Transfer, Violation
+from asynckv.testing.fabric import Bytes, Fabric, Nic, Origin, Port, Transfer, Violation
 
 Ts = TypeVarTuple("Ts")
 
