@@ -194,9 +194,9 @@ class NixlConfig:
         bulk_bytes: Least size of a read that goes to a posting thread. Each descriptor counts as the longest of its
             table. Where a post is a copy (within a host), a quarter suffices for reads beside others.
         bulk_descriptors: Least number of descriptors, before NIXL merges them, of a read that goes to a posting thread.
-        staging_bytes: Bytes of staging memory, divided among the posting threads. Where the two sides' memory orders
-            share only small pieces, long runs are read into it and their pieces are copied to their places, if that is
-            faster on this host. 0: never. Memory on GPUs is always read directly.
+        staging_bytes: Bytes of staging memory, divided among the posting threads, which have 1 MiB each at least. Where
+            the two sides' memory orders share only small pieces, long runs are read into it and their pieces are
+            copied to their places, if that is faster on this host. 0: never. Memory on GPUs is always read directly.
         process: The part of NIXL that runs in a process of its own, which may die inside UCX without ending the engine;
             another one replaces it. "never": no part. "serving": the agent that remote readers reach; the start fails
             if the memory is not shared (`asynckv.shared_tensor`, `asynckv.shared_memory`). "auto": "serving" if the

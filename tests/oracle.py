@@ -22,7 +22,7 @@ from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, shar
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.packed import ALIGN, placed, record_form
 from asynckv.geometry.pairing import BlockLists
-from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.plan import Plan, ReadRequest, plan_read
 from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import DescTable, PeerTables
 from tests.world import Buffers
@@ -273,7 +273,7 @@ def execute(
     total = 0
     for post in plan.posts(*limits):
         table = post.table
-        moved = 0
+        moved = wanted = 0
         for a, b in zip(post.local.tolist(), post.remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
             assert row == other
@@ -295,6 +295,7 @@ def execute(
                     else written[m][start + at : start + at + length]
                 )
                 assert not done.any(), "a byte is written twice"
+                wanted += length
                 done[:] = True
                 to, of = (there, here) if store else (here, there)
                 to[:] = of
@@ -305,7 +306,8 @@ def execute(
             first, count = post.rows
             assert post.num_bytes <= table.slot_bytes
             assert len(set(table.length[first : first + count].tolist())) == 1
-        total += moved
+            check_pieces(post, local, remote)
+        total += wanted
     assert total == plan.num_bytes
     return total
 
@@ -315,12 +317,20 @@ def offers(lists: Lists) -> list[BlockRuns]:
     return [BlockRuns(first, runs_of(list(ids))) for first, ids in lists]
 
 
+def check_pieces(post: ReadRequest, local: Rank | Buffers, remote: Rank | Buffers) -> None:
+    """What a plane without a slot reads piece by piece is what was just copied."""
+    for memory, start, other, source, length in post.pieces().tolist():
+        assert (local.arrays[memory][start : start + length] == remote.arrays[other][source : source + length]).all(), (
+            "a wrong piece"
+        )
+
+
 def _pieces(table: DescTable, row: int) -> Iterator[tuple[int, int, int]]:
     """The pieces of a row: offset in our block, in what is read, and length."""
     if not table.boxes:
         yield 0, 0, int(table.length[row])
         return
-    piece, shape, in_local, in_run, skip = table.boxes[row]
+    piece, shape, in_local, in_run, skip = table.box(row)
     for steps in itertools.product(*map(range, shape)):
         at, run_at = (sum(map(operator.mul, steps, strides)) for strides in (in_local, in_run))
         yield at, skip + run_at, piece

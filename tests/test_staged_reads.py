@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 
@@ -12,11 +13,16 @@ import pytest
 from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
+from asynckv.edges import agent as nixl_agent
+from asynckv.edges import posters
+from asynckv.edges.agent import Agent
+from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.staging import Stage
+from asynckv.errors import BackendError
 from asynckv.geometry.staging import SLOT_BYTES, Box
 from asynckv.geometry.tables import DescTable, Span
-from tests.test_nixl_edge import HERE, THERE, Bytes, Indices, Meddler, Side, pairs, request
-from tests.test_posters import Gate, link, while_the_loop_stands
+from tests.test_nixl_edge import HERE, TABLES, THERE, Bytes, Indices, Meddler, Side, check_reads, pairs
+from tests.test_posters import ALL_BULK, Gate, link, while_the_loop_stands
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
@@ -32,6 +38,7 @@ STAGED = DescTable(
     HERE,
     THERE,
     (Box(64, (2, 4), (256, 64), (64, 128), 0), Box(128, (2,), (128,), (256,), 128), Box(32, (8,), (1024,), (128,), 96)),
+    np.arange(3, dtype=np.int32),
     SLOT_BYTES,
 )
 EVEN = 2
@@ -49,7 +56,7 @@ def placed(mine: list[Bytes], theirs: list[Bytes], local: Indices, remote: Indic
     for i, j in zip(local.tolist(), remote.tolist(), strict=True):
         (row, block), (_, block_there) = divmod(i, HERE), divmod(j, THERE)
         (memory, offset, stride), (other, there, step) = STAGED.local[row].tolist(), STAGED.remote[row].tolist()
-        piece, shape, in_local, in_run, skip = STAGED.boxes[row]
+        piece, shape, in_local, in_run, skip = STAGED.box(row)
         for at in np.ndindex(*shape):
             to = offset + block * stride + int(np.dot(at, in_local))
             source = there + block_there * step + skip + int(np.dot(at, in_run))
@@ -101,6 +108,8 @@ async def test_costs_are_measured_where_reads_can_be_staged(sides: list[Side]) -
     assert 0 < costs.place_s < 1e-6
     assert 0 <= costs.descriptor_s < 1e-3
     assert owner.plane.costs is None  # it has no posting thread
+    sides.append(Side("tiny", 3, NixlConfig(posting_threads=1, staging_bytes=1)))
+    assert sides[-1].plane.statistics()["staging_slots"] == 1
     for config in (NixlConfig(posting_threads=1, staging_bytes=0), NixlConfig(posting_threads=0)):
         sides.append(Side(f"other-{config.posting_threads}", 3, config))
         assert sides[-1].plane.costs is None
@@ -185,10 +194,13 @@ async def test_a_placement_that_raises_fails_its_read_alone(sides: list[Side], m
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
 
 
-async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(sides: list[Side]) -> None:
+async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posters, "PATIENCE_S", 60.0)
     reader, owner = await staged(sides)
     (poster,) = reader.plane._posters
-    before = [a.copy() for a in reader.arrays]
+    want = [a.copy() for a in reader.arrays]
     # Nobody turns the owner's agent, so no connection is made, and nothing ends.
     for number in (1, 2, 3):
         reader.read(number, "owner", STAGED, *rows(0, EVEN, number))
@@ -196,23 +208,53 @@ async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(sides: list
     assert slots(reader) == 2
     raw = poster.agent._raw
     poster.agent._raw = Meddler(raw, getXferStatus=lambda handle: 1 // 0)
-    # The third has no slot, and may never have one; it is not waited for.
-    while_the_loop_stands(lambda: len(reader.plane._posters.inbox) == 3)
-    news = {e.transfer_id: e for e in reader.plane.poll()}
-    assert [news[TransferId(n)].ending for n in (1, 2, 3)] == [Ending.DETACHED, Ending.DETACHED, Ending.FAILED]
-    assert "hold too many of the 4 slots of staging memory; raise nixl.staging_bytes" in news[TransferId(3)].cause
-    assert (reader.plane.statistics()["running"], reader.plane.statistics()["in_doubt"]) == (0, 2)
+    while_the_loop_stands(lambda: len(reader.plane._posters.inbox) == 2)
+    assert {(e.transfer_id, e.ending) for e in reader.plane.poll()} == {(1, Ending.DETACHED), (2, Ending.DETACHED)}
+    assert (reader.plane.statistics()["running"], reader.plane.statistics()["in_doubt"]) == (1, 2)
     assert slots(reader) == 2
+    assert reader.plane.detach(TransferId(3))
     poster.agent._raw = raw
-    # They end after all: nothing is placed, and the slots serve again.
-    assert {(e.transfer_id, e.ending) for e in await reader.heard(2)} == {(1, Ending.FAILED), (2, Ending.FAILED)}
-    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
+    # They end after all: nothing is placed, the third is not even read, and the slots serve again.
+    assert {(e.transfer_id, e.ending) for e in await reader.heard(3)} == {(n, Ending.FAILED) for n in (1, 2, 3)}
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
     assert slots(reader) == reader.plane.statistics()["in_doubt"] == 0
-    want = before
     placed(want, owner.arrays, *rows(0, EVEN, 4))
     reader.read(4, "owner", STAGED, *rows(0, EVEN, 4))
     assert await reader.heard(1) == [TransferEnded(TransferId(4), Ending.DONE)]
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+
+
+async def test_without_a_slot_for_long_a_read_is_direct_and_cannot_be_detached(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posters, "PATIENCE_S", 0.0)
+    reader, owner = await staged(sides)
+    (poster,) = reader.plane._posters
+    want = [a.copy() for a in reader.arrays]
+    for number in (1, 2, 3):
+        reader.read(number, "owner", STAGED, *rows(0, EVEN, 7))
+    while_the_loop_stands(lambda: len(poster.agent.running) == 3)
+    assert slots(reader) == 2
+    assert [reader.plane.detach(TransferId(number)) for number in (1, 2, 3)] == [True, True, False]
+    placed(want, owner.arrays, *rows(0, EVEN, 7))
+    news = {e.transfer_id: e.ending for e in await reader.heard(3)}
+    assert news == {1: Ending.FAILED, 2: Ending.FAILED, 3: Ending.DONE}
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+    assert poster.agent.stage is not None
+    assert not poster.agent.stage._direct
+
+
+async def test_a_direct_read_is_not_detached(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, _ = await link(sides, THREAD)
+    gate = Gate(monkeypatch)
+    reader.read(1, "owner", TABLES[0], *pairs(TABLES[0], 1))  # on the loop
+    reader.plane._config = ALL_BULK
+    reader.read(2, "owner", TABLES[0], *pairs(TABLES[0], 1))
+    assert gate.entered.wait(10)
+    assert not reader.plane.detach(TransferId(1))
+    assert not reader.plane.detach(TransferId(2))
+    gate.leave.set()
+    assert {e.ending for e in await reader.heard(2)} == {Ending.DONE}
 
 
 async def test_reads_wait_for_slots_and_all_are_done(sides: list[Side]) -> None:
@@ -223,7 +265,7 @@ async def test_reads_wait_for_slots_and_all_are_done(sides: list[Side]) -> None:
     for number, (local, remote) in enumerate(reads):
         placed(want, owner.arrays, local, remote)
         reader.read(number, "owner", STAGED, local, remote)
-    while_the_loop_stands(lambda: poster.agent.running and len(poster._slotless) == 5)
+    while_the_loop_stands(lambda: poster.agent.running and sum(len(line.posts) for line in poster._lines.values()) == 5)
     assert slots(reader) == 1
     assert {(e.transfer_id, e.ending) for e in await reader.heard(6)} == {(n, Ending.DONE) for n in range(6)}
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
@@ -233,16 +275,39 @@ async def test_a_thread_that_breaks_fails_what_waits_for_a_slot(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
-    reader, _ = await staged(sides)
+    reader, owner = await staged(sides)
     (poster,) = reader.plane._posters
     for number in (1, 2, 3):
         reader.read(number, "owner", STAGED, *rows(0, EVEN, number))
-    while_the_loop_stands(lambda: len(poster._slotless) == 1)
+    while_the_loop_stands(lambda: len(poster._lines) == 1)
     monkeypatch.setattr(poster, "_ask", lambda *_: 1 // 0)
     while_the_loop_stands(lambda: not poster._thread.is_alive())
     news = [(e.transfer_id, e.ending) for e in reader.plane.poll()]
     assert [ending for transfer_id, ending in news if transfer_id == 3] == [Ending.FAILED]
     assert [ending for transfer_id, ending in news if transfer_id == 1] == [Ending.IN_DOUBT, Ending.FAILED]
-    ended = reader.plane.post_read(TransferId(4), "owner", request(STAGED, *rows(0, 1, 0)))
-    assert ended is not None
-    assert (ended.ending, ended.cause) == (Ending.FAILED, "no posting thread takes a staged read")
+    # The loop reads piece by piece from here on.
+    reader.news.clear()
+    want = [a.copy() for a in reader.arrays]
+    placed(want, owner.arrays, *rows(0, EVEN, 4))
+    reader.read(4, "owner", STAGED, *rows(0, EVEN, 4))
+    assert [(e.transfer_id, e.ending) for e in await reader.heard(1)] == [(4, Ending.DONE)]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+
+
+async def test_a_trial_read_that_takes_too_long_leaves_all_reads_direct(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_agent, "MEASURE_S", 0.0)
+    monkeypatch.setattr(Agent, "time_read", lambda *_: math.inf)
+    reader, owner = await link(sides, NixlConfig(posting_threads=2))
+    assert reader.plane.costs is None
+    assert reader.plane.statistics()["staging_slots"] == 16  # of the first thread, and no table is staged
+    assert reader.plane.describe()["staged_reads"].startswith("none: ")
+    await check_reads(reader, "owner", owner.arrays)
+
+
+def test_staging_memory_that_cannot_be_had_is_an_error_that_names_the_field() -> None:
+    plane = NixlPlane(NixlConfig(posting_threads=1, staging_bytes=1 << 50), "greedy")
+    with pytest.raises(BackendError, match=r"of staging memory cannot be had: .*; lower nixl.staging_bytes"):
+        asyncio.run(plane.start([], lambda: None))
+    plane.close()

@@ -154,19 +154,16 @@ def test_no_agent_has_more_slots_than_are_free() -> None:
     assert not slots.has_room("a")
 
 
-def test_a_slot_that_may_never_come_free_is_not_waited_for() -> None:
-    slots, lost = Slots(4), set[TransferId]()
-    for transfer_id in (1, 2):
-        slots.take(TransferId(transfer_id), "a")
-    assert not slots.has_room("a")
-    assert slots.will_have_room("a", lost.__contains__)
-    lost.add(TransferId(1))
-    assert slots.will_have_room("a", lost.__contains__)
-    lost.add(TransferId(2))
-    assert not slots.will_have_room("a", lost.__contains__)
-    assert slots.has_room("b")
-    slots.give_back(TransferId(2))
-    assert slots.has_room("a")
+def test_a_piece_that_is_longer_than_a_slot_is_cut() -> None:
+    """A state of 16 KiB in one piece beside small pieces, in slots of 5,000 bytes."""
+    first, *_ = runs(4, [(4096, 4, 4), (2, 1 << 20, 1 << 20)], (0, 0), 5000)
+    assert (first.length, first.outer, first.box.num_bytes) == (4096, ((4, 4096, 4096), (2, 1 << 20, 1 << 20)), 4096)
+    assert list(runs(1, [(10_007, 1, 1)], (0, 0), 5000)) == []  # a prime number of bytes
+
+
+def test_a_group_with_a_piece_that_cannot_be_cut_is_read_directly() -> None:
+    costs = STAGED._replace(slot_bytes=7)
+    assert not table(side(HND), side(NHD), costs=costs).boxes
 
 
 def test_slots_are_taken_one_by_one() -> None:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from asynckv.edges.staging import Stage
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.staging import SLOT_BYTES
 from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo
 
@@ -116,7 +117,6 @@ class _Lists(NamedTuple):
     table: DescTable
     local: Any
     remote: Any
-    views: Sequence[npt.NDArray[Any]] = ()  # of a staged table: the caller's memory, by row
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +196,11 @@ class Agent:
 
     def add_stage(self, num_slots: int) -> None:
         """Make and register staging memory, for reads into the memory that is registered now."""
-        self.stage = Stage(self._memories, num_slots)
+        try:
+            self.stage = Stage(self._memories, num_slots)
+        except (OSError, OverflowError, ValueError) as exc:
+            size = f"{num_slots} slots of {SLOT_BYTES} bytes"
+            raise BackendError(f"{size} of staging memory cannot be had: {exc}; lower nixl.staging_bytes") from exc
         self._register([self.stage.memory])
 
     def register_own(self, name: str, memories: Sequence[Memory]) -> None:
@@ -205,14 +209,10 @@ class Agent:
         for suffix in (SOURCE, SINK):
             self._remotes[name + suffix] = _Remote(memories, suffix)
 
-    @contextmanager
-    def registered(self, memories: Sequence[Memory]) -> Iterator[None]:
-        """Register memory for a moment."""
-        self._register(memories)
-        try:
-            yield
-        finally:
-            self._agent.deregister_memory(self._registered.pop())
+    def register_for_trial(self, memory: Memory) -> Callable[[], None]:
+        """Register memory, and return a function that deregisters it, if nothing has been registered since."""
+        self._register([memory])
+        return lambda: self._agent.deregister_memory(self._registered.pop())
 
     def register_files(self, fds: Mapping[int, int]) -> None:
         self._register_rows([(0, length, fd, "") for fd, length in fds.items()], "FILE", "files")
@@ -291,13 +291,11 @@ class Agent:
             raise BackendError(f"peer {name} is not loaded")
         if (known := remote.lists.get(id(table))) is not None:
             return known
-        made: list[Any] = []
-        views: list[npt.NDArray[Any]] = []
-        refused = ""
+        made, refused = [], ""
         try:
             mine, theirs = (self.name, "") if remote.own == SOURCE else ("", self.name if remote.own else remote.alias)
-            if table.boxes and self.stage is not None:
-                views = self.stage.views(table)
+            if table.boxes:
+                assert self.stage is not None
                 made.append(self._agent.prep_xfer_dlist(mine, self.stage.rows(table), "DRAM"))
             else:
                 made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
@@ -311,7 +309,7 @@ class Agent:
             made.clear()
             raise BackendError(refused)
         self._make_room(remote, table.num_rows)
-        lists = remote.lists[id(table)] = _Lists(table, made[0], made[1], views)
+        lists = remote.lists[id(table)] = _Lists(table, *made)
         return lists
 
     def _make_room(self, remote: _Remote, num_rows: int) -> None:
@@ -358,6 +356,8 @@ class Agent:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
             return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
+        if read.table.boxes:
+            return self._post_staged(transfer_id, name, remote, read)
         if (lists := remote.lists.get(id(read.table))) is None:
             try:
                 lists = self.prepare(name, read.table)
@@ -365,15 +365,6 @@ class Agent:
                 return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
         op, local, mine = self._read, lists.local._handle, read.local
         theirs, remotes = lists.remote._handle, read.remote
-        staged = None
-        if read.table.boxes and (stage := self.stage) is not None:
-            if stage.is_detached(transfer_id):
-                return TransferEnded(transfer_id, Ending.FAILED, "cancelled")
-            if not stage.slots.has_room(name):
-                cause = f"reads that may never end hold too many of the {stage.slots.number} slots of staging memory"
-                return TransferEnded(transfer_id, Ending.FAILED, f"{cause}; raise nixl.staging_bytes, or restart")
-            staged = read, stage.slots.take(transfer_id, name)
-            mine = stage.index(*staged)
         if remote.own:
             # Within a process UCX writes faster than it reads (measured: 1.4 to 1.7 times).
             op = self._write
@@ -384,10 +375,49 @@ class Agent:
             handle = self._raw.makeXferReq(op, local, mine, theirs, remotes, b"", [], False)
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
-            if staged is not None and self.stage is not None:
-                self.stage.slots.give_back(transfer_id)
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
-        return self._post(transfer_id, _Transfer(handle, name, lists, remote, staged))
+        return self._post(transfer_id, _Transfer(handle, name, lists, remote))
+
+    def _post_staged(
+        self, transfer_id: TransferId, name: str, remote: _Remote, read: ReadRequest
+    ) -> TransferEnded | None:
+        """Post a read into a slot, or its pieces one by one if this agent has none for it."""
+        stage = self.stage
+        has_slot = stage is not None and stage.slots.has_room(name)
+        if stage is not None and not stage.begin(transfer_id, is_direct=not has_slot):
+            return TransferEnded(transfer_id, Ending.FAILED, "cancelled")
+        if stage is None or not has_slot:
+            return self._post_pieces(transfer_id, name, remote, read)
+        try:
+            lists = self.prepare(name, read.table)
+        except BackendError as exc:
+            return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
+        slot = stage.slots.take(transfer_id, name)
+        try:
+            mine, theirs = lists.local._handle, lists.remote._handle
+            index = stage.index(read, slot)
+            handle = self._raw.makeXferReq(self._read, mine, index, theirs, read.remote, b"", [], False)
+        except Exception as exc:
+            stage.slots.give_back(transfer_id)
+            return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
+        return self._post(transfer_id, _Transfer(handle, name, lists, remote, (read, slot)))
+
+    def _post_pieces(
+        self, transfer_id: TransferId, name: str, remote: _Remote, read: ReadRequest
+    ) -> TransferEnded | None:
+        pieces = read.pieces()
+        try:
+            sides = []
+            for at, memories in ((0, self._memories), (2, remote.memories)):
+                base = np.array([m.base for m in memories], np.uint64)
+                rows = np.zeros((len(pieces), 3), np.uint64)
+                rows[:, 0] = base[pieces[:, at]] + pieces[:, at + 1].astype(np.uint64)
+                rows[:, 1] = pieces[:, 4]
+                sides.append(self._agent.get_xfer_descs(rows, "DRAM"))
+            handle = self._raw.createXferReq(self._read, *sides, remote.alias, b"", [])
+        except Exception as exc:
+            return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
+        return self._post(transfer_id, _Transfer(handle, name, None, remote))
 
     def post_file(
         self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
@@ -406,16 +436,18 @@ class Agent:
 
         Both sides are rows of address, length, 0.
         """
-        at = [self._agent.get_xfer_descs(rows, "DRAM") for rows in (mine, theirs)]
-        handle = self._raw.createXferReq(self._read, *at, self._remotes[owner.name].alias, b"", [])
+        sides = [self._agent.get_xfer_descs(rows, "DRAM") for rows in (mine, theirs)]
+        handle = self._raw.createXferReq(self._read, *sides, self._remotes[owner.name].alias, b"", [])
         began = time.monotonic()
         status = int(self._raw.postXferReq(handle, b""))
         while status and time.monotonic() - began < MEASURE_S:
             owner.sweep()
             status = int(self._raw.getXferStatus(handle))
+        if status:
+            return math.inf  # its handle is kept, because it may still read and write
         seconds = time.monotonic() - began
         self._release(handle)
-        return math.inf if status else seconds
+        return seconds
 
     def _post(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
         try:
@@ -482,10 +514,9 @@ class Agent:
         self._release(transfer.handle)
         if transfer.staged is None or self.stage is None:
             return TransferEnded(transfer_id, Ending.DONE)
-        assert transfer.lists is not None
         ending, cause = Ending.DONE, ""
         try:
-            if not self.stage.place(transfer_id, *transfer.staged, transfer.lists.views):
+            if not self.stage.place(transfer_id, *transfer.staged):
                 ending, cause = Ending.FAILED, "it was detached, and not placed"
         except Exception as exc:
             ending, cause = Ending.FAILED, f"its pieces could not be placed: {exc!r}"

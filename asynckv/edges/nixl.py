@@ -159,7 +159,8 @@ class NixlPlane:
         self.costs: ReadCosts | None = None
         self._remotes: dict[str, _Remote] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()  # remote agents without a user now, the oldest first
-        self._handed: dict[TransferId, Poster] = {}  # reads that a posting thread took over, until their end is polled
+        self._handed: set[TransferId] = set()  # reads that a posting thread took over, until their end is polled
+        self._staged: dict[TransferId, Poster] = {}  # those of staged tables
         self._handed_doubtful: set[TransferId] = set()
         self._fds: tuple[int, ...] = ()
         self._on_ready: Callable[[], None] = lambda: None
@@ -192,13 +193,17 @@ class NixlPlane:
             self._listen(self._agent, self._loop)
             # Agents are made here, because their threads would wait for Python's lock some hundred times, up to 5 ms
             # each where another thread never sleeps, and a handshake has a deadline.
-            self.costs, num_slots = None, self._config.staging_bytes // SLOT_BYTES // max(self._config.num_posters, 1)
-            for number in range(1, self._config.num_posters + 1):
+            self.costs, threads, staging = None, self._config.num_posters, self._config.staging_bytes
+            num_slots = max(staging // SLOT_BYTES // threads, 1) if staging and threads else 0
+            stages = num_slots > 0 and all(memory.kind == "cpu" for memory in memories)
+            for number in range(1, threads + 1):
                 agent = self._make_agent(f"{self._name}-poster{number}", memories)
                 with set_up(agent):
-                    if num_slots and all(memory.kind == "cpu" for memory in memories):
+                    if stages:
                         agent.add_stage(num_slots)
-                        self.costs = self.costs or measure_costs(agent, self._agent)
+                    if stages and number == 1:
+                        self.costs = measure_costs(agent, self._agent)
+                        stages = self.costs is not None
                     self._posters.start(agent.name, agent)
             return self._agent.info()
         except BaseException:
@@ -253,7 +258,7 @@ class NixlPlane:
                 f"{'; '.join(causes)}: memory that is read into may still be written; keep it, and call close() again"
             )
         # Nothing writes any more, because every agent is gone.
-        for each in (self._remotes, self._kept, self._handed, self._handed_doubtful, self._posters.inbox):
+        for each in (self._remotes, self._kept, self._handed, self._staged, self._handed_doubtful, self._posters.inbox):
             each.clear()
 
     # -- remote agents -----------------------------------------------------------------------------
@@ -346,10 +351,9 @@ class NixlPlane:
         config, num_bytes = self._config, 0
         if read.table.boxes:
             self._counts["posts_staged"] += 1
-            # Only posting threads have staging memory, and a placement would block the loop.
+            # Only posting threads have staging memory. If they are gone or full, the loop reads piece by piece.
             if self._hand_over(transfer_id, name, read):
                 return None
-            return TransferEnded(transfer_id, Ending.FAILED, "no posting thread takes a staged read")
         # Descriptors are counted before NIXL merges them, because the post itself has to go through all of them.
         is_middling = read.num_bytes >= config.bulk_bytes * BESIDE
         if self._posters and (
@@ -398,11 +402,13 @@ class NixlPlane:
         if not poster.post(transfer_id, name, read):
             return False
         self._counts["posts_handed"] += 1
-        self._handed[transfer_id] = poster
+        self._handed.add(transfer_id)
+        if read.table.boxes:
+            self._staged[transfer_id] = poster
         return True
 
     def detach(self, transfer_id: TransferId) -> bool:
-        poster = self._handed.get(transfer_id)
+        poster = self._staged.get(transfer_id)
         return poster is not None and poster.detach(transfer_id)
 
     def poll(self) -> list[TransferEnded]:
@@ -422,8 +428,9 @@ class NixlPlane:
                 self._handed_doubtful.add(ended.transfer_id)
             else:
                 self._handed_doubtful.discard(ended.transfer_id)
-                if (handed := self._handed.pop(ended.transfer_id, None)) is not None:
-                    handed.forget(ended.transfer_id)
+                self._handed.discard(ended.transfer_id)
+                if self._staged and (poster_of := self._staged.pop(ended.transfer_id, None)) is not None:
+                    poster_of.forget(ended.transfer_id)
             news.append(ended)
         return news
 
@@ -504,7 +511,7 @@ class NixlPlane:
 
     def _describe_staging(self) -> str:
         if (costs := self.costs) is None:
-            return "none: staging_bytes or posting_threads are too few, or this memory or transport does not allow it"
+            return "none: staging_bytes or posting_threads is 0, memory is on a GPU, or a trial read took too long"
         return (
             f"in slots of {costs.slot_bytes} bytes, where that is faster: {costs.descriptor_s * 1e6:.2f} us per "
             f"descriptor, {1e-9 / costs.read_s:.2f} GB/s read, {1e-9 / costs.place_s:.2f} GB/s placed (measured)"

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import anyio.to_thread
@@ -45,6 +45,7 @@ POLL_S = 0.001  # seconds between two checks of all transfers while bytes arrive
 NAP_S = 0.00002  # pause after bytes that ended no transfer: a tight loop would keep Python's lock from the event loop
 RESTLESS_S = 0.1  # progress is made for this long after a peer was dropped, or UCX would keep the connection's socket
 DOUBT_S = 0.25
+PATIENCE_S = 0.5  # a staged read waits this long for any slot of its peer's to come free, then it is read directly
 TELL_S = 0.0005
 CLOSE_S = 10.0  # seconds that `close` of a plane waits for its threads; one post takes milliseconds
 
@@ -71,6 +72,12 @@ class _Post:
 
 
 _Order = _Load | _Drop | _Post
+
+
+@dataclass(slots=True)
+class _Line:
+    moved_at: float  # when it began, or one of its reads last had a slot
+    posts: deque[_Post] = field(default_factory=deque)
 
 
 class _Woken(enum.Enum):
@@ -105,7 +112,7 @@ class Poster:
         self.name, self._joins = name, joins
         self.agent, self._tell, self._loop, self._broke, self._tell_s = agent, tell, loop, broke, tell_s
         self._orders: deque[_Order] = deque()
-        self._slotless: deque[_Post] = deque()  # staged reads that wait for a slot
+        self._lines: dict[str, _Line] = {}  # staged reads that wait for a slot, by the agent that they read
         self._gate = threading.Lock()  # held to order and to end, so that every order is either obeyed or refused
         self._loading: Future[None] | None = None
         self._joined: dict[TransferId, list[TransferId]] = {}  # reads that end with the one whose transfer they joined
@@ -160,13 +167,8 @@ class Poster:
         return True
 
     def detach(self, transfer_id: TransferId) -> bool:
-        """Let a read that was handed over place nothing any more; return False if it is not staged."""
-        if self.agent.stage is None:
-            return False
-        self.agent.stage.detach(transfer_id)
-        if self._slotless:
-            self._wake()  # nothing else may ever happen to the reads with slots
-        return True
+        """Let a staged read that was handed over place nothing any more; return False if it is read directly."""
+        return self.agent.stage is not None and self.agent.stage.detach(transfer_id)
 
     def forget(self, transfer_id: TransferId) -> None:
         """Note that the end of a read that was handed over is known."""
@@ -262,22 +264,29 @@ class Poster:
                 self._joined.pop(ended.transfer_id, None)
 
     def _next(self, agent: Agent) -> _Order | None:
-        """Return the next order to obey: the first staged read that waits no longer, or the first other order."""
-        for waiting in self._slotless:
-            if self._may_go(agent, waiting):
-                self._slotless.remove(waiting)
-                return waiting
+        """Return the next order to obey: the first read of a line that may go on, or the first other order."""
+        for name, line in self._lines.items():
+            if self._may_go(agent, name):
+                post = line.posts.popleft()
+                if not line.posts:
+                    del self._lines[name]
+                return post
         while self._orders:
             order = self._orders.popleft()
-            if not isinstance(order, _Post) or self._may_go(agent, order):
+            if agent.stage is None or not isinstance(order, _Post) or not order.read.table.boxes:
                 return order
-            self._slotless.append(order)
+            if order.name not in self._lines and agent.stage.slots.has_room(order.name):
+                return order
+            self._lines.setdefault(order.name, _Line(time.monotonic())).posts.append(order)
         return None
 
-    def _may_go(self, agent: Agent, post: _Post) -> bool:
-        """Return True unless a read has to wait for a slot of staging memory."""
-        stage = agent.stage
-        return stage is None or not post.read.table.boxes or stage.may_have_slot(post.transfer_id, post.name)
+    def _may_go(self, agent: Agent, name: str) -> bool:
+        """Return True if a line's first read has a slot now, or none came free for so long that it is read directly."""
+        line, now = self._lines[name], time.monotonic()
+        if agent.stage is None or agent.stage.slots.has_room(name):
+            line.moved_at = now
+            return True
+        return now - line.moved_at > PATIENCE_S
 
     def _obey(self, agent: Agent) -> None:
         while not self._is_stopping and (order := self._next(agent)) is not None:
@@ -382,7 +391,7 @@ class Poster:
         self._is_asleep = True
         try:
             # An order after this check finds `_is_asleep` set, and so wakes the thread.
-            if self._orders or self._is_stopping or any(self._may_go(agent, post) for post in self._slotless):
+            if self._orders or self._is_stopping or any(self._may_go(agent, name) for name in self._lines):
                 return _Woken.BY_ORDER
             events = sleeper.poll(timeout)
         finally:
@@ -402,9 +411,9 @@ class Poster:
         """Fail all waiting orders, none of which was posted, and take no more from here on."""
         with self._gate:
             self._is_alive = False
-            left = [*self._slotless, *self._orders]
+            left = [*(post for line in self._lines.values() for post in line.posts), *self._orders]
             self._orders.clear()
-            self._slotless.clear()
+            self._lines.clear()
         for order in left:
             match order:
                 case _Post(transfer_id, read=read):

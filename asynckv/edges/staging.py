@@ -14,7 +14,7 @@ import mmap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,7 @@ def bytes_at(memory: Memory) -> Bytes:
 
 
 class Slots:
-    """Which slots are free. No remote agent has more of them than are free, so a few silent ones stall no other.
-
-    A slot is *lost* while its transfer is detached, because such a transfer may never end.
-    """
+    """Which slots are free. No remote agent has more of them than are free, so that one leaves room for others."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -52,11 +49,6 @@ class Slots:
     def has_room(self, name: str) -> bool:
         """Return True if a read from an agent may have a slot."""
         return self._by_name[name] < len(self._free)
-
-    def will_have_room(self, name: str, is_lost: Callable[[TransferId], bool]) -> bool:
-        """Return False if a read from an agent may never have a slot, whatever else ends."""
-        lost = [holder for transfer_id, (_, holder) in self._in_use.items() if is_lost(transfer_id)]
-        return lost.count(name) < self.number - len(lost)
 
     def take(self, transfer_id: TransferId, name: str) -> int:
         slot = self._free.pop()
@@ -84,26 +76,32 @@ class Stage:
         self.memory = Memory(base=self._area.ctypes.data, length=len(self._area), device=0, kind="cpu")
         self._memories = [bytes_at(memory) for memory in memories]
         self.slots = Slots(num_slots)
-        self._placing = threading.Lock()
+        self._lock = threading.Lock()  # held to place, to detach, and to decide that a read is direct after all
         self._detached: set[TransferId] = set()  # transfers that place nothing any more
-
-    def may_have_slot(self, transfer_id: TransferId, name: str) -> bool:
-        """Return True unless a transfer has to wait for a slot: if it needs none or gets none, it fails at its post."""
-        room = self.slots.has_room(name) or self.is_detached(transfer_id)
-        return room or not self.slots.will_have_room(name, self.is_detached)
+        self._direct: set[TransferId] = set()  # transfers of staged tables that had no slot
 
     # -- detaching ---------------------------------------------------------------------------------
 
-    def detach(self, transfer_id: TransferId) -> None:
-        """Let a transfer place nothing from now on; waits while a placement is under way."""
-        with self._placing:
+    def detach(self, transfer_id: TransferId) -> bool:
+        """Let a transfer place nothing from now on, or return False if it is direct. Waits while another is placed."""
+        with self._lock:
+            if transfer_id in self._direct:
+                return False
             self._detached.add(transfer_id)
+            return True
 
-    def is_detached(self, transfer_id: TransferId) -> bool:
-        return transfer_id in self._detached
+    def begin(self, transfer_id: TransferId, *, is_direct: bool) -> bool:
+        """Note how a transfer is about to be read; return False if it was detached, and must not be."""
+        with self._lock:
+            if transfer_id in self._detached:
+                return False
+            if is_direct:
+                self._direct.add(transfer_id)
+            return True
 
     def forget(self, transfer_id: TransferId) -> None:
         self._detached.discard(transfer_id)
+        self._direct.discard(transfer_id)
 
     # -- reads and placements ----------------------------------------------------------------------
 
@@ -125,19 +123,6 @@ class Stage:
         first = int(counts[lengths < length].sum()) * self.slots.number + slot * (SLOT_BYTES // length)
         return np.arange(first, first + len(read.local), dtype=np.int32)
 
-    def views(self, table: DescTable) -> list[npt.NDArray[Any]]:
-        """Return, per row of a table, the caller's memory as an array of pieces `[block, *box.shape]`."""
-        return [
-            np.ndarray(
-                (table.local_blocks, *box.shape),
-                f"V{box.piece}",
-                self._memories[memory],
-                offset,
-                (stride, *box.in_local),
-            )
-            for box, (memory, offset, stride) in zip(table.boxes, table.local.tolist(), strict=True)
-        ]
-
     def time_placement(self, piece: int) -> float:
         """Return the seconds per byte of placing a slot in pieces, each away from its neighbours."""
         side = int((SLOT_BYTES // piece) ** 0.5)
@@ -147,27 +132,29 @@ class Stage:
         np.copyto(places, run)
         return (time.monotonic() - began) / run.nbytes
 
-    def place(self, transfer_id: TransferId, read: ReadRequest, slot: int, views: Sequence[npt.NDArray[Any]]) -> bool:
+    def place(self, transfer_id: TransferId, read: ReadRequest, slot: int) -> bool:
         """Copy the pieces of a read that has landed; return False if it was detached."""
-        with self._placing:
+        with self._lock:
             if transfer_id in self._detached:
                 return False
-            self._place(read, slot, views)
+            self._place(read, slot)
         return True
 
-    def _place(self, read: ReadRequest, slot: int, views: Sequence[npt.NDArray[Any]]) -> None:
-        table = read.table
-        first, count = read.rows
+    def _place(self, read: ReadRequest, slot: int) -> None:
+        table, (first, count) = read.table, read.rows
         blocks = len(read.local) // count
         ids = read.local[:blocks] - first * table.local_blocks
         start, length, at = int(ids[0]), int(table.length[first]), slot * SLOT_BYTES
         is_run = int(ids[-1]) - start == blocks - 1 and bool((ids[1:] - ids[:-1] == 1).all())
         for row in range(first, first + count):
-            box, view = table.boxes[row], views[row]
-            strides = (length, *box.in_run)
-            run = np.ndarray((blocks, *box.shape), view.dtype, self._area, at + box.skip, strides)
+            box, (memory, offset, stride) = table.box(row), table.local[row].tolist()
+            item, shape = f"V{box.piece}", (table.local_blocks, *box.shape)
+            ours: npt.NDArray[Any] = np.ndarray(shape, item, self._memories[memory], offset, (stride, *box.in_local))
+            run: npt.NDArray[Any] = np.ndarray(
+                (blocks, *box.shape), item, self._area, at + box.skip, (length, *box.in_run)
+            )
             if is_run:
-                np.copyto(view[start : start + blocks], run)
+                np.copyto(ours[start : start + blocks], run)
             else:
-                view[ids] = run
+                ours[ids] = run
             at += length * blocks

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from asynckv.geometry.bounds import Int32s, Int64s
 from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.strides import step_along
 from asynckv.geometry.tables import DescTable, PeerTables
 
 
@@ -33,6 +34,25 @@ class ReadRequest(NamedTuple):
         """Return its first row, and the number of its rows: each is read for the same blocks."""
         first, last = int(self.local[0]) // self.table.local_blocks, int(self.local[-1]) // self.table.local_blocks
         return first, last - first + 1
+
+    def pieces(self) -> Int64s:
+        """Return the pieces of a staged read, `[local memory, offset, remote memory, offset, length]` each, for a plane
+        that has to read them directly.
+        """
+        table, (first, count) = self.table, self.rows
+        ids, theirs = (x[: len(x) // count, None].astype(np.int64) for x in (self.local, self.remote))
+        ids, theirs = ids - first * table.local_blocks, theirs - first * table.remote_blocks
+        out = []
+        for row in range(first, first + count):
+            box = table.box(row)
+            in_local, in_run = step_along(tuple(zip(box.shape, box.in_local, box.in_run, strict=True)))
+            (memory, start, stride), (other, begin, step) = table.local[row].tolist(), table.remote[row].tolist()
+            pieces = np.empty((len(ids), len(in_local), 5), np.int64)
+            pieces[..., 0], pieces[..., 1] = memory, start + ids * stride + in_local
+            pieces[..., 2], pieces[..., 3] = other, begin + theirs * step + box.skip + in_run
+            pieces[..., 4] = box.piece
+            out.append(pieces.reshape(-1, 5))
+        return np.concatenate(out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +79,7 @@ class Section:
 
 
 class Plan:
-    """All reads of one pull from one remote rank; `num_descriptors` are counted before merging."""
+    """All reads of one pull from one remote rank: the bytes that it needs, and the descriptors before merging."""
 
     __slots__ = ("is_staged", "num_bytes", "num_descriptors", "sections")
 
@@ -70,7 +90,7 @@ class Plan:
         self.is_staged = False
         for section in sections:
             blocks = len(section.local)
-            self.num_bytes += section.table.block_bytes * blocks
+            self.num_bytes += section.table.placed_bytes * blocks
             self.num_descriptors += section.table.num_rows * blocks
             self.is_staged = self.is_staged or section.table.boxes != ()
 

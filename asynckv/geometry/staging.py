@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from asynckv.geometry.strides import StridedDim, fold
 
+MAX_PARTS = 64  # into which a piece that is longer than a slot is cut at most
 MERGED = 4  # descriptors of one row that NIXL is taken to merge, if consecutive blocks touch; no ids are known yet
 LEAST_PIECE = 64  # bytes; copying a smaller piece takes as long
 
@@ -87,6 +88,12 @@ def runs(itemsize: int, dims: Sequence[StridedDim], around: tuple[int, int], mos
     """
     piece, rest = fold(itemsize, dims)
     rest.sort(key=lambda d: d[2])
+    if piece > most:
+        parts = next((n for n in range(2, MAX_PARTS + 1) if piece % n == 0 and piece // n <= most), 0)
+        if parts:
+            box = Box(piece // parts, (), (), (), 0)
+            yield Run(box, box.piece, ((parts, box.piece, box.piece), *rest))
+        return
     box, length = Box(piece, (), (), (), 0), piece
     yield Run(box, length, tuple(rest))
     for i, (size, in_local, in_remote) in enumerate(rest, 1):

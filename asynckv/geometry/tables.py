@@ -61,6 +61,10 @@ class Span(NamedTuple):
     tokens: int
 
 
+def _no_boxes() -> Int32s:
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DescTable:
     """The descriptors of one span, on both sides; row `i` of block `b` is descriptor `i * blocks + b`."""
@@ -72,10 +76,12 @@ class DescTable:
     remote: Int64s
     local_blocks: int  # kernel blocks that every row can index
     remote_blocks: int
-    boxes: tuple[Box, ...] = ()  # of a staged table: the pieces of each row, with the first at its place in `local`
+    boxes: tuple[Box, ...] = ()  # of a staged table: how pieces of a row lie, the first at its place in `local`
+    box_of: Int32s = field(default_factory=_no_boxes)  # int32 `[rows]`: its box
     slot_bytes: int = 0  # of a staged table: most bytes of one read, all of rows of one length
     num_rows: int = field(init=False)  # descriptors per pair of kernel blocks
     block_bytes: int = field(init=False)  # bytes that are read per pair of kernel blocks, wanted or not
+    placed_bytes: int = field(init=False)  # bytes that are wanted per pair of kernel blocks
     dense: npt.NDArray[np.bool_] = field(init=False)  # rows that NIXL merges, because consecutive blocks touch
     num_dense: int = field(init=False)
     local_index: Int32s = field(init=False)  # int32 `[rows, 1]`: index of every row's block 0
@@ -89,6 +95,7 @@ class DescTable:
         for name, value in (
             ("num_rows", len(self.length)),
             ("block_bytes", int(self.length.sum())),
+            ("placed_bytes", self._placed_bytes() if self.boxes else int(self.length.sum())),
             ("dense", dense),
             ("num_dense", int(np.count_nonzero(dense))),
             ("local_index", rows * np.int32(self.local_blocks)),
@@ -96,10 +103,11 @@ class DescTable:
         ):
             object.__setattr__(self, name, value)
 
-    @property
-    def placed_bytes(self) -> int:
-        """Bytes that are wanted per pair of kernel blocks."""
-        return sum([box.num_bytes for box in self.boxes]) if self.boxes else self.block_bytes
+    def _placed_bytes(self) -> int:
+        return int(np.array([box.num_bytes for box in self.boxes])[self.box_of].sum())
+
+    def box(self, row: int) -> Box:
+        return self.boxes[int(self.box_of[row])]
 
 
 class GroupPair:
@@ -253,24 +261,40 @@ class PeerTables:
             )
         kinds = self._alike[pair]
         rows = _merge(np.concatenate([kind.rows(span) for kind in kinds]))
-        boxes: tuple[Box, ...] = ()
-        if self._costs is not None:
-            rows, boxes = _stage(kinds, span, self._costs, rows)
-        blocks, slot_bytes = (local_blocks, remote_blocks), self._costs.slot_bytes if self._costs and boxes else 0
-        return DescTable(next(self._ids), span, rows[:, 6], rows[:, 0:3], rows[:, 3:6], *blocks, boxes, slot_bytes)
+        if (staged := _stage(kinds, span, self._costs, rows) if self._costs is not None else None) is None:
+            staged = _Staged(rows, (), _no_boxes(), 0)
+        rows, blocks = staged.rows, (local_blocks, remote_blocks)
+        return DescTable(
+            next(self._ids),
+            span,
+            rows[:, 6],
+            rows[:, 0:3],
+            rows[:, 3:6],
+            *blocks,
+            staged.boxes,
+            staged.box_of,
+            staged.slot_bytes,
+        )
 
 
-def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s) -> tuple[Int64s, tuple[Box, ...]]:
-    """Return the cheapest runs, by length, and their boxes; or the direct rows and no boxes, if these cost less."""
+class _Staged(NamedTuple):
+    rows: Int64s
+    boxes: tuple[Box, ...]
+    box_of: Int32s
+    slot_bytes: int
+
+
+def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s) -> _Staged | None:
+    """Return the cheapest runs, by length; None if direct rows cost no more, or there are no runs."""
     dense = int(np.count_nonzero((direct[:, (2, 5)] == direct[:, 6:7]).all(axis=1)))
-    found = [kind.cheapest_run(span, costs) for kind in kinds]
-    if costs.of(len(direct), dense, int(direct[:, 6].sum())) <= sum([seconds for seconds, _ in found]):
-        return direct, ()
+    found = [best for kind in kinds if (best := kind.cheapest_run(span, costs)) is not None]
+    direct_s = costs.of(len(direct), dense, int(direct[:, 6].sum()))
+    if len(found) < len(kinds) or direct_s <= sum([seconds for seconds, _ in found]):
+        return None
     each = [kind.run_rows(span, run) for kind, (_, run) in zip(kinds, found, strict=True)]
-    rows = np.concatenate(each)
-    boxes = [run.box for some, (_, run) in zip(each, found, strict=True) for _ in some]
+    rows, box_of = np.concatenate(each), np.repeat(np.arange(len(each), dtype=np.int32), [len(x) for x in each])
     order = np.argsort(rows[:, 6], kind="stable")
-    return rows[order], tuple([boxes[i] for i in order.tolist()])
+    return _Staged(rows[order], tuple([run.box for _, run in found]), box_of[order], costs.slot_bytes)
 
 
 def _entry(share: Share, group: Group) -> int:
@@ -303,7 +327,7 @@ class _Alike:
         """Return rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one span."""
         return self._rows(span, *strided_descriptors(self._shape.itemsize, self._dims(span)))
 
-    def cheapest_run(self, span: Span, costs: ReadCosts) -> tuple[float, Run]:
+    def cheapest_run(self, span: Span, costs: ReadCosts) -> tuple[float, Run] | None:
         """Return the best way to read these parts in runs, and the seconds that it takes per pair of blocks."""
         number, strides = len(self.places), self.places[:, 5]
         most = min(costs.slot_bytes, int(strides.min()))  # no run may reach into another block
@@ -311,7 +335,7 @@ class _Alike:
         for run in runs(self._shape.itemsize, self._dims(span), self._shape.around, most):
             rows, dense = number * run.number, run.number * int(np.count_nonzero(strides == run.length))
             found.append((costs.of(rows, dense, rows * run.length, rows * run.placed), run))
-        return min(found, key=lambda each: each[0])
+        return min(found, key=lambda each: each[0], default=None)
 
     def run_rows(self, span: Span, run: Run) -> Int64s:
         """Return rows like those of `rows`, of runs; `local` is the place of the first piece."""

@@ -130,6 +130,7 @@ class Transfer:
     pieces: list[tuple[Bytes, Bytes]]  # target and source of each copy: our bytes or those of a slot, and theirs
     spots: list[tuple[int, int, int]]  # its targets: memory, start, length; if staged, the start of each run's target
     places: list[tuple[Bytes, Bytes]]  # of a staged read: our bytes, and those of its slot
+    direct: list[tuple[Bytes, Bytes]]  # of a staged read: our bytes, and theirs, in case that it has no slot
     owner_ends: int  # the owner's `ends` when it was posted
     landed: int = 0
     is_over: bool = False  # True if it writes no more, and its end was reported
@@ -151,6 +152,10 @@ class Transfer:
         for target, source in self.pieces[self.landed : upto]:
             target[:] = source
         self.landed = max(self.landed, upto)
+
+    def go_directly(self) -> None:
+        """Read a staged read without a slot: piece by piece, as if its table were not staged."""
+        self.pieces, self.places = self.direct, []
 
     def place(self) -> None:
         """Copy the pieces of a staged read, all of which has landed, from its slot to their places."""
@@ -275,7 +280,7 @@ class Nic:
         remote, table = self.remotes[name], read.table
         if (known := remote.tables.get(id(table))) is None:
             known = remote.tables[id(table)] = (table, self._rows(remote, table))
-        rows, pieces, spots, places = known[1], [], [], []
+        rows, pieces, spots, places, direct = known[1], [], [], [], []
         for a, b in zip(read.local.tolist(), read.remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
             if not 0 <= row < len(rows):
@@ -285,12 +290,13 @@ class Nic:
             target, data = array[start : start + length], source[origin : origin + length]
             if table.boxes:
                 target = np.empty(length, np.uint8)
-                places.append(_placed(table.boxes[row], array, start, target))
+                places.append(_placed(table.box(row), array, start, target))
+                direct.append(_placed(table.box(row), array, start, data))
             if row != other or len(target) != length or len(data) != length:
                 raise Violation(f"{self.host} reads outside of registered memory")
             pieces.append((target, data))
             spots.append((memory, start, length))
-        return Transfer(transfer_id, remote.nic, name, pieces, spots, places, remote.nic.ends)
+        return Transfer(transfer_id, remote.nic, name, pieces, spots, places, direct, remote.nic.ends)
 
     def _rows(self, remote: _Remote, table: DescTable) -> list[_Row]:
         """Return the bytes behind the rows of a table; called on its first read, as NIXL prepares lists then."""

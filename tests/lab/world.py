@@ -430,7 +430,8 @@ def _usual(reader: str, owner: str, rng: random.Random) -> TransferFate:
     return TransferFate(2e-5 + rng.random() ** 3 * 2e-3, inline=rng.random() < 0.3)
 
 
-NUM_SLOTS = 24  # staged reads of one rank that run at a time
+NUM_SLOTS = 8  # staged reads of one rank that run at a time
+PATIENCE_S = 0.5  # a staged read without a slot is read directly after this time
 
 
 class WorldData(Nic):
@@ -455,7 +456,7 @@ class WorldData(Nic):
         self._put_off: dict[TransferId, float] = {}
         self._slots = Slots(NUM_SLOTS)
         self._in_slots: dict[TransferId, Transfer] = {}
-        self._slotless: list[tuple[Transfer, TransferFate]] = []
+        self._slotless: list[tuple[Transfer, TransferFate, float]] = []
         self._random = process.world.random_of("nic", process.name)
 
     # -- the port ----------------------------------------------------------------------------------
@@ -504,7 +505,7 @@ class WorldData(Nic):
             return TransferEnded(transfer_id, Ending.DONE)
         self.running[transfer_id] = transfer
         if transfer.is_staged:
-            self._slotless.append((transfer, fate))
+            self._slotless.append((transfer, fate, process.now))
             self._take_slots()
         else:
             self._begin(transfer, fate)
@@ -512,25 +513,26 @@ class WorldData(Nic):
         return None
 
     def _take_slots(self) -> None:
-        """Begin the staged reads that may have a slot; fail them if none will be free."""
+        """Begin the staged reads that may have a slot, or have waited for long."""
         for transfer in [each for each in self._in_slots.values() if each.is_dead]:
             self._slots.give_back(transfer.transfer_id)
             del self._in_slots[transfer.transfer_id]
         waiting, self._slotless = self._slotless, []
-        for transfer, fate in waiting:
+        for transfer, fate, since in waiting:
             name = transfer.agent_name
-            if transfer.is_detached or transfer.is_dead or not self._slots.will_have_room(name, self._is_lost):
+            if transfer.is_detached or transfer.is_dead:
                 transfer.is_dead = True
-                self._report(transfer, Ending.FAILED, False, "it has no slot, and needs none or gets none")
+                self._report(transfer, Ending.FAILED, False, "it was detached before it began")
             elif self._slots.has_room(name):
                 self._in_slots[transfer.transfer_id] = transfer
                 self._slots.take(transfer.transfer_id, name)
                 self._begin(transfer, fate)
+            elif self.process.now >= since + PATIENCE_S:
+                transfer.go_directly()
+                self._begin(transfer, fate)
             else:
-                self._slotless.append((transfer, fate))
-
-    def _is_lost(self, transfer_id: TransferId) -> bool:
-        return self._in_slots[transfer_id].is_detached
+                self._slotless.append((transfer, fate, since))
+                self.process.call_at(since + PATIENCE_S, self._take_slots)
 
     def _begin(self, transfer: Transfer, fate: TransferFate) -> None:
         world = self.process.world

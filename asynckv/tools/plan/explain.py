@@ -323,8 +323,8 @@ def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares:
             {"part": name, "axis": axis, "range": [lo, hi], "extent": extent, "layers": len(layers)}
             for (name, lo, hi, axis, extent), layers in ranges.items()
         ],
-        "bytes": usual.num_bytes,
-        "bytes_read": mine.num_bytes,
+        "bytes": mine.num_bytes,
+        "bytes_read": sum(s.table.block_bytes * len(s.local) for s in mine.sections),
         "pieces_per_block": max((s.table.num_rows for s in mine.sections), default=0),
         "kinds_of_cuts": len({s.table.table_id for s in mine.sections}),
         "descriptors": mine.num_descriptors,
