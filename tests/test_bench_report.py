@@ -90,6 +90,10 @@ def test_pieces_that_make_it_slow_are_a_line_with_the_remedy() -> None:
     (said,) = made()["warnings"]
     assert said.startswith("group 0: 4.0 bytes are read for each byte that is needed, ")
     assert report.make(options(tp="2:1"), good())["warnings"] == []  # pieces of 64 bytes, staged
+    for unstaged in ({"posting_threads": "0"}, {"memory": "cuda"}):
+        (small,) = report.make(options(tp="2:1", **unstaged), good())["warnings"]
+        assert small.startswith("group 0 is read in pieces of 64 bytes, 32 per block and layer; ")
+        assert "posting threads and staging_bytes stage them" in small
     assert said.endswith(": try --order hnd")
     assert made(order="hnd")["warnings"] == []
     shown = io.StringIO()

@@ -217,6 +217,7 @@ class PeerTables:
                 f"group {table.span.group} is read in pieces of {num_bytes:,.0f} bytes, "
                 f"{table.num_rows / layers:.0f} per block and layer; pieces below {SMALL_PIECE:,} bytes are slow. "
                 f"TP sizes, memory orders or block sizes differ; {remedy} few and large ones"
+                + ("" if self._costs else "; with KV in host memory, posting threads and staging_bytes stage them")
             )
 
     def table(self, span: Span) -> DescTable:

@@ -112,6 +112,7 @@ class Experiment:
 
     def small_pieces(self) -> list[str]:
         """Return warnings where the two geometries cut reads into pieces so small that they are slow."""
+        costs = TYPICAL if self.options.memory == "host" and self.options.posters != 0 else None
         ours, theirs = self.sides["decode"], self.sides["prefill"]
         found: dict[str, None] = {}
         for stage in range(ours.pp):
@@ -120,7 +121,7 @@ class Experiment:
             there = [self.layout("prefill", rank, s) for s in range(theirs.pp) for rank in ranks]
             for other, shares in zip(there, assign(here, there), strict=True):
                 if shares:
-                    found |= dict.fromkeys(PeerTables(here, other, shares, itertools.count(1), TYPICAL).warnings)
+                    found |= dict.fromkeys(PeerTables(here, other, shares, itertools.count(1), costs).warnings)
         return list(found)
 
     def block_bytes(self, role: str) -> list[int]:

@@ -1,7 +1,7 @@
-"""The bound of a rank's rate over RDMA, on paper: Python, descriptors or the wire limit it.
+"""The bound of a rank's rate over RDMA, on paper: Python, descriptors, copies or the wire limit it.
 
 The numbers of a request come from its caller, so that any way to read it can be compared. Different requests overlap.
-So the slowest of the three sets the rate, as if nothing else cost time: a running engine is slower.
+So the slowest of these sets the rate, as if nothing else cost time: a running engine is slower.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PYTHON_READER_S = 100e-6
 DESCRIPTOR_S = 0.5e-6
 """Time of a descriptor over RDMA, in UCX and the device: *supposed*, because no such device was at hand."""
 
-PARTS = ("wire", "descriptors", "python")
+PARTS = ("wire", "descriptors", "python", "copy")
 
 
 class Bound(NamedTuple):
@@ -31,27 +31,30 @@ class Bound(NamedTuple):
     wire_s: float
     descriptors_s: float
     python_s: float
+    copy_s: float  # of staged pieces to their places, on one posting thread
     limit: str  # one of `PARTS`
     requests_per_s: float
     share_of_wire: float
 
 
-def reader(num_bytes: int, descriptors: int, posts: int, sources: int, bytes_per_s: float) -> Bound:
+def reader(
+    num_bytes: int, descriptors: int, posts: int, sources: int, bytes_per_s: float, copy_s: float = 0.0
+) -> Bound:
     """Return the bound of a decode rank that reads this from so many remote ranks for each request.
 
     `num_bytes` and `descriptors` are those read, after merging; they may be more than what the request needs.
     """
     python_s = PYTHON_REQUEST_S + (sources - 1) * PYTHON_SOURCE_S + posts * PYTHON_POST_S
-    return _bound(num_bytes, descriptors, posts, python_s, bytes_per_s)
+    return _bound(num_bytes, descriptors, posts, python_s, copy_s, bytes_per_s)
 
 
 def lender(num_bytes: int, readers: int, bytes_per_s: float) -> Bound:
     """Return the bound of a prefill rank that sends this to all of its readers; reads cost it no CPU."""
-    return _bound(num_bytes, 0, 0, readers * PYTHON_READER_S, bytes_per_s)
+    return _bound(num_bytes, 0, 0, readers * PYTHON_READER_S, 0.0, bytes_per_s)
 
 
-def _bound(num_bytes: int, descriptors: int, posts: int, python_s: float, bytes_per_s: float) -> Bound:
-    parts = num_bytes / bytes_per_s, descriptors * DESCRIPTOR_S, python_s
+def _bound(num_bytes: int, descriptors: int, posts: int, python_s: float, copy_s: float, bytes_per_s: float) -> Bound:
+    parts = num_bytes / bytes_per_s, descriptors * DESCRIPTOR_S, python_s, copy_s
     slowest = max(parts)
     limit = PARTS[parts.index(slowest)]
     return Bound(num_bytes, descriptors, posts, *parts, limit, 1 / slowest, parts[0] / slowest)

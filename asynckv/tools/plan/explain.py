@@ -38,9 +38,9 @@ NIC_GBIT = 400.0
 BLOCKS = {"scattered": ("descriptors", "posts_scattered"), "runs": ("descriptors_in_runs", "posts")}
 LEGEND = (
     "bytes: a last, partly filled block is read to its end.",
-    "pieces per block: byte ranges that are contiguous on both sides, in all layers of the group; a state counts as "
-    "one block.",
-    "descriptors: pieces of the whole request. if in runs: the number that is left if blocks lie in runs on both "
+    "pieces per block: byte ranges that are contiguous on both sides, or runs of staged reads, in all layers of the "
+    "group; a state counts as one block.",
+    "descriptors: those of the whole request. if in runs: the number that is left if blocks lie in runs on both "
     "sides, so that neighbours merge.",
     "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
 )
@@ -107,7 +107,9 @@ def _bounds(
             sent[read["remote"]] += read["bytes_read"]
         for blocks, names in BLOCKS.items() if rank["reads"] else ():
             descriptors, posts = (sum(read[name] for read in rank["reads"]) for name in names)
-            made = bound.reader(rank["bytes_read"], descriptors, posts, len(rank["releases"]), bytes_per_s)
+            staged = sum(g["bytes"] for read in rank["reads"] for g in read["groups"] if g["way"] == "staged")
+            shape = rank["bytes_read"], descriptors, posts, len(rank["releases"])
+            made = bound.reader(*shape, bytes_per_s, staged * TYPICAL.place_s)
             yield {"side": "decode", "rank": rank["rank"], "blocks": blocks, **made._asdict()}
     for name, num_bytes in sent.items():
         if num_bytes:
@@ -408,13 +410,15 @@ def _show_ways(report: dict[str, Any], console: Console) -> None:
     for group in [g for rank in report["ranks"] for read in rank["reads"] for g in read["groups"]]:
         if group["way"] == "staged":
             over = group["bytes_read"] / group["bytes"]
-            more = f", {over:.1f} bytes for each that is needed" if over > 1 else ""
+            more = f", reading {over:.1f} bytes for each that is needed" if over > 1 else ""
             ms, direct_ms = group["expected_s"] * 1e3, group["expected_direct_s"] * 1e3
             staged[f"group {group['group']}: {ms:,.2f} ms{more}; direct reads would take {direct_ms:,.2f} ms"] += 1
     if staged:
-        console.print("\n[bold]Staged reads[/bold]: long runs, whose pieces are copied to their places; on one host")
+        console.print("\n[bold]Staged reads[/bold]: long runs, whose pieces are copied to their places")
     for text, number in staged.items():
-        console.print(f"  {text}, in each of {number} rows above")
+        console.print(f"  {text}{f' ({number} rows)' if number > 1 else ''}")
+    if staged:
+        console.print("  expected on one host, with KV in its memory; KV on GPUs is read directly", style="dim")
 
 
 def _show_bounds(report: dict[str, Any], console: Console) -> None:
