@@ -304,7 +304,6 @@ def execute(
         assert post.num_bytes <= limits[0] or len(post.local) == 1
         if table.boxes:
             first, count = post.rows
-            assert post.num_bytes <= table.slot_bytes
             assert len(set(table.length[first : first + count].tolist())) == 1
             check_pieces(post, local, remote)
         total += wanted

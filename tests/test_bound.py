@@ -76,8 +76,8 @@ def test_equal_llamas_with_tokens_first() -> None:
     [
         # Heads first, a piece is a block's two heads, which only lie apart in our block.
         ("hnd", {"scattered": 2048, "runs": 2048}, 4),
-        # Tokens first, a piece is a token's two heads; staged, the runs of a block follow each other, 1 MiB a read.
-        ("nhd", {"scattered": 2048, "runs": 4 * 8}, 16),
+        # Tokens first, a piece is a token's two heads; staged, the runs of a block follow each other.
+        ("nhd", {"scattered": 2048, "runs": 4 * 8}, 4),
     ],
 )
 def test_gqa_at_unequal_tp(order: str, descriptors: dict[str, int], posts: int) -> None:

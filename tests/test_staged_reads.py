@@ -39,7 +39,6 @@ STAGED = DescTable(
     THERE,
     (Box(64, (2, 4), (256, 64), (64, 128), 0), Box(128, (2,), (128,), (256,), 128), Box(32, (8,), (1024,), (128,), 96)),
     np.arange(3, dtype=np.int32),
-    SLOT_BYTES,
 )
 EVEN = 2
 """Rows of one length: those of one read follow each other."""

@@ -16,6 +16,7 @@ from asynckv.core.types import Reason, TransferId
 from asynckv.edges.staging import Slots
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
+from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import Box, ReadCosts, runs
 from asynckv.geometry.tables import DescTable, PeerTables
 from tests.oracle import STAGED
@@ -110,7 +111,6 @@ def test_a_run_is_no_longer_than_a_slot() -> None:
     small = LOCAL._replace(slot_bytes=5000)
     found = table(side(HND), side(NHD), costs=small)
     assert set(found.length.tolist()) == {2048}  # of one token; all tokens of a block would be 32 KiB
-    assert found.slot_bytes == 5000
 
 
 def test_no_run_reaches_into_another_block() -> None:
@@ -274,3 +274,22 @@ def test_a_direct_read_is_never_detached() -> None:
     assert not decode.returned
     world.complete_all()
     assert pull in decode.returned
+
+
+# -- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 4096, 3 * 32768, 5 * 32768, 12 * 32768, 1 << 30])
+def test_chunks_are_whole_rows_or_blocks_of_one_row_and_nothing_is_left_out(most: int) -> None:
+    found = table(side(HND), side(NHD))
+    rows, blocks = np.arange(1, 4, dtype=np.int32)[:, None], np.array([7, 2, 3, 9, 4], np.int32)
+    local, remote = (rows * 12 + blocks).ravel(), (rows * 12 + blocks[::-1]).ravel()
+    read = ReadRequest(found, local, remote, 15 * 32768, 15)
+    chunks = list(read.chunks(most))
+    assert np.array_equal(np.concatenate([chunk.local for chunk in chunks]), local)
+    assert np.array_equal(np.concatenate([chunk.remote for chunk in chunks]), remote)
+    for chunk in chunks:
+        assert chunk.num_bytes == 32768 * len(chunk.local) <= max(most, 32768)
+        first, count = chunk.rows
+        assert count == 1 or len(chunk.local) == 5 * count
+        assert np.array_equal(chunk.local // 12, np.repeat(np.arange(first, first + count), len(chunk.local) // count))

@@ -127,12 +127,21 @@ class _Remote:
     lists: dict[int, _Lists] = field(default_factory=dict)  # by the id of their table, the oldest first
 
 
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """A staged read on its way through its slot."""
+
+    slot: int
+    chunks: Iterator[ReadRequest]
+    chunk: ReadRequest  # read now, or about to be placed
+
+
 class _Transfer(NamedTuple):
     handle: int
     name: str
     lists: _Lists | None  # None for files
     remote: _Remote | None  # as it was loaded at the post; it may have been loaded anew since
-    staged: tuple[ReadRequest, int] | None = None  # the read that is placed in the end, and its slot
+    staged: _Staged | None = None
 
 
 class Agent:
@@ -392,15 +401,50 @@ class Agent:
             lists = self.prepare(name, read.table)
         except BackendError as exc:
             return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
-        slot = stage.slots.take(transfer_id, name)
+        staged = _Staged(stage.slots.take(transfer_id, name), read.chunks(SLOT_BYTES), read)
+        return self._advance(transfer_id, _Transfer(0, name, lists, remote, staged))
+
+    def _advance(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
+        """Read and place chunk after chunk, until one takes a while, or all are placed."""
+        staged, lists, stage = transfer.staged, transfer.lists, self.stage
+        assert staged is not None
+        assert lists is not None
+        assert stage is not None
+        for chunk in staged.chunks:
+            staged.chunk = chunk
+            try:
+                index = stage.index(chunk, staged.slot)
+                mine, theirs = lists.local._handle, lists.remote._handle
+                handle = self._raw.makeXferReq(self._read, mine, index, theirs, chunk.remote, b"", [], False)
+            except Exception as exc:
+                return self._unstaged(transfer_id, Ending.FAILED, repr(exc))
+            transfer = transfer._replace(handle=handle)
+            try:
+                status = int(self._raw.postXferReq(handle, b""))
+            except Exception as exc:
+                return self._trouble(transfer_id, transfer, exc)
+            if status:
+                self.running[transfer_id] = transfer
+                return None
+            if (ended := self._place(transfer_id, transfer)) is not None:
+                return ended
+        return self._unstaged(transfer_id, Ending.DONE)
+
+    def _place(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
+        """Place a chunk that has landed; return the transfer's end if that fails."""
+        assert transfer.staged is not None
+        assert self.stage is not None
+        self._release(transfer.handle)
         try:
-            mine, theirs = lists.local._handle, lists.remote._handle
-            index = stage.index(read, slot)
-            handle = self._raw.makeXferReq(self._read, mine, index, theirs, read.remote, b"", [], False)
+            is_placed = self.stage.place(transfer_id, transfer.staged.chunk, transfer.staged.slot)
         except Exception as exc:
-            stage.slots.give_back(transfer_id)
-            return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
-        return self._post(transfer_id, _Transfer(handle, name, lists, remote, (read, slot)))
+            return self._unstaged(transfer_id, Ending.FAILED, f"its pieces could not be placed: {exc!r}")
+        return None if is_placed else self._unstaged(transfer_id, Ending.FAILED, "it was detached, and not placed")
+
+    def _unstaged(self, transfer_id: TransferId, ending: Ending, cause: str = "") -> TransferEnded:
+        assert self.stage is not None
+        self.stage.slots.give_back(transfer_id)
+        return TransferEnded(transfer_id, ending, cause)
 
     def _post_pieces(
         self, transfer_id: TransferId, name: str, remote: _Remote, read: ReadRequest
@@ -456,7 +500,8 @@ class Agent:
             return self._trouble(transfer_id, transfer, exc)
         if status == 0:
             self.done_in_post += 1
-            return self._landed(transfer_id, transfer)
+            self._release(transfer.handle)
+            return TransferEnded(transfer_id, Ending.DONE)
         self.running[transfer_id] = transfer
         return None
 
@@ -507,21 +552,12 @@ class Agent:
                 continue
             if code == 0:
                 del transfers[transfer_id]
-                news.append(self._landed(transfer_id, transfer))
+                if transfer.staged is None:
+                    self._release(transfer.handle)
+                    news.append(TransferEnded(transfer_id, Ending.DONE))
+                elif ended := self._place(transfer_id, transfer) or self._advance(transfer_id, transfer):
+                    news.append(ended)
         return news
-
-    def _landed(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded:
-        self._release(transfer.handle)
-        if transfer.staged is None or self.stage is None:
-            return TransferEnded(transfer_id, Ending.DONE)
-        ending, cause = Ending.DONE, ""
-        try:
-            if not self.stage.place(transfer_id, *transfer.staged):
-                ending, cause = Ending.FAILED, "it was detached, and not placed"
-        except Exception as exc:
-            ending, cause = Ending.FAILED, f"its pieces could not be placed: {exc!r}"
-        self.stage.slots.give_back(transfer_id)
-        return TransferEnded(transfer_id, ending, cause)
 
     def _trouble(self, transfer_id: TransferId, transfer: _Transfer, exc: Exception) -> TransferEnded:
         if isinstance(exc, self._lost):

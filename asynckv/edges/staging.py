@@ -1,7 +1,7 @@
 """Staging memory of one posting thread, in slots, and the copies that bring pieces from there to their places.
 
-A slot is held from the post of its read until the pieces are placed; after trouble, for as long as the read may still
-write. What writes late writes into a slot, and never into the caller's blocks.
+A read has one slot, through which it goes chunk by chunk, until the last piece is placed; after trouble, for as long as
+it may still write. What writes late writes into a slot, and never into the caller's blocks.
 
 Numpy copies an array of items of 256 bytes as that many `memcpy`s, whatever its strides, without Python's lock: about
 as fast as one large `memcpy`, and 1.5 to 3 times as fast as the same copy in torch (measured).

@@ -3,8 +3,7 @@
 A plan has, per span of tokens, pairs of kernel blocks (`pairing`) and a table of descriptors (`tables`): each pair with
 each row of the table is one descriptor. Both stay small, however long the prompt is; only the next posts are expanded.
 NIXL merges consecutive indices if their bytes touch on both sides. So rows follow one another, blocks ascend within a
-row, and a plan is cut between rows where possible. A read of a staged table fits into one slot of staging memory, and
-all its rows have one length.
+row, and a plan is cut between rows where possible. The rows of one read of a staged table have one length.
 """
 
 from __future__ import annotations
@@ -34,6 +33,19 @@ class ReadRequest(NamedTuple):
         """Return its first row, and the number of its rows: each is read for the same blocks."""
         first, last = int(self.local[0]) // self.table.local_blocks, int(self.local[-1]) // self.table.local_blocks
         return first, last - first + 1
+
+    def chunks(self, most: int) -> Iterator[ReadRequest]:
+        """Cut a read of rows of one length into reads of at most `most` bytes each, or of one descriptor."""
+        first, count = self.rows
+        blocks, length = len(self.local) // count, int(self.table.length[first])
+        number = most // length
+        span = number // blocks * blocks or blocks  # whole rows, or one row that is cut further
+        step = min(span, max(number, 1))
+        for begin in range(0, len(self.local), span):
+            for start in range(begin, min(begin + span, len(self.local)), step):
+                end = min(start + step, begin + span, len(self.local))
+                size = end - start
+                yield ReadRequest(self.table, self.local[start:end], self.remote[start:end], size * length, size)
 
     def pieces(self) -> Int64s:
         """Return the pieces of a staged read, `[local memory, offset, remote memory, offset, length]` each, for a plane
@@ -144,9 +156,7 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
     runs, num_descriptors = section.num_merged()
     num_bytes = table.block_bytes * blocks
     dense, length = table.dense, table.length
-    is_even = True
-    if table.boxes:
-        max_bytes, is_even = min(max_bytes, table.slot_bytes), bool(length[0] == length[-1])
+    is_even = not table.boxes or bool(length[0] == length[-1])
     if num_bytes <= max_bytes and num_descriptors <= max_descriptors and is_even:
         yield _Part(section, 0, table.num_rows, 0, blocks, num_bytes, num_descriptors)
         return

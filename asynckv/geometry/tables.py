@@ -78,7 +78,6 @@ class DescTable:
     remote_blocks: int
     boxes: tuple[Box, ...] = ()  # of a staged table: how pieces of a row lie, the first at its place in `local`
     box_of: Int32s = field(default_factory=_no_boxes)  # int32 `[rows]`: its box
-    slot_bytes: int = 0  # of a staged table: most bytes of one read, all of rows of one length
     num_rows: int = field(init=False)  # descriptors per pair of kernel blocks
     block_bytes: int = field(init=False)  # bytes that are read per pair of kernel blocks, wanted or not
     placed_bytes: int = field(init=False)  # bytes that are wanted per pair of kernel blocks
@@ -262,27 +261,16 @@ class PeerTables:
             )
         kinds = self._alike[pair]
         rows = _merge(np.concatenate([kind.rows(span) for kind in kinds]))
-        if (staged := _stage(kinds, span, self._costs, rows) if self._costs is not None else None) is None:
-            staged = _Staged(rows, (), _no_boxes(), 0)
-        rows, blocks = staged.rows, (local_blocks, remote_blocks)
-        return DescTable(
-            next(self._ids),
-            span,
-            rows[:, 6],
-            rows[:, 0:3],
-            rows[:, 3:6],
-            *blocks,
-            staged.boxes,
-            staged.box_of,
-            staged.slot_bytes,
-        )
+        staged = _stage(kinds, span, self._costs, rows) if self._costs is not None else None
+        rows, boxes, box_of = staged or _Staged(rows, (), _no_boxes())
+        sides = rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks
+        return DescTable(next(self._ids), span, rows[:, 6], *sides, boxes, box_of)
 
 
 class _Staged(NamedTuple):
     rows: Int64s
     boxes: tuple[Box, ...]
     box_of: Int32s
-    slot_bytes: int
 
 
 def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s) -> _Staged | None:
@@ -295,7 +283,7 @@ def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s
     each = [kind.run_rows(span, run) for kind, (_, run) in zip(kinds, found, strict=True)]
     rows, box_of = np.concatenate(each), np.repeat(np.arange(len(each), dtype=np.int32), [len(x) for x in each])
     order = np.argsort(rows[:, 6], kind="stable")
-    return _Staged(rows[order], tuple([run.box for _, run in found]), box_of[order], costs.slot_bytes)
+    return _Staged(rows[order], tuple([run.box for _, run in found]), box_of[order])
 
 
 def _entry(share: Share, group: Group) -> int:
