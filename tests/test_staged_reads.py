@@ -84,7 +84,11 @@ def slots(reader: Side) -> int:
     return poster.agent.stage.slots.num_in_use
 
 
-async def test_pieces_are_placed_and_no_other_byte_is_written(sides: list[Side]) -> None:
+@pytest.mark.parametrize("chunk", [SLOT_BYTES, 12_288, 2048, 512])
+async def test_pieces_are_placed_and_no_other_byte_is_written(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(nixl_agent, "SLOT_BYTES", chunk)
     reader, owner = await staged(sides)
     want = [a.copy() for a in reader.arrays]
     for number, (first, count) in enumerate([(0, EVEN), (EVEN, 1), (0, 1), (1, 1)]):
