@@ -458,62 +458,63 @@ class Driver:
 
     def _obey(self) -> None:
         outbox, recorder = self.core.outbox, self.recorder
-        while outbox.commands:
-            commands, outbox.commands, now = outbox.commands, [], self.clock.now()
-            for command in commands:
-                try:
-                    match command:
-                        case PullEnded(pull):
-                            if not pull.is_returned:
-                                self._held.add(pull.pull_id)
-                            waiting = self.waiting.get(pull.pull_id)
-                            if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
-                                waiting.outcome.set_result(None)
-                            if pull.kind is not Kind.DISCHARGE:
-                                self.tell(Observer.pull_ended, pull, now)
-                        case BlocksReturned(pull):
-                            if (waiting := self.waiting.get(pull.pull_id)) is not None:
-                                waiting.returned.set()
-                            if pull.pull_id in self._held:
-                                self._held.discard(pull.pull_id)
-                                recorder.blocks_returned(pull, now)
-                        case PullOver(pull):
-                            self.waiting.pop(pull.pull_id, None)
-                            self.release_s.append(pull.released_at - pull.published_at)
-                            self.tell(Observer.pull_over, pull, now)
-                        case BlocksRetired(pull):
-                            if (waiting := self.waiting.get(pull.pull_id)) is not None:
-                                waiting.returned.set()
-                            self.tell(Observer.blocks_retired, pull, now)
-                        case HeldForLong(oldest=oldest):
-                            recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in oldest])
-                        case LeaseEnded(lease):
-                            if (ended := self.lent.pop(lease, None)) is not None:
-                                ended.set()
-                            self.tell(Observer.lease_ended, lease, now)
-                        case LoadPeer(peer, metadata):
-                            task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
-                            self._loading.add(task)
-                            task.add_done_callback(self._loading.discard)
-                        case RemovePeer(peer, keep):
-                            self.data.remove_remote_agent(peer.agent_name, keep=keep)
-                        case DetachRead(transfer_id):
-                            if self.data.detach(transfer_id):
-                                detached = TransferEnded(transfer_id, Ending.DETACHED, "its request has ended")
-                                self.core.decode.ended(detached, 0.0, now)
-                        case Disconnect(address):
-                            self._send()  # a later message would open another link, which is never closed
-                            self.control.disconnect(address)
-                        case PeerChanged(peer, before, after):
-                            self.tell(Observer.peer_changed, peer, before, after, now)
-                        case Traced(subject, entries):
-                            recorder.traced(subject, entries)
-                        case Told():
-                            recorder.log(command, now)
-                        case _:
-                            assert_never(command)
-                except Exception as exc:
-                    self._internal_error(exc)
+        commands, outbox.commands, now = outbox.commands, [], self.clock.now()
+        for command in commands:
+            try:
+                match command:
+                    case PullEnded(pull):
+                        if not pull.is_returned:
+                            self._held.add(pull.pull_id)
+                        waiting = self.waiting.get(pull.pull_id)
+                        if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
+                            waiting.outcome.set_result(None)
+                        if pull.kind is not Kind.DISCHARGE:
+                            self.tell(Observer.pull_ended, pull, now)
+                    case BlocksReturned(pull):
+                        if (waiting := self.waiting.get(pull.pull_id)) is not None:
+                            waiting.returned.set()
+                        if pull.pull_id in self._held:
+                            self._held.discard(pull.pull_id)
+                            recorder.blocks_returned(pull, now)
+                    case PullOver(pull):
+                        self.waiting.pop(pull.pull_id, None)
+                        self.release_s.append(pull.released_at - pull.published_at)
+                        self.tell(Observer.pull_over, pull, now)
+                    case BlocksRetired(pull):
+                        if (waiting := self.waiting.get(pull.pull_id)) is not None:
+                            waiting.returned.set()
+                        self.tell(Observer.blocks_retired, pull, now)
+                    case HeldForLong(oldest=oldest):
+                        recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in oldest])
+                    case LeaseEnded(lease):
+                        if (ended := self.lent.pop(lease, None)) is not None:
+                            ended.set()
+                        self.tell(Observer.lease_ended, lease, now)
+                    case LoadPeer(peer, metadata):
+                        task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
+                        self._loading.add(task)
+                        task.add_done_callback(self._loading.discard)
+                    case RemovePeer(peer, keep):
+                        self.data.remove_remote_agent(peer.agent_name, keep=keep)
+                    case DetachRead(transfer_id):
+                        if self.data.detach(transfer_id):
+                            detached = TransferEnded(transfer_id, Ending.DETACHED, "its request has ended")
+                            self.core.decode.ended(detached, 0.0, now)
+                    case Disconnect(address):
+                        self._send()  # a later message would open another link, which is never closed
+                        self.control.disconnect(address)
+                    case PeerChanged(peer, before, after):
+                        self.tell(Observer.peer_changed, peer, before, after, now)
+                    case Traced(subject, entries):
+                        recorder.traced(subject, entries)
+                    case Told():
+                        recorder.log(command, now)
+                    case _:
+                        assert_never(command)
+            except Exception as exc:
+                self._internal_error(exc)
+        if outbox.commands:  # of what was just done
+            self._obey()
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         core = self.core

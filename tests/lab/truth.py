@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 
 from asynckv.core import notes
-from asynckv.core.outbox import BlocksRetired, BlocksReturned, Command, LeaseEnded, PullEnded
+from asynckv.core.outbox import BlocksRetired, BlocksReturned, Command, DetachRead, LeaseEnded, PullEnded
 from asynckv.core.pull import Kind, Pull
-from asynckv.core.types import Key, Outcome, Reason, rank_name
+from asynckv.core.types import Key, Outcome, Reason, TransferId, rank_name
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -255,8 +255,11 @@ class Witness:
         obey = driver._obey
 
         def watched() -> None:
-            for command in driver.core.outbox.commands:
-                self._command(process, command)
+            commands, running = driver.core.outbox.commands, driver.data.running  # type: ignore[attr-defined]
+            asked = {command.transfer_id for command in commands if isinstance(command, DetachRead)}
+            detached = {t for t in asked if t in running and running[t].is_staged}
+            for command in commands:
+                self._command(process, command, detached)
             obey()
 
         driver._obey = watched  # type: ignore[method-assign]
@@ -309,17 +312,17 @@ class Witness:
 
         world.on_sent, world.censor, world.fate = sent, censored, fated
 
-    def _command(self, process: Process, command: Command) -> None:
+    def _command(self, process: Process, command: Command, detached: Set[TransferId]) -> None:
         match command:
             case PullEnded(pull) if pull.lists is None and pull.kind is not Kind.DISCHARGE:
                 if pull.reason is Reason.TIMEOUT:
                     self._forgotten.append((process, pull))
             case PullEnded(pull) if pull.lists is not None:
                 whys = {
-                    *(["transfer_running"] if any(x.running for x in pull.sources) else []),
+                    *(["transfer_running"] if any(x.running - detached for x in pull.sources) else []),
                     *(["transfer_doubt"] if any(x.doubtful for x in pull.sources) else []),
                 }
-                is_held = not pull.is_returned
+                is_held = not pull.is_returned and bool(whys)  # what is detached now returns before this is told
                 self._pulled[process.name, pull.pull_id] = _Pulled(pull, process, process.now, is_held, whys)
             case BlocksReturned(pull) if (known := self._pulled.get((process.name, pull.pull_id))) is not None:
                 known.returned_at = process.now
