@@ -81,3 +81,13 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 @pytest.fixture
 def sim() -> Bench:
     return Bench(False)
+
+
+@pytest.fixture
+def sides(anyio_backend: str) -> Iterator[list[Any]]:
+    """Planes of `tests/test_nixl_edge.py` to close in the end, twice, whatever happened."""
+    made: list[Any] = []
+    yield made
+    for side in made:
+        side.plane.close()
+        side.plane.close()

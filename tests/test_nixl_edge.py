@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -143,16 +143,6 @@ async def check_reads(reader: Side, name: str, theirs: Sequence[Bytes]) -> None:
     news = await reader.heard(len(TABLES))
     assert {(e.transfer_id, e.ending) for e in news} == {(n, Ending.DONE) for n in range(len(TABLES))}
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
-
-
-@pytest.fixture
-def sides(anyio_backend: str) -> Iterator[list[Side]]:
-    """Planes to close in the end, whatever happened."""
-    made: list[Side] = []
-    yield made
-    for side in made:
-        side.plane.close()
-        side.plane.close()
 
 
 @pytest.fixture

@@ -57,15 +57,6 @@ ALL_BULK = NixlConfig(posting_threads=1, bulk_bytes=1)
 
 
 @pytest.fixture
-def sides(anyio_backend: str) -> Iterator[list[Side]]:
-    """Planes to close in the end, whatever happened."""
-    made: list[Side] = []
-    yield made
-    for side in made:
-        side.plane.close()
-
-
-@pytest.fixture
 def collected() -> Iterator[None]:
     """No collection by itself: what only it would end is seen to live."""
     gc.collect()

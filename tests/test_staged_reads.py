@@ -62,15 +62,6 @@ def placed(mine: list[Bytes], theirs: list[Bytes], local: Indices, remote: Indic
             mine[memory][to : to + piece] = theirs[other][source : source + piece]
 
 
-@pytest.fixture
-def sides(anyio_backend: str) -> Iterator[list[Side]]:
-    """Planes to close in the end, whatever happened."""
-    made: list[Side] = []
-    yield made
-    for side in made:
-        side.plane.close()
-
-
 async def staged(sides: list[Side], config: NixlConfig = THREAD) -> tuple[Side, Side]:
     reader, owner = await link(sides, config)
     assert reader.plane.costs is not None

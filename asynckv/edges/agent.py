@@ -131,9 +131,16 @@ class _Remote:
 class _Staged:
     """A staged read on its way through its slot."""
 
+    stage: Stage
+    lists: _Lists
     slot: int
     chunks: Iterator[ReadRequest]
     chunk: ReadRequest  # read now, or about to be placed
+
+
+def _unstaged(transfer_id: TransferId, staged: _Staged, ending: Ending, cause: str = "") -> TransferEnded:
+    staged.stage.slots.give_back(transfer_id)
+    return TransferEnded(transfer_id, ending, cause)
 
 
 class _Transfer(NamedTuple):
@@ -142,6 +149,13 @@ class _Transfer(NamedTuple):
     lists: _Lists | None  # None for files
     remote: _Remote | None  # as it was loaded at the post; it may have been loaded anew since
     staged: _Staged | None = None
+
+
+def byte_ranges(addresses: npt.NDArray[Any], lengths: npt.NDArray[Any] | int) -> npt.NDArray[np.uint64]:
+    """Return ranges of host memory as NIXL takes them: rows of address, length, device 0."""
+    rows = np.zeros((len(addresses), 3), np.uint64)
+    rows[:, 0], rows[:, 1] = addresses, lengths
+    return rows
 
 
 class Agent:
@@ -401,23 +415,19 @@ class Agent:
             lists = self.prepare(name, read.table)
         except BackendError as exc:
             return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
-        staged = _Staged(stage.slots.take(transfer_id, name), read.chunks(SLOT_BYTES), read)
-        return self._advance(transfer_id, _Transfer(0, name, lists, remote, staged))
+        staged = _Staged(stage, lists, stage.slots.take(transfer_id, name), read.chunks(SLOT_BYTES), read)
+        return self._advance(transfer_id, _Transfer(0, name, lists, remote, staged), staged)
 
-    def _advance(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
+    def _advance(self, transfer_id: TransferId, transfer: _Transfer, staged: _Staged) -> TransferEnded | None:
         """Read and place chunk after chunk, until one takes a while, or all are placed."""
-        staged, lists, stage = transfer.staged, transfer.lists, self.stage
-        assert staged is not None
-        assert lists is not None
-        assert stage is not None
+        mine, theirs = staged.lists.local._handle, staged.lists.remote._handle
         for chunk in staged.chunks:
             staged.chunk = chunk
             try:
-                index = stage.index(chunk, staged.slot)
-                mine, theirs = lists.local._handle, lists.remote._handle
+                index = staged.stage.index(chunk, staged.slot)
                 handle = self._raw.makeXferReq(self._read, mine, index, theirs, chunk.remote, b"", [], False)
             except Exception as exc:
-                return self._unstaged(transfer_id, Ending.FAILED, repr(exc))
+                return _unstaged(transfer_id, staged, Ending.FAILED, repr(exc))
             transfer = transfer._replace(handle=handle)
             try:
                 status = int(self._raw.postXferReq(handle, b""))
@@ -426,39 +436,28 @@ class Agent:
             if status:
                 self.running[transfer_id] = transfer
                 return None
-            if (ended := self._place(transfer_id, transfer)) is not None:
+            if (ended := self._place(transfer_id, transfer.handle, staged)) is not None:
                 return ended
-        return self._unstaged(transfer_id, Ending.DONE)
+        return _unstaged(transfer_id, staged, Ending.DONE)
 
-    def _place(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
+    def _place(self, transfer_id: TransferId, handle: int, staged: _Staged) -> TransferEnded | None:
         """Place a chunk that has landed; return the transfer's end if that fails."""
-        assert transfer.staged is not None
-        assert self.stage is not None
-        self._release(transfer.handle)
+        self._release(handle)
         try:
-            is_placed = self.stage.place(transfer_id, transfer.staged.chunk, transfer.staged.slot)
+            is_placed = staged.stage.place(transfer_id, staged.chunk, staged.slot)
         except Exception as exc:
-            return self._unstaged(transfer_id, Ending.FAILED, f"its pieces could not be placed: {exc!r}")
-        return None if is_placed else self._unstaged(transfer_id, Ending.FAILED, "it was detached, and not placed")
-
-    def _unstaged(self, transfer_id: TransferId, ending: Ending, cause: str = "") -> TransferEnded:
-        assert self.stage is not None
-        self.stage.slots.give_back(transfer_id)
-        return TransferEnded(transfer_id, ending, cause)
+            return _unstaged(transfer_id, staged, Ending.FAILED, f"its pieces could not be placed: {exc!r}")
+        return None if is_placed else _unstaged(transfer_id, staged, Ending.FAILED, "it was detached, and not placed")
 
     def _post_pieces(
         self, transfer_id: TransferId, name: str, remote: _Remote, read: ReadRequest
     ) -> TransferEnded | None:
-        pieces = read.pieces()
+        pieces = read.pieces().astype(np.uint64)
         try:
-            sides = []
-            for at, memories in ((0, self._memories), (2, remote.memories)):
-                base = np.array([m.base for m in memories], np.uint64)
-                rows = np.zeros((len(pieces), 3), np.uint64)
-                rows[:, 0] = base[pieces[:, at]] + pieces[:, at + 1].astype(np.uint64)
-                rows[:, 1] = pieces[:, 4]
-                sides.append(self._agent.get_xfer_descs(rows, "DRAM"))
-            handle = self._raw.createXferReq(self._read, *sides, remote.alias, b"", [])
+            ours, base = (np.array([m.base for m in each], np.uint64) for each in (self._memories, remote.memories))
+            mine = byte_ranges(ours[pieces[:, 0]] + pieces[:, 1], pieces[:, 4])
+            theirs = byte_ranges(base[pieces[:, 2]] + pieces[:, 3], pieces[:, 4])
+            handle = self._create(self._read, mine, theirs, remote.alias)
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
         return self._post(transfer_id, _Transfer(handle, name, None, remote))
@@ -469,29 +468,37 @@ class Agent:
         """Post a copy between host memory (rows of address, length, 0) and files (rows of offset, length, fd)."""
         op = self._write if is_write else self._read
         try:
-            mine, files = self._agent.get_xfer_descs(near, "DRAM"), self._agent.get_xfer_descs(far, "FILE")
-            handle = self._raw.createXferReq(op, mine, files, self.name, b"", [])
+            handle = self._create(op, near, far, self.name, "FILE")
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
         return self._post(transfer_id, _Transfer(handle, self.name, None, None))
 
     def time_read(self, owner: Agent, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> float:
-        """Return the seconds of one read from another agent of this thread; infinite if it takes too long.
+        """Return the seconds of one read from another agent of this thread; infinite if it fails or takes too long.
 
         Both sides are rows of address, length, 0.
         """
-        sides = [self._agent.get_xfer_descs(rows, "DRAM") for rows in (mine, theirs)]
-        handle = self._raw.createXferReq(self._read, *sides, self._remotes[owner.name].alias, b"", [])
-        began = time.monotonic()
-        status = int(self._raw.postXferReq(handle, b""))
-        while status and time.monotonic() - began < MEASURE_S:
-            owner.sweep()
-            status = int(self._raw.getXferStatus(handle))
+        try:
+            handle = self._create(self._read, mine, theirs, self._remotes[owner.name].alias)
+            began = time.monotonic()
+            status = int(self._raw.postXferReq(handle, b""))
+            while status and time.monotonic() - began < MEASURE_S:
+                owner.sweep()
+                status = int(self._raw.getXferStatus(handle))
+        except Exception:
+            return math.inf
         if status:
             return math.inf  # its handle is kept, because it may still read and write
         seconds = time.monotonic() - began
         self._release(handle)
         return seconds
+
+    def _create(
+        self, op: Any, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64], name: str, kind: str = "DRAM"
+    ) -> int:
+        """Make a transfer of byte ranges outside of any table; `kind` is that of the far side."""
+        sides = self._agent.get_xfer_descs(mine, "DRAM"), self._agent.get_xfer_descs(theirs, kind)
+        return int(self._raw.createXferReq(op, *sides, name, b"", []))
 
     def _post(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
         try:
@@ -552,10 +559,12 @@ class Agent:
                 continue
             if code == 0:
                 del transfers[transfer_id]
-                if transfer.staged is None:
+                if (staged := transfer.staged) is None:
                     self._release(transfer.handle)
                     news.append(TransferEnded(transfer_id, Ending.DONE))
-                elif ended := self._place(transfer_id, transfer) or self._advance(transfer_id, transfer):
+                    continue
+                placed = self._place(transfer_id, transfer.handle, staged)
+                if ended := placed or self._advance(transfer_id, transfer, staged):
                     news.append(ended)
         return news
 
@@ -566,14 +575,14 @@ class Agent:
             if is_current:
                 self._gone.add(transfer.name)
             self._release(transfer.handle)
-            if transfer.staged is not None and self.stage is not None:
-                self.stage.slots.give_back(transfer_id)
+            if transfer.staged is not None:
+                transfer.staged.stage.slots.give_back(transfer_id)
             return TransferEnded(transfer_id, Ending.FAILED, f"the remote process is gone ({exc})", is_current)
         # No other error of NIXL means that the transfer has stopped writing.
         self.doubtful[transfer_id] = transfer
-        if transfer.staged is None or self.stage is None:
+        if transfer.staged is None:
             return TransferEnded(transfer_id, Ending.IN_DOUBT, repr(exc))
-        self.stage.detach(transfer_id)
+        transfer.staged.stage.detach(transfer_id)
         return TransferEnded(transfer_id, Ending.DETACHED, repr(exc))
 
     def _release(self, handle: int) -> None:

@@ -13,7 +13,7 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.edges.agent import Agent
+from asynckv.edges.agent import Agent, byte_ranges
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.staging import SLOT_BYTES, ReadCosts
 
@@ -54,7 +54,7 @@ def _measure(reader: Agent, owner: Agent, memory: Memory) -> ReadCosts | None:
     for offsets, length in ((np.zeros(1, np.int64), SLOT_BYTES), (apart, PIECE)):
         rounds: list[float] = []
         for _ in range(ROUNDS):
-            rounds.append(reader.time_read(owner, *(_rows(base + offsets, length) for base in bases)))
+            rounds.append(reader.time_read(owner, *(byte_ranges(base + offsets, length) for base in bases)))
             if math.isinf(rounds[-1]):
                 return None
         fastest.append(min(rounds))
@@ -62,9 +62,3 @@ def _measure(reader: Agent, owner: Agent, memory: Memory) -> ReadCosts | None:
     descriptor_s = max(fastest[1] / NUM_PIECES - PIECE * read_s, 0.0)
     place_s = min(reader.stage.time_placement(PIECE) for _ in range(ROUNDS))
     return ReadCosts(descriptor_s, read_s, place_s, SLOT_BYTES)
-
-
-def _rows(addresses: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.uint64]:
-    rows = np.zeros((len(addresses), 3), np.uint64)
-    rows[:, 0], rows[:, 1] = addresses, length
-    return rows

@@ -4,8 +4,8 @@ Two memory orders may share only small pieces, and a descriptor costs more than 
 row per *run* instead: bytes that are contiguous on the remote side, whatever the order here. A `Box` says where the
 pieces of a run go. The data plane reads the runs into a slot of its own, places the pieces, and reports `DONE` then.
 
-A run may contain bytes that nobody wants, such as the heads of other ranks between two tokens. It never leaves the
-remote part of one block. Which way is cheaper is arithmetic on measured costs (`ReadCosts`).
+A run may contain bytes that this rank does not need, such as the heads of other ranks between two tokens. It never
+leaves the remote part of one block. Which way is cheaper is arithmetic on measured costs (`ReadCosts`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReadCosts(NamedTuple):
     slot_bytes: int
 
     def of(self, rows: int, dense: int, read: int, placed: int = 0) -> float:
-        """Return the seconds that one pair of blocks takes, `dense` of whose rows touch those of the next block."""
+        """Return the seconds that a pair of blocks takes; `dense` of its rows touch those of the next pair."""
         descriptors = rows - dense + dense / MERGED
         return descriptors * self.descriptor_s + read * self.read_s + placed * self.place_s
 

@@ -49,6 +49,7 @@ MAX_KEPT_ROWS = 4 * MAX_ROWS  # most rows of all tables kept per peer, some 70 M
 WARN_ROWS = 8  # rows per layer beyond which the operator is warned of small pieces
 WARN_OVER = 3  # bytes read for each that is needed, from which on the operator is warned
 SMALL_PIECE = 4096  # bytes below which a descriptor costs more: over UCX 1 KiB took 5 us and 16 KiB 9 us
+_NO_BOXES: Int32s = np.zeros(0, np.int32)
 
 
 class Span(NamedTuple):
@@ -59,10 +60,6 @@ class Span(NamedTuple):
     local_offset: int
     remote_offset: int
     tokens: int
-
-
-def _no_boxes() -> Int32s:
-    return np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +74,7 @@ class DescTable:
     local_blocks: int  # kernel blocks that every row can index
     remote_blocks: int
     boxes: tuple[Box, ...] = ()  # of a staged table: how pieces of a row lie, the first at its place in `local`
-    box_of: Int32s = field(default_factory=_no_boxes)  # int32 `[rows]`: its box
+    box_of: Int32s = field(default_factory=lambda: _NO_BOXES)  # int32 `[rows]`: its box
     num_rows: int = field(init=False)  # descriptors per pair of kernel blocks
     block_bytes: int = field(init=False)  # bytes that are read per pair of kernel blocks, wanted or not
     placed_bytes: int = field(init=False)  # bytes that are wanted per pair of kernel blocks
@@ -262,7 +259,7 @@ class PeerTables:
         kinds = self._alike[pair]
         rows = _merge(np.concatenate([kind.rows(span) for kind in kinds]))
         staged = _stage(kinds, span, self._costs, rows) if self._costs is not None else None
-        rows, boxes, box_of = staged or _Staged(rows, (), _no_boxes())
+        rows, boxes, box_of = staged or _Staged(rows, (), _NO_BOXES)
         sides = rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks
         return DescTable(next(self._ids), span, rows[:, 6], *sides, boxes, box_of)
 

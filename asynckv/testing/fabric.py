@@ -2,8 +2,8 @@
 
 A `Fabric` joins ranks. Packets go from `Port` to `Port`, and reads from `Nic` to `Nic`: `Nic.prepare` finds the bytes
 of a read on both sides, and `Transfer.land` copies them; a staged read lands in its slot, and `Transfer.place` copies
-its pieces from there. Every index and address is checked against the registered
-memory, so a mistake of the core is a `Violation` and not a crash.
+its pieces from there. Every index and address is checked against the registered memory, so a mistake of the core is a
+`Violation` and not a crash.
 
 The driver of a fabric decides the times and the faults: `carry` gets each packet that was sent, and a prepared transfer
 lands and ends when the driver says so. `SimNetwork`, `SimControl` and `SimData` drive one for real engines on any

@@ -414,7 +414,7 @@ def _show_ways(report: dict[str, Any], console: Console) -> None:
             ms, direct_ms = group["expected_s"] * 1e3, group["expected_direct_s"] * 1e3
             staged[f"group {group['group']}: {ms:,.2f} ms{more}; direct reads would take {direct_ms:,.2f} ms"] += 1
     if staged:
-        console.print("\n[bold]Staged reads[/bold]: long runs, whose pieces are copied to their places")
+        console.print("\n[bold]Staged reads[/bold]: long runs; their pieces are copied to their places")
     for text, number in staged.items():
         console.print(f"  {text}{f' ({number} rows)' if number > 1 else ''}")
     if staged:
