@@ -197,6 +197,9 @@ class NixlConfig:
         staging_bytes: Bytes of staging memory, divided among the posting threads, which have 1 MiB each at least. Where
             the two sides' memory orders share only small pieces, long runs are read into it and their pieces are
             copied to their places, if that is faster on this host. 0: never. Memory on GPUs is always read directly.
+        packing_bytes: Bytes of memory for packed copies, 2 MiB or more. Where a reader needs only small pieces of the
+            blocks that this rank has lent, as one head of eight, this rank gathers them there, and the reader reads
+            that copy. 0: never. Not for memory on GPUs, nor with a serving process.
         process: The part of NIXL that runs in a process of its own, which may die inside UCX without ending the engine;
             another one replaces it. "never": no part. "serving": the agent that remote readers reach; the start fails
             if the memory is not shared (`asynckv.shared_tensor`, `asynckv.shared_memory`). "auto": "serving" if the
@@ -216,6 +219,7 @@ class NixlConfig:
     bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
     staging_bytes: int = 32 * 1024 * 1024
+    packing_bytes: int = 32 * 1024 * 1024
     process: Literal["auto", "serving", "never"] = "auto"
     process_start_s: float = 30.0
     try_metadata: Literal["auto", "always", "never"] = "auto"
@@ -230,7 +234,7 @@ class NixlConfig:
                 f"'auto'"
             )
         _check(self, integer, ("bulk_bytes", "bulk_descriptors"), 1, MAX_INTEGER)
-        _check(self, integer, ["staging_bytes"], 0, MAX_INTEGER)
+        _check(self, integer, ("staging_bytes", "packing_bytes"), 0, MAX_INTEGER)
         text("backend", self.backend, MAX_NAME, 1, ConfigError)
         pairs = self.params.items() if isinstance(self.params, dict) else [(None, None)]
         if not all(is_text(each) for pair in pairs for each in pair):

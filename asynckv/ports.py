@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
+from asynckv.geometry.gather import Gathered, Packing
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import ReadCosts
@@ -110,6 +111,8 @@ class AgentInfo(NamedTuple):
     """True if it came with a key that is listed here, or from this host."""
     host: str = ""
     """Host that it came from, as `ControlPlane.host` returns it."""
+    packing: Packing | None = None
+    """Its memory for packed copies; None if it makes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,15 @@ class AgentReplaced:
     """Number of transfers that ended with the previous one."""
 
 
-DataNews = TransferEnded | AgentLost | AgentReplaced
+@dataclass(frozen=True, slots=True)
+class CopyMade:
+    """A packed copy is in its slot; or not, for a cause."""
+
+    slot: int
+    cause: str = ""
+
+
+DataNews = TransferEnded | AgentLost | AgentReplaced | CopyMade
 
 
 class DataPlane(Protocol):
@@ -183,6 +194,12 @@ class DataPlane(Protocol):
 
         The read itself goes on, into its slot, and `poll` still reports its end. Waits for one placement at most, which
         takes less than a millisecond.
+        """
+
+    def pack(self, slot: int, gathered: Gathered) -> None:
+        """Make a packed copy of our memory in a slot, on a thread; `poll` reports the end. Only with `packing`.
+
+        The memory may change meanwhile; the copy is then good for nothing, and nobody is told of it.
         """
 
     def poll(self) -> Sequence[DataNews]:

@@ -40,6 +40,7 @@ from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, 
 from asynckv.core.watch import Watch
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
+from asynckv.geometry.gather import recipe
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
@@ -61,11 +62,13 @@ class _Transfer:
     num_descriptors: int
     posted_at: float
     is_staged: bool
+    is_packed: bool = False
+    """True once a packed copy of the owner's is read."""
     is_detached: bool = False
     """True once it concerns only the peer: its pull goes on without it."""
 
 
-_ANSWERS = (wire.Ack, wire.Granted, wire.NotYet, wire.Refused)
+_ANSWERS = (wire.Ack, wire.Granted, wire.NotYet, wire.Refused, wire.Packed)
 
 
 def _source_at(pull: Pull | None, address: Address) -> Source | None:
@@ -106,6 +109,7 @@ class DecodeSide:
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
         self._arrivals, self._watch = arrivals, watch
         self._transfer_ids = itertools.count(1)
+        self._least_packed = 0 if costs is None else costs.least_packed
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -203,21 +207,44 @@ class DecodeSide:
         return None
 
     def next_read(self, now: float) -> PostRead | None:
-        source = self.posting.next()
-        if source is None:
-            return None
-        pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
-        transfer_id = TransferId(next(self._transfer_ids))
-        read = pull.posted(source, transfer_id, now)
-        self.transfers[transfer_id] = _Transfer(
-            pull, source, peer, read.num_bytes, read.num_descriptors, now, read.table.boxes != ()
-        )
-        peer.transfers.add(transfer_id)
-        if not peer.line.in_flight.sizes:
-            peer.moved_at = now
-        self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
-        self._outbox.counters["descriptors.posted"] += read.num_descriptors
-        return PostRead(transfer_id, peer.agent_name, read, pull)
+        while (source := self.posting.next()) is not None:
+            pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
+            transfer_id = TransferId(next(self._transfer_ids))
+            read = pull.posted(source, transfer_id, now)
+            self.transfers[transfer_id] = _Transfer(
+                pull, source, peer, read.num_bytes, read.num_descriptors, now, read.table.boxes != ()
+            )
+            peer.transfers.add(transfer_id)
+            if not peer.line.in_flight.sizes:
+                peer.moved_at = now
+            self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
+            self._outbox.counters["descriptors.posted"] += read.num_descriptors
+            if not read.table.pack_bytes or read.num_bytes < self._least_packed or not peer.asks.may_ask(now):
+                return PostRead(transfer_id, peer.agent_name, read, pull)
+            peer.asks.add(transfer_id, read)
+            self._ask(peer, now)
+        return None
+
+    def _ask(self, peer: Peer, now: float) -> None:
+        """Ask a peer for the next packed copies."""
+        while (wish := peer.asks.next(now)) is not None:
+            transfer_id, read = wish
+            pull = self.transfers[transfer_id].pull
+            self._outbox.send(*peer.place, wire.Pack(pull.params.key, pull.pull_id, transfer_id, recipe(read)))
+        self.peers.wake(peer)
+
+    def _packed(self, pull: Pull, packed: wire.Packed, now: float) -> None:
+        """Read a packed copy, or the blocks if the owner makes none."""
+        transfer_id = TransferId(packed.nonce)
+        transfer = self.transfers.get(transfer_id)
+        read = transfer.peer.asks.take(transfer_id) if transfer is not None and transfer.pull is pull else None
+        if transfer is None or read is None:
+            self._outbox.counters["dropped.stale_answer"] += 1
+            return
+        if packed.slot >= 0:
+            transfer.is_packed, read = True, read._replace(slot=packed.slot)
+        self._outbox.commands.append(PostRead(transfer_id, transfer.peer.agent_name, read, pull))
+        self._ask(transfer.peer, now)
 
     def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
         transfer_id, ending, cause, peer_lost = transfer_ended
@@ -227,6 +254,8 @@ class DecodeSide:
             return
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
         was_detached = transfer.is_detached
+        if transfer.is_packed and ending is not ENDING.IN_DOUBT:
+            self._outbox.send(*peer.place, wire.Unpack(pull.params.key, pull.pull_id, transfer_id))
         # A transfer in doubt may stay in doubt for ever, so it must not take room from others.
         self.posting.left(peer.line, transfer_id)
         if ending is ENDING.IN_DOUBT:
@@ -291,7 +320,8 @@ class DecodeSide:
             self._fail_readers(peer, Reason.READ_FAILED, detail, now)
 
     def destroyed(self, now: float) -> None:
-        for transfer_id in list(self.transfers):
+        for transfer_id, transfer in list(self.transfers.items()):
+            transfer.peer.asks.take(transfer_id)
             self.ended(TransferEnded(transfer_id, ENDING.FAILED, "its agent was destroyed"), 0.0, now)
 
     def forget(self, address: Address, now: float) -> None:
@@ -354,6 +384,9 @@ class DecodeSide:
             case _ if source.rank.place[1] != sender:
                 self._outbox.counters["dropped.foreign_answer"] += 1
                 return
+            case wire.Packed():
+                self._packed(pull, message, now)
+                return
             case wire.Ack():
                 if source.release is not RELEASE.UNSENT:
                     effects = pull.settled(source, "acknowledged", now)
@@ -414,6 +447,10 @@ class DecodeSide:
 
     def tick_peer(self, peer: Peer, now: float) -> None:
         config = self._config
+        for transfer_id, read in peer.asks.give_up(now):
+            self._outbox.counters["copies.late"] += 1
+            command = PostRead(transfer_id, peer.agent_name, read, self.transfers[transfer_id].pull)
+            self._outbox.commands.append(command)
         for due in self.peers.tick(peer, now):
             match due:
                 case Due.UNREACHABLE if peer.is_doubted:
@@ -481,10 +518,16 @@ class DecodeSide:
                     else:
                         self._queue(pull)
                 case DO.DETACH:
+                    peers: dict[Peer, None] = {}
                     for transfer_id in [each for source in pull.sources for each in source.running]:
                         # A transfer that is not known has just ended.
-                        if (transfer := self.transfers.get(transfer_id)) is not None and transfer.is_staged:
-                            self._outbox.commands.append(DetachRead(transfer_id))
+                        transfer = self.transfers.get(transfer_id)
+                        if transfer is not None and transfer.is_staged and not transfer.is_packed:
+                            is_posted = transfer.peer.asks.take(transfer_id) is None
+                            self._outbox.commands.append(DetachRead(transfer_id, is_posted))
+                            peers[transfer.peer] = None
+                    for peer in peers:
+                        self._ask(peer, now)
                 case DO.LEAVE:
                     self.admission.leave(pull.pull_id)
                 case DO.EXPECT:

@@ -152,6 +152,8 @@ class Grant(Struct):
     asked_at: float
     ways: tuple[ReplyTo, ...]
     probed_at: float = math.inf
+    has_copies: bool = False
+    """True if packed copies were asked for."""
 
     def came_by(self, reply_to: ReplyTo) -> None:
         if reply_to not in self.ways:
@@ -227,6 +229,8 @@ class Lease:
     """Process start -> name for people, for every process that was granted the blocks."""
     past: dict[Reader, Grant] = field(default_factory=dict)
     final: set[PullId] = field(default_factory=set)
+    spoilt: set[PullId] = field(default_factory=set)
+    """Pulls whose packed copies have gone with their grant. A later grant would vouch for these, so none follows."""
     attempts: dict[Reader, int] = field(default_factory=dict)
     """Number of grants to each reader, and of its releases without a grant, to limit attempts."""
     keys: dict[Reader, str] = field(default_factory=dict)
@@ -274,6 +278,13 @@ class Lease:
             return Effects(min(self.expires_at, self.look_at, self.warn_at), answer, first)
         self._go_on(after, now)
         return Effects(math.inf if self.is_over else self.wake_at, answer, first, self.is_over)
+
+    def grant_of(self, pull_id: PullId, sender: str, now: float, proven: str) -> Grant | None:
+        """Return the grant of a pull if it still runs, and if its own reader asks."""
+        grant = self.grants.get(pull_id)
+        if grant is None or grant.until <= now or grant.sender != sender:
+            return None
+        return grant if self.keys.get(grant.reader, proven) == proven else None
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
         """Stop granting. The blocks return when no grant runs any more. `by` is a word for people."""
@@ -358,6 +369,8 @@ class Lease:
                 heapq.heappush(self.deadlines, (grant.until, pull_id))
                 continue
             self.past[grant.reader] = self.grants.pop(pull_id)
+            if grant.has_copies:
+                self.spoilt.add(pull_id)
             self._note(now, notes.Lapsed(grant.name, pull_id))
 
     def _note(self, now: float, note: notes.Note) -> None:
@@ -519,6 +532,8 @@ class Lease:
             return refused(message, Reason.BLOCKS_DIFFER, detail)
         if pull_id in self.final:
             return refused(message, Reason.RELEASED_ALREADY) if is_claim else Ack(message.key, pull_id)
+        if is_claim and pull_id in self.spoilt:
+            return refused(message, Reason.EXPIRED, "its grant ran out, and its packed copies with it")
         cohort, sizes = message.cohort, (message.cohort.tp_size, message.cohort.pp_size)
         reader, grant = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage), self.grants.get(pull_id)
         if grant is not None and (grant.sender != sender or grant.reader != reader):

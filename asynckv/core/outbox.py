@@ -31,6 +31,7 @@ from asynckv.core.wire import (
     Release,
     Unwelcome,
 )
+from asynckv.geometry.gather import Gathered
 from asynckv.geometry.plan import ReadRequest
 
 
@@ -54,7 +55,7 @@ class Disconnect(Struct, frozen=True):
 
 
 class PostRead(Struct, frozen=True):
-    """Post a read, then report its end if that is known at once."""
+    """Post a read, then report its end if that is known at once. Left here if it waited for a packed copy."""
 
     transfer_id: TransferId
     agent_name: str
@@ -63,9 +64,18 @@ class PostRead(Struct, frozen=True):
 
 
 class DetachRead(Struct, frozen=True):
-    """Let a staged read place nothing any more. If that can be promised, report it as `DETACHED`."""
+    """Let a staged read place nothing any more. If that can be promised, report it as `DETACHED`; as `FAILED` if it
+    was not posted, because it waited for a packed copy."""
 
     transfer_id: TransferId
+    is_posted: bool
+
+
+class PackBlocks(Struct, frozen=True):
+    """Make a packed copy in a slot, then call `packed`."""
+
+    slot: int
+    gathered: Gathered
 
 
 class PullEnded(Struct, frozen=True):
@@ -119,7 +129,9 @@ Command = (
     LoadPeer
     | RemovePeer
     | Disconnect
+    | PostRead
     | DetachRead
+    | PackBlocks
     | PullEnded
     | BlocksReturned
     | BlocksRetired

@@ -21,11 +21,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asynckv.config import PullConfig
+from asynckv.core.asks import Asks
 from asynckv.core.flow import Line
 from asynckv.core.source import RemoteRank
 from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, members, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.tables import PeerTables
 
@@ -125,6 +127,8 @@ class Peer:
 
     agent_name: str = ""
     layout: Layout | None = None
+    packing: Packing | None = None
+    asks: Asks = field(default_factory=Asks)
     tables: dict[tuple[object, ...], PeerTables] = field(default_factory=dict)
     is_loading: bool = False
     is_loaded: bool = False
@@ -194,9 +198,11 @@ class Peer:
         self.hellos += 1
         return Hello(self.nonce, MAJOR, MINOR, self.engine_id, self.tp_rank, cohort, self.pp_stage)
 
-    def welcomed(self, agent_name: str, layout: Layout, config: PullConfig, now: float) -> None:
+    def welcomed(
+        self, agent_name: str, layout: Layout, packing: Packing | None, config: PullConfig, now: float
+    ) -> None:
         self.receive(E.WELCOMED)
-        self.agent_name, self.layout, self.is_loading = agent_name, layout, True
+        self.agent_name, self.layout, self.packing, self.is_loading = agent_name, layout, packing, True
         self.load_by = now + max(config.timeout_s, config.handshake_s)
         self.await_load(config, now)
 
@@ -303,6 +309,9 @@ class Peer:
         return max(self.not_before, self.unused_at + (0.0 if self.heard_at == -math.inf else config.idle_s))
 
     def wake_at(self, config: PullConfig) -> float:
+        return min(self._wake_at(config), self.asks.until)
+
+    def _wake_at(self, config: PullConfig) -> float:
         match self.state:
             case S.CONNECTING:
                 return min(self.deadline, self.word_by, self.retry_at)

@@ -173,7 +173,7 @@ class Peers:
             reason, why = layout
             return peer, reason, f"{peer.where}: {why}"
         self._hellos.pop(peer.nonce, None)
-        peer.welcomed(message.agent_name, layout, self._config, now)
+        peer.welcomed(message.agent_name, layout, message.packing, self._config, now)
         self.wake(peer)
         self._outbox.commands.append(LoadPeer(peer, message.metadata))
         return None

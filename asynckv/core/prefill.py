@@ -26,6 +26,7 @@ import numpy as np
 from msgspec import Struct
 
 from asynckv.config import EngineConfig, check_lease
+from asynckv.core.copies import NO_SLOT, Copies
 from asynckv.core.lease import PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.outbox import LeaseEnded, Outbox, Traced
@@ -33,15 +34,18 @@ from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.told import MAX_GRANTS, ReaderRefused, lease_granted, short
-from asynckv.core.types import Key, KVTransferParams, Reason, ReplyTo, RequestId, rank_name
+from asynckv.core.types import Key, KVTransferParams, PullId, Reason, ReplyTo, RequestId, rank_name
 from asynckv.core.watch import warn_after
-from asynckv.core.wire import Ack, Claim, NotYet, Ping, Refused, Release, Renew
-from asynckv.errors import EngineClosed, LocalProtocolError
+from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew
+from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
+from asynckv.geometry.gather import check_recipe
 from asynckv.geometry.layout import Group
 
 MAX_ENDED = 8192
+
+NO_BLOCKS: Int64s = np.zeros(0, np.int64)
 
 PARKED_TEXT = 1024
 """Characters of a request id that fit in one parking place. A longer id takes more places."""
@@ -133,6 +137,7 @@ class PrefillSide:
         self._read_at: OrderedDict[str, tuple[bool, float]] = OrderedDict()
         """Time at which a request of each reader ended last, by its key (True) or its process start."""
         self.spent = SpentKeys()
+        self.copies = Copies(identity.packing, outbox)
 
     @property
     def num_parked(self) -> int:
@@ -304,12 +309,33 @@ class PrefillSide:
                 reader, what, detail = lease.name_of(message, sender), WHAT[type(message)], short(answer.detail)
                 self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
+        if message.key in self.copies.by_key:
+            self.copies.settle(lease)
         if effects.has_ended or effects.wake_at < lease.scheduled_at or lease.is_sampled or self._outbox.trace:
             self._follow(lease, effects, noted)
+
+    def pack(self, pack: Pack, reply_to: ReplyTo, sender: str, now: float, proven: str = "") -> None:
+        """Make a packed copy for the grant of a pull, or refuse to."""
+        lease, holding = self.leases.get(pack.key), self._ledger.get(pack.key.token)
+        grant = lease.grant_of(PullId(pack.pull_id), sender, now, proven) if lease is not None else None
+        try:
+            if grant is not None and holding is not None and self.copies.slot_bytes:
+                lent = holding.blocks.get(pack.recipe.group, NO_BLOCKS)
+                gathered = check_recipe(pack.recipe, self._layout, lent, self.copies.slot_bytes)
+                if self.copies.ask(pack, gathered, sender, reply_to):
+                    grant.has_copies = True
+                    return
+        except LayoutError as exc:
+            assert grant is not None
+            self._outbox.commands.append(ReaderRefused(grant.name, "pack", Reason.BLOCKS_DIFFER, short(str(exc))))
+        self._outbox.counters["copies.refused"] += 1
+        self._outbox.send(reply_to, sender, Packed(pack.key, pack.pull_id, pack.nonce, NO_SLOT))
 
     def tick_lease(self, lease: Lease, now: float) -> bool:
         noted = len(lease.history)
         effects = lease.tick(now)
+        if lease.lent.key in self.copies.by_key:
+            self.copies.settle(lease)
         is_overdue = effects.is_overdue
         strays = lease.strays() if not effects.has_ended else []
         if gone := [stray.reader for stray in strays if self._is_gone(lease, stray, now)]:
@@ -360,6 +386,8 @@ class PrefillSide:
         if effects.has_ended:
             key = lease.lent.key
             del self.leases[key]
+            if key in self.copies.by_key:
+                self.copies.settle(lease)
             self._timers.forget(lease)
             self._ledger.drop(key.token)
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]

@@ -391,6 +391,10 @@ class RankCore:
                 self.outbox.send(route, source, wire.Pong(message.nonce))
             case wire.Pong():
                 self.prefill.answered(route, now)
+            case wire.Pack():
+                self.prefill.pack(message, route, source, now, proven)
+            case wire.Unpack():
+                self.prefill.copies.unpack(message, source)
             case wire.StatusRequest() if message.most or not self.config.inspect.enabled:
                 if not self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal):
                     self.outbox.counters["dropped.too_many_hellos"] += 1

@@ -17,6 +17,7 @@ from asynckv.core.lease import WHAT, refused
 from asynckv.core.outbox import Outbox
 from asynckv.core.told import ReaderMet, ReaderRefused, short
 from asynckv.core.types import SHOWN_LETTERS, Cohort, Reason, ReplyTo, rank_name
+from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Layout
 
 _Rank = tuple[str, int, int]
@@ -40,6 +41,7 @@ class Identity:
     layout: Layout
     first_nonce: int = 1
     memory_epoch: int = 0
+    packing: Packing | None = None
 
     @property
     def name(self) -> str:
@@ -116,7 +118,10 @@ class Readers:
             return self._wrong_target(hello)
         if closed_as and not lends:
             return wire.Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {closed_as}")
-        return wire.Welcome(hello.nonce, wire.MAJOR, wire.MINOR, self._identity.engine_id, *self._agent, self._layout)
+        ours = self._identity
+        return wire.Welcome(
+            hello.nonce, wire.MAJOR, wire.MINOR, ours.engine_id, *self._agent, self._layout, ours.packing
+        )
 
     def misdirected(self, message: wire.Message, route: ReplyTo, source: str) -> None:
         """Refuse a message that was meant for a process that no longer exists."""

@@ -141,7 +141,14 @@ class Routes:
             assert peer.layout is not None
             key = tuple((s.local_view.layer, s.local_part.name, s.lo, s.hi) for s in shares)
             if shares and key not in peer.tables:
-                tables = peer.tables[key] = PeerTables(self._layout, peer.layout, shares, self._table_ids, self._costs)
+                tables = peer.tables[key] = PeerTables(
+                    self._layout,
+                    peer.layout,
+                    shares,
+                    self._table_ids,
+                    self._costs,
+                    0 if peer.packing is None else peer.packing.slot_bytes,
+                )
                 self._on_tables(peer, tables)
             found.append(peer.tables[key] if shares else None)
         return found

@@ -3,6 +3,7 @@
     decode rank  ->  prefill rank          prefill rank  ->  decode rank
     Hello                                  Welcome | Unwelcome
     Claim, Renew                           Granted | NotYet | Refused
+    Pack, Unpack                           Packed
     Release                                Ack
     Ping, StatusRequest                    Pong, Status
     Pong                                   Ping, Draining, Goodbye
@@ -32,10 +33,12 @@ from msgspec import Meta, Raw, Struct
 from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Reason, RequestText, Seconds
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.bounds import BlockRuns, Name, Rank, Size
+from asynckv.geometry.gather import Packing, Recipe
 
 MAJOR = 1
-MINOR = 3
-"""Minor version. 1 added `Draining`, 2 the reason `withdrawn`, 3 the options of a status request and its account."""
+MINOR = 4
+"""Minor version. 1 added `Draining`, 2 the reason `withdrawn`, 3 the options of a status request and its account, 4
+packed copies."""
 
 MAX_PACKET = 16 * 1024 * 1024
 """Largest packet in bytes. The control plane refuses a larger one before it is decoded."""
@@ -118,6 +121,8 @@ class Welcome(Struct, frozen=True, array_like=True, tag=2, gc=False):
     """SHA-256 of `metadata`."""
     layout: Raw
     """Encoded `Layout`. `decode_layout` checks its length first."""
+    packing: Packing | None = None
+    """Memory for packed copies, since minor version 4; None if the rank makes none."""
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
@@ -252,6 +257,37 @@ class Draining(Struct, frozen=True, array_like=True, tag=16, gc=False):
     """
 
 
+class Pack(Struct, frozen=True, array_like=True, tag=17, gc=False):
+    """Ask for a packed copy of blocks that a grant of this pull promises. Sent to ranks with memory for packed copies.
+
+    The answer is `Packed`. It may be late or lost, and the reader does not wait for it for long.
+    """
+
+    key: Key
+    pull_id: PullText
+    nonce: Nonce
+    """Name of the copy, unique among those of the reader's process start."""
+    recipe: Recipe
+
+
+class Packed(Struct, frozen=True, array_like=True, tag=18, gc=False):
+    """Name the slot with a packed copy, which stays as it is for as long as the grant; or refuse to make one."""
+
+    key: Key
+    pull_id: PullText
+    nonce: Nonce
+    slot: Annotated[int, Meta(ge=-1, lt=65_536)]
+    """-1: the rank makes no copy, now or at all, so that the reader reads the blocks."""
+
+
+class Unpack(Struct, frozen=True, array_like=True, tag=19, gc=False):
+    """Say that a packed copy is not read any more. A release says so of all copies of its pull."""
+
+    key: Key
+    pull_id: PullText
+    nonce: Nonce
+
+
 Message = (
     Hello
     | Welcome
@@ -269,6 +305,9 @@ Message = (
     | Status
     | Goodbye
     | Draining
+    | Pack
+    | Packed
+    | Unpack
 )
 
 

@@ -38,6 +38,7 @@ from asynckv.core.types import TransferId
 from asynckv.edges.metadata import is_known, renamed
 from asynckv.edges.staging import Stage
 from asynckv.errors import BackendError
+from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import SLOT_BYTES
@@ -48,6 +49,7 @@ MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 MEASURE_S = 1.0  # seconds after which the read of a measurement is given up
 MAX_LISTS = 1024  # tables of one remote agent with kept descriptor lists, in addition to those in use
 SOURCE, SINK = " is copied from", " is copied to"  # appended to the memory's name, by the direction of the copy
+NO_PACKING = Packing(0, 1)
 _creating = threading.Lock()  # an agent's descriptors are found by a comparison before and after it is made
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
@@ -124,6 +126,7 @@ class _Remote:
     memories: Sequence[Memory]
     own: str = ""  # `SOURCE` or `SINK` for memory of this process
     alias: str = ""  # the name under which NIXL knows it here
+    packing: Packing = NO_PACKING
     lists: dict[int, _Lists] = field(default_factory=dict)  # by the id of their table, the oldest first
 
 
@@ -217,6 +220,10 @@ class Agent:
         self._register(memories)
         self._memories += tuple(memories)
 
+    def register_besides(self, memory: Memory) -> None:
+        """Register memory that no table names."""
+        self._register([memory])
+
     def add_stage(self, num_slots: int) -> None:
         """Make and register staging memory, for reads into the memory that is registered now."""
         try:
@@ -275,7 +282,7 @@ class Agent:
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
         if found != alias:
             raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
-        self._remotes[name] = _Remote(memories, alias=alias)
+        self._remotes[name] = _Remote(memories, alias=alias, packing=remote.packing or NO_PACKING)
 
     def is_connected(self, name: str) -> bool:
         return name in self._remotes and name not in self._gone
@@ -379,8 +386,10 @@ class Agent:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
             return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
-        if read.table.boxes:
+        if read.is_staged:
             return self._post_staged(transfer_id, name, remote, read)
+        if read.slot >= 0:
+            return self._post_packed(transfer_id, name, remote, read)
         if (lists := remote.lists.get(id(read.table))) is None:
             try:
                 lists = self.prepare(name, read.table)
@@ -457,6 +466,20 @@ class Agent:
             ours, base = (np.array([m.base for m in each], np.uint64) for each in (self._memories, remote.memories))
             mine = byte_ranges(ours[pieces[:, 0]] + pieces[:, 1], pieces[:, 4])
             theirs = byte_ranges(base[pieces[:, 2]] + pieces[:, 3], pieces[:, 4])
+            handle = self._create(self._read, mine, theirs, remote.alias)
+        except Exception as exc:
+            return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
+        return self._post(transfer_id, _Transfer(handle, name, None, remote))
+
+    def _post_packed(
+        self, transfer_id: TransferId, name: str, remote: _Remote, read: ReadRequest
+    ) -> TransferEnded | None:
+        """Post a read of a packed copy, which goes to the pieces' places in long ranges."""
+        try:
+            places, begin = read.places(), remote.packing.base + read.slot * remote.packing.slot_bytes
+            ours = np.array([m.base for m in self._memories], np.uint64)
+            mine = byte_ranges(ours[places[:, 0]] + places[:, 1].astype(np.uint64), places[:, 2])
+            theirs = byte_ranges(begin + np.cumsum(places[:, 2]) - places[:, 2], places[:, 2])
             handle = self._create(self._read, mine, theirs, remote.alias)
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))

@@ -32,13 +32,15 @@ from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.agent import Agent, set_up
+from asynckv.edges.packer import Packer
 from asynckv.edges.posters import Poster, Posters
 from asynckv.edges.read_costs import measure_costs
 from asynckv.errors import BackendError
+from asynckv.geometry.gather import PACK_BYTES, Gathered
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import SLOT_BYTES, ReadCosts
-from asynckv.ports import AgentInfo
+from asynckv.ports import AgentInfo, DataNews
 
 SAFETY_S = 0.005  # interval of a timer that finds completions with missed wake-ups
 DOUBT_S = 0.25  # seconds between two checks of a transfer in doubt when nothing else runs
@@ -155,6 +157,7 @@ class NixlPlane:
         self._agent: Agent | None = None
         self._posters = Posters(self._told, "a posting thread")
         self._ending: Agent | None = None  # the loop's agent once it was closed, until it is known to be gone
+        self._packer: Packer | None = None
         self._pace = _Pace(config.num_posters)
         self.costs: ReadCosts | None = None
         self._remotes: dict[str, _Remote] = {}
@@ -191,11 +194,16 @@ class NixlPlane:
         try:
             self._agent = self._make_agent(self._name, memories)
             self._listen(self._agent, self._loop)
+            is_on_host = all(memory.kind == "cpu" for memory in memories)
+            if is_on_host and self._config.packing_bytes:
+                num_copies = max(self._config.packing_bytes // PACK_BYTES, 1)
+                self._packer = Packer(memories, num_copies, self._loop, on_ready)
+                self._agent.register_besides(self._packer.memory)
             # Agents are made here, because their threads would wait for Python's lock some hundred times, up to 5 ms
             # each where another thread never sleeps, and a handshake has a deadline.
             self.costs, threads, staging = None, self._config.num_posters, self._config.staging_bytes
             num_slots = max(staging // SLOT_BYTES // threads, 1) if staging and threads else 0
-            stages = num_slots > 0 and all(memory.kind == "cpu" for memory in memories)
+            stages = num_slots > 0 and is_on_host
             for number in range(1, threads + 1):
                 agent = self._make_agent(f"{self._name}-poster{number}", memories)
                 with set_up(agent):
@@ -205,7 +213,7 @@ class NixlPlane:
                         self.costs = measure_costs(agent, self._agent)
                         stages = self.costs is not None
                     self._posters.start(agent.name, agent)
-            return self._agent.info()
+            return self._agent.info()._replace(packing=self._packer and self._packer.packing)
         except BaseException:
             with suppress(BackendError):  # the next start reports it
                 self.close()
@@ -231,6 +239,8 @@ class NixlPlane:
         if self._taster is not None:
             await self._taster.quiesce()
         await self._posters.quiesce()
+        if self._packer is not None:
+            await self._packer.quiesce()
 
     def close(self) -> None:
         """Release everything, or raise `BackendError` if something may still write. Idempotent."""
@@ -246,6 +256,12 @@ class NixlPlane:
         if self._agent is not None:
             self._agent, self._ending = None, self._agent
         causes = []
+        if self._packer is not None:
+            try:
+                self._packer.close()
+                self._packer = None
+            except BackendError as exc:
+                causes.append(str(exc))
         if self._ending is not None:
             try:
                 self._ending.close()
@@ -349,7 +365,7 @@ class NixlPlane:
         assert self._agent is not None
         self._counts["posts"] += 1
         config, num_bytes = self._config, 0
-        if read.table.boxes:
+        if read.is_staged:
             self._counts["posts_staged"] += 1
             # Only posting threads have staging memory. If they are gone or full, the loop reads piece by piece.
             if self._hand_over(transfer_id, name, read):
@@ -394,7 +410,7 @@ class NixlPlane:
         self._has_posted = False
 
     def _hand_over(self, transfer_id: TransferId, name: str, read: ReadRequest) -> bool:
-        is_free = self._config.posting_threads == "auto" and not read.table.boxes
+        is_free = self._config.posting_threads == "auto" and not read.is_staged
         if is_free and not self._pace.choose(time.monotonic()):
             return False
         # `num_taken` gives equally loaded threads a turn each.
@@ -403,7 +419,7 @@ class NixlPlane:
             return False
         self._counts["posts_handed"] += 1
         self._handed.add(transfer_id)
-        if read.table.boxes:
+        if read.is_staged:
             self._staged[transfer_id] = poster
         return True
 
@@ -411,10 +427,17 @@ class NixlPlane:
         poster = self._staged.get(transfer_id)
         return poster is not None and poster.detach(transfer_id)
 
-    def poll(self) -> list[TransferEnded]:
+    def pack(self, slot: int, gathered: Gathered) -> None:
+        assert self._packer is not None
+        self._packer.pack(slot, gathered)
+
+    def poll(self) -> list[DataNews]:
         if self._agent is None:
             return []
-        news = self._agent.sweep()
+        news: list[DataNews] = list(self._agent.sweep())
+        if self._packer is not None:
+            while self._packer.made:
+                news.append(self._packer.made.popleft())
         if self._is_timer_poll:
             self._counts["rescued"] += len(news)
         self._polls = 0 if news else self._polls + 1

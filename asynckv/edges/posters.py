@@ -273,7 +273,7 @@ class Poster:
                 return post
         while self._orders:
             order = self._orders.popleft()
-            if agent.stage is None or not isinstance(order, _Post) or not order.read.table.boxes:
+            if agent.stage is None or not isinstance(order, _Post) or not order.read.is_staged:
                 return order
             if order.name not in self._lines and agent.stage.slots.has_room(order.name):
                 return order

@@ -17,6 +17,7 @@ from asynckv.core.types import TransferId
 from asynckv.edges import process_wire as wire
 from asynckv.edges.keeper import DEATHS, Keeper
 from asynckv.errors import BackendError
+from asynckv.geometry.gather import Gathered
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import ReadCosts
@@ -103,6 +104,9 @@ class ServingPlane:
 
     def detach(self, transfer_id: TransferId) -> bool:
         return self._reader.detach(transfer_id)
+
+    def pack(self, slot: int, gathered: Gathered) -> None:
+        self._reader.pack(slot, gathered)
 
     def poll(self) -> list[DataNews]:
         news, self._inbox = self._inbox, []

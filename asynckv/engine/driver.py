@@ -33,7 +33,9 @@ from asynckv.core.outbox import (
     HeldForLong,
     LeaseEnded,
     LoadPeer,
+    PackBlocks,
     PeerChanged,
+    PostRead,
     PullEnded,
     PullOver,
     RemovePeer,
@@ -52,7 +54,16 @@ from asynckv.errors import BackendError, EngineClosed, LocalProtocolError, PullE
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observer
-from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
+from asynckv.ports import (
+    AgentInfo,
+    AgentLost,
+    AgentReplaced,
+    Clock,
+    ControlPlane,
+    CopyMade,
+    DataPlane,
+    TimerHandle,
+)
 
 TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
@@ -307,6 +318,8 @@ class Driver:
             match news:
                 case TransferEnded():
                     self._safely(self.core.decode.ended, news, now - before, now)
+                case CopyMade(slot, cause):
+                    self._safely(self.core.prefill.copies.made, slot, cause)
                 case AgentLost():
                     self.data_down = news.cause or "its process died"
                     self._safely(self.core.agent_lost, news.cause, news.reads, now)
@@ -422,15 +435,7 @@ class Driver:
         started = began = clock.now()
         while True:
             if decode.posting.turns and (post := decode.next_read(began)) is not None:
-                try:
-                    ended = self.data.post_read(post.transfer_id, post.agent_name, post.read)
-                except Exception as exc:  # a bug of the plane's, which may have posted it
-                    self._internal_error(exc)
-                    ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
-                now = clock.now()
-                post.pull.post_s += now - began
-                if ended is not None:
-                    decode.ended(ended, 0.0, now)
+                now = self._post(post, began)
             elif decode.admission.turns and (pull := decode.admit(began)) is not None:
                 now = clock.now()
                 pull.planned_at = now
@@ -440,6 +445,18 @@ class Driver:
             if now - started > POST_SLICE_S:
                 self.soon()
                 break
+
+    def _post(self, post: PostRead, began: float) -> float:
+        try:
+            ended = self.data.post_read(post.transfer_id, post.agent_name, post.read)
+        except Exception as exc:  # a bug of the plane's, which may have posted it
+            self._internal_error(exc)
+            ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
+        now = self.clock.now()
+        post.pull.post_s += now - began
+        if ended is not None:
+            self.core.decode.ended(ended, 0.0, now)
+        return now
 
     def _send(self) -> None:
         core, control = self.core, self.control
@@ -496,10 +513,16 @@ class Driver:
                         task.add_done_callback(self._loading.discard)
                     case RemovePeer(peer, keep):
                         self.data.remove_remote_agent(peer.agent_name, keep=keep)
-                    case DetachRead(transfer_id):
-                        if self.data.detach(transfer_id):
-                            detached = TransferEnded(transfer_id, Ending.DETACHED, "its request has ended")
-                            self.core.decode.ended(detached, 0.0, now)
+                    case DetachRead(transfer_id, is_posted):
+                        if not is_posted or self.data.detach(transfer_id):
+                            ending = Ending.DETACHED if is_posted else Ending.FAILED
+                            self.core.decode.ended(
+                                TransferEnded(transfer_id, ending, "its request has ended"), 0.0, now
+                            )
+                    case PostRead():
+                        self._post(command, now)
+                    case PackBlocks(slot, gathered):
+                        self.data.pack(slot, gathered)
                     case Disconnect(address):
                         self._send()  # a later message would open another link, which is never closed
                         self.control.disconnect(address)
@@ -522,7 +545,7 @@ class Driver:
         failure = ""
         try:
             is_trusted = "#" in peer.address or is_loopback(peer.address)  # an address with a key has proved it
-            agent = AgentInfo(peer.agent_name, metadata, is_trusted, self.control.host(peer.address))
+            agent = AgentInfo(peer.agent_name, metadata, is_trusted, self.control.host(peer.address), peer.packing)
             await self.data.add_remote_agent(agent, peer.layout.memories)
         except Exception as exc:  # pulls that wait for this peer must hear of any error
             failure = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)

@@ -219,7 +219,14 @@ class Engine:
             raise EngineClosed("the engine was closed while it started")
         first_nonce = int(self._token_hex(6), 16)
         identity = Identity(
-            self.config.engine_id, self.incarnation, agent.name, agent.metadata, layout, first_nonce, memory_epoch
+            self.config.engine_id,
+            self.incarnation,
+            agent.name,
+            agent.metadata,
+            layout,
+            first_nonce,
+            memory_epoch,
+            agent.packing,
         )
         core = RankCore(identity, self.config, driver.data.costs)
         core.survey.facts, core.inspect.beside = self._facts, driver.guest_gauges

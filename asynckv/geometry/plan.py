@@ -27,6 +27,11 @@ class ReadRequest(NamedTuple):
     remote: Int32s
     num_bytes: int
     num_descriptors: int  # after NIXL's merging
+    slot: int = -1  # slot of the owner's with a packed copy of what this staged read wants, if there is one
+
+    @property
+    def is_staged(self) -> bool:
+        return self.slot < 0 and self.table.boxes != ()
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -66,6 +71,22 @@ class ReadRequest(NamedTuple):
             out.append(pieces.reshape(-1, 5))
         return np.concatenate(out)
 
+    def places(self) -> Int64s:
+        """Return the places of a packed copy's ranges in our memory, `[memory, offset, length]` each, in its order."""
+        table, (first, count) = self.table, self.rows
+        ids = self.local[: len(self.local) // count].astype(np.int64) - first * table.local_blocks
+        ours, length = table.local[first : first + count], table.row_bytes[first : first + count]
+        out = np.empty((count, len(ids), 3), np.int64)
+        out[..., 0], out[..., 2] = ours[:, :1], length[:, None]
+        out[..., 1] = ours[:, 1:2] + ids * ours[:, 2:3]
+        out = out.reshape(-1, 3)
+        end = out[:, 1] + out[:, 2]
+        joins = (out[1:, 0] == out[:-1, 0]) & (out[1:, 1] == end[:-1])
+        heads = np.flatnonzero(np.concatenate(([True], ~joins)))
+        found = out[heads]
+        found[:, 2] = np.add.reduceat(out[:, 2], heads)
+        return found
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
@@ -76,9 +97,9 @@ class Section:
     def breaks(self) -> npt.NDArray[np.bool_]:
         """Return, per pair `i`, True if a descriptor ends there: the ids of pair `i + 1` do not both follow its ids.
 
-        Staged reads follow one another in staging memory, so only the remote ids count.
+        Staged reads follow one another in staging memory, so only the remote ids count; in packed copies the local ids.
         """
-        a, b = self.local, self.remote
+        a, b = (self.local, self.local) if self.table.pack_bytes else (self.local, self.remote)
         found: npt.NDArray[np.bool_] = b[1:] - b[:-1] != 1
         return found if self.table.boxes else np.logical_or(found, a[1:] - a[:-1] != 1)
 
@@ -154,9 +175,11 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
     """Cut a section so that every part is within bounds: between rows, and within a row that is too large by itself."""
     table, blocks = section.table, len(section.local)
     runs, num_descriptors = section.num_merged()
-    num_bytes = table.block_bytes * blocks
     dense, length = table.dense, table.length
     is_even = not table.boxes or bool(length[0] == length[-1])
+    num_bytes = table.block_bytes * blocks
+    if table.pack_bytes:
+        length, num_bytes, max_bytes = table.row_bytes, table.placed_bytes * blocks, min(max_bytes, table.pack_bytes)
     if num_bytes <= max_bytes and num_descriptors <= max_descriptors and is_even:
         yield _Part(section, 0, table.num_rows, 0, blocks, num_bytes, num_descriptors)
         return
@@ -171,7 +194,7 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
             for total, most in ((size, max_bytes), (descs, max_descriptors))
         )
         if not is_even:
-            end = min(end, int(np.searchsorted(length, length[row], side="right")))
+            end = min(end, int(np.searchsorted(table.length, table.length[row], side="right")))
         if end > row:
             yield _Part(section, row, end, 0, blocks, int(size[end] - size[row]), int(descs[end] - descs[row]))
             row = end

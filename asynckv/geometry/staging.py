@@ -19,6 +19,7 @@ from asynckv.geometry.strides import StridedDim, fold
 MAX_PARTS = 64  # into which a piece that is longer than a slot is cut at most
 MERGED = 4  # descriptors of one row that NIXL is taken to merge, if consecutive blocks touch; no ids are known yet
 LEAST_PIECE = 64  # bytes; copying a smaller piece takes as long
+ASK_S = 0.1e-9  # seconds per byte for the messages about a packed copy
 
 
 class ReadCosts(NamedTuple):
@@ -29,12 +30,18 @@ class ReadCosts(NamedTuple):
         read_s: Per byte that is read.
         place_s: Per byte that is copied from staging memory to its place.
         slot_bytes: Most bytes of a run.
+        least_packed: Least bytes of a packed copy that is worth a round trip.
     """
 
     descriptor_s: float
     read_s: float
     place_s: float
     slot_bytes: int
+    least_packed: int = 64 * 1024
+
+    def packed(self, rows: int, dense: int, wanted: int, placed: int) -> float:
+        """Return the seconds that a pair of blocks takes by a packed copy, which the owner makes as we would place."""
+        return self.of(rows, dense, wanted, placed) + wanted * ASK_S
 
     def of(self, rows: int, dense: int, read: int, placed: int = 0) -> float:
         """Return the seconds that a pair of blocks takes; `dense` of its rows touch those of the next pair."""
@@ -61,6 +68,17 @@ class Box(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.piece * math.prod(self.shape)
+
+    def in_local_order(self) -> Box | None:
+        """Return the box with its pieces as they follow one another in the local block; None if there are gaps."""
+        dims = sorted(zip(self.shape, self.in_local, self.in_run, strict=True), key=lambda dim: -dim[1])
+        length = self.piece
+        for size, in_local, _ in reversed(dims):
+            if in_local != length:
+                return None
+            length *= size
+        shape, in_local, in_run = zip(*dims, strict=True) if dims else ((), (), ())
+        return Box(self.piece, shape, in_local, in_run, self.skip)
 
 
 class Run(NamedTuple):

@@ -75,6 +75,8 @@ class DescTable:
     remote_blocks: int
     boxes: tuple[Box, ...] = ()  # of a staged table: how pieces of a row lie, the first at its place in `local`
     box_of: Int32s = field(default_factory=lambda: _NO_BOXES)  # int32 `[rows]`: its box
+    pack_bytes: int = 0  # most bytes of a packed copy, if the owner is asked for them; `row_bytes` lie densely here
+    row_bytes: Int64s = field(init=False)  # int64 `[rows]`: bytes that are wanted
     num_rows: int = field(init=False)  # descriptors per pair of kernel blocks
     block_bytes: int = field(init=False)  # bytes that are read per pair of kernel blocks, wanted or not
     placed_bytes: int = field(init=False)  # bytes that are wanted per pair of kernel blocks
@@ -85,22 +87,23 @@ class DescTable:
 
     def __post_init__(self) -> None:
         rows = np.arange(len(self.length), dtype=np.int32)[:, None]
+        wanted = np.array([box.num_bytes for box in self.boxes])[self.box_of] if self.boxes else self.length
         dense = self.remote[:, 2] == self.length
-        if not self.boxes:  # in staging memory runs always touch
+        if self.pack_bytes:  # in a packed copy the pieces of consecutive blocks always touch, as runs do in a slot
+            dense = self.local[:, 2] == wanted
+        elif not self.boxes:
             dense &= self.local[:, 2] == self.length
         for name, value in (
             ("num_rows", len(self.length)),
             ("block_bytes", int(self.length.sum())),
-            ("placed_bytes", self._placed_bytes() if self.boxes else int(self.length.sum())),
+            ("row_bytes", wanted),
+            ("placed_bytes", int(wanted.sum())),
             ("dense", dense),
             ("num_dense", int(np.count_nonzero(dense))),
             ("local_index", rows * np.int32(self.local_blocks)),
             ("remote_index", rows * np.int32(self.remote_blocks)),
         ):
             object.__setattr__(self, name, value)
-
-    def _placed_bytes(self) -> int:
-        return int(np.array([box.num_bytes for box in self.boxes])[self.box_of].sum())
 
     def box(self, row: int) -> Box:
         return self.boxes[int(self.box_of[row])]
@@ -126,6 +129,7 @@ class PeerTables:
         shares: The shares that are read of it, from `assign`.
         ids: Source of table ids for all peers.
         costs: Costs of the data plane's reads; None if it stages none.
+        pack_bytes: Most bytes of a packed copy that the remote rank makes; 0 if it makes none.
 
     Raises:
         LayoutError: The two memory orders would need too many descriptors.
@@ -138,10 +142,11 @@ class PeerTables:
         shares: Sequence[Share],
         ids: Iterator[int],
         costs: ReadCosts | None = None,
+        pack_bytes: int = 0,
     ) -> None:
         self.local = local
         self.remote = remote
-        self._costs = costs
+        self._costs, self._pack_bytes = costs, pack_bytes
         pairs: dict[tuple[int, int], list[Share]] = {}
         for share in shares:
             pairs.setdefault((share.local_view.group, share.remote_view.group), []).append(share)
@@ -197,7 +202,8 @@ class PeerTables:
     def _warn(self, table: DescTable) -> None:
         layers = self._layers[table.span.group, table.span.remote_group]
         num_bytes = float(table.length.mean()) if table.num_rows else 0.0
-        if table.boxes and (over := table.block_bytes / table.placed_bytes) >= WARN_OVER:
+        is_read_whole = table.boxes and not table.pack_bytes
+        if is_read_whole and (over := table.block_bytes / table.placed_bytes) >= WARN_OVER:
             self.warnings.append(
                 f"group {table.span.group}: {over:.1f} bytes are read for each byte that is needed, because a sharded "
                 f"dim lies within tokens; heads before tokens (hnd) on the prefill side, or equal TP sizes, avoid that"
@@ -258,29 +264,35 @@ class PeerTables:
             )
         kinds = self._alike[pair]
         rows = _merge(np.concatenate([kind.rows(span) for kind in kinds]))
-        staged = _stage(kinds, span, self._costs, rows) if self._costs is not None else None
-        rows, boxes, box_of = staged or _Staged(rows, (), _NO_BOXES)
+        staged = _stage(kinds, span, self._costs, rows, self._pack_bytes) if self._costs is not None else None
+        rows, boxes, box_of, pack_bytes = staged or _Staged(rows, (), _NO_BOXES, 0)
         sides = rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks
-        return DescTable(next(self._ids), span, rows[:, 6], *sides, boxes, box_of)
+        return DescTable(next(self._ids), span, rows[:, 6], *sides, boxes, box_of, pack_bytes)
 
 
 class _Staged(NamedTuple):
     rows: Int64s
     boxes: tuple[Box, ...]
     box_of: Int32s
+    pack_bytes: int
 
 
-def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s) -> _Staged | None:
+def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s, pack_bytes: int) -> _Staged | None:
     """Return the cheapest runs, by length; None if direct rows cost no more, or there are no runs."""
     dense = int(np.count_nonzero((direct[:, (2, 5)] == direct[:, 6:7]).all(axis=1)))
-    found = [best for kind in kinds if (best := kind.cheapest_run(span, costs)) is not None]
-    direct_s = costs.of(len(direct), dense, int(direct[:, 6].sum()))
-    if len(found) < len(kinds) or direct_s <= sum([seconds for seconds, _ in found]):
+    least, found = costs.of(len(direct), dense, int(direct[:, 6].sum())), []
+    is_packed = False
+    for packed in (False, True) if pack_bytes else (False,):
+        runs = [best for kind in kinds if (best := kind.cheapest_run(span, costs, packed=packed)) is not None]
+        if len(runs) == len(kinds) and (seconds := sum([seconds for seconds, _ in runs])) < least:
+            least, found, is_packed = seconds, runs, packed
+    if not found:
         return None
     each = [kind.run_rows(span, run) for kind, (_, run) in zip(kinds, found, strict=True)]
     rows, box_of = np.concatenate(each), np.repeat(np.arange(len(each), dtype=np.int32), [len(x) for x in each])
     order = np.argsort(rows[:, 6], kind="stable")
-    return _Staged(rows[order], tuple([run.box for _, run in found]), box_of[order])
+    boxes = tuple([run.box for _, run in found])
+    return _Staged(rows[order], boxes, box_of[order], pack_bytes if is_packed else 0)
 
 
 def _entry(share: Share, group: Group) -> int:
@@ -313,14 +325,22 @@ class _Alike:
         """Return rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one span."""
         return self._rows(span, *strided_descriptors(self._shape.itemsize, self._dims(span)))
 
-    def cheapest_run(self, span: Span, costs: ReadCosts) -> tuple[float, Run] | None:
-        """Return the best way to read these parts in runs, and the seconds that it takes per pair of blocks."""
+    def cheapest_run(self, span: Span, costs: ReadCosts, *, packed: bool) -> tuple[float, Run] | None:
+        """Return the best way to read these parts in runs, and the seconds that it takes per pair of blocks.
+
+        With `packed` the runs are those of packed copies: what is wanted of a run lies densely here.
+        """
         number, strides = len(self.places), self.places[:, 5]
         most = min(costs.slot_bytes, int(strides.min()))  # no run may reach into another block
         found = []
         for run in runs(self._shape.itemsize, self._dims(span), self._shape.around, most):
-            rows, dense = number * run.number, run.number * int(np.count_nonzero(strides == run.length))
-            found.append((costs.of(rows, dense, rows * run.length, rows * run.placed), run))
+            rows, wanted = number * run.number, run.box.num_bytes
+            if not packed:
+                dense = run.number * int(np.count_nonzero(strides == run.length))
+                found.append((costs.of(rows, dense, rows * run.length, rows * run.placed), run))
+            elif (box := run.box.in_local_order()) is not None:
+                dense = run.number * int(np.count_nonzero(self.places[:, 2] == wanted))
+                found.append((costs.packed(rows, dense, rows * wanted, rows * run.placed), run._replace(box=box)))
         return min(found, key=lambda each: each[0], default=None)
 
     def run_rows(self, span: Span, run: Run) -> Int64s:

@@ -27,11 +27,12 @@ import numpy.typing as npt
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
+from asynckv.geometry.gather import Gathered, Packing
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import Box, ReadCosts
 from asynckv.geometry.tables import DescTable
-from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, CopyMade, DataNews
 
 Bytes = npt.NDArray[np.uint8]
 Origin = Address | ReplyTo  # the address of a listener, or the route back to a peer that connected
@@ -189,7 +190,8 @@ class _Remote:
 
 
 class Nic:
-    """A data plane without the ends of its reads: registered memory, the agent that serves it, known remote agents.
+    """A data plane without the ends of its reads: registered memory, the agent that serves it, known remote agents, and
+    packed copies.
 
     Args:
         name: Name of the first agent; the next ones have this name and a number.
@@ -209,6 +211,8 @@ class Nic:
         self.remotes: dict[str, _Remote] = {}
         self.starts = self.ends = self.posts = 0
         self.costs: ReadCosts | None = None  # costs of its reads; None if it stages none
+        self.packing: Packing | None = None
+        self._copies = np.empty(0, np.uint8)
         self._base_name, self._given = name, arrays
         self._news: list[DataNews] = []
         self._on_ready: Callable[[], None] = lambda: None
@@ -217,7 +221,28 @@ class Nic:
 
     @property
     def agent(self) -> AgentInfo:
-        return AgentInfo(self.name, self.name.encode())
+        return AgentInfo(self.name, self.name.encode(), packing=self.packing)
+
+    def make_copies(self, num_slots: int, slot_bytes: int) -> None:
+        """Have memory for packed copies from now on."""
+        self._copies = np.zeros(num_slots * slot_bytes, np.uint8)
+        self.packing = Packing(self._copies.ctypes.data, num_slots, slot_bytes)
+
+    def gather(self, slot: int, gathered: Gathered, part: slice = slice(None)) -> None:
+        """Make a packed copy, or a part of its pieces."""
+        if self.packing is None:
+            raise Violation(f"{self.host} has no memory for packed copies")
+        begin, pieces = slot * self.packing.slot_bytes, []
+        for memory, offset, stride, piece, shape, strides in gathered.rows:
+            for block in gathered.blocks.tolist():
+                for place in np.ndindex(shape):
+                    start = offset + block * stride + sum(i * step for i, step in zip(place, strides, strict=True))
+                    pieces.append((begin, self.arrays[memory][start : start + piece]))
+                    begin += piece
+        if begin > (slot + 1) * self.packing.slot_bytes:
+            raise Violation(f"{self.host} packs {begin} bytes beyond slot {slot}")
+        for at, data in pieces[part]:
+            self._copies[at : at + len(data)] = data
 
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         return self.begin(memories, on_ready)
@@ -278,6 +303,8 @@ class Nic:
             Violation: The read would touch bytes that are not registered.
         """
         remote, table = self.remotes[name], read.table
+        if read.slot >= 0:
+            return self._prepare_packed(transfer_id, name, remote.nic, read)
         if (known := remote.tables.get(id(table))) is None:
             known = remote.tables[id(table)] = (table, self._rows(remote, table))
         rows, pieces, spots, places, direct = known[1], [], [], [], []
@@ -297,6 +324,19 @@ class Nic:
             pieces.append((target, data))
             spots.append((memory, start, length))
         return Transfer(transfer_id, remote.nic, name, pieces, spots, places, direct, remote.nic.ends)
+
+    def _prepare_packed(self, transfer_id: TransferId, name: str, owner: Nic, read: ReadRequest) -> Transfer:
+        """Find the bytes of a packed copy, row after row and block after block."""
+        if owner.packing is None or read.slot >= owner.packing.num_slots:
+            raise Violation(f"{self.host} reads slot {read.slot}, which {name} does not have")
+        begin, pieces, spots = read.slot * owner.packing.slot_bytes, [], []
+        for row, block in (divmod(index, read.table.local_blocks) for index in read.local.tolist()):
+            memory, offset, stride = read.table.local[row].tolist()
+            start, length = offset + block * stride, int(read.table.row_bytes[row])
+            pieces.append((self.arrays[memory][start : start + length], owner._copies[begin : begin + length]))
+            spots.append((memory, start, length))
+            begin += length
+        return Transfer(transfer_id, owner, name, pieces, spots, [], [], owner.ends)
 
     def _rows(self, remote: _Remote, table: DescTable) -> list[_Row]:
         """Return the bytes behind the rows of a table; called on its first read, as NIXL prepares lists then."""
@@ -418,6 +458,10 @@ class SimData(Nic):
             self.running[transfer_id] = transfer
             return None
         return self._done(transfer)
+
+    def pack(self, slot: int, gathered: Gathered) -> None:
+        self.gather(slot, gathered)
+        self.report(CopyMade(slot))
 
     def _done(self, transfer: Transfer) -> TransferEnded:
         transfer.land()

@@ -1,0 +1,69 @@
+"""The packed copies that a reader wants of one owner.
+
+A reader without an answer for `PATIENCE_S` reads the blocks themselves, and asks that owner for nothing for `PAUSE_S`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from asynckv.core.types import TransferId
+from asynckv.geometry.plan import ReadRequest
+
+MAX_ASKED = 4
+"""Copies that one owner is asked for at a time, so that its slots go round."""
+
+PATIENCE_S = 0.5
+PAUSE_S = 5.0
+
+
+class _Ask(NamedTuple):
+    read: ReadRequest
+    until: float
+
+
+class Asks:
+    """Reads that wait for a copy: those that the owner was asked for, and those that follow."""
+
+    __slots__ = ("_asked", "_may_ask_at", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: dict[TransferId, ReadRequest] = {}
+        self._asked: dict[TransferId, _Ask] = {}
+        self._may_ask_at = -math.inf
+
+    def may_ask(self, now: float) -> bool:
+        return now >= self._may_ask_at
+
+    def add(self, transfer_id: TransferId, read: ReadRequest) -> None:
+        self._waiting[transfer_id] = read
+
+    def next(self, now: float) -> tuple[TransferId, ReadRequest] | None:
+        """Return the next wish to send, if there is one and few are under way."""
+        if not self._waiting or len(self._asked) >= MAX_ASKED:
+            return None
+        transfer_id = next(iter(self._waiting))
+        read = self._waiting.pop(transfer_id)
+        self._asked[transfer_id] = _Ask(read, now + PATIENCE_S)
+        return transfer_id, read
+
+    def take(self, transfer_id: TransferId) -> ReadRequest | None:
+        """Return the read of a wish that ends here; None if it has ended before."""
+        if (ask := self._asked.pop(transfer_id, None)) is not None:
+            return ask.read
+        return self._waiting.pop(transfer_id, None)
+
+    @property
+    def until(self) -> float:
+        return next(iter(self._asked.values())).until if self._asked else math.inf
+
+    def give_up(self, now: float) -> list[tuple[TransferId, ReadRequest]]:
+        """Return all reads if an answer is overdue."""
+        if now < self.until:
+            return []
+        self._may_ask_at = now + PAUSE_S
+        reads = [*[(each, ask.read) for each, ask in self._asked.items()], *self._waiting.items()]
+        self._asked.clear()
+        self._waiting.clear()
+        return reads

@@ -1,0 +1,103 @@
+"""Packed copies of the rank's own memory, made on one thread, in memory that remote readers reach.
+
+Numpy copies without Python's lock, so the event loop goes on (`staging.py` has the measurement).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import anyio.to_thread
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.edges.aside import end_at_exit
+from asynckv.edges.staging import bytes_at
+from asynckv.errors import BackendError
+from asynckv.geometry.gather import PACK_BYTES, Gathered, Packing
+from asynckv.geometry.layout import Memory
+from asynckv.ports import CopyMade
+
+CLOSE_S = 10.0  # seconds that `close` waits for the copy under way, which takes less than a millisecond
+
+
+class Packer:
+    """A thread that makes packed copies; it starts with the first one.
+
+    Args:
+        memories: The memory to copy from, as the layout numbers it.
+        on_ready: Called on the loop when `made` has news.
+    """
+
+    def __init__(
+        self, memories: Sequence[Memory], num_slots: int, loop: asyncio.AbstractEventLoop, on_ready: Callable[[], None]
+    ) -> None:
+        try:
+            self._area = np.frombuffer(mmap.mmap(-1, num_slots * PACK_BYTES), np.uint8)
+        except (OSError, OverflowError, ValueError) as exc:
+            size = f"{num_slots} slots of {PACK_BYTES} bytes"
+            raise BackendError(f"{size} for packed copies cannot be had: {exc}; lower nixl.packing_bytes") from exc
+        self.memory = Memory(base=self._area.ctypes.data, length=len(self._area), device=0, kind="cpu")
+        self.packing = Packing(self.memory.base, num_slots)
+        self.made: deque[CopyMade] = deque()
+        self._memories = [bytes_at(memory) for memory in memories]
+        self._loop, self._on_ready = loop, on_ready
+        self._orders: SimpleQueue[tuple[int, Gathered] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+
+    def pack(self, slot: int, gathered: Gathered) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="asynckv packs", daemon=True)
+            end_at_exit(self)
+            self._thread.start()
+        self._orders.put((slot, gathered))
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        self._orders.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    async def quiesce(self) -> None:
+        self.stop()
+        await anyio.to_thread.run_sync(self.wait, CLOSE_S)
+
+    def close(self) -> None:
+        """Wait for the copy under way, or raise `BackendError` if it does not end."""
+        self.stop()
+        if not self.wait(CLOSE_S):
+            raise BackendError("a packed copy is still being made")
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None and not self._is_stopping:
+            slot, gathered = order
+            try:
+                self._gather(slot, gathered)
+                self.made.append(CopyMade(slot))
+            except Exception as exc:  # the reader has to be answered whatever it is
+                self.made.append(CopyMade(slot, repr(exc)))
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._on_ready)
+
+    def _gather(self, slot: int, gathered: Gathered) -> None:
+        at, ids = slot * PACK_BYTES, gathered.blocks
+        first, last = int(ids.min()), int(ids.max())
+        is_run = last - first == len(ids) - 1 and bool((ids[1:] - ids[:-1] == 1).all())
+        for memory, offset, stride, piece, shape, strides in gathered.rows:
+            ours: npt.NDArray[Any] = np.ndarray(
+                (last + 1, *shape), f"V{piece}", self._memories[memory], offset, (stride, *strides)
+            )
+            copy: npt.NDArray[Any] = np.ndarray((len(ids), *shape), f"V{piece}", self._area, at)
+            copy[...] = ours[first:] if is_run else ours[ids]
+            at += copy.nbytes
