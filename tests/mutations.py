@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from asynckv.core.copies import Copies
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import WHEN, Lease, LeaseState
 from asynckv.core.ledger import Ledger
@@ -33,14 +34,17 @@ from asynckv.core.wire import (
     Granted,
     Hello,
     NotYet,
+    Pack,
+    Packed,
     Refused,
     Release,
     Renew,
+    Unpack,
     Unwelcome,
     Welcome,
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
-from asynckv.ports import AgentInfo, AgentLost
+from asynckv.ports import AgentInfo, AgentLost, CopyMade
 from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Violation
 from tests.lab.world import Process
@@ -1026,6 +1030,72 @@ def staged_reads_are_done_before_they_are_placed(rank: Rank) -> None:
         return plane.post_read(*args)
 
     rank.data.post_read = post_read
+
+
+@planted
+def copies_make_way_at_once(rank: Rank) -> None:
+    """The slot of a packed copy is used again as soon as its reader is told of it."""
+
+    @rank.sends(Packed)
+    def told(said: Said) -> Said:
+        packed = said.message
+        if packed.slot >= 0:
+            rank.imagine(Unpack(packed.key, packed.pull_id, packed.nonce), said.other, said.start)
+        return said
+
+
+@planted
+def copies_are_told_of_before_they_are_made(rank: Rank) -> None:
+    """The plane says at once that a packed copy is made."""
+    news = list[CopyMade]()
+
+    def pack(slot: int, gathered: Any) -> None:
+        rank.data.honest.pack(slot, gathered)
+        news.append(CopyMade(slot))
+        rank.process.call_at(rank.process.world.now, rank.data.honest._on_ready)
+
+    def poll() -> list[Any]:
+        found = [each for each in rank.data.honest.poll() if not isinstance(each, CopyMade)]
+        told, news[:] = list(news), []
+        return found + told
+
+    rank.data.pack, rank.data.poll = pack, poll
+
+
+@planted
+def copies_are_packed_backwards(rank: Rank) -> None:
+    """A reader asks for the rows of a packed copy in another order than it reads them in."""
+
+    @rank.sends(Pack)
+    def turn(said: Said) -> Said:
+        recipe = said.message.recipe
+        return said.but(recipe=msgspec.structs.replace(recipe, rows=recipe.rows[::-1]))
+
+
+@planted
+def grants_follow_copies_that_have_gone(rank: Rank) -> None:
+    """A pull with a grant that ran out gets another, which vouches for copies that have gone with the first."""
+
+
+@inside("grants_follow_copies_that_have_gone")
+def _(patch: pytest.MonkeyPatch) -> None:
+    honest = Lease.grant_of
+
+    def grant_of(self: Lease, *args: Any) -> Any:
+        grant = honest(self, *args)
+        return grant if grant is None else msgspec.structs.replace(grant)
+
+    patch.setattr(Lease, "grant_of", grant_of)
+
+
+@planted
+def copies_stay_after_their_grants(rank: Rank) -> None:
+    """Packed copies keep their slots when their request is over."""
+
+
+@inside("copies_stay_after_their_grants")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Copies, "settle", lambda self, lease: None)
 
 
 @planted

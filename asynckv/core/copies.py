@@ -58,7 +58,7 @@ class Copies:
         copies = self.by_key.setdefault(pack.key, {})
         if (known := copies.get((pull_id, pack.nonce))) is not None:
             if known.is_made:
-                self._answer(known)
+                self._answer(known, known.slot)
             return True
         if self.num_waiting(sender) >= MAX_WAITING:
             return False
@@ -71,12 +71,13 @@ class Copies:
     def made(self, slot: int, failure: str) -> None:
         """Take the end of the work on a slot."""
         copy = self._making.pop(slot)
-        copy.is_made = True
         if failure and copy.is_wanted:
+            self._answer(copy, NO_SLOT)
             self._drop(copy)
+        copy.is_made = True
         if copy.is_wanted:
             self._outbox.counters["copies.made"] += 1
-            self._answer(copy)
+            self._answer(copy, slot)
         else:
             self._free(copy)
 
@@ -114,5 +115,5 @@ class Copies:
                 self._making[copy.slot] = copy
                 self._outbox.commands.append(PackBlocks(copy.slot, copy.gathered))
 
-    def _answer(self, copy: _Copy) -> None:
-        self._outbox.send(copy.reply_to, copy.sender, Packed(copy.key, copy.pull_id, copy.nonce, copy.slot))
+    def _answer(self, copy: _Copy, slot: int) -> None:
+        self._outbox.send(copy.reply_to, copy.sender, Packed(copy.key, copy.pull_id, copy.nonce, slot))

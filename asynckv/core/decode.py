@@ -243,6 +243,7 @@ class DecodeSide:
             return
         if packed.slot >= 0:
             transfer.is_packed, read = True, read._replace(slot=packed.slot)
+            pull.num_packed += 1
         self._outbox.commands.append(PostRead(transfer_id, transfer.peer.agent_name, read, pull))
         self._ask(transfer.peer, now)
 
@@ -518,16 +519,16 @@ class DecodeSide:
                     else:
                         self._queue(pull)
                 case DO.DETACH:
-                    peers: dict[Peer, None] = {}
+                    asked: dict[Peer, None] = {}
                     for transfer_id in [each for source in pull.sources for each in source.running]:
                         # A transfer that is not known has just ended.
                         transfer = self.transfers.get(transfer_id)
                         if transfer is not None and transfer.is_staged and not transfer.is_packed:
                             is_posted = transfer.peer.asks.take(transfer_id) is None
                             self._outbox.commands.append(DetachRead(transfer_id, is_posted))
-                            peers[transfer.peer] = None
-                    for peer in peers:
-                        self._ask(peer, now)
+                            asked[transfer.peer] = None
+                    for each in asked:
+                        self._ask(each, now)
                 case DO.LEAVE:
                     self.admission.leave(pull.pull_id)
                 case DO.EXPECT:

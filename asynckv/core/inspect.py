@@ -38,6 +38,7 @@ class HeldBlocks:
         left_s: Seconds that this can last at most, unless a reader asks for more; infinite if nothing bounds it.
         waits_for: Readers that are owed, or remote ranks with running transfers, as the logs write them.
         pull_id: Id of the pull, as in the logs; for an offload, its job.
+        copies: Packed copies of the blocks that readers wait for or read.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class HeldBlocks:
     left_s: float
     waits_for: tuple[str, ...]
     pull_id: str = ""
+    copies: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ class Inspector:
         return {
             "leases": len(self._prefill.leases),
             "parked": self._prefill.num_parked,
+            "copies": self._prefill.copies.slots.num_in_use,
             "pulls": len(self._decode.pulls),
             "pulls_waiting": len(self._decode.by_request),
             "pulls_unanswered": tally.unanswered,
@@ -225,6 +228,7 @@ class Inspector:
             left_s=max(until - now, 0.0),
             waits_for=waits_for,
             pull_id="" if request is None or isinstance(request, Lease) else hold.holder,
+            copies=len(self._prefill.copies.by_key.get(request.lent.key, ())) if isinstance(request, Lease) else 0,
         )
 
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
@@ -249,7 +253,8 @@ class Inspector:
         for holder in sorted(holders ^ expected):
             name = f"request {names[holder]!r}" if holder in names else holder
             wrong.append(f"{name} holds {'blocks without a lease, pull or job' if holder in holders else 'no blocks'}")
-        return wrong
+        strays = sum([key not in self._prefill.leases for key in self._prefill.copies.by_key])
+        return [*wrong, f"{strays} requests are not lent, and have packed copies"] if strays else wrong
 
     def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:
         """Return everything under way: holders of blocks, and pulls that have yet to be begun or released."""

@@ -231,6 +231,8 @@ class Lease:
     final: set[PullId] = field(default_factory=set)
     spoilt: set[PullId] = field(default_factory=set)
     """Pulls whose packed copies have gone with their grant. A later grant would vouch for these, so none follows."""
+    num_packed: int = 0
+    """Packed copies that readers asked for."""
     attempts: dict[Reader, int] = field(default_factory=dict)
     """Number of grants to each reader, and of its releases without a grant, to limit attempts."""
     keys: dict[Reader, str] = field(default_factory=dict)

@@ -319,11 +319,12 @@ class PrefillSide:
         lease, holding = self.leases.get(pack.key), self._ledger.get(pack.key.token)
         grant = lease.grant_of(PullId(pack.pull_id), sender, now, proven) if lease is not None else None
         try:
-            if grant is not None and holding is not None and self.copies.slot_bytes:
+            if lease is not None and grant is not None and holding is not None and self.copies.slot_bytes:
                 lent = holding.blocks.get(pack.recipe.group, NO_BLOCKS)
                 gathered = check_recipe(pack.recipe, self._layout, lent, self.copies.slot_bytes)
                 if self.copies.ask(pack, gathered, sender, reply_to):
                     grant.has_copies = True
+                    lease.num_packed += 1
                     return
         except LayoutError as exc:
             assert grant is not None

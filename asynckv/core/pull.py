@@ -254,6 +254,8 @@ class Pull:
     num_posted: int = 0
     num_descriptors_posted: int = 0
     rereads: int = 0
+    num_packed: int = 0
+    """Packed copies that were read."""
     num_traced: int = 0
     """Number of history entries that were reported one by one."""
     scheduled_at: float = math.inf

@@ -326,6 +326,7 @@ class LeaseEnded(OfLease):
     seconds: Annotated[float, "Time for which the request was lent."]
     readers: Annotated[dict[str, str], "Reader -> outcome of its release: `complete`, `failed` or `cancelled`."]
     blocks: Annotated[int, "Number of blocks."]
+    packed: Annotated[int | None, "Packed copies that readers asked for, if any."] = None
     owed: Annotated[list[str] | None, "Readers that never released; `*`: a decode engine not heard of at all."] = None
     claims: Annotated[
         dict[str, LastClaim] | None,
@@ -430,6 +431,7 @@ class PullEnded(OfPull):
     descriptors: Annotated[int | None, "Planned descriptors, before NIXL merges them."] = None
     posts: Annotated[int | None, "Posted transfers."] = None
     rereads: Annotated[int | None, "Reads that were repeated because they had begun too early."] = None
+    packed: Annotated[int | None, "Packed copies that were read, if any."] = None
     phases: Annotated[dict[str, float] | None, "Phase -> seconds (`docs/logging.md`)."] = None
     held_transfers: Annotated[int | None, "Transfers that may still write its blocks; `blocks_returned` follows."] = (
         None

@@ -213,7 +213,8 @@ class NixlPlane:
                         self.costs = measure_costs(agent, self._agent)
                         stages = self.costs is not None
                     self._posters.start(agent.name, agent)
-            return self._agent.info()._replace(packing=self._packer and self._packer.packing)
+            packing = self._packer.packing if self._packer is not None else None
+            return self._agent.info()._replace(packing=packing)
         except BaseException:
             with suppress(BackendError):  # the next start reports it
                 self.close()

@@ -79,12 +79,12 @@ class ReadRequest(NamedTuple):
         out = np.empty((count, len(ids), 3), np.int64)
         out[..., 0], out[..., 2] = ours[:, :1], length[:, None]
         out[..., 1] = ours[:, 1:2] + ids * ours[:, 2:3]
-        out = out.reshape(-1, 3)
-        end = out[:, 1] + out[:, 2]
-        joins = (out[1:, 0] == out[:-1, 0]) & (out[1:, 1] == end[:-1])
+        ranges: Int64s = out.reshape(-1, 3)
+        end = ranges[:, 1] + ranges[:, 2]
+        joins = (ranges[1:, 0] == ranges[:-1, 0]) & (ranges[1:, 1] == end[:-1])
         heads = np.flatnonzero(np.concatenate(([True], ~joins)))
-        found = out[heads]
-        found[:, 2] = np.add.reduceat(out[:, 2], heads)
+        found = ranges[heads]
+        found[:, 2] = np.add.reduceat(ranges[:, 2], heads)
         return found
 
 

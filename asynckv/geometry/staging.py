@@ -19,7 +19,6 @@ from asynckv.geometry.strides import StridedDim, fold
 MAX_PARTS = 64  # into which a piece that is longer than a slot is cut at most
 MERGED = 4  # descriptors of one row that NIXL is taken to merge, if consecutive blocks touch; no ids are known yet
 LEAST_PIECE = 64  # bytes; copying a smaller piece takes as long
-ASK_S = 0.1e-9  # seconds per byte for the messages about a packed copy
 
 
 class ReadCosts(NamedTuple):
@@ -30,6 +29,7 @@ class ReadCosts(NamedTuple):
         read_s: Per byte that is read.
         place_s: Per byte that is copied from staging memory to its place.
         slot_bytes: Most bytes of a run.
+        ask_s: Per byte of a packed copy, for the messages about it.
         least_packed: Least bytes of a packed copy that is worth a round trip.
     """
 
@@ -37,11 +37,12 @@ class ReadCosts(NamedTuple):
     read_s: float
     place_s: float
     slot_bytes: int
+    ask_s: float = 0.1e-9
     least_packed: int = 64 * 1024
 
     def packed(self, rows: int, dense: int, wanted: int, placed: int) -> float:
         """Return the seconds that a pair of blocks takes by a packed copy, which the owner makes as we would place."""
-        return self.of(rows, dense, wanted, placed) + wanted * ASK_S
+        return self.of(rows, dense, wanted, placed) + wanted * self.ask_s
 
     def of(self, rows: int, dense: int, read: int, placed: int = 0) -> float:
         """Return the seconds that a pair of blocks takes; `dense` of its rows touch those of the next pair."""
@@ -77,7 +78,7 @@ class Box(NamedTuple):
             if in_local != length:
                 return None
             length *= size
-        shape, in_local, in_run = zip(*dims, strict=True) if dims else ((), (), ())
+        shape, in_local, in_run = [tuple([dim[i] for dim in dims]) for i in range(3)]
         return Box(self.piece, shape, in_local, in_run, self.skip)
 
 

@@ -215,6 +215,7 @@ class Recorder(Observer):
             descriptors=pull.num_descriptors,
             posts=pull.num_posted,
             rereads=pull.rereads,
+            packed=pull.num_packed or None,
             phases={k: round(v, 6) for k, v in phases(pull).items()},
             unanswered=list(pull.unanswered[:MAX_NAMED]) or None,
             history=None if good and not slow else _relative(pull.history),
@@ -331,6 +332,7 @@ class Recorder(Observer):
             seconds=round(min(lease.ended_at, now) - lease.lent_at, 6),
             readers={x.name: x.outcome.value for _, x in sorted(lease.discharged.items())[:MAX_NAMED]},
             blocks=_num_blocks(lease),
+            packed=lease.num_packed or None,
             successes_not_logged=self._skip_count(),
         )
         if good:

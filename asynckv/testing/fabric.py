@@ -129,7 +129,7 @@ class Transfer:
     owner: Nic  # the NIC with the memory that it reads
     agent_name: str
     pieces: list[tuple[Bytes, Bytes]]  # target and source of each copy: our bytes or those of a slot, and theirs
-    spots: list[tuple[int, int, int]]  # its targets: memory, start, length; if staged, the start of each run's target
+    spots: list[tuple[int, int, int]]  # its targets: memory, start, and the length that counts as in flight
     places: list[tuple[Bytes, Bytes]]  # of a staged read: our bytes, and those of its slot
     direct: list[tuple[Bytes, Bytes]]  # of a staged read: our bytes, and theirs, in case that it has no slot
     owner_ends: int  # the owner's `ends` when it was posted
@@ -322,7 +322,7 @@ class Nic:
             if row != other or len(target) != length or len(data) != length:
                 raise Violation(f"{self.host} reads outside of registered memory")
             pieces.append((target, data))
-            spots.append((memory, start, length))
+            spots.append((memory, start, int(table.row_bytes[row]) if table.pack_bytes else length))
         return Transfer(transfer_id, remote.nic, name, pieces, spots, places, direct, remote.nic.ends)
 
     def _prepare_packed(self, transfer_id: TransferId, name: str, owner: Nic, read: ReadRequest) -> Transfer:

@@ -182,6 +182,11 @@ class Script:
         return self.seed % 2 == 1
 
     @property
+    def is_packed(self) -> bool:
+        """Whether owners make packed copies: where reads are staged, in every other world."""
+        return self.seed % 4 == 3
+
+    @property
     def prefill_names(self) -> tuple[tuple[str, ...], ...]:
         """Names of the ranks of each prefill engine."""
         return tuple(tuple(f"{'pq'[e]}{r}" for r in range(self.prefill)) for e in range(self.prefill_engines))

@@ -79,6 +79,10 @@ HOSTILE_S = 2.1
 """Seconds that a hostile process may add: it can fill the memory for early claims, or have their answers, and claims
 are repeated each 2 seconds at least."""
 
+NUM_COPIES, COPY_BYTES = 3, 256
+"""Slots of an owner for packed copies, and their length: few, and too short for some blocks."""
+PACKED = STAGED._replace(ask_s=-1.0, least_packed=0)
+"""Costs by which all is packed that can be."""
 LEASE = LeaseConfig(lease_s=4.0, grant_s=2.0, max_lease_s=15.0, parked_s=5.0, max_parked=100)
 PULL = PullConfig(
     timeout_s=6.0,
@@ -115,6 +119,8 @@ def _layout(script: Script, role: str, rank: int, layers: Sequence[int], base: i
     """Return a rank's layout: in a prefill engine all layers, in a decode engine those of its stage."""
     size = script.prefill if role == "prefill" else script.decode
     order = ("kv", "block", "token", "head", "dim") if role == "prefill" else ("block", "head", "kv", "token", "dim")
+    if script.is_packed and role == "decode":
+        order = ("block", "kv", "head", "token", "dim")  # all that is wanted of a block lies densely
     heads = shard(script.heads, rank % size, size)
     sizes = {"kv": 2, "block": NUM_BLOCKS, "token": BLOCK, "head": heads[1] - heads[0], "dim": HEAD_DIM}
     length = math.prod(sizes.values()) * 2
@@ -298,7 +304,10 @@ class _Rank(StagedRank):
         if self.role == "prefill":
             words = words.reshape(-1, 2, NUM_BLOCKS, BLOCK, heads, HEAD_DIM).transpose(2, 0, 4, 1, 3, 5)
         else:
-            words = words.reshape(NUM_BLOCKS, 1, heads, 2, BLOCK, HEAD_DIM)
+            if self.service.script.is_packed:
+                words = words.reshape(NUM_BLOCKS, 1, 2, heads, BLOCK, HEAD_DIM).swapaxes(2, 3)
+            else:
+                words = words.reshape(NUM_BLOCKS, 1, heads, 2, BLOCK, HEAD_DIM)
         self.words = words
         self.words[:] = UNUSED
         self.free = list(range(NUM_BLOCKS))
@@ -307,6 +316,9 @@ class _Rank(StagedRank):
         data = WorldData(process, f"agent-{process.name}", [memory], self.layout.memories)
         data.on_post, data.on_land = self._posted, self._landing
         data.costs = STAGED if self.service.script.is_staged else None
+        if self.service.script.is_packed:
+            data.costs = PACKED
+            data.make_copies(NUM_COPIES, COPY_BYTES)
         if self.service.script.mishaps:
             data.fate_of = partial(self.service.mishaps.fate_of, self)
         self.data = data

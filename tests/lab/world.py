@@ -27,9 +27,10 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.edges.staging import Slots
 from asynckv.errors import BackendError
+from asynckv.geometry.gather import Gathered
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
-from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, CopyMade, DataNews
 from asynckv.testing.fabric import Bytes, Fabric, Nic, Origin, Port, Transfer, Violation
 
 Ts = TypeVarTuple("Ts")
@@ -452,6 +453,7 @@ class WorldData(Nic):
         self.on_land: Callable[[Transfer, Sequence[tuple[int, int, int]]], None] = lambda transfer, spots: None
         self.fate_of: Callable[[Transfer, TransferFate], TransferFate] = lambda transfer, fate: fate
         self.is_closed = False
+        self._life = 0  # counts its ends, after which no copy is made
         self._has_agent = self._can_read = self._reads_stay = True
         self._put_off: dict[TransferId, float] = {}
         self._slots = Slots(NUM_SLOTS)
@@ -512,6 +514,30 @@ class WorldData(Nic):
         process.spend()
         return None
 
+    def pack(self, slot: int, gathered: Gathered) -> None:
+        """Make a packed copy, in two halves. Where transfers from this rank go wrong, copies fail or take long."""
+        world, rng, life = self.process.world, self._random, self._life
+        self.process.spend()
+        fate = world.transfer_fate(self.host, self.host, rng)
+        begin, seconds = self.process.now, min(fate.seconds, 2.0)
+        half = gathered.num_bytes // (2 * min(row[3] for row in gathered.rows))
+        cause = "" if fate.ending is Ending.DONE else "a copy has failed"
+        world.counts["copies"] += 1
+        world.note(self.process.name, f"packs {gathered.num_bytes} bytes in slot {slot}", cause)
+
+        def gather(part: slice) -> None:
+            if life == self._life and not self.process.is_dead:
+                self.gather(slot, gathered, part)
+
+        def end() -> None:
+            gather(slice(half, None))
+            if life == self._life and not self.process.is_dead:
+                self._news.append(CopyMade(slot, cause))
+                self.process.call_at(world.now, self._on_ready)
+
+        world.at(begin + seconds * rng.random(), lambda: gather(slice(half)))
+        world.at(begin + seconds, end)
+
     def _take_slots(self) -> None:
         """Begin the staged reads that may have a slot, or have waited for long."""
         for transfer in [each for each in self._in_slots.values() if each.is_dead]:
@@ -567,6 +593,7 @@ class WorldData(Nic):
         if self.is_closed:
             return
         self.is_closed = True
+        self._life += 1
         left = list(self.running.values())
         for transfer in left:
             transfer.is_over = True
