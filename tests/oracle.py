@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -364,7 +365,12 @@ def maps(
     ]
 
 
-def gather(gathered: Gathered, owner: Rank | Buffers) -> Bytes:
+class Arrays(Protocol):
+    @property
+    def arrays(self) -> list[Bytes]: ...
+
+
+def gather(gathered: Gathered, owner: Arrays) -> Bytes:
     """Make a packed copy piece by piece."""
     out = []
     for memory, offset, stride, piece, shape, strides in gathered.rows:
