@@ -210,8 +210,11 @@ class DecodeSide:
         return None
 
     def next_read(self, now: float) -> PostRead | None:
-        if self.answered:
-            return self.answered.popleft()
+        while self.answered:
+            post = self.answered.popleft()
+            if post.pull.failure is None and post.pull.reason is None:
+                return post
+            self.ended(TransferEnded(post.transfer_id, ENDING.FAILED, "its request has ended"), 0.0, now)
         while (source := self.posting.next()) is not None:
             pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
             transfer_id = TransferId(next(self._transfer_ids))
