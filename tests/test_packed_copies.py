@@ -928,6 +928,39 @@ def test_a_pull_that_is_cancelled_while_it_waits_for_copies_returns_its_blocks_a
     assert pair.is_clean()
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("how", ["cancelled", "peer lost", "agent lost", "destroyed"])
+def test_a_pull_that_ends_in_the_turn_of_an_answer_reads_nothing(how: str, is_packed: bool) -> None:
+    pair = Pair()
+    pair.deliver_until(Packed)
+    letter, core = pair.world.letters.pop(0), pair.reader.core
+    packet, now = decode_packet(letter.data), pair.world.time(pair.reader)
+    answers = [message for message in packet.messages if isinstance(message, Packed)]
+    if not is_packed:
+        answers = [msgspec.structs.replace(message, slot=NO_SLOT) for message in answers]
+    core.receive(letter.origin, encode_packet(packet.sender, packet.target, answers), now)
+    assert len(core.decode.answered) == len(answers) > 0
+    match how:
+        case "cancelled":
+            core.decode.cancel(pair.pull, now)
+        case "peer lost":
+            core.decode.forget(pair.owner.address, now)
+        case "agent lost":
+            core.agent_lost("our agent died", True, now)
+        case _:
+            core.close(now)
+            core.decode.destroyed(now)
+    pair.world.settle(pair.reader)
+    assert not pair.reader.posts
+    assert pair.reader.returned == [pair.pull]
+    assert not core.decode.transfers
+    assert not core.decode.answered
+    for _ in range(8):
+        pair.world.run(5.0)
+    assert pair.pull.is_over
+    assert pair.is_clean()
+
+
 def test_a_pull_that_is_cancelled_while_a_copy_is_read_waits_for_the_read() -> None:
     """It goes into the blocks directly."""
     pair = Pair()

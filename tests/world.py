@@ -22,7 +22,6 @@ from asynckv.core.outbox import (
     LeaseEnded,
     LoadPeer,
     PackBlocks,
-    PostRead,
     PullEnded,
     RemovePeer,
 )
@@ -288,11 +287,11 @@ class World(Fabric):
                     case RemovePeer(peer, keep):
                         rank.nic.remove_remote_agent(peer.agent_name, keep=keep)
                     case DetachRead(transfer_id, is_posted):
+                        if is_posted and any(post.transfer_id == transfer_id for post in core.decode.answered):
+                            continue  # it is not posted any more
                         assert rank.nic.detach(transfer_id) or not is_posted
                         ending = Ending.DETACHED if is_posted else Ending.FAILED
                         core.decode.ended(TransferEnded(transfer_id, ending), 0.0, self.time(rank))
-                    case PostRead():
-                        self.post(rank, command)
                     case PackBlocks(slot, gathered):
                         assert slot not in rank.making, "two copies in one slot"
                         rank.making[slot] = gathered
@@ -318,17 +317,13 @@ class World(Fabric):
                     case _:
                         pass
             posts = False
-            while (read := core.decode.next_read(self.time(rank))) is not None:
-                posts = True
-                self.post(rank, read)
+            while (post := core.decode.next_read(self.time(rank))) is not None:
+                posts, rank.posts[post.transfer_id] = True, post.read
+                rank.reads[post.transfer_id] = rank.nic.prepare(post.transfer_id, post.agent_name, post.read)
             posts = core.decode.admit(self.time(rank)) is not None or posts
             if not commands and not posts and not core.outbox.messages:
                 assert all(pull.scheduled_at <= pull.wake_at for pull in core.decode.pulls.values()), "woken too late"
                 return
-
-    def post(self, rank: Rank, post: PostRead) -> None:
-        rank.posts[post.transfer_id] = post.read
-        rank.reads[post.transfer_id] = rank.nic.prepare(post.transfer_id, post.agent_name, post.read)
 
     def finish_copy(self, rank: Rank, slot: int, failure: str = "") -> None:
         gathered = rank.making.pop(slot)

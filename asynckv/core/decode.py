@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import assert_never
@@ -102,6 +103,8 @@ class DecodeSide:
         """When the embedder last gave a sign of life; infinite if the embedder itself runs this loop."""
         self.abandoned: dict[Key, str] = {}
         """Requests that were let go because the embedder stood still, with the text of their failure."""
+        self.answered: deque[PostRead] = deque()
+        """Reads that waited for a packed copy, and are to be posted."""
         self.posting = Posting(config.total_bytes, config.total_descriptors)
         self.routes = Routes(layout, self._tables_made, costs)
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
@@ -207,6 +210,11 @@ class DecodeSide:
         return None
 
     def next_read(self, now: float) -> PostRead | None:
+        while self.answered:
+            post = self.answered.popleft()
+            if post.pull.failure is None and post.pull.reason is None:
+                return post
+            self.ended(TransferEnded(post.transfer_id, ENDING.FAILED, "its request has ended"), 0.0, now)
         while (source := self.posting.next()) is not None:
             pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
             transfer_id = TransferId(next(self._transfer_ids))
@@ -245,7 +253,7 @@ class DecodeSide:
         if packed.slot >= 0:
             transfer.is_packed, read = True, read._replace(slot=packed.slot)
             pull.num_packed += 1
-        self._outbox.commands.append(PostRead(transfer_id, transfer.peer.agent_name, read, pull))
+        self.answered.append(PostRead(transfer_id, transfer.peer.agent_name, read, pull))
         self._ask(transfer.peer, now)
 
     def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
@@ -451,8 +459,7 @@ class DecodeSide:
         config = self._config
         for transfer_id, read in peer.asks.give_up(now):
             self._outbox.counters["copies.late"] += 1
-            command = PostRead(transfer_id, peer.agent_name, read, self.transfers[transfer_id].pull)
-            self._outbox.commands.append(command)
+            self.answered.append(PostRead(transfer_id, peer.agent_name, read, self.transfers[transfer_id].pull))
         for due in self.peers.tick(peer, now):
             match due:
                 case Due.UNREACHABLE if peer.is_doubted:

@@ -55,7 +55,7 @@ class Disconnect(Struct, frozen=True):
 
 
 class PostRead(Struct, frozen=True):
-    """Post a read, then report its end if that is known at once. Left here if it waited for a packed copy."""
+    """Post a read, then report its end if that is known at once."""
 
     transfer_id: TransferId
     agent_name: str
@@ -129,7 +129,6 @@ Command = (
     LoadPeer
     | RemovePeer
     | Disconnect
-    | PostRead
     | DetachRead
     | PackBlocks
     | PullEnded

@@ -386,10 +386,9 @@ class Agent:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
             return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
-        if read.is_staged:
-            return self._post_staged(transfer_id, name, remote, read)
-        if read.slot >= 0:
-            return self._post_packed(transfer_id, name, remote, read)
+        if read.table.boxes:
+            post = self._post_staged if read.is_staged else self._post_packed
+            return post(transfer_id, name, remote, read)
         if (lists := remote.lists.get(id(read.table))) is None:
             try:
                 lists = self.prepare(name, read.table)

@@ -366,7 +366,7 @@ class NixlPlane:
         assert self._agent is not None
         self._counts["posts"] += 1
         config, num_bytes = self._config, 0
-        if read.is_staged:
+        if read.table.boxes and read.is_staged:
             self._counts["posts_staged"] += 1
             # Only posting threads have staging memory. If they are gone or full, the loop reads piece by piece.
             if self._hand_over(transfer_id, name, read):

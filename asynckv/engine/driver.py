@@ -35,7 +35,6 @@ from asynckv.core.outbox import (
     LoadPeer,
     PackBlocks,
     PeerChanged,
-    PostRead,
     PullEnded,
     PullOver,
     RemovePeer,
@@ -398,7 +397,7 @@ class Driver:
                 self._send()
             if outbox.commands:
                 self._obey()
-            if decode.posting.turns or decode.admission.turns:
+            if decode.posting.turns or decode.admission.turns or decode.answered:
                 self._read()
                 if outbox.commands:
                     self._obey()
@@ -434,8 +433,16 @@ class Driver:
         clock, decode = self.clock, self.core.decode
         started = began = clock.now()
         while True:
-            if decode.posting.turns and (post := decode.next_read(began)) is not None:
-                now = self._post(post, began)
+            if (decode.posting.turns or decode.answered) and (post := decode.next_read(began)) is not None:
+                try:
+                    ended = self.data.post_read(post.transfer_id, post.agent_name, post.read)
+                except Exception as exc:  # a bug of the plane's, which may have posted it
+                    self._internal_error(exc)
+                    ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
+                now = clock.now()
+                post.pull.post_s += now - began
+                if ended is not None:
+                    decode.ended(ended, 0.0, now)
             elif decode.admission.turns and (pull := decode.admit(began)) is not None:
                 now = clock.now()
                 pull.planned_at = now
@@ -445,18 +452,6 @@ class Driver:
             if now - started > POST_SLICE_S:
                 self.soon()
                 break
-
-    def _post(self, post: PostRead, began: float) -> float:
-        try:
-            ended = self.data.post_read(post.transfer_id, post.agent_name, post.read)
-        except Exception as exc:  # a bug of the plane's, which may have posted it
-            self._internal_error(exc)
-            ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
-        now = self.clock.now()
-        post.pull.post_s += now - began
-        if ended is not None:
-            self.core.decode.ended(ended, 0.0, now)
-        return now
 
     def _send(self) -> None:
         core, control = self.core, self.control
@@ -519,8 +514,6 @@ class Driver:
                             self.core.decode.ended(
                                 TransferEnded(transfer_id, ending, "its request has ended"), 0.0, now
                             )
-                    case PostRead():
-                        self._post(command, now)
                     case PackBlocks(slot, gathered):
                         self.data.pack(slot, gathered)
                     case Disconnect(address):

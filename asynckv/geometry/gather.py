@@ -40,6 +40,11 @@ class Packing(Struct, frozen=True, array_like=True, gc=False):
     slot_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = PACK_BYTES
 
 
+def packs(layout: Layout) -> int:
+    """Return the most bytes of a packed copy that a rank makes by default; 0 if it makes none."""
+    return PACK_BYTES if all(memory.kind == "cpu" for memory in layout.memories) else 0
+
+
 class Recipe(Struct, frozen=True, array_like=True, gc=False):
     """The contents of a packed copy.
 

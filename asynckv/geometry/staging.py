@@ -74,8 +74,8 @@ class Box(NamedTuple):
         """Return the box with its pieces as they follow one another in the local block; None if there are gaps."""
         dims = sorted(zip(self.shape, self.in_local, self.in_run, strict=True), key=lambda dim: -dim[1])
         length = self.piece
-        for size, in_local, _ in reversed(dims):
-            if in_local != length:
+        for size, step, _ in reversed(dims):
+            if step != length:
                 return None
             length *= size
         shape, in_local, in_run = [tuple([dim[i] for dim in dims]) for i in range(3)]

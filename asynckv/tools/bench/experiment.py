@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asynckv.config import NixlConfig
 from asynckv.errors import ConfigError, LayoutError
+from asynckv.geometry.gather import packs
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.staging import TYPICAL
@@ -121,7 +122,9 @@ class Experiment:
             there = [self.layout("prefill", rank, s) for s in range(theirs.pp) for rank in ranks]
             for other, shares in zip(there, assign(here, there), strict=True):
                 if shares:
-                    found |= dict.fromkeys(PeerTables(here, other, shares, itertools.count(1), costs).warnings)
+                    pack_bytes = packs(other) if costs is not None else 0
+                    tables = PeerTables(here, other, shares, itertools.count(1), costs, pack_bytes)
+                    found |= dict.fromkeys(tables.warnings)
         return list(found)
 
     def block_bytes(self, role: str) -> list[int]:

@@ -31,7 +31,7 @@ class Bound(NamedTuple):
     wire_s: float
     descriptors_s: float
     python_s: float
-    copy_s: float  # of staged pieces to their places, on one posting thread
+    copy_s: float  # of staged pieces to their places, or of packed copies, on one thread
     limit: str  # one of `PARTS`
     requests_per_s: float
     share_of_wire: float
@@ -48,9 +48,9 @@ def reader(
     return _bound(num_bytes, descriptors, posts, python_s, copy_s, bytes_per_s)
 
 
-def lender(num_bytes: int, readers: int, bytes_per_s: float) -> Bound:
-    """Return the bound of a prefill rank that sends this to all of its readers; reads cost it no CPU."""
-    return _bound(num_bytes, 0, 0, readers * PYTHON_READER_S, 0.0, bytes_per_s)
+def lender(num_bytes: int, readers: int, bytes_per_s: float, copy_s: float = 0.0) -> Bound:
+    """Return the bound of a prefill rank that sends this to all of its readers; reads cost it no CPU, packed copies do."""
+    return _bound(num_bytes, 0, 0, readers * PYTHON_READER_S, copy_s, bytes_per_s)
 
 
 def _bound(num_bytes: int, descriptors: int, posts: int, python_s: float, copy_s: float, bytes_per_s: float) -> Bound:

@@ -13,6 +13,7 @@ from asynckv.config import PullConfig
 from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.gather import packs
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import (
     NotCovered,
@@ -35,6 +36,10 @@ from asynckv.tools.plan import bound
 
 SCHEMA = "asynckv.plan/1"
 NIC_GBIT = 400.0
+WAYS = {
+    "staged": "Staged reads[/bold]: long runs; their pieces are copied to their places",
+    "packed": "Packed copies[/bold]: the prefill rank gathers what is needed, and long runs of that are read",
+}
 BLOCKS = {"scattered": ("descriptors", "posts_scattered"), "runs": ("descriptors_in_runs", "posts")}
 LEGEND = (
     "bytes: a last, partly filled block is read to its end.",
@@ -101,10 +106,11 @@ def _bounds(
     ranks: Sequence[dict[str, Any]], owed: dict[str, list[str]], bytes_per_s: float
 ) -> Iterator[dict[str, Any]]:
     """Yield the bound of every rank that reads, with scattered blocks and with runs, and of every rank that is read."""
-    sent = dict.fromkeys(owed, 0)
+    sent, packed = dict.fromkeys(owed, 0), dict.fromkeys(owed, 0)
     for rank in ranks:
         for read in rank["reads"]:
             sent[read["remote"]] += read["bytes_read"]
+            packed[read["remote"]] += sum(g["bytes"] for g in read["groups"] if g["way"] == "packed")
         for blocks, names in BLOCKS.items() if rank["reads"] else ():
             descriptors, posts = (sum(read[name] for read in rank["reads"]) for name in names)
             staged = sum(g["bytes"] for read in rank["reads"] for g in read["groups"] if g["way"] == "staged")
@@ -113,7 +119,7 @@ def _bounds(
             yield {"side": "decode", "rank": rank["rank"], "blocks": blocks, **made._asdict()}
     for name, num_bytes in sent.items():
         if num_bytes:
-            made = bound.lender(num_bytes, len(owed[name]), bytes_per_s)
+            made = bound.lender(num_bytes, len(owed[name]), bytes_per_s, packed[name] * TYPICAL.place_s)
             yield {"side": "prefill", "rank": name, "blocks": "", **made._asdict()}
 
 
@@ -219,13 +225,12 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         return row
     try:
         shares = assign(layout, answered)
-        is_staging = all(memory.kind == "cpu" for memory in layout.memories)
         maps, direct = (
             [
-                PeerTables(layout, other, s, itertools.count(1), costs) if s else None
+                PeerTables(layout, other, s, itertools.count(1), costs, packs(other)) if s else None
                 for other, s in zip(answered, shares, strict=True)
             ]
-            for costs in (TYPICAL if is_staging else None, None)
+            for costs in (TYPICAL if packs(layout) else None, None)
         )
         lists = _request(layout, answered, num_tokens, cached)
         plans, usual = (
@@ -302,8 +307,11 @@ def _seconds(sections: Sequence[Section]) -> float:
     seconds = 0.0
     for section in sections:
         table, blocks = section.table, len(section.local)
-        placed = table.placed_bytes if table.boxes else 0
-        seconds += TYPICAL.of(section.num_merged()[1], 0, table.block_bytes * blocks, placed * blocks)
+        merged, placed = section.num_merged()[1], table.placed_bytes * blocks
+        if table.pack_bytes:
+            seconds += TYPICAL.packed(merged, 0, placed, placed)
+        else:
+            seconds += TYPICAL.of(merged, 0, table.block_bytes * blocks, placed if table.boxes else 0)
     return seconds
 
 
@@ -311,6 +319,7 @@ def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares:
     pair = group, remote_group
     mine, usual = (Plan(tuple(s for s in p.sections if s.table.span[:2] == pair)) for p in (plan, direct))
     config = PullConfig()
+    is_packed = any(s.table.pack_bytes for s in mine.sections)
     posts, merged = mine.count_posts(config.max_post_bytes, config.max_post_descriptors)
     # Every second id has no neighbour, so that nothing merges.
     apart = Plan(tuple(Section(s.table, 2 * s.local, s.remote) for s in mine.sections))
@@ -326,12 +335,14 @@ def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares:
             for (name, lo, hi, axis, extent), layers in ranges.items()
         ],
         "bytes": mine.num_bytes,
-        "bytes_read": sum(s.table.block_bytes * len(s.local) for s in mine.sections),
+        "bytes_read": sum(
+            (s.table.placed_bytes if s.table.pack_bytes else s.table.block_bytes) * len(s.local) for s in mine.sections
+        ),
         "pieces_per_block": max((s.table.num_rows for s in mine.sections), default=0),
         "kinds_of_cuts": len({s.table.table_id for s in mine.sections}),
         "descriptors": mine.num_descriptors,
         "descriptors_in_runs": merged,
-        "way": "staged" if mine.is_staged else "direct",
+        "way": "packed" if is_packed else "staged" if mine.is_staged else "direct",
         "expected_s": _seconds(mine.sections),
         "expected_direct_s": _seconds(usual.sections),
         "posts": posts,
@@ -406,18 +417,20 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def _show_ways(report: dict[str, Any], console: Console) -> None:
-    staged: Counter[str] = Counter()
+    found: dict[str, Counter[str]] = {way: Counter() for way in WAYS}
     for group in [g for rank in report["ranks"] for read in rank["reads"] for g in read["groups"]]:
-        if group["way"] == "staged":
+        if group["way"] in WAYS:
             over = group["bytes_read"] / group["bytes"]
             more = f", reading {over:.1f} bytes for each that is needed" if over > 1 else ""
             ms, direct_ms = group["expected_s"] * 1e3, group["expected_direct_s"] * 1e3
-            staged[f"group {group['group']}: {ms:,.2f} ms{more}; direct reads would take {direct_ms:,.2f} ms"] += 1
-    if staged:
-        console.print("\n[bold]Staged reads[/bold]: long runs; their pieces are copied to their places")
-    for text, number in staged.items():
-        console.print(f"  {text}{f' ({number} rows)' if number > 1 else ''}")
-    if staged:
+            line = f"group {group['group']}: {ms:,.2f} ms{more}; direct reads would take {direct_ms:,.2f} ms"
+            found[group["way"]][line] += 1
+    for way, lines in found.items():
+        if lines:
+            console.print(f"\n[bold]{WAYS[way]}")
+        for text, number in lines.items():
+            console.print(f"  {text}{f' ({number} rows)' if number > 1 else ''}")
+    if any(found.values()):
         console.print("  expected on one host, with KV in its memory; KV on GPUs is read directly", style="dim")
 
 
