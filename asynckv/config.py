@@ -200,7 +200,7 @@ class NixlConfig:
             copied to their places, if that is faster on this host. 0: never. Memory on GPUs is always read directly.
         packing_bytes: Bytes of memory for packed copies, 2 MiB to 128 GiB. Where a reader needs only small pieces of
             the blocks that this rank has lent, as one head of eight, this rank gathers them there, and the reader reads
-            that copy. 0: never. Not for memory on GPUs, nor with a serving process.
+            that copy. 0: never. Not for memory on GPUs.
         process: The part of NIXL that runs in a process of its own, which may die inside UCX without ending the engine;
             another one replaces it. "never": no part. "serving": the agent that remote readers reach; the start fails
             if the memory is not shared (`asynckv.shared_tensor`, `asynckv.shared_memory`). "auto": "serving" if the

@@ -102,8 +102,8 @@ async def test_a_slot_may_be_full_to_its_last_byte(packing: Any) -> None:
 
 async def test_the_memory_is_told_as_readers_need_it(packing: Any) -> None:
     made, _, _ = packing
-    assert made.packing == Packing(made.memory.base, 3, PACK_BYTES)
-    assert made.memory.length == 3 * PACK_BYTES
+    assert made.packing == Packing(made._area.ctypes.data, 3, PACK_BYTES)
+    assert made.packing.memory == Memory(made._area.ctypes.data, 3 * PACK_BYTES)
 
 
 async def test_a_copy_that_cannot_be_made_is_told_and_the_next_is_made(packing: Any) -> None:
@@ -199,7 +199,7 @@ def test_a_loop_that_is_gone_is_not_called() -> None:
 
 
 async def test_memory_for_copies_that_cannot_be_had_is_an_error_that_names_the_field() -> None:
-    with pytest.raises(BackendError, match=r"for packed copies cannot be had: .*; lower nixl.packing_bytes"):
+    with pytest.raises(BackendError, match=r"no room for packed copies: .*; lower nixl.packing_bytes"):
         Packer([], 1 << 42, asyncio.get_running_loop(), lambda: None)
     with pytest.raises(ConfigError, match="packing_bytes"):
         NixlConfig(packing_bytes=MAX_PACKING + 1)

@@ -198,7 +198,7 @@ class NixlPlane:
             if is_on_host and self._config.packing_bytes:
                 num_copies = max(self._config.packing_bytes // PACK_BYTES, 1)
                 self._packer = Packer(memories, num_copies, self._loop, on_ready)
-                self._agent.register_besides(self._packer.memory)
+                self._agent.register_besides(self._packer.packing.memory)
             # Agents are made here, because their threads would wait for Python's lock some hundred times, up to 5 ms
             # each where another thread never sleeps, and a handshake has a deadline.
             self.costs, threads, staging = None, self._config.num_posters, self._config.staging_bytes

@@ -1,12 +1,13 @@
 """Packed copies of the rank's own memory, made on one thread, in memory that remote readers reach.
 
+A serving process maps that memory too, so it is shared.
+
 Numpy copies without Python's lock, so the event loop goes on (`staging.py` has the measurement).
 """
 
 from __future__ import annotations
 
 import asyncio
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.edges.aside import end_at_exit
+from asynckv.edges.sharing import shared_memory
 from asynckv.edges.staging import bytes_at
-from asynckv.errors import BackendError
+from asynckv.errors import AsyncKVError, BackendError
 from asynckv.geometry.gather import PACK_BYTES, Gathered, Packing
 from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyMade
@@ -40,12 +42,10 @@ class Packer:
         self, memories: Sequence[Memory], num_slots: int, loop: asyncio.AbstractEventLoop, on_ready: Callable[[], None]
     ) -> None:
         try:
-            self._area = np.frombuffer(mmap.mmap(-1, num_slots * PACK_BYTES), np.uint8)
-        except (OSError, OverflowError, ValueError) as exc:
-            size = f"{num_slots} slots of {PACK_BYTES} bytes"
-            raise BackendError(f"{size} for packed copies cannot be had: {exc}; lower nixl.packing_bytes") from exc
-        self.memory = Memory(base=self._area.ctypes.data, length=len(self._area), device=0, kind="cpu")
-        self.packing = Packing(self.memory.base, num_slots)
+            self._area = np.frombuffer(shared_memory(num_slots * PACK_BYTES), np.uint8)
+        except AsyncKVError as exc:
+            raise BackendError(f"no room for packed copies: {exc}; lower nixl.packing_bytes") from exc
+        self.packing = Packing(self._area.ctypes.data, num_slots)
         self.made: deque[CopyMade] = deque()
         self._memories = [bytes_at(memory) for memory in memories]
         self._loop, self._on_ready = loop, on_ready

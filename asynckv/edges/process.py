@@ -42,7 +42,7 @@ class ServingPlane:
         go_on: Callable[[str], None] | None = None,
         deaths: int = DEATHS,
     ) -> None:
-        serving = replace(config, process="never", posting_threads=0)
+        serving = replace(config, process="never", posting_threads=0, packing_bytes=0)
         self._keeper = Keeper(serving, agent_name, self._hear, self._lost, self._served, deaths)
         self._reader, self._go_on = reader, go_on
         self._is_alone = False  # True without a child, when remote readers reach the reader's agent
@@ -77,8 +77,9 @@ class ServingPlane:
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         self._on_ready, self._is_alone = on_ready, False
         here = await self._reader.start(memories, on_ready)
+        copies = [] if here.packing is None else [here.packing.memory]
         try:
-            return await self._keeper.start(memories)
+            return (await self._keeper.start([*memories, *copies]))._replace(packing=here.packing)
         except BackendError as exc:
             if self._go_on is None:
                 raise

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_VIEWS, Int64s
-from asynckv.geometry.layout import Bytes, Layout
+from asynckv.geometry.layout import Bytes, Layout, Memory
 from asynckv.geometry.plan import ReadRequest
 
 PACK_BYTES = 2 << 20
@@ -38,6 +38,10 @@ class Packing(Struct, frozen=True, array_like=True, gc=False):
     base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     num_slots: Annotated[int, Meta(ge=1, le=65_536)]
     slot_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = PACK_BYTES
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(self.base, self.num_slots * self.slot_bytes)
 
 
 def packs(layout: Layout) -> int:
