@@ -17,13 +17,16 @@ from asynckv.config import MAX_PACKING
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges import packer
+from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.packer import Packer
+from asynckv.edges.process import ServingPlane
+from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import PACK_BYTES, Gathered, Packing, Ranges, check_recipe, recipe
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.layout import register_memory
-from asynckv.ports import CopyMade
+from asynckv.ports import CopyMade, DataNews
 from tests.engines import until
 from tests.oracle import gather
 from tests.test_nixl_edge import Bytes, Side, contents
@@ -324,6 +327,33 @@ async def test_a_plane_without_memory_for_copies_has_no_thread_and_tells_none(si
     sides.append(Side("some", 1, QUIET))
     assert sides[-1].agent.packing is not None
     assert not pack_threads()
+
+
+@pytest.mark.slow
+async def test_a_serving_process_has_the_copies_as_well(sides: list[Side]) -> None:
+    ours, theirs = Buffers(HERE, 1), Buffers(THERE, 2)
+    shared = [np.frombuffer(shared_memory(array.nbytes), np.uint8) for array in theirs.arrays]
+    for here, there in zip(shared, theirs.arrays, strict=True):
+        here[:] = there
+    memories = [Memory(array.ctypes.data, array.nbytes) for array in shared]
+    owner, news = ServingPlane(QUIET, "served", NixlPlane(QUIET, "reads")), list[DataNews]()
+    agent = await owner.start(memories, lambda: news.extend(owner.poll()))
+    try:
+        reader = Side("reader", 1, QUIET, arrays=ours.arrays)
+        sides.append(reader)
+        owner.watch(True)
+        await reader.plane.add_remote_agent(agent, memories)
+        assert agent.packing is not None
+        slot = agent.packing.num_slots - 1
+        (read,) = plan(table(HERE, THERE), OURS, THEIRS).posts(1 << 30, 1 << 20)
+        owner.pack(slot, check_recipe(recipe(read), Ranges(THERE), np.array(THEIRS), PACK_BYTES))
+        await until(lambda: news == [CopyMade(slot)])
+        ended = reader.plane.post_read(TransferId(1), agent.name, read._replace(slot=slot))
+        assert (ended or (await reader.heard(1))[0]) == TransferEnded(TransferId(1), Ending.DONE)
+        assert all(ours.head(a, 3) == theirs.head(b, 3) for a, b in zip(OURS, THEIRS, strict=True))
+    finally:
+        await owner.quiesce()
+        owner.close()
 
 
 @pytest.mark.slow
