@@ -19,6 +19,7 @@ MAX_PATH = 4096
 MAX_POSTING_THREADS = 16
 COPY_THREADS, MAX_COPY_THREADS = 2, 16
 MAX_BACKUPS = 1000
+MAX_PACKING = 128 << 30  # 65,536 slots, as many as a handshake can tell
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FILE = ("engine_id", "rank", "pid", "host")
 CORES_FOR_TWO = 2
@@ -197,8 +198,8 @@ class NixlConfig:
         staging_bytes: Bytes of staging memory, divided among the posting threads, which have 1 MiB each at least. Where
             the two sides' memory orders share only small pieces, long runs are read into it and their pieces are
             copied to their places, if that is faster on this host. 0: never. Memory on GPUs is always read directly.
-        packing_bytes: Bytes of memory for packed copies, 2 MiB or more. Where a reader needs only small pieces of the
-            blocks that this rank has lent, as one head of eight, this rank gathers them there, and the reader reads
+        packing_bytes: Bytes of memory for packed copies, 2 MiB to 128 GiB. Where a reader needs only small pieces of
+            the blocks that this rank has lent, as one head of eight, this rank gathers them there, and the reader reads
             that copy. 0: never. Not for memory on GPUs.
         process: The part of NIXL that runs in a process of its own, which may die inside UCX without ending the engine;
             another one replaces it. "never": no part. "serving": the agent that remote readers reach; the start fails
@@ -234,7 +235,8 @@ class NixlConfig:
                 f"'auto'"
             )
         _check(self, integer, ("bulk_bytes", "bulk_descriptors"), 1, MAX_INTEGER)
-        _check(self, integer, ("staging_bytes", "packing_bytes"), 0, MAX_INTEGER)
+        _check(self, integer, ["staging_bytes"], 0, MAX_INTEGER)
+        _check(self, integer, ["packing_bytes"], 0, MAX_PACKING)
         text("backend", self.backend, MAX_NAME, 1, ConfigError)
         pairs = self.params.items() if isinstance(self.params, dict) else [(None, None)]
         if not all(is_text(each) for pair in pairs for each in pair):

@@ -43,6 +43,7 @@ from asynckv.core.types import Cohort, Endpoint, Key, KVTransferParams, Outcome,
 from asynckv.errors import ConfigError
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
+from asynckv.geometry.gather import Packing, Recipe
 from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View
 from asynckv.scheduler import PrefillRanks
 from asynckv.tools.plan.layout_file import dump_layouts
@@ -173,19 +174,17 @@ def messages() -> dict[str, wire.Message]:
         wire.Hello(1, wire.MAJOR, wire.MINOR, "prefill", 1, COHORT, 1),
         wire.Welcome(
             1, wire.MAJOR, wire.MINOR, "prefill", "prefill-0a1b2c3d", metadata, hashlib.sha256(metadata).digest(),
-            Raw(msgspec.msgpack.encode(LAYOUT)),
+            Raw(msgspec.msgpack.encode(LAYOUT)), Packing(1 << 40, 16, 1 << 20),
         ),
         wire.Claim(KEY, "req:1,\n\x00é", COHORT, "pull", 5, b"d" * 16, 30.0),
         wire.Renew(KEY, "pull", 6, 30.0),
         wire.Granted(KEY, "pull", 5, 10.0, 0.5),
-        wire.NotYet(KEY, "pull", 5),
-        wire.Ack(KEY, "pull"),
-        wire.Ping(1),
-        wire.Pong((1 << 63) - 1),
+        wire.NotYet(KEY, "pull", 5), wire.Ack(KEY, "pull"),
+        wire.Ping(1), wire.Pong((1 << 63) - 1),
         wire.StatusRequest(1, 256, "0x1.8p+1 l7", "req", bytes(8)),
         wire.Status(1, "prefill", 1, 2, {"leases": 3}, encode_account(account())),
-        wire.Goodbye(),
-        wire.Draining(),
+        wire.Goodbye(), wire.Draining(), wire.Packed(KEY, "pull", 7, 5), wire.Unpack(KEY, "pull", 7),
+        wire.Pack(KEY, "pull", 7, Recipe(1, ((64, ((4, 9), (2, 2048))), (8, ())), ((0, 128, 1), (1, 0, 0)), ((1, 3),))),
     ]  # fmt: skip
     named = {type(message).__name__: message for message in made}
     named |= {f"Unwelcome, {x}": wire.Unwelcome(1, x, "in words") for x in sorted(wire.UNWELCOME)}

@@ -11,13 +11,16 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from asynckv.geometry.blocks import runs_of
 from asynckv.geometry.bounds import NULL, BlockRuns
 from asynckv.geometry.check import check_layout
+from asynckv.geometry.gather import Gathered, Ranges, Recipe, check_recipe, recipe
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, shard
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.packed import ALIGN, placed, record_form
@@ -152,8 +155,6 @@ class Rank:
     def _place(
         self, plans: list[tuple[int, int, list[Part], int]], groups: tuple[Group, ...]
     ) -> tuple[list[View], list[int]]:
-        import msgspec
-
         names = self.engine.layers
         views: list[View] = []
         lengths: list[int] = []
@@ -268,11 +269,22 @@ def execute(
     limits: tuple[int, int],
     *,
     store: bool = False,
+    lent: Lists = (),
 ) -> int:
     """Run a plan as memory copies, the other way round to store; no byte may be written twice. Returns the bytes."""
-    total = 0
-    for post in plan.posts(*limits):
+    posts, total = list(plan.posts(*limits)), 0
+    assert plan.count_posts(*limits) == (len(posts), sum(post.num_descriptors for post in posts))
+    for post in posts:
         table = post.table
+        assert 1 <= post.num_descriptors <= min(len(post.local), limits[1])
+        assert post.num_bytes <= limits[0] or len(post.local) == 1
+        if table.boxes:
+            first, count = post.rows
+            assert len(set(table.length[first : first + count].tolist())) == 1
+        if table.pack_bytes:
+            total += execute_packed(post, local, remote, written, lent)
+            check_pieces(post, local, remote)
+            continue
         moved = wanted = 0
         for a, b in zip(post.local.tolist(), post.remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
@@ -300,11 +312,7 @@ def execute(
                 to, of = (there, here) if store else (here, there)
                 to[:] = of
         assert moved == post.num_bytes
-        assert 1 <= post.num_descriptors <= min(len(post.local), limits[1])
-        assert post.num_bytes <= limits[0] or len(post.local) == 1
         if table.boxes:
-            first, count = post.rows
-            assert len(set(table.length[first : first + count].tolist())) == 1
             check_pieces(post, local, remote)
         total += wanted
     assert total == plan.num_bytes
@@ -339,14 +347,60 @@ MAX_STAGED = 1 << 20  # bytes of a transfer that is checked staged as well, piec
 STAGED = ReadCosts(descriptor_s=1.0, read_s=0.0, place_s=0.0, slot_bytes=8192)
 """Costs by which everything that differs is staged, in slots that hold few blocks."""
 
+PACKED = STAGED._replace(ask_s=-1.0)
+"""Costs by which everything is packed that lies densely here."""
 
-def maps(local: Rank, remotes: Sequence[Rank], costs: ReadCosts | None = None) -> list[PeerTables | None]:
+PACK_BYTES = 3000
+
+
+def maps(
+    local: Rank, remotes: Sequence[Rank], costs: ReadCosts | None = None, pack_bytes: int = 0
+) -> list[PeerTables | None]:
     """Return the tables of what is read of each remote rank."""
     shares = assign(local.layout, [r.layout for r in remotes])
     ids = iter(range(1, 1 << 30))
     return [
-        PeerTables(local.layout, r.layout, s, ids, costs) if s else None for r, s in zip(remotes, shares, strict=True)
+        PeerTables(local.layout, r.layout, s, ids, costs, pack_bytes) if s else None
+        for r, s in zip(remotes, shares, strict=True)
     ]
+
+
+class Arrays(Protocol):
+    @property
+    def arrays(self) -> list[Bytes]: ...
+
+
+def gather(gathered: Gathered, owner: Arrays) -> Bytes:
+    """Make a packed copy piece by piece."""
+    out = []
+    for memory, offset, stride, piece, shape, strides in gathered.rows:
+        for block, steps in itertools.product(gathered.blocks.tolist(), itertools.product(*map(range, shape))):
+            at = offset + block * stride + sum(map(operator.mul, steps, strides))
+            assert 0 <= at <= at + piece <= len(owner.arrays[memory])
+            out.append(owner.arrays[memory][at : at + piece])
+    return np.concatenate(out)
+
+
+def execute_packed(
+    post: ReadRequest, local: Rank | Buffers, remote: Rank | Buffers, written: list[npt.NDArray[np.bool_]], lent: Lists
+) -> int:
+    """Read a packed copy that the owner makes of lent blocks; no byte may be written twice. Returns the bytes."""
+    asked = msgspec.msgpack.decode(msgspec.msgpack.encode(recipe(post)), type=Recipe)
+    ids = np.array([block for block in lent[asked.group][1] if block is not None], np.int64)
+    gathered = check_recipe(asked, Ranges(remote.layout), ids, post.table.pack_bytes)
+    copy, at = gather(gathered, remote), 0
+    assert len(copy) == gathered.num_bytes == post.num_bytes
+    places = post.places().tolist()
+    assert len(places) <= post.num_descriptors
+    for memory, start, length in places:
+        assert 0 <= start < start + length <= len(local.arrays[memory])
+        done = written[memory][start : start + length]
+        assert not done.any(), "a byte is written twice"
+        done[:] = True
+        local.arrays[memory][start : start + length] = copy[at : at + length]
+        at += length
+    assert at == post.num_bytes
+    return at
 
 
 def peers_of(local: Rank, remotes: Sequence[Rank]) -> list[Rank]:
@@ -370,15 +424,16 @@ def check_transfer(
     wanted = tokens if wanted is None else wanted
     answered = peers_of(local, remotes)
     lists = BlockLists(arrays(mine), offers(theirs), wanted, tokens)
-    staged, plans = (
-        [plan_read(peer, lists) if peer is not None else None for peer in maps(local, answered, costs)]
-        for costs in (STAGED, None)
+    packed, staged, plans = (
+        [plan_read(peer, lists) if peer is not None else None for peer in maps(local, answered, costs, pack_bytes)]
+        for costs, pack_bytes in ((PACKED, PACK_BYTES), (STAGED, 0), (None, 0))
     )
-    if sum(plan.num_bytes for plan in staged if plan is not None) < MAX_STAGED:
-        before = [a.copy() for a in local.arrays]
-        check_plans(local, answered, staged, mine, cache, tokens, wanted, limits)
-        for now, was in zip(local.arrays, before, strict=True):
-            now[:] = was
+    before = [a.copy() for a in local.arrays]
+    for each in (packed, staged):
+        if sum(plan.num_bytes for plan in each if plan is not None) < MAX_STAGED:
+            check_plans(local, answered, each, mine, cache, tokens, wanted, limits, theirs)
+            for now, was in zip(local.arrays, before, strict=True):
+                now[:] = was
     check_plans(local, answered, plans, mine, cache, tokens, wanted, limits)
     return plans
 
@@ -397,13 +452,14 @@ def check_plans(
     tokens: int,
     wanted: int,
     limits: tuple[int, int] = (1 << 20, 512),
+    lent: Lists = (),
 ) -> None:
     """Copy what plans say, and compare every byte of the destination with what the request's arrays say."""
     before = [a.copy() for a in local.arrays]
     written = [np.zeros(len(a), np.bool_) for a in local.arrays]
     for remote, plan in zip(remotes, plans, strict=True):
         if plan is not None:
-            execute(plan, local, remote, written, limits)
+            execute(plan, local, remote, written, limits, lent=lent)
     may = [np.zeros(len(a), np.bool_) for a in local.arrays]
     for memory, places, data, must in cells(local, mine, cache, tokens, wanted):
         at = places[..., None] + np.arange(data.shape[-1])

@@ -337,7 +337,7 @@ def test_fields_that_came_later_are_passed_over(name: str, data: bytes, means: A
     assert wire.decode_packet(msgspec.msgpack.encode(body)) == read
 
 
-@pytest.mark.parametrize("kind", [0, 17, 99, 1 << 40])
+@pytest.mark.parametrize("kind", [0, 20, 99, 1 << 40])
 def test_a_kind_of_message_that_came_later_loses_its_packet_and_is_an_error_of_this_protocol(kind: int) -> None:
     data = msgspec.msgpack.encode([wire.MAJOR, "s", "t", [[11, 1], [kind, 1]]])
     with pytest.raises(RemoteProtocolError) as caught:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from asynckv import ConfigError, KeysConfig, LayoutError, LeaseConfig, PrefillRanks, RemoteProtocolError
@@ -21,6 +22,7 @@ from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.core.types import Address, Cohort, KVTransferParams, decode_params
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.geometry.check import check_layout
+from asynckv.geometry.gather import PACK_BYTES, Packing, Ranges, Recipe, check_recipe
 from asynckv.geometry.layout import Layout
 from asynckv.keys import AllowList, _parse, decode_z85, encode_z85, read_pair, read_public, write_pair
 from asynckv.tools.bench import workload
@@ -41,7 +43,16 @@ GROUP = PrefillRanks("prefill", ENDPOINTS, lease=LeaseConfig())
 PARAMS = GROUP.make_params(
     "req:1,\n\u00e9", [(0, [1, 2, 3, None, 9]), (16, [4])], 70, hashes=["a", "b"], hash_tokens=16
 )
-SAID = every_message(decode_params(PARAMS), LAYOUT, Cohort("decode"))
+OF_PARAMS = decode_params(PARAMS)
+KEYS = 8 * 16_384  # bytes of the keys of all blocks, behind which the values lie
+RECIPE = Recipe(1, ((256, ((16, 1024),)), (8, ())), ((3, 256, 0), (3, KEYS + 512, 0), (3, 7, 1)), ((1, 3), (5, 1)))
+SAID = [
+    *every_message(OF_PARAMS, LAYOUT, Cohort("decode")),
+    m.Welcome(7, m.MAJOR, m.MINOR, "x", "agent", b"", bytes(32), msgspec.Raw(LAYOUT_BYTES), Packing(1 << 40, 16)),
+    m.Pack(OF_PARAMS.key, "decode-1", 7, RECIPE),
+    m.Packed(OF_PARAMS.key, "decode-1", 7, 5),
+    m.Unpack(OF_PARAMS.key, "decode-1", 7),
+]
 PACKETS = [m.encode_packet("source", "target", x) for x in (*([y] for y in SAID), SAID)]
 HF = {
     "model_type": "llama",
@@ -134,6 +145,29 @@ def packet_tree(rng: random.Random, path: Path) -> object:
     except (UnicodeEncodeError, OverflowError, RecursionError):
         data = b""
     return m.decode_packet(data)
+
+
+RANGES = Ranges(LAYOUT)
+LENT = np.array([1, 2, 3, 5])
+RECIPES: msgspec.msgpack.Decoder[Recipe] = msgspec.msgpack.Decoder(Recipe)
+
+
+def recipe_of_a_reader(rng: random.Random, path: Path) -> object:
+    tree = msgspec.to_builtins(RECIPE)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        tree = spoil(rng, tree)
+    try:
+        asked = RECIPES.decode(msgspec.msgpack.encode(tree))
+    except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError):
+        return None  # the packet was refused
+    gathered = check_recipe(asked, RANGES, LENT, PACK_BYTES)
+    assert gathered.num_bytes <= PACK_BYTES
+    assert set(gathered.blocks.tolist()) <= set(LENT.tolist())
+    for memory, offset, stride, piece, shape, strides in gathered.rows:
+        end = piece + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        assert (LAYOUT.views[memory].group, LAYOUT.views[memory].stride) == (asked.group, stride)
+        assert (offset % KEYS if asked.group else offset) + end <= stride, "a byte of another block"
+    return gathered
 
 
 def layout_of_a_peer(rng: random.Random, path: Path) -> object:
@@ -244,6 +278,7 @@ def own_address(rng: random.Random, path: Path) -> object:
 DECODERS: dict[Callable[[random.Random, Path], object], tuple[type[Exception], int]] = {
     packet: (RemoteProtocolError, 8_000),
     packet_tree: (RemoteProtocolError, 2_000),
+    recipe_of_a_reader: (LayoutError, 1_000),
     layout_of_a_peer: (LayoutError, 500),
     account: (RemoteProtocolError, 4_000),
     params: (RemoteProtocolError, 3_000),

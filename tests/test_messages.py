@@ -35,6 +35,7 @@ from asynckv.errors import ConfigError, LayoutError, RemoteProtocolError
 from asynckv.geometry.blocks import runs_of
 from asynckv.geometry.bounds import MAX_RANKS, MAX_RUNS, BlockRuns
 from asynckv.geometry.check import decode_layout
+from asynckv.geometry.gather import Packing, Recipe
 from asynckv.scheduler import PrefillRanks
 from tests.world import World, make_layout
 
@@ -51,6 +52,7 @@ ALL: list[m.Message] = [
         b"metadata",
         hashlib.sha256(b"metadata").digest(),
         msgspec.Raw(msgspec.msgpack.encode(make_layout())),
+        Packing(1 << 40, 16),
     ),
     m.Unwelcome(1, Reason.WRONG_TARGET, "detail"),
     m.Claim(KEY, "req:1,\n\x00é", COHORT, "pull", 5, b"d" * 16, 30.0),
@@ -66,6 +68,9 @@ ALL: list[m.Message] = [
     m.Status(1, "prefill", 0, 1, {"leases": 3}, encode_account(Account(rank="prefill/tp0@0a1b2c3d"))),
     m.Goodbye(),
     m.Draining(),
+    m.Pack(KEY, "pull", 7, Recipe(0, ((256, ((4, 2048), (16, 4096))), (64, ())), ((0, 128, 1), (1, 0, 0)), ((1, 3),))),
+    m.Packed(KEY, "pull", 7, 5),
+    m.Unpack(KEY, "pull", 7),
 ]
 PACKET = m.encode_packet("source", "target", ALL)
 

@@ -36,7 +36,7 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable, Span
-from asynckv.ports import AgentInfo
+from asynckv.ports import AgentInfo, CopyMade
 from tests.engines import until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
@@ -69,20 +69,35 @@ TABLES = (
 class Side:
     """A plane with two memories, polled whenever it asks to be."""
 
-    def __init__(self, name: str, seed: int, config: NixlConfig | None = None, lent: Sequence[Bytes] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        seed: int,
+        config: NixlConfig | None = None,
+        lent: Sequence[Bytes] = (),
+        arrays: list[Bytes] | None = None,
+    ) -> None:
         self.plane = NixlPlane(config or NixlConfig(posting_threads=0), name)
-        self.arrays: list[Bytes] = contents(seed)
+        self.arrays = contents(seed) if arrays is None else arrays
         self.memories = [Memory(a.ctypes.data, a.nbytes) for a in (*self.arrays, *lent)]
         self.news: list[TransferEnded] = []
+        self.made: list[CopyMade] = []
         self.calls = 0
         self._event = asyncio.Event()
         self.agent = self.plane.begin(self.memories, self._poll)
 
     def _poll(self) -> None:
         self.calls += 1
-        if found := self.plane.poll():
+        copies = len(self.made)
+        if (found := self.ended()) or len(self.made) > copies:
             self.news += found
             self._event.set()
+
+    def ended(self) -> list[TransferEnded]:
+        """Poll; file packed copies that were made, and return the ends of transfers."""
+        found = self.plane.poll()
+        self.made += [news for news in found if isinstance(news, CopyMade)]
+        return [news for news in found if isinstance(news, TransferEnded)]
 
     def read(self, transfer_id: int, name: str, table: DescTable, local: Indices, remote: Indices) -> None:
         """Post, and file what is known at once under the news."""
@@ -231,7 +246,7 @@ async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side
     assert reader.plane.post_read(TransferId(1), "owner", request(TABLES[0], local, remote)) is None
     assert reader.plane.statistics()["running"] == 1
     reader.plane.close()
-    assert reader.plane.poll() == []
+    assert reader.ended() == []
     assert reader.plane.statistics()["running"] == 0
     calls, later = reader.calls, asyncio.get_running_loop().time() + 0.05
     await until(lambda: asyncio.get_running_loop().time() > later)
@@ -332,7 +347,7 @@ async def test_an_exception_that_is_no_disconnect_is_no_end(linked: tuple[Side, 
     local, remote = pairs(TABLES[0], 0)
     copied(want, owner.arrays, TABLES[0], local, remote)
     reader.read(1, "owner", TABLES[0], local, remote)
-    (doubted, *_) = reader.news = [*reader.news, *reader.plane.poll()]
+    (doubted, *_) = reader.news = [*reader.news, *reader.ended()]
     assert (doubted.ending, doubted.cause, doubted.peer_lost) == (
         Ending.IN_DOUBT,
         "RuntimeError('unheard of')",
@@ -352,9 +367,9 @@ async def test_what_nixl_itself_does_not_know_any_more_may_still_write(linked: t
     # As measured: NIXL then says "not found" of the transfer, whose bytes land nevertheless.
     assert reader.plane._agent is not None
     reader.plane._agent._agent.remove_remote_agent(reader.plane._agent._remotes["owner"].alias)
-    (doubted,) = reader.plane.poll()
+    (doubted,) = reader.ended()
     assert (doubted.ending, doubted.peer_lost) == (Ending.IN_DOUBT, False)
-    assert reader.plane.poll() == []
+    assert reader.ended() == []
     found = reader.plane.statistics()
     assert (found["running"], found["in_doubt"]) == (0, 1)
 
@@ -372,7 +387,7 @@ async def test_memory_that_something_may_still_write_is_not_deregistered(
         meddle(reader, getXferStatus=lambda handle: 1 // 0 if ending == "in_doubt" else 1)
     one = np.zeros(1, np.int32)
     reader.read(1, "owner", TABLES[1], one, one)
-    news = await reader.heard(1) if ending == "done" else reader.plane.poll()
+    news = await reader.heard(1) if ending == "done" else reader.ended()
     assert endings(news) == ([] if ending == "running" else [(1, ending)])
     agent._raw = raw
     honest, done = agent._agent, list[str]()
@@ -463,7 +478,7 @@ async def test_an_old_doubt_says_nothing_of_the_connection_that_was_made_since(s
     agent._raw = raw
     await reader.plane.add_remote_agent(owner.agent, owner.memories)
     agent._raw = Meddler(raw, getXferStatus=status_later)
-    (ended,) = reader.plane.poll()
+    (ended,) = reader.ended()
     assert ended == TransferEnded(TransferId(11), Ending.FAILED, "the remote process is gone (broken)")
     agent._raw = raw
     await check_reads(reader, "owner", owner.arrays)
@@ -487,7 +502,7 @@ async def test_a_handle_that_nixl_keeps_is_released_later(linked: tuple[Side, Si
     # The end is told at once: it is the bytes' and not the handle's.
     assert {each.ending for each in await reader.heard(3)} == {Ending.DONE}
     assert len(set(refused)) == 3
-    reader.plane.poll()
+    reader.ended()
     assert sorted(released) == sorted(refused)
     assert reader.plane.statistics()["unreleased"] == 0
     meddle(reader)
@@ -514,10 +529,10 @@ async def test_one_poll_tells_every_end(linked: tuple[Side, Side], doubt: bool) 
     assert len(handles) == 5
     if doubt:
         raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
-        assert endings(reader.plane.poll()) == [(number, "in_doubt") for number in range(5)]
+        assert endings(reader.ended()) == [(number, "in_doubt") for number in range(5)]
         agent._raw = raw
     land_untold(agent, handles, owner)
-    assert sorted(endings(reader.plane.poll())) == [(number, "done") for number in range(5)]
+    assert sorted(endings(reader.ended())) == [(number, "done") for number in range(5)]
 
 
 async def test_a_poll_asks_until_nothing_new_is_found(linked: tuple[Side, Side]) -> None:
@@ -540,7 +555,7 @@ async def test_a_poll_asks_until_nothing_new_is_found(linked: tuple[Side, Side])
         return 1
 
     raw = meddle(reader, getXferStatus=status)
-    assert endings(reader.plane.poll()) == [(number, "done") for number in (4, 3, 2, 1, 0)]
+    assert endings(reader.ended()) == [(number, "done") for number in (4, 3, 2, 1, 0)]
 
 
 @pytest.mark.parametrize("doubt", [False, True])
@@ -553,7 +568,7 @@ async def test_an_end_that_ucx_wakes_nobody_for_is_found_all_the_same(linked: tu
     assert reader.plane.statistics()["running"] == 1
     if doubt:
         raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
-        assert endings(reader.plane.poll()) == [(1, "in_doubt")]
+        assert endings(reader.ended()) == [(1, "in_doubt")]
         assert reader.plane._agent is not None
         reader.plane._agent._raw = raw
     looks = itertools.count()
@@ -640,7 +655,7 @@ async def test_descriptor_lists_make_room_for_others_but_never_under_a_transfer(
     local, remote = pairs(TABLES[0], 0)
     reader.read(1, "owner", TABLES[0], local, remote)
     if doubt:
-        assert endings(reader.plane.poll()) == [(1, "in_doubt")]
+        assert endings(reader.ended()) == [(1, "in_doubt")]
     (used,) = (agent.doubtful if doubt else agent.running).values()
     agent._raw = raw
     for number in range(10):
@@ -717,7 +732,7 @@ async def _reader(posting_threads: int) -> dict[str, Any]:
                 now.get(f"poster{i}.posts", 0) for i in (1, 2)
             ):
                 await asyncio.sleep(0)
-            reader.news += reader.plane.poll()
+            reader.news += reader.ended()
             found["while_stopped"] = {
                 "news": len(reader.news),
                 "running": reader.plane.statistics()["running"],

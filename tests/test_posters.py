@@ -306,7 +306,7 @@ async def test_joined_reads_share_doubt_and_disconnection(
     raw = poster.agent._raw
     poster.agent._raw = Meddler(raw, getXferStatus=trouble)
     while_the_loop_stands(lambda: len(reader.plane._posters.inbox) == 4)
-    news = reader.plane.poll()
+    news = reader.ended()
     ending = Ending.FAILED if is_lost else Ending.IN_DOUBT
     assert {(e.transfer_id, e.ending, e.peer_lost) for e in news} == {(n, ending, is_lost) for n in range(1, 5)}
     found = reader.plane.statistics()
@@ -428,13 +428,13 @@ async def test_what_was_in_doubt_before_a_thread_broke_has_ended_with_its_agent(
     while_the_loop_stands(lambda: poster.agent.running)
     poster.agent._raw = Meddler(poster.agent._raw, getXferStatus=lambda handle: 1 // 0)
     while_the_loop_stands(lambda: reader.plane._posters.inbox)
-    assert [(each.transfer_id, each.ending) for each in reader.plane.poll()] == [(1, Ending.IN_DOUBT)]
+    assert [(each.transfer_id, each.ending) for each in reader.ended()] == [(1, Ending.IN_DOUBT)]
     found = reader.plane.statistics()
     assert (found["running"], found["in_doubt"]) == (0, 1)
     _spoil(poster.agent)
     reader.read(2, "owner", TABLES[0], local, remote)
     while_the_loop_stands(lambda: not poster._thread.is_alive())
-    told = [(each.transfer_id, each.ending) for each in reader.plane.poll()]
+    told = [(each.transfer_id, each.ending) for each in reader.ended()]
     assert told[-2:] == [(1, Ending.FAILED), (2, Ending.FAILED)]
     found = reader.plane.statistics()
     assert (found["running"], found["in_doubt"]) == (0, 0)
@@ -651,7 +651,7 @@ async def test_closing_with_bulk_in_flight_ends_the_threads(sides: list[Side]) -
     assert reader.plane.statistics()["running"] == 20
     reader.plane.close()
     assert poster_threads() == []
-    assert reader.plane.poll() == []
+    assert reader.ended() == []
     assert reader.plane.statistics()["running"] == 0
     before: list[Bytes] = [a.copy() for a in reader.arrays]
     await anyio.sleep(0.02)

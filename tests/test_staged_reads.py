@@ -203,7 +203,7 @@ async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(
     raw = poster.agent._raw
     poster.agent._raw = Meddler(raw, getXferStatus=lambda handle: 1 // 0)
     while_the_loop_stands(lambda: len(reader.plane._posters.inbox) == 2)
-    assert {(e.transfer_id, e.ending) for e in reader.plane.poll()} == {(1, Ending.DETACHED), (2, Ending.DETACHED)}
+    assert {(e.transfer_id, e.ending) for e in reader.ended()} == {(1, Ending.DETACHED), (2, Ending.DETACHED)}
     assert (reader.plane.statistics()["running"], reader.plane.statistics()["in_doubt"]) == (1, 2)
     assert slots(reader) == 2
     assert reader.plane.detach(TransferId(3))
@@ -276,7 +276,7 @@ async def test_a_thread_that_breaks_fails_what_waits_for_a_slot(
     while_the_loop_stands(lambda: len(poster._lines) == 1)
     monkeypatch.setattr(poster, "_ask", lambda *_: 1 // 0)
     while_the_loop_stands(lambda: not poster._thread.is_alive())
-    news = [(e.transfer_id, e.ending) for e in reader.plane.poll()]
+    news = [(e.transfer_id, e.ending) for e in reader.ended()]
     assert [ending for transfer_id, ending in news if transfer_id == 3] == [Ending.FAILED]
     assert [ending for transfer_id, ending in news if transfer_id == 1] == [Ending.IN_DOUBT, Ending.FAILED]
     # The loop reads piece by piece from here on.

@@ -13,6 +13,7 @@ from asynckv.core.types import TransferId
 from asynckv.edges.nixl import NixlPlane
 from asynckv.embed import EngineDesk, EngineThread, Finished, Order
 from asynckv.geometry.plan import ReadRequest
+from asynckv.ports import CopyMade
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class Held(NixlPlane):
 
     def __init__(self, honest: NixlPlane) -> None:
         super().__init__(honest._config, honest._name)
-        self.kept: list[TransferEnded] = []
+        self.kept: list[TransferEnded | CopyMade] = []
         self.running = 0
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
@@ -38,9 +39,9 @@ class Held(NixlPlane):
             return None
         return ended
 
-    def poll(self) -> list[TransferEnded]:
+    def poll(self) -> list[TransferEnded | CopyMade]:
         self.kept += super().poll()
-        news: list[TransferEnded] = []
+        news: list[TransferEnded | CopyMade] = []
         if not self.is_holding:
             news, self.kept = self.kept, news
         return news

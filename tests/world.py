@@ -21,6 +21,7 @@ from asynckv.core.outbox import (
     HeldForLong,
     LeaseEnded,
     LoadPeer,
+    PackBlocks,
     PullEnded,
     RemovePeer,
 )
@@ -31,6 +32,7 @@ from asynckv.core.readers import Identity
 from asynckv.core.types import Address, Endpoint, KVTransferParams, Reason, TransferId, decode_params
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.gather import Gathered, Packing
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.match import assign
 from asynckv.geometry.pairing import BlockLists
@@ -153,6 +155,10 @@ class Rank(Port):
         super().__init__(world, f"world://{name}", name)
         self.core, self.buffers, self.rate, self.epoch = core, buffers, rate, epoch
         self.nic = Nic(world, core.identity.agent_name, name, buffers.arrays)
+        if (packing := core.identity.packing) is not None:
+            self.nic.make_copies(packing.num_slots, packing.slot_bytes)
+        self.making: dict[int, Gathered] = {}
+        """Packed copies that are being made, by slot."""
         self.peers, self.reads = self.nic.remotes, self.nic.running
         self.posts: dict[TransferId, ReadRequest] = {}
         """All that was ever posted."""
@@ -199,7 +205,7 @@ class World(Fabric):
         self.groups: dict[str, PrefillRanks] = {}
         self.config = config
         self.reuse = reuse
-        self.auto_load = True
+        self.auto_load = self.auto_pack = True
 
     def add(
         self,
@@ -211,10 +217,12 @@ class World(Fabric):
         epoch: float = 0.0,
         seed: int = 0,
         costs: ReadCosts | None = None,
+        packing: Packing | None = None,
     ) -> Rank:
         config = self.config or EngineConfig(engine_id="x")
         engine_id = engine_id or name
-        identity = Identity(engine_id, f"{name}-{len(self.ranks)}", f"agent-{name}", name.encode(), layout, 1000)
+        agent = f"agent-{name}", name.encode()
+        identity = Identity(engine_id, f"{name}-{len(self.ranks)}", *agent, layout, 1000, packing=packing)
         config = replace(config, engine_id=engine_id)
         core = RankCore(identity, config, costs)
         rank = self.ranks[name] = Rank(self, name, core, Buffers(layout, seed), rate, epoch)
@@ -278,9 +286,17 @@ class World(Fabric):
                             self.load(rank)
                     case RemovePeer(peer, keep):
                         rank.nic.remove_remote_agent(peer.agent_name, keep=keep)
-                    case DetachRead(transfer_id):
-                        assert rank.nic.detach(transfer_id)
-                        core.decode.ended(TransferEnded(transfer_id, Ending.DETACHED), 0.0, self.time(rank))
+                    case DetachRead(transfer_id, is_posted):
+                        if is_posted and any(post.transfer_id == transfer_id for post in core.decode.answered):
+                            continue  # it is not posted any more
+                        assert rank.nic.detach(transfer_id) or not is_posted
+                        ending = Ending.DETACHED if is_posted else Ending.FAILED
+                        core.decode.ended(TransferEnded(transfer_id, ending), 0.0, self.time(rank))
+                    case PackBlocks(slot, gathered):
+                        assert slot not in rank.making, "two copies in one slot"
+                        rank.making[slot] = gathered
+                        if self.auto_pack:
+                            self.finish_copy(rank, slot)
                     case PullEnded(pull):
                         assert pull not in rank.ended, "two outcomes"
                         rank.ended.append(pull)
@@ -301,13 +317,19 @@ class World(Fabric):
                     case _:
                         pass
             posts = False
-            while (read := core.decode.next_read(self.time(rank))) is not None:
-                posts, rank.posts[read.transfer_id] = True, read.read
-                rank.reads[read.transfer_id] = rank.nic.prepare(read.transfer_id, read.agent_name, read.read)
+            while (post := core.decode.next_read(self.time(rank))) is not None:
+                posts, rank.posts[post.transfer_id] = True, post.read
+                rank.reads[post.transfer_id] = rank.nic.prepare(post.transfer_id, post.agent_name, post.read)
             posts = core.decode.admit(self.time(rank)) is not None or posts
-            if not commands and not posts:
+            if not commands and not posts and not core.outbox.messages:
                 assert all(pull.scheduled_at <= pull.wake_at for pull in core.decode.pulls.values()), "woken too late"
                 return
+
+    def finish_copy(self, rank: Rank, slot: int, failure: str = "") -> None:
+        gathered = rank.making.pop(slot)
+        if not failure:
+            rank.nic.gather(slot, gathered)
+        rank.core.prefill.copies.made(slot, failure)
 
     def load(self, rank: Rank) -> None:
         while rank.loading:

@@ -55,14 +55,14 @@ class Copies:
     def ask(self, pack: Pack, gathered: Gathered, sender: str, reply_to: ReplyTo) -> bool:
         """Take a reader's wish; return False if there are too many."""
         pull_id = PullId(pack.pull_id)
-        copies = self.by_key.setdefault(pack.key, {})
-        if (known := copies.get((pull_id, pack.nonce))) is not None:
+        if (known := self.by_key.get(pack.key, {}).get((pull_id, pack.nonce))) is not None:
             if known.is_made:
                 self._answer(known, known.slot)
             return True
         if self.num_waiting(sender) >= MAX_WAITING:
             return False
-        copy = copies[pull_id, pack.nonce] = _Copy(pack.key, pull_id, pack.nonce, sender, reply_to, gathered)
+        copy = _Copy(pack.key, pull_id, pack.nonce, sender, reply_to, gathered)
+        self.by_key.setdefault(pack.key, {})[pull_id, pack.nonce] = copy
         self._waiting[copy] = None
         self._outbox.counters["copies.asked"] += 1
         self._go_on()
@@ -81,16 +81,18 @@ class Copies:
         else:
             self._free(copy)
 
-    def unpack(self, unpack: Unpack, sender: str) -> None:
-        copy = self.by_key.get(unpack.key, {}).get((PullId(unpack.pull_id), unpack.nonce))
-        if copy is not None and copy.sender == sender:
+    def unpack(self, unpack: Unpack) -> None:
+        if (copy := self.by_key.get(unpack.key, {}).get((PullId(unpack.pull_id), unpack.nonce))) is not None:
             self._drop(copy)
 
     def settle(self, lease: Lease) -> None:
         """Drop the copies of grants that have ended."""
-        for copy in list(self.by_key[lease.lent.key].values()):
-            if lease.is_over or copy.pull_id not in lease.grants:
-                self._drop(copy)
+        copies = self.by_key[lease.lent.key].values()
+        ended = [copy for copy in copies if lease.is_over or copy.pull_id not in lease.grants]
+        for copy in ended:
+            self._waiting.pop(copy, None)  # or it would be made in the slot of another one that has ended
+        for copy in ended:
+            self._drop(copy)
 
     def _drop(self, copy: _Copy) -> None:
         copy.is_wanted = False

@@ -41,7 +41,7 @@ from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, 
 from asynckv.core.watch import Watch
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
-from asynckv.geometry.gather import recipe
+from asynckv.geometry.gather import can_ask, recipe
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
@@ -227,15 +227,16 @@ class DecodeSide:
                 peer.moved_at = now
             self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
             self._outbox.counters["descriptors.posted"] += read.num_descriptors
-            if not read.table.pack_bytes or read.num_bytes < self._least_packed or not peer.asks.may_ask(now):
+            is_packed = read.table.pack_bytes and read.num_bytes >= self._least_packed and can_ask(read)
+            if not is_packed or not peer.asks.may_ask(now):
                 return PostRead(transfer_id, peer.agent_name, read, pull)
             peer.asks.add(transfer_id, read)
             self._ask(peer, now)
         return None
 
     def _ask(self, peer: Peer, now: float) -> None:
-        """Ask a peer for the next packed copies."""
-        while (wish := peer.asks.next(now)) is not None:
+        """Ask a peer for the next packed copies, unless it is lost and its pulls are about to fail."""
+        while peer.state in (S.READY, S.SUSPECT) and (wish := peer.asks.next(now)) is not None:
             transfer_id, read = wish
             pull = self.transfers[transfer_id].pull
             self._outbox.send(*peer.place, wire.Pack(pull.params.key, pull.pull_id, transfer_id, recipe(read)))

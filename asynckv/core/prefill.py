@@ -36,11 +36,11 @@ from asynckv.core.timers import Timers
 from asynckv.core.told import MAX_GRANTS, ReaderRefused, lease_granted, short
 from asynckv.core.types import Key, KVTransferParams, PullId, Reason, ReplyTo, RequestId, rank_name
 from asynckv.core.watch import warn_after
-from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew
+from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack
 from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
-from asynckv.geometry.gather import check_recipe
+from asynckv.geometry.gather import Ranges, check_recipe
 from asynckv.geometry.layout import Group
 
 MAX_ENDED = 8192
@@ -137,7 +137,7 @@ class PrefillSide:
         self._read_at: OrderedDict[str, tuple[bool, float]] = OrderedDict()
         """Time at which a request of each reader ended last, by its key (True) or its process start."""
         self.spent = SpentKeys()
-        self.copies = Copies(identity.packing, outbox)
+        self.copies, self._ranges = Copies(identity.packing, outbox), Ranges(identity.layout)
 
     @property
     def num_parked(self) -> int:
@@ -321,7 +321,7 @@ class PrefillSide:
         try:
             if lease is not None and grant is not None and holding is not None and self.copies.slot_bytes:
                 lent = holding.blocks.get(pack.recipe.group, NO_BLOCKS)
-                gathered = check_recipe(pack.recipe, self._layout, lent, self.copies.slot_bytes)
+                gathered = check_recipe(pack.recipe, self._ranges, lent, self.copies.slot_bytes)
                 if self.copies.ask(pack, gathered, sender, reply_to):
                     grant.has_copies = True
                     lease.num_packed += 1
@@ -331,6 +331,12 @@ class PrefillSide:
             self._outbox.commands.append(ReaderRefused(grant.name, "pack", Reason.BLOCKS_DIFFER, short(str(exc))))
         self._outbox.counters["copies.refused"] += 1
         self._outbox.send(reply_to, sender, Packed(pack.key, pack.pull_id, pack.nonce, NO_SLOT))
+
+    def unpack(self, unpack: Unpack, sender: str, now: float, proven: str = "") -> None:
+        """Let go of a packed copy. A stranger's word would have it overwritten while its reader reads."""
+        lease = self.leases.get(unpack.key)
+        if lease is not None and lease.grant_of(PullId(unpack.pull_id), sender, now, proven) is not None:
+            self.copies.unpack(unpack)
 
     def tick_lease(self, lease: Lease, now: float) -> bool:
         noted = len(lease.history)

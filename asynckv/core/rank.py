@@ -394,7 +394,7 @@ class RankCore:
             case wire.Pack():
                 self.prefill.pack(message, route, source, now, proven)
             case wire.Unpack():
-                self.prefill.copies.unpack(message, source)
+                self.prefill.unpack(message, source, now, proven)
             case wire.StatusRequest() if message.most or not self.config.inspect.enabled:
                 if not self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal):
                     self.outbox.counters["dropped.too_many_hellos"] += 1

@@ -259,7 +259,7 @@ class ReaderRefused(Told):
 
     side, levels, most = "prefill", ("warning",), (1.0, 10.0)
     reader: Annotated[str, "The rank and its start, as the reader names itself; empty if it speaks another protocol."]
-    said: Annotated[str, "The refused message: `hello`, `claim`, `renew` or `release`."]
+    said: Annotated[str, "The refused message: `hello`, `claim`, `renew`, `release` or `pack`."]
     cause: Annotated[str, "`wrong_target`, `restarted`, `engine_closed` or `protocol_version`."]
     detail: Annotated[str, "The words that the reader was sent."]
     not_logged: NotLogged = None

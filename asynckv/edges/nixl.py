@@ -40,7 +40,7 @@ from asynckv.geometry.gather import PACK_BYTES, Gathered
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import SLOT_BYTES, ReadCosts
-from asynckv.ports import AgentInfo, DataNews
+from asynckv.ports import AgentInfo, CopyMade
 
 SAFETY_S = 0.005  # interval of a timer that finds completions with missed wake-ups
 DOUBT_S = 0.25  # seconds between two checks of a transfer in doubt when nothing else runs
@@ -432,10 +432,10 @@ class NixlPlane:
         assert self._packer is not None
         self._packer.pack(slot, gathered)
 
-    def poll(self) -> list[DataNews]:
+    def poll(self) -> list[TransferEnded | CopyMade]:
         if self._agent is None:
             return []
-        news: list[DataNews] = list(self._agent.sweep())
+        news: list[TransferEnded | CopyMade] = [*self._agent.sweep()]
         if self._packer is not None:
             while self._packer.made:
                 news.append(self._packer.made.popleft())

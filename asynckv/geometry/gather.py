@@ -10,6 +10,8 @@ A packed copy has the pieces row after row, block after block, in the order of t
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from itertools import product
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -17,13 +19,14 @@ from msgspec import Meta, Struct
 
 from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_VIEWS, Int64s
-from asynckv.geometry.layout import Bytes, Layout, Memory, View
+from asynckv.geometry.layout import Bytes, Layout, Memory
 from asynckv.geometry.plan import ReadRequest
 
 PACK_BYTES = 2 << 20
 """Length of a slot for packed copies."""
 
 MAX_ROWS = 4096
+MAX_BLOCK_RUNS = 16_384
 
 Extent = Annotated[int, Meta(ge=1, le=1 << 40)]
 Stride = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -67,8 +70,14 @@ class Recipe(Struct, frozen=True, array_like=True, gc=False):
     ]
     blocks: Annotated[
         tuple[tuple[Annotated[int, Meta(ge=0, le=MAX_BLOCK_ID)], Annotated[int, Meta(ge=1, le=PACK_BYTES)]], ...],
-        Meta(min_length=1, max_length=16_384),
+        Meta(min_length=1, max_length=MAX_BLOCK_RUNS),
     ]
+
+
+def can_ask(read: ReadRequest) -> bool:
+    """Return True if a recipe has room for a staged read."""
+    count = read.rows[1]
+    return count <= MAX_ROWS and len(read.local) // count <= MAX_BLOCK_RUNS
 
 
 def recipe(read: ReadRequest) -> Recipe:
@@ -103,15 +112,43 @@ class Gathered(NamedTuple):
     num_bytes: int
 
 
-def check_recipe(asked: Recipe, layout: Layout, lent: Int64s, slot_bytes: int) -> Gathered:
+class Ranges:
+    """The byte ranges that make up the blocks of a layout, each without a byte of another block.
+
+    A range is that of block 0; those of other blocks follow by its stride. A dim that steps over whole blocks, such as
+    tokens before blocks, makes a range of each step.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.groups = layout.groups
+        found: list[list[tuple[tuple[int, int], int, int]]] = [[] for _ in layout.groups]
+        for view in layout.views:
+            for part in view.parts:
+                inner = [dim for dim in part.dims if dim.stride < view.stride]
+                length = min(part.itemsize + sum([(dim.size - 1) * dim.stride for dim in inner]), view.stride)
+                steps = [[i * dim.stride for i in range(dim.size)] for dim in part.dims if dim.stride >= view.stride]
+                for start in [view.offset + part.offset + sum(each) for each in product(*steps)]:
+                    found[view.group].append(((view.memory, start), start + length, view.stride))
+        self._ranges = [sorted(ranges) for ranges in found]
+        self._starts = [[start for start, _, _ in ranges] for ranges in self._ranges]
+
+    def stride(self, group: int, memory: int, begin: int, end: int) -> int:
+        """Return the stride of the range that contains these bytes, or 0."""
+        at = bisect_right(self._starts[group], (memory, begin)) - 1
+        if at < 0:
+            return 0
+        (of, _), until, stride = self._ranges[group][at]
+        return stride if of == memory and end <= until else 0
+
+
+def check_recipe(asked: Recipe, ranges: Ranges, lent: Int64s, slot_bytes: int) -> Gathered:
     """Return what a recipe means, or raise `LayoutError` if it is not about the lent blocks of its group.
 
     Args:
         lent: The lent blocks of that group, as the engine counts them.
     """
-    if asked.group >= len(layout.groups):
-        raise LayoutError(f"a packed copy names group {asked.group}, but there are {len(layout.groups)}")
-    group = layout.groups[asked.group]
+    if asked.group >= len(ranges.groups):
+        raise LayoutError(f"a packed copy names group {asked.group}, but there are {len(ranges.groups)}")
     num_blocks = sum([number for _, number in asked.blocks])
     sizes = [piece * math.prod([size for size, _ in dims]) for piece, dims in asked.boxes]
     ends = [piece + sum([(size - 1) * stride for size, stride in dims]) for piece, dims in asked.boxes]
@@ -121,24 +158,12 @@ def check_recipe(asked: Recipe, layout: Layout, lent: Int64s, slot_bytes: int) -
     if num_bytes > slot_bytes:
         raise LayoutError(f"a packed copy of {num_bytes} bytes is longer than a slot of {slot_bytes}")
     blocks = np.concatenate([np.arange(first, first + number, dtype=np.int64) for first, number in asked.blocks])
-    if not np.isin(blocks // group.ratio, lent).all():
+    if not np.isin(blocks // ranges.groups[asked.group].ratio, lent).all():
         raise LayoutError(f"a packed copy names blocks of group {asked.group} that are not lent to this reader")
-    views = [(view, _ends(view)) for view in layout.views if view.group == asked.group]
     rows = []
     for memory, offset, box in asked.rows:
-        for view, end in views:
-            if view.memory == memory and view.offset <= offset and offset - view.offset + ends[box] <= end:
-                piece, dims = asked.boxes[box]
-                shape, strides = tuple([size for size, _ in dims]), tuple([stride for _, stride in dims])
-                rows.append((memory, offset, view.stride, piece, shape, strides))
-                break
-        else:
+        if not (step := ranges.stride(asked.group, memory, offset, offset + ends[box])):
             raise LayoutError(f"a packed copy names {ends[box]} bytes at {offset} of memory {memory}, in no block")
+        piece, dims = asked.boxes[box]
+        rows.append((memory, offset, step, piece, tuple([size for size, _ in dims]), tuple([by for _, by in dims])))
     return Gathered(tuple(rows), blocks, num_bytes)
-
-
-def _ends(view: View) -> int:
-    """Return the bytes of a kernel block from its first byte to the last one of its parts."""
-    return max(
-        part.offset + part.itemsize + sum([(dim.size - 1) * dim.stride for dim in part.dims]) for part in view.parts
-    )

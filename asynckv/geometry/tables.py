@@ -280,19 +280,18 @@ class _Staged(NamedTuple):
 def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s, pack_bytes: int) -> _Staged | None:
     """Return the cheapest runs, by length; None if direct rows cost no more, or there are no runs."""
     dense = int(np.count_nonzero((direct[:, (2, 5)] == direct[:, 6:7]).all(axis=1)))
-    least, found = costs.of(len(direct), dense, int(direct[:, 6].sum())), []
-    is_packed = False
-    for packed in (False, True) if pack_bytes else (False,):
-        runs = [best for kind in kinds if (best := kind.cheapest_run(span, costs, packed=packed)) is not None]
+    least, found, packed = costs.of(len(direct), dense, int(direct[:, 6].sum())), [], 0
+    for most in (0, pack_bytes) if pack_bytes else (0,):
+        runs = [best for kind in kinds if (best := kind.cheapest_run(span, costs, most)) is not None]
         if len(runs) == len(kinds) and (seconds := sum([seconds for seconds, _ in runs])) < least:
-            least, found, is_packed = seconds, runs, packed
+            least, found, packed = seconds, runs, most
     if not found:
         return None
     each = [kind.run_rows(span, run) for kind, (_, run) in zip(kinds, found, strict=True)]
     rows, box_of = np.concatenate(each), np.repeat(np.arange(len(each), dtype=np.int32), [len(x) for x in each])
     order = np.argsort(rows[:, 6], kind="stable")
     boxes = tuple([run.box for _, run in found])
-    return _Staged(rows[order], boxes, box_of[order], pack_bytes if is_packed else 0)
+    return _Staged(rows[order], boxes, box_of[order], packed)
 
 
 def _entry(share: Share, group: Group) -> int:
@@ -325,20 +324,22 @@ class _Alike:
         """Return rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one span."""
         return self._rows(span, *strided_descriptors(self._shape.itemsize, self._dims(span)))
 
-    def cheapest_run(self, span: Span, costs: ReadCosts, *, packed: bool) -> tuple[float, Run] | None:
+    def cheapest_run(self, span: Span, costs: ReadCosts, pack_bytes: int) -> tuple[float, Run] | None:
         """Return the best way to read these parts in runs, and the seconds that it takes per pair of blocks.
 
-        With `packed` the runs are those of packed copies: what is wanted of a run lies densely here.
+        Args:
+            pack_bytes: Most bytes of a packed copy, for runs of packed copies: what is wanted of a run lies densely
+                here. 0: for runs that are read whole.
         """
         number, strides = len(self.places), self.places[:, 5]
         most = min(costs.slot_bytes, int(strides.min()))  # no run may reach into another block
         found = []
         for run in runs(self._shape.itemsize, self._dims(span), self._shape.around, most):
             rows, wanted = number * run.number, run.box.num_bytes
-            if not packed:
+            if not pack_bytes:
                 dense = run.number * int(np.count_nonzero(strides == run.length))
                 found.append((costs.of(rows, dense, rows * run.length, rows * run.placed), run))
-            elif (box := run.box.in_local_order()) is not None:
+            elif wanted <= pack_bytes and (box := run.box.in_local_order()) is not None:
                 dense = run.number * int(np.count_nonzero(self.places[:, 2] == wanted))
                 found.append((costs.packed(rows, dense, rows * wanted, rows * run.placed), run._replace(box=box)))
         return min(found, key=lambda each: each[0], default=None)
