@@ -138,6 +138,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
     assert set(files) == meant | meta
     data = {
         "py.typed",
+        "observe/metrics.toml",
         *(
             f"tools/{x}"
             for x in ("diagnose/why.html", "diagnose/causes.toml", "doctor/findings.toml", "plan/models.toml")
