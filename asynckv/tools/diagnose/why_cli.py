@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,7 @@ EPILOG = """
 130 Ctrl-C, 141 the output is not read any more
 """
 
-ASK, SHOW = "Asking", "Showing"
+asking, shown = (partial(typer.Option, rich_help_panel=panel) for panel in ("Asking", "Showing"))
 MAX_TOP = 4096
 WATCH_S = 2.0
 
@@ -52,49 +53,31 @@ def why(
     ],
     since: Annotated[
         str | None,
-        typer.Option(
+        shown(
             help="Only what was wrong then or later: a time (2026-01-31T12:00 or 12:00, UTC), or so long before the "
             "last event (90s, 10m, 2h). Shows whether a repair has helped.",
             metavar="TIME",
-            rich_help_panel=SHOW,
-            show_default=False,
         ),
     ] = None,
-    html: Annotated[
-        str | None,
-        typer.Option(help="Write a page with all requests on one time axis.", metavar="FILE", rich_help_panel=SHOW),
-    ] = None,
+    html: Annotated[str | None, shown(help="Write a page with all requests on one time axis.", metavar="FILE")] = None,
     json: Annotated[
-        str | None,
-        typer.Option(
-            help="Write JSON; - for stdout, with --watch one document per line.", metavar="FILE", rich_help_panel=SHOW
-        ),
+        str | None, shown(help="Write JSON; - for stdout, with --watch one document per line.", metavar="FILE")
     ] = None,
     top: Annotated[
         int | None,
-        typer.Option(
+        shown(
             help="Show what running engines hold, and so many of their oldest requests; 5, if something is wrong.",
             metavar="N",
-            rich_help_panel=SHOW,
-            show_default=False,
         ),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Ask running engines again every 2 seconds.", rich_help_panel=ASK)
-    ] = False,
+    watch: Annotated[bool, asking("--watch", help="Ask running engines again every 2 seconds.")] = False,
     keys: Annotated[
-        Path | None,
-        typer.Option(
-            help="The asker's keys, for engines with keys: NAME.key_secret.", metavar="FILE", rich_help_panel=ASK
-        ),
+        Path | None, asking(help="The asker's keys, for engines with keys: NAME.key_secret.", metavar="FILE")
     ] = None,
     authorized: Annotated[
-        Path | None,
-        typer.Option(help="Directory with the *.key files of the engines.", metavar="DIR", rich_help_panel=ASK),
+        Path | None, asking(help="Directory with the *.key files of the engines.", metavar="DIR")
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="How long an engine may take to answer.", metavar="SECONDS", rich_help_panel=ASK)
-    ] = 5.0,
+    timeout: Annotated[float, asking(help="How long an engine may take to answer.", metavar="SECONDS")] = 5.0,
 ) -> None:
     """Find what is wrong with a service and what to do about it: the worst first, with its evidence.
 

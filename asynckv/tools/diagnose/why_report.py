@@ -127,7 +127,7 @@ def process_of(seen: Seen, each: Ground) -> dict[str, Any]:
         "rank": process.rank,
         "incarnation": process.incarnation,
         "host": process.host,
-        "group": each.group,
+        "group": seen.axis.group(process),
         "ahead_s": plain(offset.seconds),
         "within_s": plain(offset.within_s),
         "start": plain(each.start),
