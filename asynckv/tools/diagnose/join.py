@@ -636,11 +636,6 @@ def _place(subject: Lease | Pull, record: Record) -> None:
         setattr(subject, name, record)
 
 
-def _is_longer(one: str, other: str) -> bool:
-    """Return True if an id contains another, as the ids of a router or a server do."""
-    return other != "" and one != other and other in one
-
-
 class _Joiner:
     """Join leases of several ranks, then their pulls."""
 
@@ -722,8 +717,11 @@ class _Joiner:
                 wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
                 if pull.process.start in map(start_of, wrong):
                     return request
-                if pull.cause != "complete" and _is_longer(pull.prefill_request_id, request.request_id):
-                    return request  # a reader that was refused, or came too late, does not learn that its id differs
+                # The ids of a router or a server contain those of engines, and a reader that was refused, or came too
+                # late, does not learn that its id differs.
+                if pull.cause != "complete" and request.request_id not in ("", pull.prefill_request_id):
+                    if request.request_id in pull.prefill_request_id:
+                        return request
             if ours and lent:  # of several that one counts alike, whichever has no reader yet
                 return min(lent, key=lambda x: bool(x.pulls))
         elif (

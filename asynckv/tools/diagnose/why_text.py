@@ -161,7 +161,9 @@ def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Con
         _line(console, text, "dim")
     console.print()
     print_unpadded(console, _gantt(story, console.width))
-    print_unpadded(console, _legend(story))
+    used = {bar.phase for lane in story.lanes for bar in lane.bars}
+    legend = [Text.assemble((PHASES[x].letter, _style(x)), f" {x}") for x in PHASES if x in used]
+    print_unpadded(console, Columns(legend, padding=(0, 2)))
     console.print()
     print_unpadded(console, _events(story, grounds), is_whole=True)
 
@@ -202,16 +204,6 @@ def _style(phase: str) -> Style:
     return Style(color=PHASES[phase].dark, reverse=True)
 
 
-def _legend(story: Story) -> Columns:
-    used = {bar.phase for lane in story.lanes for bar in lane.bars}
-    return Columns([Text.assemble((PHASES[x].letter, _style(x)), f" {x}") for x in PHASES if x in used], padding=(0, 2))
-
-
-def _ruler(width: int, seconds: float) -> Text:
-    last = shown_seconds(seconds)
-    return Text("0".ljust(width - len(last)) + last, style="dim", no_wrap=True, overflow="crop")
-
-
 def _clock_lines(axis: Axis, story: Story) -> list[str]:
     processes = dict.fromkeys([x.process for x in story.lanes] + [x.process for x in story.marks])
     out = [f"{x.rank}: {axis.compared(x)}" for x in processes if x not in axis.references]
@@ -227,7 +219,9 @@ def _gantt(story: Story, width: int) -> RenderableType:
     table.add_column(width=room, no_wrap=True, overflow="ellipsis")
     table.add_column(width=across, overflow="fold")
     table.add_column(justify="right", no_wrap=True)
-    table.add_row("", _ruler(across, end - start), "")
+    last = shown_seconds(end - start)
+    ruler = Text("0".ljust(across - len(last)) + last, style="dim", no_wrap=True, overflow="crop")
+    table.add_row("", ruler, "")
     for lane in lanes:
         mark = "> " if any(b.is_open for b in lane.bars) else ""
         line = bar_line(lane.bars, start, end, across)
