@@ -141,7 +141,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
         "observe/metrics.toml",
         *(
             f"tools/{x}"
-            for x in ("diagnose/why.html", "diagnose/causes.toml", "doctor/findings.toml", "plan/models.toml")
+            for x in (
+                "diagnose/why.html",
+                "diagnose/causes.toml",
+                "doctor/findings.toml",
+                "help.toml",
+                "plan/models.toml",
+            )
         ),
     }
     assert {f"asynckv/{name}" for name in data} <= set(files)

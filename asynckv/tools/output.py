@@ -6,7 +6,9 @@ import inspect
 import io
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,12 @@ MOST_WIDE = 4096  # columns of a line in a file or pipe
 def help_of(function: Callable[..., Any]) -> str:
     """Return a command's docstring without its line breaks, so that it fills the width of the terminal."""
     return "\n\n".join(" ".join(x.split()) for x in inspect.cleandoc(function.__doc__ or "").split("\n\n"))
+
+
+def epilog_of(command: str) -> str:
+    """Return the text that stands behind the options in the help of a command, from `help.toml`."""
+    texts: dict[str, str] = tomllib.loads(files(__package__).joinpath("help.toml").read_text(encoding="utf-8"))
+    return texts[command]
 
 
 def write(option: str, target: str, text: str) -> None:

@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = "asynckv.bench.offload/1"
-EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv bench offload --trace trace.jsonl --host-mb 65536,262144 --file-mb 0,1048576 --policy s3-fifo,lru
-
-  asynckv bench offload --trace trace.jsonl --block-size 512 --json - | jq '.runs[].hit_rate'
-
-  asynckv bench offload --layers 8 --requests 200 --shared-prefix 1024:50 --host-mb 256
-
-[bold]Exit status[/bold]  0 all good, 2 bad input, 130 Ctrl-C
-"""
-
 TAKEN = (
     "model",
     "hf_config",

@@ -16,25 +16,6 @@ import typer
 from asynckv.config import KeysConfig
 from asynckv.errors import ConfigError
 
-EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv why /var/log/asynckv/
-
-  asynckv why tcp://10.0.0.1:5555 tcp://10.0.0.2:5555
-
-  asynckv why /run/asynckv /var/log/asynckv --since 10m
-
-  asynckv why chat-4711 logs/
-
-  kubectl logs -l app=vllm --tail=-1 | asynckv why - --html why.html
-
-  asynckv why logs/ --json - | jq '.findings[] | [.heading, .what, .remedy]'
-
-[bold]Exit status[/bold]  0 all is well, 1 something is wrong, 2 bad input, no such request, or several,
-130 Ctrl-C, 141 the output is not read any more
-"""
-
 asking, shown = (partial(typer.Option, rich_help_panel=panel) for panel in ("Asking", "Showing"))
 MAX_TOP = 4096
 WATCH_S = 2.0

@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from asynckv.config import KeysConfig
     from asynckv.tools.doctor.facts import Facts, PeerFacts
 
-EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv doctor
-
-  asynckv doctor --json - | jq '.findings[] | select(.level == "error")'
-
-  asynckv doctor --to tcp://10.0.0.1:5555
-
-  asynckv doctor --to "tcp://10.0.0.1:5555#..." --secret a.key_secret --authorized keys
-
-[bold]Exit status[/bold]  0 nothing worse than a note, 1 a warning or an error was found, 2 bad input, 130 Ctrl-C
-"""
-
 of_keys = partial(typer.Option, rich_help_panel="Keys")
 
 

@@ -17,28 +17,6 @@ geometry, work, out = (partial(typer.Option, rich_help_panel=panel) for panel in
 
 counted = partial(geometry, min=1, max=o.MOST)
 
-LAYOUT_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv layout --model llama-3.1-8b --tp 4 -o prefill.json
-
-  asynckv layout --hf-config config.json --tp 2 --block-size 32 --order hnd -o decode.json
-
-[bold]Exit status[/bold]  0 written, 2 bad input
-"""
-
-PLAN_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv layout --model llama-3.1-8b --tp 4 -o prefill.json; asynckv layout --model llama-3.1-8b --tp 2 -o decode.json
-
-  asynckv plan decode.json prefill.json --tokens 4096 --prefix-hit 25%
-
-  asynckv plan decode.json prefill.json --nic-gbit 200 --json - | jq .ranks
-
-[bold]Exit status[/bold]  0 can be planned, 1 refused or a problem found, 2 bad input
-"""
-
 
 def layout(
     model: Annotated[

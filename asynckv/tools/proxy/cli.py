@@ -10,60 +10,6 @@ import typer
 
 from asynckv.errors import BackendError, ConfigError
 
-EPILOG = """
-[bold]Purpose[/bold]  a small and correct router, on one core
-
-  It chooses the engine with the fewest requests in flight.
-  llm-d, the vLLM production stack and Dynamo choose by prefix and load;
-  asynckv works behind them too.
-
-[bold]Serves[/bold]
-
-  POST /v1/completions, /v1/chat/completions, /v1/responses; streamed or not
-
-  GET /v1/models; /metrics, for Prometheus; /health; /health/ready: state of
-  the engines, and the requests that wait for the longest time
-
-[bold]Engines[/bold]  can be named in these ways, which combine
-
-  --prefill http://10.0.0.7:8100 --decode http://10.0.0.9:8200
-
-  --decode dns+http://decode:8000   # each address of the name is an engine
-
-  --engines FILE   # a line per engine, such as: decode http://10.0.0.9:8200
-
-  The router reads FILE and resolves names every --refresh-s. It uses a new
-  engine once its /health is good, and lets a removed one finish its work.
-  If FILE is broken or a name is unknown, the engines stay as they were.
-  To change FILE, write a new file and rename it.
-
-[bold]Decoding without a transfer[/bold]  the decode engine also computes the prompt
-
-  This happens if no prefill is available, for several prompts in one
-  request, and for vLLM's beam search and log-probabilities of the prompt.
-  The log (decode_only) and pd_proxy_decode_only_total give the cause.
-
-[bold]X-data-parallel-rank[/bold]  selects the rank of a vLLM engine
-
-  A client's header goes to the decode engine. The prefill engine has other
-  ranks and chooses one by itself; its params name it.
-
-[bold]Errors[/bold]  are JSON in OpenAI's form
-
-  502: engines failed, or two were lost with this request. 503: none is up,
-  all are busy, or the router is stopping. 504: one did not answer in time.
-  499, in log and metrics only: the client disconnected.
-
-[bold]Examples[/bold]
-
-  asynckv proxy --prefill http://10.0.0.7:8100 --decode http://10.0.0.9:8200
-
-  asynckv proxy --engines engines.txt --host 0.0.0.0 --no-prefill refuse
-
-  python -m docs.examples.service.pd_service   # tiny engines; in a clone
-
-[bold]Exit status[/bold]  0 stopped in order, 2 bad input, or an extra is missing
-"""
 positive = partial(typer.Option, min=1e-6, max=1e6)
 Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="URL of an engine; repeat the option for more.")]
 
