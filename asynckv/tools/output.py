@@ -7,17 +7,20 @@ import io
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+C = TypeVar("C", bound=Callable[..., Any])
 MOST_WIDE = 4096  # columns of a line in a file or pipe
 
 
@@ -30,6 +33,22 @@ def epilog_of(command: str) -> str:
     """Return the text that stands behind the options in the help of a command, from `help.toml`."""
     texts: dict[str, str] = tomllib.loads(files(__package__).joinpath("help.toml").read_text(encoding="utf-8"))
     return texts[command]
+
+
+def taking_options(command: C, declared: type, names: Iterable[str] | None = None) -> C:
+    """Replace the `**given` of a command by the options that the fields of a class declare, or by those of `names`."""
+    hints, kinds = typing.get_type_hints(command, include_extras=True), typing.get_type_hints(declared)
+    found = {each.name: each for each in fields(declared)}
+    annotated: Any = Annotated
+    made = [x for x in inspect.signature(command).parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+    made = [each.replace(annotation=hints[each.name]) for each in made]
+    for name in found if names is None else names:
+        hint = annotated[kinds[name], found[name].metadata["option"]]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        made.append(inspect.Parameter(name, kind, default=found[name].default, annotation=hint))
+    command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in made}
+    return command
 
 
 def write(option: str, target: str, text: str) -> None:

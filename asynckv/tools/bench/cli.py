@@ -14,8 +14,8 @@ import typer
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
-from asynckv.tools.bench.options import Options, share_of, taking_options
-from asynckv.tools.output import check_writable, epilog_of, help_of, write, write_json
+from asynckv.tools.bench.options import Options, share_of
+from asynckv.tools.output import check_writable, epilog_of, help_of, taking_options, write, write_json
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=epilog_of("bench offload"))(offload_cli.offload)
@@ -27,7 +27,7 @@ MOST_ROUNDS = 1000
 # -- one run ---------------------------------------------------------------------------------------
 
 
-@taking_options
+@partial(taking_options, declared=Options)
 def bench(context: typer.Context, **given: Any) -> None:
     """Measure how fast KV cache moves from prefill to decode processes, and verify every byte.
 

@@ -10,8 +10,8 @@ import typer
 
 from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
-from asynckv.tools.bench.options import Options, taking_options
-from asynckv.tools.output import check_writable, write_json
+from asynckv.tools.bench.options import Options
+from asynckv.tools.output import check_writable, taking_options, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ MOST_RUNS = 256
 tier, geometry, run = (partial(typer.Option, rich_help_panel=panel) for panel in ("Tiers", "Geometry", "Run"))
 
 
-@partial(taking_options, names=TAKEN)
+@partial(taking_options, declared=Options, names=TAKEN)
 def offload(
     host_mb: Annotated[str, tier(help="MiB of host memory per rank; several sizes separated by commas.")] = "1024",
     file_mb: Annotated[str, tier(help="MiB of files per rank; several sizes separated by commas; 0 for none.")] = "0",

@@ -6,11 +6,9 @@ The declarations make the command line, the parameters of sweeps, the setup that
 
 from __future__ import annotations
 
-import inspect
-import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from msgspec import Struct
@@ -22,8 +20,6 @@ from asynckv.errors import ConfigError
 if TYPE_CHECKING:
     from asynckv.geometry.layout import Layout
     from asynckv.tools.plan.models import Model
-
-C = TypeVar("C", bound=Callable[..., Any])
 
 DEFAULT_MODEL = "llama-3.1-8b"
 PROMPT_TOKENS = "1024"
@@ -252,18 +248,3 @@ OF_SINGLE_RUNS = {name for name, each in DECLARED.items() if each.metadata["is_s
 HfConfig = Annotated[str | None, DECLARED["hf_config"].metadata["option"]]
 KvHeads = Annotated[int | None, DECLARED["kv_heads"].metadata["option"]]
 Dtype = Annotated[str | None, DECLARED["dtype"].metadata["option"]]
-
-
-def taking_options(command: C, *, names: Iterable[str] = DECLARED) -> C:
-    """Replace the `**given` of a command by all options, or by those that are named."""
-    hints, kinds = typing.get_type_hints(command, include_extras=True), typing.get_type_hints(Options)
-    annotated: Any = Annotated
-    made = [x for x in inspect.signature(command).parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
-    made = [each.replace(annotation=hints[each.name]) for each in made]
-    for name in names:
-        hint = annotated[kinds[name], DECLARED[name].metadata["option"]]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        made.append(inspect.Parameter(name, kind, default=DECLARED[name].default, annotation=hint))
-    command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in made}
-    return command
