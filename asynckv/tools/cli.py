@@ -124,7 +124,6 @@ USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "
 
 
 def _usage(exc: Any) -> str:
-    """Describe an error in the options in one line."""
     context = getattr(exc, "ctx", None)
     text = " ".join(exc.format_message().split()).rstrip(".").replace("Value error, ", "")
     if context is None:

@@ -198,7 +198,6 @@ class Experiment:
 
 
 def memory_available() -> int:
-    """Return the bytes of memory that this host has available."""
     return int((machine.field("/proc/meminfo", "MemAvailable") or f"{8 << 20}").split()[0]) * 1024
 
 

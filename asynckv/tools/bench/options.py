@@ -203,7 +203,6 @@ class Options:
     log: str | None = output(None, "Write structured logs of all processes, as JSON lines.", metavar="FILE")
 
     def of_side(self, name: str, role: str) -> str:
-        """Return the value of an option for one side."""
         prefill, colon, decode = str(getattr(self, name)).partition(":")
         return decode if colon and role == "decode" else prefill
 

@@ -22,8 +22,6 @@ from importlib.resources import files
 
 
 class HEADING(enum.StrEnum):
-    """Headings of causes, which say where to look."""
-
     GONE = "process gone"
     STOPPED = "stopped or blocked"
     NETWORK = "the network between two ranks"
@@ -133,8 +131,6 @@ class CAUSE(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One cause, for people."""
-
     heading: HEADING  # what to look at
     title: str  # a few words, for tables
     sentence: str  # the sentence about a request; names and numbers replace the braces

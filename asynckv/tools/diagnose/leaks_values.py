@@ -54,7 +54,6 @@ class Leak:
 
     @property
     def remedy(self) -> str:
-        """The remedy of the cause."""
         return CATALOGUE[self.cause].remedy
 
 

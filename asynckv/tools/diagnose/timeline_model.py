@@ -116,17 +116,14 @@ class Lane:
 
     @property
     def start(self) -> float:
-        """Start of its first bar."""
         return self.bars[0].start
 
     @property
     def end(self) -> float:
-        """End of its last one."""
         return max(x.end for x in self.bars)
 
     @property
     def title(self) -> str:
-        """Its title among the lanes of its request."""
         if self.what in ("lease", "pull"):
             return self.process.rank
         return f"{self.what}, {self.process.rank}"
@@ -134,8 +131,6 @@ class Lane:
 
 @dataclass(slots=True)
 class Mark:
-    """One event of one moment."""
-
     at: float
     process: Process
     text: str
@@ -162,17 +157,14 @@ class Story:
 
     @property
     def start(self) -> float:
-        """Position of its first bar or mark."""
         return min([b.start for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
 
     @property
     def end(self) -> float:
-        """End of its last one."""
         return max([b.end for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
 
     @property
     def ended(self) -> str:
-        """Its ends, on the sides that show one."""
         sides = (("lease", self.lease), ("pull", self.pull))
         return ", ".join(f"{side} {how}" for side, how in sides if how) or "?"
 
@@ -316,7 +308,6 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
 
 
 def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
-    """Return the pulls of a request's last attempt that have ended."""
     ended = [p for p in pulls if p.ended is not None]
     last = max((x.attempt for x in ended), default=0)
     return [p for p in ended if p.attempt == last]
@@ -490,7 +481,6 @@ def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
 
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
-    """Put a process's bars on the axis."""
     bars = [x for x in bars if is_time(x.start) and is_time(x.end)]
     for bar in bars:
         bar.start, bar.end = axis.at(process, bar.start), axis.at(process, bar.end)
@@ -506,7 +496,6 @@ def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark
 
 
 def ground(axis: Axis) -> list[Ground]:
-    """Return the life of every process, and its events."""
     out = []
     presence = Presence(axis.service, axis, lambda process, at: moment(axis.at(process, at)))
     known = (x for x in axis.service.processes.values() if x.num_records)

@@ -127,7 +127,6 @@ def why(
 
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Separate a request from the sources after it."""
     from asynckv.tools.diagnose.ask import is_of_no_host, targets
 
     first, *rest = given

@@ -41,7 +41,6 @@ sys.stdin.read()
 
 
 def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
-    """Describe this machine and what this process may use of it."""
     memory = _fields(_text(proc / "meminfo"))
     status = _fields(_text(proc / "self/status"))
     quota, throttled, limit, used = _control_group(system / "fs/cgroup", proc)

@@ -75,8 +75,6 @@ Layer = Heads | Latent | State
 
 
 class Model(Struct, frozen=True):
-    """A model's layers with a cache, in order."""
-
     name: str
     layers: tuple[Layer, ...]
     dtype: str = "bfloat16"
@@ -204,7 +202,6 @@ def read_hf_config(path: Path) -> Model:
 
 
 def model_of_config(config: Mapping[str, Any], name: str) -> Model:
-    """Return the model of a Hugging Face configuration."""
     # Multimodal models keep the language model's own configuration one level down.
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):

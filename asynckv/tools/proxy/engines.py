@@ -124,7 +124,6 @@ class Engine:
                     limit.reschedule(0)
 
     def fault(self, why: str, text: str) -> EngineFault:
-        """Count and log a fault, and return the error to raise."""
         if why == "unreachable":
             self.found(text)
         self.faults.add(why)
