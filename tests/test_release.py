@@ -138,6 +138,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
     assert set(files) == meant | meta
     data = {
         "py.typed",
+        "integrations/vllm/words.toml",
         "observe/metrics.toml",
         *(
             f"tools/{x}"
