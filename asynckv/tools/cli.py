@@ -16,7 +16,7 @@ from asynckv.tools.diagnose import why_cli
 from asynckv.tools.doctor import cli as doctor_cli
 from asynckv.tools.keygen import keygen
 from asynckv.tools.offload.cli import offload_app
-from asynckv.tools.output import epilog_of, help_of
+from asynckv.tools.output import HELP, help_of
 from asynckv.tools.plan import cli as plan_cli
 from asynckv.tools.proxy import cli as proxy_cli
 from asynckv.tools.streams import Unwritten, prepare
@@ -40,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the control messages.",
-    epilog=epilog_of("asynckv"),
+    epilog=HELP["epilogs"]["asynckv"],
 )
 
 
@@ -69,7 +69,7 @@ MEASURE, LOOK, PREPARE, RUN = "Measure", "Look into a service", "Prepare and try
 
 
 def command(function: Callable[..., Any], panel: str) -> None:
-    app.command(epilog=epilog_of(function.__name__), help=help_of(function), rich_help_panel=panel)(function)
+    app.command(epilog=HELP["epilogs"][function.__name__], help=help_of(function), rich_help_panel=panel)(function)
 
 
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)

@@ -8,7 +8,7 @@ import os
 import sys
 import tomllib
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib.resources import files
 from itertools import zip_longest
@@ -22,17 +22,14 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Callable[..., Any])
 MOST_WIDE = 4096  # columns of a line in a file or pipe
+HELP: Mapping[str, Mapping[str, str]]
+HELP = tomllib.loads(files(__package__).joinpath("help.toml").read_text(encoding="utf-8"))
+"""Texts of the commands' help: what stands behind the options of each command, and the options of some commands."""
 
 
 def help_of(function: Callable[..., Any]) -> str:
     """Return a command's docstring without its line breaks, so that it fills the width of the terminal."""
     return "\n\n".join(" ".join(x.split()) for x in inspect.cleandoc(function.__doc__ or "").split("\n\n"))
-
-
-def epilog_of(command: str) -> str:
-    """Return the text that stands behind the options in the help of a command, from `help.toml`."""
-    texts: dict[str, str] = tomllib.loads(files(__package__).joinpath("help.toml").read_text(encoding="utf-8"))
-    return texts[command]
 
 
 def taking_options(command: C, declared: type, names: Iterable[str] | None = None) -> C:

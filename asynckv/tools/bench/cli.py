@@ -15,10 +15,10 @@ import typer
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
 from asynckv.tools.bench.options import Options, share_of
-from asynckv.tools.output import check_writable, epilog_of, help_of, taking_options, write, write_json
+from asynckv.tools.output import HELP, check_writable, help_of, taking_options, write, write_json
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
-bench_app.command(epilog=epilog_of("bench offload"))(offload_cli.offload)
+bench_app.command(epilog=HELP["epilogs"]["bench offload"])(offload_cli.offload)
 
 output = partial(typer.Option, rich_help_panel="Output")
 grid = partial(typer.Option, rich_help_panel="Grid")
@@ -71,7 +71,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     raise typer.Exit(0 if report.is_good(result) else 1)
 
 
-bench_app.callback(invoke_without_command=True, epilog=epilog_of("bench"), help=help_of(bench))(bench)
+bench_app.callback(invoke_without_command=True, epilog=HELP["epilogs"]["bench"], help=help_of(bench))(bench)
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -98,7 +98,7 @@ def worker() -> None:
 
 
 @bench_app.command(
-    epilog=epilog_of("bench sweep"),
+    epilog=HELP["epilogs"]["bench sweep"],
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     options_metavar="[OPTIONS] [ANY OPTION OF asynckv bench, ITS VALUE OR A LIST OF VALUES]...",
 )
@@ -155,7 +155,7 @@ def sweep(
     raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
 
 
-@bench_app.command(epilog=epilog_of("bench compare"))
+@bench_app.command(epilog=HELP["epilogs"]["bench compare"])
 def compare(
     before: Annotated[str, typer.Argument(help="A JSON report, a sweep, or a directory of them.")],
     after: Annotated[str, typer.Argument(help="The report, sweep or directory to compare with it.")],

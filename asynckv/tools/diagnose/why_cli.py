@@ -15,7 +15,9 @@ import typer
 
 from asynckv.config import KeysConfig
 from asynckv.errors import ConfigError
+from asynckv.tools.output import HELP
 
+said = HELP["why"]
 asking, shown = (partial(typer.Option, rich_help_panel=panel) for panel in ("Asking", "Showing"))
 MAX_TOP = 4096
 WATCH_S = 2.0
@@ -23,42 +25,16 @@ WATCH_S = 2.0
 
 def why(
     sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[REQUEST] LOGS|ADDRESS|DIR...",
-            help="JSON logs of any processes (files, directories, - for stdin), running engines (host:port, sockets), "
-            "or both. What is neither, in the first place, is a request: an id of either side, ENGINE:ID, a pull id, "
-            "#SEQUENCE, or how one begins.",
-            show_default=False,
-        ),
+        list[str], typer.Argument(metavar="[REQUEST] LOGS|ADDRESS|DIR...", help=said["sources"], show_default=False)
     ],
-    since: Annotated[
-        str | None,
-        shown(
-            help="Only what was wrong then or later: a time (2026-01-31T12:00 or 12:00, UTC), or so long before the "
-            "last event (90s, 10m, 2h). Shows whether a repair has helped.",
-            metavar="TIME",
-        ),
-    ] = None,
-    html: Annotated[str | None, shown(help="Write a page with all requests on one time axis.", metavar="FILE")] = None,
-    json: Annotated[
-        str | None, shown(help="Write JSON; - for stdout, with --watch one document per line.", metavar="FILE")
-    ] = None,
-    top: Annotated[
-        int | None,
-        shown(
-            help="Show what running engines hold, and so many of their oldest requests; 5, if something is wrong.",
-            metavar="N",
-        ),
-    ] = None,
-    watch: Annotated[bool, asking("--watch", help="Ask running engines again every 2 seconds.")] = False,
-    keys: Annotated[
-        Path | None, asking(help="The asker's keys, for engines with keys: NAME.key_secret.", metavar="FILE")
-    ] = None,
-    authorized: Annotated[
-        Path | None, asking(help="Directory with the *.key files of the engines.", metavar="DIR")
-    ] = None,
-    timeout: Annotated[float, asking(help="How long an engine may take to answer.", metavar="SECONDS")] = 5.0,
+    since: Annotated[str | None, shown(help=said["since"], metavar="TIME")] = None,
+    html: Annotated[str | None, shown(help=said["html"], metavar="FILE")] = None,
+    json: Annotated[str | None, shown(help=said["json"], metavar="FILE")] = None,
+    top: Annotated[int | None, shown(help=said["top"], metavar="N")] = None,
+    watch: Annotated[bool, asking("--watch", help=said["watch"])] = False,
+    keys: Annotated[Path | None, asking(help=said["keys"], metavar="FILE")] = None,
+    authorized: Annotated[Path | None, asking(help=said["authorized"], metavar="DIR")] = None,
+    timeout: Annotated[float, asking(help=said["timeout"], metavar="SECONDS")] = 5.0,
 ) -> None:
     """Find what is wrong with a service and what to do about it: the worst first, with its evidence.
 

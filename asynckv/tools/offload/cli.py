@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from asynckv.errors import BackendError, ConfigError
-from asynckv.tools.output import epilog_of
+from asynckv.tools.output import HELP
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,7 @@ def offload() -> None:
     """Inspect blocks that are stored in files, or remove them."""
 
 
-@offload_app.command(epilog=epilog_of("offload inspect"))
+@offload_app.command(epilog=HELP["epilogs"]["offload inspect"])
 def inspect(dir: Dir, json: Json = None) -> None:
     """Show the blocks in a directory, their layouts and their owner. Changes nothing; the owner may be running."""
     from asynckv.tools.offload.folder import look
@@ -52,7 +52,7 @@ def inspect(dir: Dir, json: Json = None) -> None:
     _each(dir, json, look, _show)
 
 
-@offload_app.command(epilog=epilog_of("offload prune"))
+@offload_app.command(epilog=HELP["epilogs"]["offload prune"])
 def prune(
     dir: Dir,
     everything: Annotated[bool, typer.Option("--all", help="Remove all blocks, the files and the directory.")] = False,
