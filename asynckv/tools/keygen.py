@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from asynckv.tools.output import HELP
+
 
 def keygen(
-    name: Annotated[str, typer.Argument(help="Name of the engine that owns the keys, such as prefill-0.")],
-    dir: Annotated[Path, typer.Option("--dir", help="Directory for the key files.", metavar="DIR")] = Path("keys"),
+    name: Annotated[str, typer.Argument(help=HELP["keygen"]["name"])],
+    dir: Annotated[Path, typer.Option("--dir", help=HELP["keygen"]["dir"], metavar="DIR")] = Path("keys"),
 ) -> None:
     """Make the keys of one engine, so that its control plane is authenticated and encrypted.
 

@@ -104,10 +104,8 @@ def worker() -> None:
 )
 def sweep(
     context: typer.Context,
-    out: Annotated[str, output(help="Result file, or a directory for sweep.jsonl.", metavar="DIR|FILE.jsonl")],
-    rounds: Annotated[
-        int, grid(help="Number of times to run the whole grid; 2 or more show the noise, 8 give good intervals.")
-    ] = 1,
+    out: Annotated[str, output(help=HELP["bench sweep"]["out"], metavar="DIR|FILE.jsonl")],
+    rounds: Annotated[int, grid(help=HELP["bench sweep"]["rounds"])] = 1,
 ) -> None:
     """Run `asynckv bench` over a grid: any of its options takes a list of values, separated by commas.
 
@@ -157,17 +155,10 @@ def sweep(
 
 @bench_app.command(epilog=HELP["epilogs"]["bench compare"])
 def compare(
-    before: Annotated[str, typer.Argument(help="A JSON report, a sweep, or a directory of them.")],
-    after: Annotated[str, typer.Argument(help="The report, sweep or directory to compare with it.")],
-    fail_above: Annotated[
-        str | None,
-        typer.Option(
-            help="Exit with 1 if a figure is worse by more than this (such as 5%) and not within noise, or if a point "
-            "is missing or has more faults.",
-            metavar="PERCENT",
-        ),
-    ] = None,
-    json: Annotated[str | None, output(help="Write the comparison as JSON; - for stdout.", metavar="FILE")] = None,
+    before: Annotated[str, typer.Argument(help=HELP["bench compare"]["before"])],
+    after: Annotated[str, typer.Argument(help=HELP["bench compare"]["after"])],
+    fail_above: Annotated[str | None, typer.Option(help=HELP["bench compare"]["fail_above"], metavar="PERCENT")] = None,
+    json: Annotated[str | None, output(help=HELP["bench compare"]["json"], metavar="FILE")] = None,
 ) -> None:
     """Compare two reports or sweeps, and show which changes are more than noise.
 

@@ -55,7 +55,7 @@ def inspect(dir: Dir, json: Json = None) -> None:
 @offload_app.command(epilog=HELP["epilogs"]["offload prune"])
 def prune(
     dir: Dir,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all blocks, the files and the directory.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help=HELP["offload"]["everything"])] = False,
     json: Json = None,
 ) -> None:
     """Remove all stored blocks and the directory. Refused while a process owns the directory.

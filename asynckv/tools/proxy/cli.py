@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from asynckv.errors import BackendError, ConfigError
-from asynckv.tools.output import taking_options
+from asynckv.tools.output import HELP, taking_options
 from asynckv.tools.proxy.limits import Limits
 
 Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="URL of an engine; repeat the option for more.")]
@@ -19,13 +19,10 @@ Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="URL of an e
 def proxy(
     prefill: Urls = None,
     decode: Urls = None,
-    engines: Annotated[Path | None, typer.Option(metavar="FILE", help="More engines; read every --refresh-s.")] = None,
-    no_prefill: Annotated[
-        Literal["compute", "refuse"],
-        typer.Option(help="If no prefill is available: decode engines compute the prompt, or the client gets 503."),
-    ] = "compute",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 for a free one, which the log names.", min=0, max=65535)] = 8000,
+    engines: Annotated[Path | None, typer.Option(metavar="FILE", help=HELP["proxy"]["engines"])] = None,
+    no_prefill: Annotated[Literal["compute", "refuse"], typer.Option(help=HELP["proxy"]["no_prefill"])] = "compute",
+    host: Annotated[str, typer.Option(help=HELP["proxy"]["host"])] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help=HELP["proxy"]["port"], min=0, max=65535)] = 8000,
     **given: Any,
 ) -> int:
     """Route OpenAI requests: prefill engines compute the prompt, decode engines fetch the KV cache and generate."""

@@ -1,4 +1,4 @@
-"""Every limit of the router: a field of `Limits`, and by it an option of `asynckv proxy`, with a text in `help.toml`."""
+"""Every limit of the router: a field of `Limits`, an option of `asynckv proxy`, and a text in `help.toml`."""
 
 from __future__ import annotations
 
