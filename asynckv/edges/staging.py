@@ -13,7 +13,6 @@ import ctypes
 import mmap
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.core.slots import Slots
 from asynckv.core.types import TransferId
 from asynckv.geometry.bounds import Int32s
 from asynckv.geometry.layout import Memory
@@ -61,37 +61,6 @@ class Chunk(NamedTuple):
     pieces: list[Pieces]
 
 
-class Slots:
-    """Which slots are free. No remote agent has more of them than are free, so that one leaves room for others."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._free = list(range(number))
-        self._in_use: dict[TransferId, tuple[int, str]] = {}  # slot, and the remote agent that is read
-        self._by_name: Counter[str] = Counter()
-
-    @property
-    def num_in_use(self) -> int:
-        return len(self._in_use)
-
-    def has_room(self, name: str) -> bool:
-        """Return True if a read from an agent may have a slot."""
-        return self._by_name[name] < len(self._free)
-
-    def take(self, transfer_id: TransferId, name: str) -> int:
-        slot = self._free.pop()
-        self._in_use[transfer_id] = slot, name
-        self._by_name[name] += 1
-        return slot
-
-    def give_back(self, transfer_id: TransferId) -> None:
-        slot, name = self._in_use.pop(transfer_id)
-        self._by_name[name] -= 1
-        if not self._by_name[name]:
-            del self._by_name[name]
-        self._free.append(slot)
-
-
 class Stage:
     """Staging memory for the reads of one thread, which alone calls all but `detach` and `forget`.
 
@@ -103,7 +72,7 @@ class Stage:
         self._area = np.frombuffer(mmap.mmap(-1, num_slots * SLOT_BYTES), np.uint8)
         self.memory = Memory(base=self._area.ctypes.data, length=len(self._area), device=0, kind="cpu")
         self._memories = [bytes_at(memory) for memory in memories]
-        self.slots = Slots(num_slots)
+        self.slots: Slots[TransferId] = Slots(num_slots)
         self._lock = threading.Lock()  # held to place, to detach, and to decide that a read is direct after all
         self._detached: set[TransferId] = set()  # transfers that place nothing any more
         self._direct: set[TransferId] = set()  # transfers of staged tables that had no slot
