@@ -250,7 +250,8 @@ class DecodeSide:
         if transfer is None or read is None:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        if packed.slot >= 0:
+        packing = transfer.peer.packing
+        if packing is not None and 0 <= packed.slot < packing.num_slots:
             transfer.is_packed, read = True, read._replace(slot=packed.slot)
             pull.num_packed += 1
         self.answered.append(PostRead(transfer_id, transfer.peer.agent_name, read, pull))
