@@ -10,10 +10,10 @@ import ipaddress
 import math
 import operator
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from asynckv.errors import AsyncKVError, LocalProtocolError
 
@@ -29,6 +29,7 @@ NO_SEQUENCE = (str, bytes, bytearray, memoryview, Mapping)
 """Iterable types that are never meant as a list of items."""
 
 Refusal = type[AsyncKVError]
+T = TypeVar("T")
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
@@ -143,6 +144,18 @@ def flag(name: str, value: Any, error: Refusal = LocalProtocolError) -> bool:
 def without_control(text: str) -> str:
     """Show control characters as escapes, because foreign text must not move a cursor or begin a line."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def each_text(value: T, change: Callable[[str], str]) -> T:
+    """Return a value with every string in it changed: also in the keys and values of dicts, lists and tuples."""
+    out: object = value
+    if isinstance(value, str):
+        out = change(value)
+    elif isinstance(value, dict):
+        out = {each_text(k, change): each_text(v, change) for k, v in value.items()}
+    elif isinstance(value, list | tuple):
+        out = (tuple if isinstance(value, tuple) else list)(each_text(x, change) for x in value)
+    return out  # type: ignore[return-value]
 
 
 def is_loopback_host(host: str) -> bool:

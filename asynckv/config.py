@@ -220,7 +220,7 @@ class NixlConfig:
     bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
     staging_bytes: int = 32 * 1024 * 1024
-    packing_bytes: int = 32 * 1024 * 1024
+    packing_bytes: int = 64 * 1024 * 1024
     process: Literal["auto", "serving", "never"] = "auto"
     process_start_s: float = 30.0
     try_metadata: Literal["auto", "always", "never"] = "auto"

@@ -164,7 +164,7 @@ def test_every_public_name_is_tried_here() -> None:
     """Or in `tests/test_embed.py`, which hands all that it is given to an engine."""
     errors = {n for n in asynckv._HOME if isinstance(e := getattr(asynckv, n), type) and issubclass(e, Exception)}
     public = {*asynckv._HOME, *layout.__all__, *offload.__all__}
-    embedded = {name for name in vars(embed) if name[0].isupper()}
+    embedded = set(embed.__all__)
     assert public == CLASSES | FUNCTIONS | VALUES | RESULTS | embedded | errors
 
 

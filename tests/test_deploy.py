@@ -31,7 +31,7 @@ from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.options import Options
 from asynckv.keys import write_pair
 from asynckv.tools.bench.processes import Child, Processes
-from asynckv.tools.proxy.engines import Limits
+from asynckv.tools.proxy.limits import Limits
 from asynckv.version import VERSION
 
 ROOT = Path(__file__).parents[1]

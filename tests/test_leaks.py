@@ -28,7 +28,7 @@ from asynckv.tools.cli import app
 from asynckv.tools.diagnose import why_text
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, WHY, Owner
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, Owner
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -473,7 +473,7 @@ def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
     for leak in leaks:
         owner, reader = leak.cell
         assert leak.cause is WHY[owner][reader]
-        assert leak.evidence.startswith(owner.value)
+        assert leak.evidence.startswith(SAID[owner])
         assert "?" not in leak.sentence.replace("?@", "")
     failures = [x for _, records in FAILURES.values() for x in failed(records)]
     told_of = {x.cell for x in leaks} | {x.cell for x in (*failures, *failed(BLOCKED))}

@@ -108,7 +108,7 @@ async def test_a_story_of_failures_is_told_in_numbers(sim: Bench) -> None:
 
 
 async def test_every_counter_of_an_engine_is_shown_or_known(bench: Bench) -> None:
-    """What another counter would be shown as has to be said in `observe/metrics.py`, or here that it is not."""
+    """What another counter would be shown as has to be said in `observe/metrics.toml`, or here that it is not."""
     async with bench.pair(**QUICK) as (prefill, decode, group):
         if bench.real:
             params = group.make_params("r", [(0, [1])], 16, written=True)

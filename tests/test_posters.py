@@ -142,6 +142,7 @@ async def test_a_read_of_a_quarter_is_bulk_beside_others(sides: list[Side]) -> N
     for number, table, handed in ((1, 0, 0), (2, 0, 1), (3, 0, 2), (4, 1, 2), (5, 0, 2), (6, 0, 3)):
         if number == 5:
             await reader.heard(4)
+        reader.plane._posts_copy = True  # on a busy host UCX may finish a copy after the post
         reader.read(number, "owner", TABLES[table], one, one)
         assert reader.plane.statistics()["posts_handed"] == handed
     assert {ended.ending for ended in await reader.heard(2)} == {Ending.DONE}

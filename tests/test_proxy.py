@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from structlog.testing import capture_logs
 from asynckv.errors import ConfigError
 from asynckv.tools import cli
 from asynckv.tools.diagnose.ask import ask_all, targets
-from asynckv.tools.proxy.engines import UNHEARD, Limits
+from asynckv.tools.proxy.engines import UNHEARD
+from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import CAUSES, GRACE_S, RANK, RESPONSES, Router
-from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, serving, told_to_stop
+from asynckv.tools.proxy.server import COMPLETIONS, Refused, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
 from docs.examples.service import pd_service, tiny_request
 
@@ -211,8 +213,11 @@ async def routed(
     prefill: Sequence[Fake | str],
     decode: Sequence[Fake | str],
     limits: Limits = QUICK,
-    bounds: Bounds | None = None,
-    **options: Any,
+    *,
+    file: Path | None = None,
+    is_computed: bool = True,
+    warn_s: float = 10.0,
+    **more: Any,
 ) -> AsyncIterator[Client]:
     """A router before engines, fakes or URLs."""
     async with contextlib.AsyncExitStack() as stack:
@@ -220,8 +225,9 @@ async def routed(
             if isinstance(fake, Fake):
                 await stack.enter_async_context(fake.running())
         urls = [[x.url if isinstance(x, Fake) else x for x in side] for side in (prefill, decode)]
-        router = Router(urls[0], urls[1], limits, **options)
-        url = await stack.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S, bounds))
+        limits = replace(limits, **more)
+        router = Router(urls[0], urls[1], limits, file=file, is_computed=is_computed, warn_s=warn_s)
+        url = await stack.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S, limits))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEAR_S)))
         yield Client(url, session, router)
 
@@ -503,8 +509,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     decode = Fake(says_events(b"data: {}\n\n" * 2_000_000))
     said = msgspec.json.encode({**ASK, "stream": True})
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(said)
-    bounds = Bounds(idle_s=0.5)
-    async with routed([prefills()], [decode], bounds=bounds) as client, connection(client, head + said):
+    async with routed([prefills()], [decode], idle_s=0.5) as client, connection(client, head + said):
 
         async def is_cut_off() -> bool:
             metrics = await client.metrics()
@@ -1025,7 +1030,7 @@ async def test_slow_bodies_are_refused() -> None:
 @pytest.mark.parametrize("said", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half"])
 async def test_a_connection_without_a_whole_header_is_closed(said: bytes) -> None:
     async with (
-        routed([prefills()], [decodes()], bounds=Bounds(idle_s=0.2)) as client,
+        routed([prefills()], [decodes()], idle_s=0.2) as client,
         connection(client, said) as (reader, _),
     ):
         assert await asyncio.wait_for(reader.read(), HEAR_S) == b""
@@ -1033,7 +1038,7 @@ async def test_a_connection_without_a_whole_header_is_closed(said: bytes) -> Non
 
 async def test_a_request_that_takes_long_is_not_an_idle_connection() -> None:
     decode = Fake(streams(b"data: {}\n\n", b"data: [DONE]\n\n"))
-    async with routed([prefills()], [decode], bounds=Bounds(idle_s=0.01)) as client, client.streaming() as answer:
+    async with routed([prefills()], [decode], idle_s=0.01) as client, client.streaming() as answer:
         assert await answer.content.readline() == b"data: {}\n"
         async with connection(client, b"") as (reader, _):
             assert await asyncio.wait_for(reader.read(), HEAR_S) == b""  # the time is over for who says nothing
@@ -1043,15 +1048,15 @@ async def test_a_request_that_takes_long_is_not_an_idle_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "why"),
+    ("limits", "why"),
     [
-        (Bounds(connections=2), "there are 2 connections already"),
-        (Bounds(per_host=2), "there are 2 connections of 127.0.0.1 already"),
+        (replace(QUICK, max_connections=2), "there are 2 connections already"),
+        (replace(QUICK, max_connections_per_host=2), "there are 2 connections of 127.0.0.1 already"),
     ],
 )
-async def test_connections_are_bounded_and_who_comes_too_many_hears_so(bounds: Bounds, why: str) -> None:
+async def test_connections_are_bounded_and_who_comes_too_many_hears_so(limits: Limits, why: str) -> None:
     half = b"GET /health HTTP/1.1\r\n"
-    async with routed([prefills()], [decodes()], bounds=bounds) as client:
+    async with routed([prefills()], [decodes()], limits) as client:
         async with connection(client, half), connection(client, half), connection(client, HEAD) as (reader, _):
             head, _, body = (await asyncio.wait_for(reader.read(), HEAR_S)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
@@ -1140,7 +1145,7 @@ async def test_what_is_under_way_is_finished_when_the_router_is_stopped() -> Non
     decode, prefill = Fake(later), prefills()
     async with prefill.running(), decode.running(), aiohttp.ClientSession() as session:
         life = contextlib.AsyncExitStack()
-        router = Router([prefill.url], [decode.url], drain_s=HEAR_S)
+        router = Router([prefill.url], [decode.url], Limits(drain_s=HEAR_S))
         url = await life.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S))
         asked = asyncio.create_task(Client(url, session).ask())
         await asyncio.wait_for(decode.busy.wait(), HEAR_S)
@@ -1172,7 +1177,7 @@ async def test_what_takes_too_long_when_the_router_is_stopped_ends_in_an_error(a
     prefill = Fake(hangs) if at == "prefill" else prefills()
     decode = Fake({"stream": streams(head), "full": floods}.get(at, hangs))
     async with prefill.running(), decode.running(), aiohttp.ClientSession() as session:
-        router, life = Router([prefill.url], [decode.url], drain_s=0.1), contextlib.AsyncExitStack()
+        router, life = Router([prefill.url], [decode.url], Limits(drain_s=0.1)), contextlib.AsyncExitStack()
         url = await life.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S))
 
         async def ask() -> aiohttp.ClientResponse:
@@ -1281,7 +1286,7 @@ def test_help_teaches_and_without_the_extra_the_command_says_what_to_install(
     text = capsys.readouterr().out
     assert all(part in text for part in ("llm-d", "/health/ready", "--no-prefill", "dns+http://", RANK, "Exit status"))
     monkeypatch.setattr(sys, "argv", ["asynckv", "proxy", "--prefill", "http://a", "--decode", "http://b"])
-    monkeypatch.delitem(sys.modules, "asynckv.tools.proxy.engines")
+    monkeypatch.delitem(sys.modules, "asynckv.tools.proxy.router")
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     assert cli.run() == 2
     assert capsys.readouterr().err == "asynckv: the router needs aiohttp: pip install 'asynckv[proxy]'\n"

@@ -138,9 +138,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
     assert set(files) == meant | meta
     data = {
         "py.typed",
+        "integrations/vllm/words.toml",
+        "observe/metrics.toml",
         *(
             f"tools/{x}"
-            for x in ("diagnose/why.html", "diagnose/causes.toml", "doctor/findings.toml", "plan/models.toml")
+            for x in (
+                "diagnose/why.html",
+                "diagnose/causes.toml",
+                "doctor/findings.toml",
+                "help.toml",
+                "plan/models.toml",
+            )
         ),
     }
     assert {f"asynckv/{name}" for name in data} <= set(files)

@@ -17,7 +17,7 @@ from asynckv.edges import agent as nixl_agent
 from asynckv.edges import posters
 from asynckv.edges.agent import Agent
 from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.staging import Stage
+from asynckv.edges.staging import Stage, item_bytes
 from asynckv.errors import BackendError
 from asynckv.geometry.staging import SLOT_BYTES, Box
 from asynckv.geometry.tables import DescTable, Span
@@ -168,18 +168,23 @@ async def test_what_has_landed_is_not_placed_once_it_is_detached(
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
 
 
-async def test_a_placement_that_raises_fails_its_read_alone(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "cause"), [("_pieces", "it cannot be cut into chunks"), ("_place", "its pieces could not be placed")]
+)
+async def test_a_placement_that_raises_fails_its_read_alone(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, method: str, cause: str
+) -> None:
     reader, owner = await staged(sides)
 
     def raises(*_: object) -> None:
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stage, "_place", raises)
+        patch.setattr(Stage, method, raises)
         reader.read(1, "owner", STAGED, *rows(0, EVEN, 1))
         [ended] = await reader.heard(1)
     assert ended.ending is Ending.FAILED
-    assert "its pieces could not be placed: MemoryError('planted')" in ended.cause
+    assert ended.cause == f"{cause}: MemoryError('planted')"
     assert slots(reader) == 0
     want = [a.copy() for a in reader.arrays]
     placed(want, owner.arrays, *rows(0, EVEN, 2))
@@ -305,3 +310,10 @@ def test_staging_memory_that_cannot_be_had_is_an_error_that_names_the_field() ->
     with pytest.raises(BackendError, match=r"of staging memory cannot be had: .*; lower nixl.staging_bytes"):
         asyncio.run(plane.start([], lambda: None))
     plane.close()
+
+
+@pytest.mark.parametrize(
+    ("piece", "item"), [(32, 32), (256, 256), (1000, 1000), (1152, 576), (4096, 1024), (1031, 1031), (2062, 2062)]
+)
+def test_long_pieces_are_copied_in_equal_items(piece: int, item: int) -> None:
+    assert item_bytes(piece) == item

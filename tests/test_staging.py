@@ -12,8 +12,8 @@ import pytest
 from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import Pull, PullState
+from asynckv.core.slots import Slots
 from asynckv.core.types import Reason, TransferId
-from asynckv.edges.staging import Slots
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
 from asynckv.geometry.plan import ReadRequest
@@ -142,7 +142,7 @@ def test_small_pieces_are_told_only_where_nothing_helps() -> None:
 
 
 def test_no_agent_has_more_slots_than_are_free() -> None:
-    slots, taken = Slots(8), 0
+    slots, taken = Slots[TransferId](8), 0
     for name in ("a", "b", "c", "d"):
         while slots.has_room(name):
             taken += 1
@@ -167,7 +167,7 @@ def test_a_group_with_a_piece_that_cannot_be_cut_is_read_directly() -> None:
 
 
 def test_slots_are_taken_one_by_one() -> None:
-    slots = Slots(3)
+    slots = Slots[TransferId](3)
     found = {slots.take(TransferId(i), f"peer {i}") for i in range(3)}
     assert found == {0, 1, 2}
     assert not any(map(slots.has_room, "ab"))

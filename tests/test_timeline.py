@@ -149,7 +149,7 @@ def test_the_ground_has_starts_ends_and_when_the_loop_was_away(axis: Axis) -> No
     by_rank = {x.process.rank: x for x in ground(axis)}
     (away,) = by_rank[D[1]].away
     assert away.seconds == pytest.approx(0.15)
-    assert abs(away.end - BEGIN - 2.2) <= by_rank[D[1]].within_s
+    assert abs(away.end - BEGIN - 2.2) <= axis.offset(by_rank[D[1]].process).within_s
     assert [x.text for x in by_rank[P].marks] == ["engine started", f"met {D[0]}", f"met {D[1]}"]
     assert any(x.text == "engine stopped" for x in by_rank[D[0]].marks)
 
@@ -186,7 +186,7 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     assert gone is not None
     assert (gone.kind, gone.gone, gone.is_proved) == ("died", "died", True)
     # Its last line was written at 2.012, and who lost it first did at 3.0, by a clock that is as sure as this.
-    assert gone.before - prefill.end == pytest.approx(0.988, abs=2 * readers[0].within_s)
+    assert gone.before - prefill.end == pytest.approx(0.988, abs=2 * axis.offset(readers[0].process).within_s)
     check_outputs(axis, stories(axis))
     found = seen_of(axis)
     (finding,) = find(found).wrong

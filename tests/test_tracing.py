@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from asynckv import ConfigError, Endpoint, Metrics, PrefillRanks, Tracing, trace_context
 from asynckv.core.types import MAX_TRACESTATE, decode_params
 from asynckv.observe import tracing
-from asynckv.tools.proxy.engines import Limits
+from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import Router
 from asynckv.tools.proxy.server import serving
 from tests.engines import Bench, Side, until

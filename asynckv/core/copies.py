@@ -31,6 +31,7 @@ class _Copy:
     nonce: int
     sender: str
     reply_to: ReplyTo
+    sharer: str | ReplyTo
     gathered: Gathered
     slot: int = NO_SLOT
     is_made: bool = False
@@ -49,19 +50,16 @@ class Copies:
         self._waiting: dict[_Copy, None] = {}
         self._making: dict[int, _Copy] = {}
 
-    def num_waiting(self, sender: str) -> int:
-        return sum([copy.sender == sender for copy in self._waiting])
-
-    def ask(self, pack: Pack, gathered: Gathered, sender: str, reply_to: ReplyTo) -> bool:
-        """Take a reader's wish; return False if there are too many."""
+    def ask(self, pack: Pack, gathered: Gathered, sender: str, reply_to: ReplyTo, sharer: str | ReplyTo) -> bool:
+        """Take a reader's wish; return False if too many of its `sharer` wait: of its key, or else its connection."""
         pull_id = PullId(pack.pull_id)
         if (known := self.by_key.get(pack.key, {}).get((pull_id, pack.nonce))) is not None:
             if known.is_made:
                 self._answer(known, known.slot)
             return True
-        if self.num_waiting(sender) >= MAX_WAITING:
+        if sum([copy.sharer == sharer for copy in self._waiting]) >= MAX_WAITING:
             return False
-        copy = _Copy(pack.key, pull_id, pack.nonce, sender, reply_to, gathered)
+        copy = _Copy(pack.key, pull_id, pack.nonce, sender, reply_to, sharer, gathered)
         self.by_key.setdefault(pack.key, {})[pull_id, pack.nonce] = copy
         self._waiting[copy] = None
         self._outbox.counters["copies.asked"] += 1
@@ -111,9 +109,9 @@ class Copies:
 
     def _go_on(self) -> None:
         for copy in list(self._waiting):
-            if self.slots.has_room(copy.sender):
+            if self.slots.has_room(copy.sharer):
                 del self._waiting[copy]
-                copy.slot = self.slots.take(copy, copy.sender)
+                copy.slot = self.slots.take(copy, copy.sharer)
                 self._making[copy.slot] = copy
                 self._outbox.commands.append(PackBlocks(copy.slot, copy.gathered))
 

@@ -250,7 +250,8 @@ class DecodeSide:
         if transfer is None or read is None:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        if packed.slot >= 0:
+        packing = transfer.peer.packing
+        if packing is not None and 0 <= packed.slot < packing.num_slots:
             transfer.is_packed, read = True, read._replace(slot=packed.slot)
             pull.num_packed += 1
         self.answered.append(PostRead(transfer_id, transfer.peer.agent_name, read, pull))
@@ -265,7 +266,8 @@ class DecodeSide:
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
         was_detached = transfer.is_detached
         if transfer.is_packed and ending is not ENDING.IN_DOUBT:
-            self._outbox.send(*peer.place, wire.Unpack(pull.params.key, pull.pull_id, transfer_id))
+            if source.next_read is not None or len(source.running) > 1:  # else its release says so soon
+                self._outbox.send(*peer.place, wire.Unpack(pull.params.key, pull.pull_id, transfer_id))
         # A transfer in doubt may stay in doubt for ever, so it must not take room from others.
         self.posting.left(peer.line, transfer_id)
         if ending is ENDING.IN_DOUBT:

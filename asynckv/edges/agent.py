@@ -36,7 +36,7 @@ import numpy.typing as npt
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.metadata import is_known, renamed
-from asynckv.edges.staging import Stage
+from asynckv.edges.staging import Chunk, Stage
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Memory
@@ -119,6 +119,7 @@ class _Lists(NamedTuple):
     table: DescTable
     local: Any
     remote: Any
+    firsts: Mapping[int, int] = {}  # of a staged table: the first descriptor of the first slot, by length
 
 
 @dataclass(slots=True, eq=False)
@@ -136,9 +137,8 @@ class _Staged:
 
     stage: Stage
     lists: _Lists
-    slot: int
-    chunks: Iterator[ReadRequest]
-    chunk: ReadRequest  # read now, or about to be placed
+    chunks: Iterator[Chunk]
+    chunk: Chunk  # read now, or about to be placed
 
 
 def _unstaged(transfer_id: TransferId, staged: _Staged, ending: Ending, cause: str = "") -> TransferEnded:
@@ -321,12 +321,14 @@ class Agent:
             raise BackendError(f"peer {name} is not loaded")
         if (known := remote.lists.get(id(table))) is not None:
             return known
-        made, refused = [], ""
+        made: list[Any] = []
+        firsts, refused = dict[int, int](), ""
         try:
             mine, theirs = (self.name, "") if remote.own == SOURCE else ("", self.name if remote.own else remote.alias)
             if table.boxes:
                 assert self.stage is not None
-                made.append(self._agent.prep_xfer_dlist(mine, self.stage.rows(table), "DRAM"))
+                rows, firsts = self.stage.rows(table)
+                made.append(self._agent.prep_xfer_dlist(mine, rows, "DRAM"))
             else:
                 made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
             made.append(self._prepare(theirs, table.remote, table.length, table.remote_blocks, remote.memories))
@@ -339,7 +341,7 @@ class Agent:
             made.clear()
             raise BackendError(refused)
         self._make_room(remote, table.num_rows)
-        lists = remote.lists[id(table)] = _Lists(table, *made)
+        lists = remote.lists[id(table)] = _Lists(table, made[0], made[1], firsts)
         return lists
 
     def _make_room(self, remote: _Remote, num_rows: int) -> None:
@@ -423,7 +425,13 @@ class Agent:
             lists = self.prepare(name, read.table)
         except BackendError as exc:
             return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
-        staged = _Staged(stage, lists, stage.slots.take(transfer_id, name), read.chunks(SLOT_BYTES), read)
+        slot = stage.slots.take(transfer_id, name)
+        try:
+            chunks = stage.cut(read, slot, lists.firsts, SLOT_BYTES)
+        except Exception as exc:
+            stage.slots.give_back(transfer_id)
+            return TransferEnded(transfer_id, Ending.FAILED, f"it cannot be cut into chunks: {exc!r}")
+        staged = _Staged(stage, lists, iter(chunks), chunks[0])
         return self._advance(transfer_id, _Transfer(0, name, lists, remote, staged), staged)
 
     def _advance(self, transfer_id: TransferId, transfer: _Transfer, staged: _Staged) -> TransferEnded | None:
@@ -432,19 +440,18 @@ class Agent:
         for chunk in staged.chunks:
             staged.chunk = chunk
             try:
-                index = staged.stage.index(chunk, staged.slot)
-                handle = self._raw.makeXferReq(self._read, mine, index, theirs, chunk.remote, b"", [], False)
+                handle = self._raw.makeXferReq(self._read, mine, chunk.local, theirs, chunk.remote, b"", [], False)
             except Exception as exc:
                 return _unstaged(transfer_id, staged, Ending.FAILED, repr(exc))
-            transfer = transfer._replace(handle=handle)
             try:
-                status = int(self._raw.postXferReq(handle, b""))
+                # Many a local read ends in the post, and is known to have ended only if it is asked for.
+                status = int(self._raw.postXferReq(handle, b"")) and int(self._raw.getXferStatus(handle))
             except Exception as exc:
-                return self._trouble(transfer_id, transfer, exc)
+                return self._trouble(transfer_id, transfer._replace(handle=handle), exc)
             if status:
-                self.running[transfer_id] = transfer
+                self.running[transfer_id] = transfer._replace(handle=handle)
                 return None
-            if (ended := self._place(transfer_id, transfer.handle, staged)) is not None:
+            if (ended := self._place(transfer_id, handle, staged)) is not None:
                 return ended
         return _unstaged(transfer_id, staged, Ending.DONE)
 
@@ -452,7 +459,7 @@ class Agent:
         """Place a chunk that has landed; return the transfer's end if that fails."""
         self._release(handle)
         try:
-            is_placed = staged.stage.place(transfer_id, staged.chunk, staged.slot)
+            is_placed = staged.stage.place(transfer_id, staged.chunk)
         except Exception as exc:
             return _unstaged(transfer_id, staged, Ending.FAILED, f"its pieces could not be placed: {exc!r}")
         return None if is_placed else _unstaged(transfer_id, staged, Ending.FAILED, "it was detached, and not placed")

@@ -274,7 +274,9 @@ class Segments:
                 if not path.exists():
                     created.append(path)
                 self._open(path, length)
-            self._remove_beyond(len(self.fds))
+            for path in folder.glob("segment-*.kv"):
+                if path.name >= self.path(len(self.fds)).name:
+                    path.unlink()
         except OSError as exc:
             self.close()
             for path in created:
@@ -317,11 +319,6 @@ class Segments:
         except OSError as exc:
             self.close()
             raise self._refused(exc) from None
-
-    def _remove_beyond(self, number: int) -> None:
-        for path in self._folder.glob("segment-*.kv"):
-            if path.name >= self.path(number).name:
-                path.unlink()
 
     def _refused(self, exc: OSError) -> BackendError:
         return BackendError(f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory")

@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
 
 import anyio.to_thread
 import numpy as np
-import numpy.typing as npt
 
 from asynckv.edges.aside import end_at_exit
 from asynckv.edges.sharing import shared_memory
-from asynckv.edges.staging import bytes_at
+from asynckv.edges.staging import Items, bytes_at, item_bytes
 from asynckv.errors import AsyncKVError, BackendError
 from asynckv.geometry.gather import PACK_BYTES, Gathered, Packing
 from asynckv.geometry.layout import Memory
@@ -95,9 +93,9 @@ class Packer:
         first, last = int(ids.min()), int(ids.max())
         is_run = last - first == len(ids) - 1 and bool((ids[1:] - ids[:-1] == 1).all())
         for memory, offset, stride, piece, shape, strides in gathered.rows:
-            ours: npt.NDArray[Any] = np.ndarray(
-                (last + 1, *shape), f"V{piece}", self._memories[memory], offset, (stride, *strides)
-            )
-            copy: npt.NDArray[Any] = np.ndarray((len(ids), *shape), f"V{piece}", self._area, at)
+            item = item_bytes(piece)
+            kind, shape = f"V{item}", (*shape, piece // item)
+            ours: Items = np.ndarray((last + 1, *shape), kind, self._memories[memory], offset, (stride, *strides, item))
+            copy: Items = np.ndarray((len(ids), *shape), kind, self._area, at)
             copy[...] = ours[first:] if is_run else ours[ids]
             at += copy.nbytes

@@ -13,55 +13,52 @@ import ctypes
 import mmap
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.core.slots import Slots
 from asynckv.core.types import TransferId
+from asynckv.geometry.bounds import Int32s
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import SLOT_BYTES
 from asynckv.geometry.tables import DescTable
 
 Bytes = npt.NDArray[np.uint8]
+Items = npt.NDArray[Any]
+MOST_ITEM = 1024  # bytes to copy as one item: numpy keeps Python's lock during copies of up to 500 items of any size
+LEAST_ITEM = 64
+
+
+@lru_cache
+def item_bytes(piece: int) -> int:
+    """Return the bytes of the items in which a piece is copied."""
+    counts = range(-(-piece // MOST_ITEM), piece // LEAST_ITEM + 1)
+    return piece // next((count for count in counts if piece % count == 0), 1)
 
 
 def bytes_at(memory: Memory) -> Bytes:
     return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
-class Slots:
-    """Which slots are free. No remote agent has more of them than are free, so that one leaves room for others."""
+class Pieces(NamedTuple):
+    """The pieces of one row of a chunk."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._free = list(range(number))
-        self._in_use: dict[TransferId, tuple[int, str]] = {}  # slot, and the remote agent that is read
-        self._by_name: Counter[str] = Counter()
+    places: Items  # of all blocks
+    blocks: slice | Int32s
+    run: Items  # in staging memory
 
-    @property
-    def num_in_use(self) -> int:
-        return len(self._in_use)
 
-    def has_room(self, name: str) -> bool:
-        """Return True if a read from an agent may have a slot."""
-        return self._by_name[name] < len(self._free)
+class Chunk(NamedTuple):
+    """A part of a staged read that fits into a slot."""
 
-    def take(self, transfer_id: TransferId, name: str) -> int:
-        slot = self._free.pop()
-        self._in_use[transfer_id] = slot, name
-        self._by_name[name] += 1
-        return slot
-
-    def give_back(self, transfer_id: TransferId) -> None:
-        slot, name = self._in_use.pop(transfer_id)
-        self._by_name[name] -= 1
-        if not self._by_name[name]:
-            del self._by_name[name]
-        self._free.append(slot)
+    local: Int32s  # descriptors of the slot
+    remote: Int32s
+    pieces: list[Pieces]
 
 
 class Stage:
@@ -75,7 +72,7 @@ class Stage:
         self._area = np.frombuffer(mmap.mmap(-1, num_slots * SLOT_BYTES), np.uint8)
         self.memory = Memory(base=self._area.ctypes.data, length=len(self._area), device=0, kind="cpu")
         self._memories = [bytes_at(memory) for memory in memories]
-        self.slots = Slots(num_slots)
+        self.slots: Slots[TransferId] = Slots(num_slots)
         self._lock = threading.Lock()  # held to place, to detach, and to decide that a read is direct after all
         self._detached: set[TransferId] = set()  # transfers that place nothing any more
         self._direct: set[TransferId] = set()  # transfers of staged tables that had no slot
@@ -105,23 +102,26 @@ class Stage:
 
     # -- reads and placements ----------------------------------------------------------------------
 
-    def rows(self, table: DescTable) -> npt.NDArray[np.uint64]:
-        """Return the strided descriptors of all slots, per length of the table's rows: address, length, device ..."""
-        out = [
-            (self.memory.base + slot * SLOT_BYTES, length, 0, length, SLOT_BYTES // length)
-            for length in np.unique(table.length).tolist()
-            for slot in range(self.slots.number)
-        ]
-        return np.array(out, np.uint64)
+    def rows(self, table: DescTable) -> tuple[npt.NDArray[np.uint64], dict[int, int]]:
+        """Return the strided descriptors of all slots: address, length, device ... Also return the first per length."""
+        out, firsts, number = [], {}, 0
+        for length in np.unique(table.length).tolist():
+            firsts[length], count = number, SLOT_BYTES // length
+            for slot in range(self.slots.number):
+                out.append((self.memory.base + slot * SLOT_BYTES, length, 0, length, count))
+                number += count
+        return np.array(out, np.uint64), firsts
 
-    def index(self, read: ReadRequest, slot: int) -> npt.NDArray[np.int32]:
-        """Return the descriptors in `rows` of a read's runs, one behind another in its slot."""
-        table = read.table
-        lengths = np.unique(table.length)
-        length = int(table.length[read.rows[0]])
-        counts = SLOT_BYTES // lengths
-        first = int(counts[lengths < length].sum()) * self.slots.number + slot * (SLOT_BYTES // length)
-        return np.arange(first, first + len(read.local), dtype=np.int32)
+    def cut(self, read: ReadRequest, slot: int, firsts: Mapping[int, int], most: int) -> list[Chunk]:
+        """Cut a read into chunks of at most `most` bytes for its slot.
+
+        All are made at once, because Python is slow after a copy, which leaves nothing else in the caches.
+        """
+        length, at = int(read.table.length[read.rows[0]]), slot * SLOT_BYTES
+        count = SLOT_BYTES // length
+        first = firsts[length] + slot * count
+        index = np.arange(first, first + count, dtype=np.int32)
+        return [Chunk(index[: len(part.local)], part.remote, self._pieces(part, at)) for part in read.chunks(most)]
 
     def time_placement(self, piece: int) -> float:
         """Return the seconds per byte of placing a slot in pieces, each away from its neighbours."""
@@ -132,29 +132,35 @@ class Stage:
         np.copyto(places, run)
         return (time.monotonic() - began) / run.nbytes
 
-    def place(self, transfer_id: TransferId, read: ReadRequest, slot: int) -> bool:
-        """Copy the pieces of a read that has landed; return False if it was detached."""
+    def place(self, transfer_id: TransferId, chunk: Chunk) -> bool:
+        """Copy the pieces of a chunk that has landed; return False if its read was detached."""
         with self._lock:
             if transfer_id in self._detached:
                 return False
-            self._place(read, slot)
+            self._place(chunk)
         return True
 
-    def _place(self, read: ReadRequest, slot: int) -> None:
+    def _place(self, chunk: Chunk) -> None:
+        for places, blocks, run in chunk.pieces:
+            places[blocks] = run
+
+    def _pieces(self, read: ReadRequest, at: int) -> list[Pieces]:
+        """Return a chunk's pieces, row by row, in staging memory from `at`."""
         table, (first, count) = read.table, read.rows
-        blocks = len(read.local) // count
-        ids = read.local[:blocks] - first * table.local_blocks
-        start, length, at = int(ids[0]), int(table.length[first]), slot * SLOT_BYTES
-        is_run = int(ids[-1]) - start == blocks - 1 and bool((ids[1:] - ids[:-1] == 1).all())
+        number = len(read.local) // count
+        ids, length = read.local[:number] - first * table.local_blocks, int(table.length[first])
+        start = int(ids[0])
+        # Bytes are compared in a tenth of the time that numpy takes for a few numbers.
+        is_run = ids.tobytes() == np.arange(start, start + number, dtype=ids.dtype).tobytes()
+        blocks = slice(start, start + number) if is_run else ids
+        found = []
         for row in range(first, first + count):
             box, (memory, offset, stride) = table.box(row), table.local[row].tolist()
-            item, shape = f"V{box.piece}", (table.local_blocks, *box.shape)
-            ours: npt.NDArray[Any] = np.ndarray(shape, item, self._memories[memory], offset, (stride, *box.in_local))
-            run: npt.NDArray[Any] = np.ndarray(
-                (blocks, *box.shape), item, self._area, at + box.skip, (length, *box.in_run)
-            )
-            if is_run:
-                np.copyto(ours[start : start + blocks], run)
-            else:
-                ours[ids] = run
-            at += length * blocks
+            item = item_bytes(box.piece)
+            shape, kind = (*box.shape, box.piece // item), f"V{item}"
+            to, of = (stride, *box.in_local, item), (length, *box.in_run, item)
+            places: Items = np.ndarray((table.local_blocks, *shape), kind, self._memories[memory], offset, to)
+            run: Items = np.ndarray((number, *shape), kind, self._area, at + box.skip, of)
+            found.append(Pieces(places, blocks, run))
+            at += length * number
+        return found

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from msgspec.structs import asdict
@@ -209,17 +208,12 @@ class EngineDesk:
         match order:
             case Announce():
                 engine.announce(**given)
-            case Pull():
-                self._begin(order, partial(engine.pull, **given), engine.returned)
+            case Pull() | Load() | Store():
+                owner = engine if isinstance(order, Pull) else self._offload()
+                self._unbegun.add(self._go(self._outcome(order, owner), order))
             case Lookup():
                 request_id = text("request_id", order.request_id)
                 self._tell("found", (request_id, self._offload().lookup(order.hashes, order.num_tokens)))
-            case Load():
-                offload = self._offload()
-                self._begin(order, partial(offload.load, **given), offload.returned)
-            case Store():
-                offload = self._offload()
-                self._begin(order, partial(offload.store, **given), offload.returned)
             case Cancel():
                 engine.cancel(**given)
                 if engine._driver.guests:
@@ -270,26 +264,13 @@ class EngineDesk:
             if order is not None:
                 self._refuse(order, EngineClosed("the engine's loop was ended before this was carried out"))
 
-    def _begin(
-        self,
-        order: Pull | Load | Store,
-        work: Callable[[], Coroutine[Any, Any, object]],
-        returned: Callable[[str], Coroutine[Any, Any, None]],
-    ) -> None:
-        self._unbegun.add(self._go(self._outcome(order, work, returned), order))
-
-    async def _outcome(
-        self,
-        order: Pull | Load | Store,
-        work: Callable[[], Coroutine[Any, Any, object]],
-        returned: Callable[[str], Coroutine[Any, Any, None]],
-    ) -> None:
-        """Wait for blocks to be filled or stored, and report the result."""
+    async def _outcome(self, order: Pull | Load | Store, owner: Engine | Offload) -> None:
+        """Call `pull`, `load` or `store`, wait for blocks to be filled or stored, and report the result."""
         task = asyncio.current_task()
         assert task is not None
         self._unbegun.discard(task)
         try:
-            result = await work()
+            result = await getattr(owner, type(order).__name__.lower())(**asdict(order))
         except AsyncKVError as exc:
             if isinstance(exc, LocalProtocolError) and self._is_under_way(order, task):
                 # `failed` names only an id, so the scheduler would take this for the end of the earlier order.
@@ -309,7 +290,7 @@ class EngineDesk:
         except GeneratorExit:  # the loop is gone, so nothing can be reported
             raise
         except BaseException as exc:  # a bug, or the application cancels every task of the loop
-            await self._tell_when_returned(order, exc, returned)
+            await self._tell_when_returned(order, exc, owner)
             if not isinstance(exc, Exception):
                 raise
         else:
@@ -330,12 +311,12 @@ class EngineDesk:
         return any(type(each) is type(order) and each.request_id == order.request_id for each in others)
 
     async def _tell_when_returned(
-        self, order: Pull | Load | Store, exc: BaseException, returned: Callable[[str], Coroutine[Any, Any, None]]
+        self, order: Pull | Load | Store, exc: BaseException, owner: Engine | Offload
     ) -> None:
         """Report an order with an error that says nothing of its blocks, once it is known what became of them."""
         is_returned = False
         try:
-            await returned(order.request_id)
+            await owner.returned(order.request_id)
             is_returned = True
         except BlocksRetired:
             pass

@@ -25,7 +25,7 @@ from asynckv.geometry.plan import ReadRequest
 PACK_BYTES = 2 << 20
 """Length of a slot for packed copies."""
 
-MAX_ROWS = 4096
+MAX_ROWS = 1024
 MAX_BLOCK_RUNS = 16_384
 
 Extent = Annotated[int, Meta(ge=1, le=1 << 40)]

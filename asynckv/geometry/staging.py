@@ -37,7 +37,7 @@ class ReadCosts(NamedTuple):
     read_s: float
     place_s: float
     slot_bytes: int
-    ask_s: float = 0.1e-9
+    ask_s: float = 0.3e-9
     least_packed: int = 64 * 1024
 
     def packed(self, rows: int, dense: int, wanted: int, placed: int) -> float:

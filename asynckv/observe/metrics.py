@@ -1,7 +1,7 @@
 """Metrics for Prometheus: counters, current state and durations of engines.
 
 `Metrics` is a collector for the application's registry, and may show several engines. `docs/metrics.md` is made from
-the table `FAMILIES`.
+`metrics.toml`.
 
 A scrape comes on another thread. The reading is taken *on* the loop, between two turns, and the scrape waits for it at
 most a quarter of a second. If the loop does not answer in time, the scrape shows the last reading, with its age in
@@ -16,7 +16,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 try:
@@ -46,177 +48,31 @@ AGES_S = (1, 5, 10, 30, 60, 300)
 
 
 class Family(NamedTuple):
-    """Description of one metric; its labels come after `engine_id` and `rank`."""
+    """Description of one metric; its labels come after `engine_id` and `rank`, and its values of counters `of` it."""
 
     kind: str
     help: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...]
+    of: tuple[str, ...]
 
 
-FAMILIES: Mapping[str, Family] = {
-    # -- the engine
-    "engine_info": Family(
-        "info", "Identity of this start of the engine.", ("incarnation", "version", "nixl", "backend", "ucx_tls")
-    ),
-    "engine_state": Family("gauge", "1 for the current state, otherwise 0.", ("state",)),
-    "reading_age_seconds": Family("gauge", "Age of the figures; above 0 if the event loop did not answer this scrape."),
-    "data_plane_up": Family("gauge", "1 while the data plane serves, 0 while its process is being replaced."),
-    # -- pulls: the decode side
-    "pulls": Family(
-        "gauge", "Open pulls and announcements; notifying: only the release is not acknowledged yet.", ("state",)
-    ),
-    "pulls_waiting": Family("gauge", "Pulls that have begun but do not read yet."),
-    "pulls_waiting_limit": Family("gauge", "Limit of waiting pulls (max_queued); further ones are refused."),
-    "pulls_queued": Family("gauge", "Pulls that only the limits keep from reading."),
-    "pulls_admitted": Family("gauge", "Pulls that the limits allow to read."),
-    "pulls_admitted_limit": Family("gauge", "Limit of admitted pulls (total_requests)."),
-    "pulls_retrying": Family("gauge", "Requests that wait for another attempt."),
-    "pull_oldest_seconds": Family("gauge", "Age of the oldest pull without an outcome, or 0."),
-    "pulls_started": Family("counter", "Pulls and announcements that began; every attempt counts."),
-    "pulls_ended": Family("counter", "Pulls that ended; every attempt counts.", ("reason",)),
-    "pulls_rejected": Family("counter", "Pulls refused because max_queued pulls already waited."),
-    "pulls_retried": Family("counter", "Failed attempts that were followed by another.", ("reason",)),
-    "pull_duration_seconds": Family("histogram", "Time from the call to the outcome.", ("outcome",)),
-    "pull_phase_seconds": Family("histogram", "Time that pulls spent in each phase.", ("phase",)),
-    "pull_rereads": Family("counter", "Ranks read again, because the first read came before the lease."),
-    "read_bytes": Family("counter", "Bytes read by transfers, whether or not their pulls ended well."),
-    "transfers": Family(
-        "gauge", "Transfers in flight, and those in doubt, which failed but may still write.", ("state",)
-    ),
-    "transfers_posted": Family("counter", "Transfers posted by pulls that have ended."),
-    "transfers_ended": Family("counter", "Transfers that ended or fell in doubt.", ("result",)),
-    "descriptors_planned": Family("counter", "Descriptors (contiguous pieces) to read, before merging."),
-    "descriptors_posted": Family("counter", "Descriptors posted, after merging."),
-    "in_flight_bytes": Family("gauge", "Bytes of transfers in flight."),
-    "in_flight_limit_bytes": Family("gauge", "Limit of bytes in flight (total_bytes)."),
-    "in_flight_descriptors": Family("gauge", "Descriptors of transfers in flight."),
-    "in_flight_descriptors_limit": Family("gauge", "Limit of descriptors in flight (total_descriptors)."),
-    # -- peers
-    "peers": Family("gauge", "Prefill ranks that this engine knows.", ("state",)),
-    "peer_changes": Family(
-        "counter", "Prefill ranks that entered a state (left: said goodbye; else gone).", ("state",)
-    ),
-    "peer_pulls_ended": Family("counter", "Pulls that ended, by prefill engine.", ("peer", "outcome")),
-    "peer_read_bytes": Family("counter", "Bytes of completed pulls, by prefill engine.", ("peer",)),
-    # -- blocks, on both sides
-    "blocks": Family("gauge", "Blocks lent, being written, quarantined (may still be written) or retired.", ("state",)),
-    "blocks_given_up": Family("counter", "Blocks retired (lost to the process) since the start."),
-    "quarantined_oldest_seconds": Family("gauge", "Age of the oldest quarantined blocks, or 0."),
-    # -- leases: the prefill side
-    "leases": Family("gauge", "Requests that are lent.", ("state",)),
-    "leases_older_than": Family("gauge", "Requests that have been lent for longer than the label says.", ("seconds",)),
-    "lease_oldest_seconds": Family("gauge", "Age of the oldest lease, or 0."),
-    "leases_lent": Family("counter", "Requests that were lent."),
-    "leases_ended": Family("counter", "Leases that ended.", ("state",)),
-    "lease_age_seconds": Family("histogram", "Age of leases at their end.", ("state",)),
-    "requests_withdrawn": Family("counter", "Requests that will never be lent."),
-    "refusals": Family("counter", "Claims, renewals and releases that were refused.", ("reason",)),
-    "late_releases": Family("counter", "Releases that came after their lease had ended."),
-    "parked_messages": Family("gauge", "Claims and releases kept until their request is lent."),
-    "parked_messages_limit": Family("gauge", "Limit of parked messages (max_parked)."),
-    "parked_messages_dropped": Family("counter", "Early claims and releases that were dropped.", ("reason",)),
-    "keys_overtaken": Family(
-        "counter", "Keys given up or forgotten, because too many were made but not lent.", ("how",)
-    ),
-    # -- messages
-    "messages": Family("counter", "Messages on the control plane.", ("direction", "type")),
-    "messages_dropped": Family("counter", "Messages that were not accepted or could not be sent.", ("reason",)),
-    "packets": Family("counter", "Packets, each of several messages.", ("direction",)),
-    "connections_rejected": Family("counter", "Connections that the listener did not admit.", ("cause",)),
-    "connections_refused": Family("counter", "Addresses that this engine refused to connect to.", ("cause",)),
-    # -- what is kept outside of the accelerator, where there is an offload
-    "offload_blocks": Family(
-        "gauge", "Blocks in a tier; leaving ones are in use but no longer found.", ("state", "tier")
-    ),
-    "offload_bytes": Family("gauge", "Bytes of the kept blocks.", ("tier",)),
-    "offload_limit_bytes": Family("gauge", "Size of a tier (host_bytes, file_bytes).", ("tier",)),
-    "offload_up": Family(
-        "gauge", "1 while a tier is used; 0 if its disk failed or the offload is off.", ("what", "tier")
-    ),
-    "offload_waiting_blocks": Family("gauge", "Blocks in host memory that wait to be written to files."),
-    "offload_duration_seconds": Family("histogram", "Time from the call to its outcome.", ("call",)),
-    "offload_blocks_moved": Family("counter", "Blocks moved, by kind of move.", ("move",)),
-    "offload_bytes_moved": Family("counter", "Bytes moved, by kind of move.", ("move",)),
-    "offload_stores_ended": Family("counter", "Stores that ended.", ("outcome",)),
-    "offload_loads_ended": Family("counter", "Loads that ended.", ("outcome",)),
-    "offload_tokens": Family("counter", "Tokens looked up, found, loaded, or missed by loads.", ("what",)),
-    "offload_evicted": Family("counter", "Blocks evicted to make room.", ("tier",)),
-    "offload_not_stored": Family("counter", "Blocks that stores left out.", ("reason",)),
-    "offload_not_written_back": Family("counter", "Blocks not written from host memory to files.", ("reason",)),
-    "offload_records_lost": Family("counter", "File records that were not what was stored, or could not be read."),
-    "offload_disk_failures": Family(
-        "counter", "Disk failures: files take no more writes, or are not used at all.", ("what",)
-    ),
-    "offload_moves_failed": Family("counter", "Moves between tiers that failed."),
-    # -- how it fares
-    "loop_lag_seconds": Family("histogram", "Delay of the engine's timer: for how long the event loop was away."),
-    "loop_away": Family("counter", "Times that the event loop was away for longer than log.away_s."),
-    "data_plane_losses": Family("counter", "Deaths of the data plane's process."),
-    "data_plane_restarts": Family("counter", "Replacements of the data plane's process."),
-    "internal_errors": Family("counter", "Bugs in asynckv; the log has tracebacks."),
-    "observer_errors": Family("counter", "Exceptions raised by metrics, traces and other observers."),
-    "log_events_lost": Family("counter", "Events that could not be logged.", ("reason",)),
+_TABLE = tomllib.loads(files(__package__).joinpath("metrics.toml").read_text(encoding="utf-8"))
+FAMILIES = {
+    name: Family(kind, help, tuple(labels), tuple(of)) for name, (kind, labels, of, help) in _TABLE["families"].items()
 }
-"""Every metric: its name without `asynckv_` (and a counter's without `_total`), and its description."""
+"""Every metric by its name without `asynckv_` (and a counter's without `_total`), from `metrics.toml`."""
 
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 _REFUSALS = tuple(reason for reason in Reason if reason in REFUSED | UNWELCOME)
 _OUTCOMES = tuple(reason for reason in Reason if reason not in (Reason.RELEASED, Reason.DISCHARGED))
-_PLAIN = {
-    "pulls.started": "pulls_started",
-    "pulls.overloaded": "pulls_rejected",
-    "bytes.read": "read_bytes",
-    "descriptors.planned": "descriptors_planned",
-    "descriptors.posted": "descriptors_posted",
-    "leases.lent": "leases_lent",
-    "requests.withdrawn": "requests_withdrawn",
-    "release.late": "late_releases",
-    "loop.was_away": "loop_away",
-    "agents_lost": "data_plane_losses",
-    "agents_replaced": "data_plane_restarts",
-    "internal_errors": "internal_errors",
-    "observers.failed": "observer_errors",
+_FROM_ZERO: Mapping[str, Iterable[str]] = {
+    "pulls_ended": _OUTCOMES,
+    "leases_ended": ENDS,
+    "refusals": _REFUSALS,
+    **_TABLE["from_zero"],
 }
-"""Counters of the engine that each are one metric."""
-
-_OFFLOAD = {
-    "offload.records_lost": "offload_records_lost",
-    "offload.moves_failed": "offload_moves_failed",
-    "offload.to_write_back": "offload_waiting_blocks",
-}
-"""The same for engines with an offload; its gauges follow the same rules."""
-
-_BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "pulls.": ("pulls_ended", (), _OUTCOMES),
-    "leases.": ("leases_ended", (), ENDS),
-    "refused.": ("refusals", (), _REFUSALS),
-    "transfers.": ("transfers_ended", (), ("done", "failed", "in_doubt", "detached")),
-    "dropped.": ("messages_dropped", (), ("malformed", "unexpected", "stale_answer", "too_many", "not_sent")),
-    "parked.": ("parked_messages_dropped", (), ("expired", "refused")),
-    "keys.": ("keys_overtaken", (), ("given_up", "forgotten")),
-    "sent.": ("messages", ("out",), ()),
-    "received.": ("messages", ("in",), ()),
-    "control.rejected.": ("connections_rejected", (), ()),
-    "control.refused.": ("connections_refused", (), ()),
-    "control.packets_": ("packets", (), ("in", "out")),
-    "log.": ("log_events_lost", (), ("failed", "dropped")),
-    "offload.kept.": ("offload_blocks", ("kept",), ()),
-    "offload.leaving.": ("offload_blocks", ("leaving",), ()),
-    "offload.kept_bytes.": ("offload_bytes", (), ()),
-    "offload.limit_bytes.": ("offload_limit_bytes", (), ()),
-    "offload.reads.": ("offload_up", ("reads",), ()),
-    "offload.writes.": ("offload_up", ("writes",), ()),
-    "offload.files_lost.": ("offload_disk_failures", (), ()),
-    "offload.blocks.": ("offload_blocks_moved", (), ()),
-    "offload.bytes.": ("offload_bytes_moved", (), ()),
-    "offload.store.": ("offload_stores_ended", (), ()),
-    "offload.load.": ("offload_loads_ended", (), ()),
-    "offload.tokens.": ("offload_tokens", (), ()),
-    "offload.evicted.": ("offload_evicted", (), ()),
-    "offload.not_stored.": ("offload_not_stored", (), ()),
-    "offload.not_written_back.": ("offload_not_written_back", (), ()),
-}
-"""Prefix of the engine's counters -> metric, labels before the rest of the name, and values shown from 0 on."""
+_SOURCES = {source.partition("*")[0]: (name, source) for name, each in FAMILIES.items() for source in each.of}
+"""Source up to its `*` -> metric and source."""
 
 
 class Metrics(Collector):
@@ -401,11 +257,10 @@ def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
 
 def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...], float]]:
     found: dict[tuple[str, tuple[str, ...]], int] = {}
-    for name in _PLAIN.values():
-        found[name, ()] = 0
-    for name, labels, causes in _BY_CAUSE.values():
-        for cause in causes:
-            found[name, (*labels, str(cause))] = 0
+    for name, family in FAMILIES.items():
+        if family.of and not name.startswith("offload_"):  # an engine may have no offload
+            zeros = [(str(cause),) for cause in _FROM_ZERO.get(name, ())] if family.labels else [()]
+            found |= {(name, labels): 0 for labels in zeros}
     for counter, count in counters.items():
         if (where := place_of(counter)) is not None:
             found[where] = found.get(where, 0) + count
@@ -415,13 +270,14 @@ def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...
 
 def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
     """Return metric and labels of an engine's counter or an offload's gauge; None if it is not shown."""
-    if counter in _PLAIN:
-        return _PLAIN[counter], ()
-    if counter in _OFFLOAD:
-        return _OFFLOAD[counter], ()
-    for beginning, (name, labels, _) in _BY_CAUSE.items():
-        if counter.startswith(beginning) and counter not in NOT_SHOWN:
-            return name, (*labels, counter.removeprefix(beginning))
+    if counter in NOT_SHOWN:
+        return None
+    name, source = _SOURCES.get(counter, ("", "*"))
+    if "*" not in source:
+        return name, ()
+    for beginning, (name, source) in _SOURCES.items():
+        if "*" in source and counter.startswith(beginning):
+            return name, (*source.split()[1:], counter.removeprefix(beginning))
     return None
 
 

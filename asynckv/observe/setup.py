@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 
 import structlog
 
-from asynckv.arguments import shown, without_control
+from asynckv.arguments import each_text, shown, without_control
 from asynckv.config import LogConfig, check_choice
 from asynckv.errors import ConfigError
 from asynckv.observe.sink import FileSink, file_name
@@ -97,23 +97,10 @@ def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> M
     """Put fields into the message, for formats that show nothing else, and into attributes, for the others."""
     out = structlog.stdlib.render_to_log_kwargs(logger, method, event)
     if fields := out.get("extra"):
-        out["msg"] = _printable(f"{out['msg']} {_logfmt(logger, method, dict(fields))}")
+        out["msg"] = without_control(f"{out['msg']} {_logfmt(logger, method, dict(fields))}")
     return out
 
 
 def _for_terminals(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Escape control characters, because a peer's text must not move a cursor or begin a line."""
-    return {name: _printable(value) for name, value in event.items()}
-
-
-def _printable(value: Any) -> Any:
-    """Return a value with all control characters in its texts escaped."""
-    match value:
-        case str():
-            return without_control(value)
-        case dict():
-            return {_printable(k): _printable(v) for k, v in value.items()}
-        case list() | tuple():
-            return [_printable(each) for each in value]
-        case _:
-            return value
+    return each_text(event, without_control)

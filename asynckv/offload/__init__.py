@@ -26,17 +26,7 @@ in the request's list. A *promotion* goes from file to host memory, and a *write
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from asynckv.public import lazily
 
-from asynckv.public import homes
-
-_HOME = homes(__name__)
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    # Imported late, because the engine itself imports modules of this folder.
-    if name not in _HOME:
-        raise AttributeError(f"module 'asynckv.offload' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+# Late, because the engine itself imports modules of this folder.
+__all__, __getattr__ = lazily(__name__)

@@ -22,8 +22,6 @@ from asynckv.errors import LocalProtocolError
 
 
 class EntryState(enum.StrEnum):
-    """State of a stored block."""
-
     WRITING = "writing"
     READY = "ready"
     LEAVING = "leaving"
@@ -31,8 +29,6 @@ class EntryState(enum.StrEnum):
 
 
 class EntryEvent(enum.StrEnum):
-    """Event of a stored block."""
-
     WRITTEN = "written"
     """All of the block is in place."""
     FAILED = "failed"

@@ -71,8 +71,6 @@ class JobKind(enum.StrEnum):
 
 
 class JobOutcome(enum.StrEnum):
-    """Outcome of a job."""
-
     DONE = "done"
     """A load has all blocks in place. A store has all blocks that had room, see `JobEnded.missing`."""
     MISSING = "missing"
@@ -105,8 +103,6 @@ class JobReturned(Struct, frozen=True):
 
 
 class JobState(enum.StrEnum):
-    """State of a job."""
-
     RUNNING = "running"
     DRAINING = "draining"
     HELD = "held"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -14,24 +14,12 @@ from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.tools.bench.cli import bench_app
 from asynckv.tools.diagnose import why_cli
 from asynckv.tools.doctor import cli as doctor_cli
-from asynckv.tools.keygen import KEYGEN_EPILOG, keygen
+from asynckv.tools.keygen import keygen
 from asynckv.tools.offload.cli import offload_app
-from asynckv.tools.output import help_of
+from asynckv.tools.output import HELP, help_of
 from asynckv.tools.plan import cli as plan_cli
 from asynckv.tools.proxy import cli as proxy_cli
 from asynckv.tools.streams import Unwritten, prepare
-
-START_EPILOG = """
-[bold]Start with[/bold]
-
-  asynckv doctor
-
-  asynckv bench --layers 4 --requests 400 --floor
-
-[bold]Help of a command[/bold]  -h shows its options, examples and exit status
-
-[bold]Exit status[/bold]  0 good, 1 something is wrong, 2 bad input, 130 Ctrl-C, 141 stdout was closed (such as by head)
-"""
 
 
 class Root(typer.core.TyperGroup):
@@ -52,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the control messages.",
-    epilog=START_EPILOG,
+    epilog=HELP["epilogs"]["asynckv"],
 )
 
 
@@ -77,27 +65,21 @@ def root(
         raise typer.Exit
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
 MEASURE, LOOK, PREPARE, RUN = "Measure", "Look into a service", "Prepare and try out", "Run a service"
 
 
-def command(epilog: str, panel: str) -> Callable[[F], F]:
-    def register(function: F) -> F:
-        return app.command(epilog=epilog, help=help_of(function), rich_help_panel=panel)(function)
-
-    return register
+def command(function: Callable[..., Any], panel: str) -> None:
+    app.command(epilog=HELP["epilogs"][function.__name__], help=help_of(function), rich_help_panel=panel)(function)
 
 
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
-command(doctor_cli.EPILOG, MEASURE)(doctor_cli.doctor)
-command(why_cli.EPILOG, LOOK)(why_cli.why)
+command(doctor_cli.doctor, MEASURE)
+command(why_cli.why, LOOK)
 app.add_typer(offload_app, name="offload", rich_help_panel=LOOK)
-command(plan_cli.LAYOUT_EPILOG, PREPARE)(plan_cli.layout)
-command(plan_cli.PLAN_EPILOG, PREPARE)(plan_cli.plan)
-command(KEYGEN_EPILOG, PREPARE)(keygen)
-command(proxy_cli.EPILOG, RUN)(proxy_cli.proxy)
+command(plan_cli.layout, PREPARE)
+command(plan_cli.plan, PREPARE)
+command(keygen, PREPARE)
+command(proxy_cli.proxy, RUN)
 
 
 def main() -> NoReturn:
@@ -142,7 +124,6 @@ USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "
 
 
 def _usage(exc: Any) -> str:
-    """Describe an error in the options in one line."""
     context = getattr(exc, "ctx", None)
     text = " ".join(exc.format_message().split()).rstrip(".").replace("Value error, ", "")
     if context is None:

@@ -6,21 +6,14 @@ from typing import TypeVar
 
 from rich.markup import escape
 
-from asynckv.arguments import without_control
+from asynckv.arguments import each_text, without_control
 
 T = TypeVar("T")
 
 
 def printable(value: T) -> T:
     """Make every string in a value safe to print: without control characters, and with rich's markup escaped."""
-    out: object = value
-    if isinstance(value, str):
-        out = escape(without_control(value))
-    elif isinstance(value, dict):
-        out = {printable(k): printable(v) for k, v in value.items()}
-    elif isinstance(value, list | tuple):
-        out = type(value)(printable(x) for x in value)
-    return out  # type: ignore[return-value]
+    return each_text(value, lambda text: escape(without_control(text)))
 
 
 def size(num_bytes: float) -> str:

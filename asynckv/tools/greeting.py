@@ -22,7 +22,6 @@ class Greeted(NamedTuple):
 
 
 def look_at_port(host: str, port: int, connect_s: float, greet_s: float) -> Greeted:
-    """Connect to a port, send a greeting, and read the greeting that comes back."""
     connected, waits_s, data = False, connect_s, b""
     try:
         with socket.create_connection((host, port), connect_s) as there:

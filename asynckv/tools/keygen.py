@@ -7,24 +7,12 @@ from typing import Annotated
 
 import typer
 
-KEYGEN_EPILOG = """
-[bold]Example[/bold]  keys for two engines that trust each other
-
-  asynckv keygen prefill-0; asynckv keygen decode-0
-
-  mkdir authorized; cp keys/*.key authorized/
-
-  KeysConfig(secret="keys/prefill-0.key_secret", authorized="authorized")
-
-Each engine's host needs its own secret and a copy of authorized/. Pass KeysConfig as EngineConfig(keys=...).
-
-[bold]Exit status[/bold]  0 written, 2 bad input
-"""
+from asynckv.tools.output import HELP
 
 
 def keygen(
-    name: Annotated[str, typer.Argument(help="Name of the engine that owns the keys, such as prefill-0.")],
-    dir: Annotated[Path, typer.Option("--dir", help="Directory for the key files.", metavar="DIR")] = Path("keys"),
+    name: Annotated[str, typer.Argument(help=HELP["keygen"]["name"])],
+    dir: Annotated[Path, typer.Option("--dir", help=HELP["keygen"]["dir"], metavar="DIR")] = Path("keys"),
 ) -> None:
     """Make the keys of one engine, so that its control plane is authenticated and encrypted.
 

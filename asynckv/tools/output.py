@@ -6,22 +6,46 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+import tomllib
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+C = TypeVar("C", bound=Callable[..., Any])
 MOST_WIDE = 4096  # columns of a line in a file or pipe
+HELP: Mapping[str, Mapping[str, str]]
+HELP = tomllib.loads(files(__package__).joinpath("help.toml").read_text(encoding="utf-8"))
+"""Texts of the commands' help: what stands behind the options of each command, and the options of some commands."""
 
 
 def help_of(function: Callable[..., Any]) -> str:
     """Return a command's docstring without its line breaks, so that it fills the width of the terminal."""
     return "\n\n".join(" ".join(x.split()) for x in inspect.cleandoc(function.__doc__ or "").split("\n\n"))
+
+
+def taking_options(command: C, declared: type, names: Iterable[str] | None = None) -> C:
+    """Replace the `**given` of a command by the options that the fields of a class declare, or by those of `names`."""
+    hints, kinds = typing.get_type_hints(command, include_extras=True), typing.get_type_hints(declared)
+    found = {each.name: each for each in fields(declared)}
+    annotated: Any = Annotated
+    made = [x for x in inspect.signature(command).parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+    made = [each.replace(annotation=hints[each.name]) for each in made]
+    for name in found if names is None else names:
+        hint = annotated[kinds[name], found[name].metadata["option"]]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        made.append(inspect.Parameter(name, kind, default=found[name].default, annotation=hint))
+    command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in made}
+    return command
 
 
 def write(option: str, target: str, text: str) -> None:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVarTuple
 
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.slots import Slots
 from asynckv.core.types import Address, ReplyTo, TransferId
-from asynckv.edges.staging import Slots
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Gathered
 from asynckv.geometry.layout import Memory
@@ -456,7 +456,7 @@ class WorldData(Nic):
         self._life = 0  # counts its ends, after which no copy is made
         self._has_agent = self._can_read = self._reads_stay = True
         self._put_off: dict[TransferId, float] = {}
-        self._slots = Slots(NUM_SLOTS)
+        self._slots = Slots[TransferId](NUM_SLOTS)
         self._in_slots: dict[TransferId, Transfer] = {}
         self._slotless: list[tuple[Transfer, TransferFate, float]] = []
         self._random = process.world.random_of("nic", process.name)

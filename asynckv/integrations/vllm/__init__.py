@@ -10,22 +10,6 @@ vLLM is imported only when the class is imported, so the rest can be tested with
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from asynckv.public import lazily
 
-if TYPE_CHECKING:
-    from asynckv.integrations.vllm.connector import AsyncKVConnector
-    from asynckv.integrations.vllm.dual import DualConnector
-
-__all__ = ["AsyncKVConnector", "DualConnector"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from asynckv.integrations.vllm.connector import AsyncKVConnector
-
-    if name == AsyncKVConnector.__name__:
-        return AsyncKVConnector
-    from asynckv.integrations.vllm.dual import DualConnector
-
-    return DualConnector
+__all__, __getattr__ = lazily(__name__)

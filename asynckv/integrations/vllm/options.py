@@ -6,9 +6,11 @@ refused, and the error for an option of `NixlConnector` names its replacement he
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
+from importlib.resources import files
 from typing import Any
 
 from asynckv.arguments import MAX_NAME, flag, integer, seconds, shown, text
@@ -70,22 +72,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
-OF_NIXL_CONNECTOR = {
-    "backends": 'say "nixl": {"backend": "UCX"}; one backend per engine',
-    "backend": 'it belongs into the section "nixl": {"nixl": {"backend": ...}}',
-    "backend_params": 'say "nixl": {"params": {...}}',
-    "num_threads": 'say "nixl": {"posting_threads": ...}; the default fits the machine',
-    "kv_lease_duration": 'say "lease": {"lease_s": ...}',
-    "decoder_kv_blocks_ttl": 'say "turn_lease_s": ...',
-    "bidirectional_kv_xfer": (
-        'leave it out: any request may ask for both, {"do_remote_prefill": true, "do_remote_decode": true} with the '
-        "params of the other engine"
-    ),
-    "kv_recompute_threshold": "leave it out: all tokens that the prefix cache lacks are read, even if they are few",
-    "engine_ttl": 'say "pull": {"idle_s": ...}',
-    "enforce_handshake_compat": "leave it out: layouts are always compared, and may differ if they can be planned",
-    "push_registration_timeout": "leave it out: KV is pulled, never pushed",
-}
+WORDS = tomllib.loads(files(__package__).joinpath("words.toml").read_text(encoding="utf-8"))
+OF_NIXL_CONNECTOR: Mapping[str, str] = WORDS["of_nixl_connector"]
 """Options of `NixlConnector`, and their replacements."""
 
 

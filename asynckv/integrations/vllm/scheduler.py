@@ -37,7 +37,7 @@ from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PullEr
 from asynckv.geometry.pairing import common_prefix
 from asynckv.hashes import token_hashes
 from asynckv.integrations.vllm.compat import identity, num_received
-from asynckv.integrations.vllm.options import Options
+from asynckv.integrations.vllm.options import WORDS, Options
 from asynckv.integrations.vllm.shape import Blocks, Shape
 from asynckv.observe.tracing import trace_context
 from asynckv.scheduler import PrefillRanks
@@ -51,24 +51,7 @@ NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid",
 
 HASH_TOKENS, MAX_CHAIN = 256, 256  # tokens per hash double for long prompts, so params have 9 kB at most
 RECLAIM_S = 1.0  # seconds between two orders to make room
-CAUSES = {
-    "no_params": "do_remote_prefill is true, but there is no 'asynckv' beside it: the other engine has another "
-    "connector, or the router does not pass on its params",
-    "malformed": "its kv_transfer_params are not understood",
-    "spent": "its params were used up before: another request has read their KV, or was given up",
-    "no_hashes": "its params carry no hashes of the prompt, so nothing shows that the KV is of this prompt; upgrade "
-    "the engine that made them, or set allow_unhashed where every client is trusted",
-    "other_prompt": "the offered KV is of another prompt (other tokens, adapter, images, embeddings or salt); check "
-    "the router and both engines' chat templates",
-    "other_end": "the offered KV is of a prompt that ends differently; the common beginning is read if the model "
-    "allows it",
-    "too_far": "the offered KV reaches past the last token but one, and this model cannot go back, because its states "
-    "or windows are of one token; both engines need this connector and the same model",
-    "prompt_logprobs": "log-probabilities of the prompt are asked for, which need every token to be computed",
-    "sibling": "another request with the same params was pulled for both (n > 1), and the prefix cache does not serve "
-    "this one; enable prefix caching, or have the router prefill each request",
-    "not_lent": "it was to be lent to a decode engine, and cannot be, so that engine computes the prompt",
-}
+CAUSES: Mapping[str, str] = WORDS["computed_locally"]
 """Causes for which a prompt or its end is computed instead of a transfer. Each is logged once, and always counted."""
 
 FAILED = PullError("a worker could not load it; its log gives the reason")

@@ -25,8 +25,6 @@ class Allocation(NamedTuple):
 
 
 class Allocator:
-    """The free blocks of all engines, for one wave."""
-
     def __init__(
         self, num_blocks: Mapping[str, Sequence[int]], experiment: Experiment, rng: np.random.Generator | None = None
     ) -> None:

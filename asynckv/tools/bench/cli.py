@@ -14,77 +14,20 @@ import typer
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
-from asynckv.tools.bench.options import Options, share_of, taking_options
-from asynckv.tools.output import check_writable, help_of, write, write_json
+from asynckv.tools.bench.options import Options, share_of
+from asynckv.tools.output import HELP, check_writable, help_of, taking_options, write, write_json
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
-bench_app.command(epilog=offload_cli.EPILOG)(offload_cli.offload)
+bench_app.command(epilog=HELP["epilogs"]["bench offload"])(offload_cli.offload)
 
 output = partial(typer.Option, rich_help_panel="Output")
 grid = partial(typer.Option, rich_help_panel="Grid")
 MOST_ROUNDS = 1000
 
-BENCH_EPILOG = """
-[bold]Measure this host, and the share of its speed that the engine reaches[/bold]
-
-  asynckv bench --layers 4 --requests 400 --floor
-
-[bold]Different parallelism and block sizes, part of each prompt cached, a JSON report[/bold]
-
-  asynckv bench --model nemotron-h-8b --layers 4 --tp 1:2 --block-size 64:16 --prefix-hit 30% --json report.json
-
-[bold]Open loop: 200 requests per second, with shared prefixes[/bold]
-
-  asynckv bench --layers 2 --shared-prefix 512 --rate 200
-
-[bold]Replay a trace over TCP, ten times as fast as it was recorded[/bold]
-
-  asynckv bench --layers 2 --trace trace.jsonl --requests 500 --speed 10 --transport tcp
-
-[bold]Run a grid of options; compare two reports[/bold]
-
-  asynckv bench sweep --concurrency 1,16,64 --layers 4 --rounds 5 --out sweep.jsonl
-
-  asynckv bench compare before.json after.json
-
-[bold]Two machines: start the prefill ranks on the other one over ssh[/bold]
-
-  asynckv bench --layers 4 --remote "ssh 10.0.0.1 asynckv bench worker" --remote-host 10.0.0.1
-
-[bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C, \
-141 stdout was closed (such as by head)
-"""
-
-
-SWEEP_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv bench sweep --concurrency 1,16,64,256 --prompt-tokens 128,1024,8192 --model llama-3.1-8b --out sweep.jsonl
-
-  asynckv bench sweep --transport auto,tcp --tp 1,2 --layers 4 --requests 200 --rounds 8 --out results/
-
-[bold]Resume[/bold]  repeat the command with the same --out: it runs what is missing, and more --rounds add to the file
-
-[bold]Exit status[/bold]  0 every point good, 1 a point failed or was bad, 2 bad input, 130 Ctrl-C
-"""
-
-COMPARE_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv bench compare before.json after.json
-
-  asynckv bench compare before.jsonl after.jsonl --fail-above 5%
-
-  asynckv bench compare reports-of-monday/ reports-of-tuesday/ --json - | jq .overall
-
-[bold]Exit status[/bold]  0 compared, 1 something is worse than --fail-above allows, 2 bad input
-"""
-
-
 # -- one run ---------------------------------------------------------------------------------------
 
 
-@taking_options
+@partial(taking_options, declared=Options)
 def bench(context: typer.Context, **given: Any) -> None:
     """Measure how fast KV cache moves from prefill to decode processes, and verify every byte.
 
@@ -128,7 +71,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     raise typer.Exit(0 if report.is_good(result) else 1)
 
 
-bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_of(bench))(bench)
+bench_app.callback(invoke_without_command=True, epilog=HELP["epilogs"]["bench"], help=help_of(bench))(bench)
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -155,16 +98,14 @@ def worker() -> None:
 
 
 @bench_app.command(
-    epilog=SWEEP_EPILOG,
+    epilog=HELP["epilogs"]["bench sweep"],
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     options_metavar="[OPTIONS] [ANY OPTION OF asynckv bench, ITS VALUE OR A LIST OF VALUES]...",
 )
 def sweep(
     context: typer.Context,
-    out: Annotated[str, output(help="Result file, or a directory for sweep.jsonl.", metavar="DIR|FILE.jsonl")],
-    rounds: Annotated[
-        int, grid(help="Number of times to run the whole grid; 2 or more show the noise, 8 give good intervals.")
-    ] = 1,
+    out: Annotated[str, output(help=HELP["bench sweep"]["out"], metavar="DIR|FILE.jsonl")],
+    rounds: Annotated[int, grid(help=HELP["bench sweep"]["rounds"])] = 1,
 ) -> None:
     """Run `asynckv bench` over a grid: any of its options takes a list of values, separated by commas.
 
@@ -212,19 +153,12 @@ def sweep(
     raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
 
 
-@bench_app.command(epilog=COMPARE_EPILOG)
+@bench_app.command(epilog=HELP["epilogs"]["bench compare"])
 def compare(
-    before: Annotated[str, typer.Argument(help="A JSON report, a sweep, or a directory of them.")],
-    after: Annotated[str, typer.Argument(help="The report, sweep or directory to compare with it.")],
-    fail_above: Annotated[
-        str | None,
-        typer.Option(
-            help="Exit with 1 if a figure is worse by more than this (such as 5%) and not within noise, or if a point "
-            "is missing or has more faults.",
-            metavar="PERCENT",
-        ),
-    ] = None,
-    json: Annotated[str | None, output(help="Write the comparison as JSON; - for stdout.", metavar="FILE")] = None,
+    before: Annotated[str, typer.Argument(help=HELP["bench compare"]["before"])],
+    after: Annotated[str, typer.Argument(help=HELP["bench compare"]["after"])],
+    fail_above: Annotated[str | None, typer.Option(help=HELP["bench compare"]["fail_above"], metavar="PERCENT")] = None,
+    json: Annotated[str | None, output(help=HELP["bench compare"]["json"], metavar="FILE")] = None,
 ) -> None:
     """Compare two reports or sweeps, and show which changes are more than noise.
 

@@ -178,7 +178,12 @@ class Driver:
             lend[r.lender].append(work)
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
             pull[r.reader].append(replace(work, lists=pulled, arrival_s=arrival_s))
-        patience = GRACE_S + self._pool_bytes() / FILLED_PER_S
+        pools = sum(
+            n * size * len(workers)
+            for place, workers in self._engines.items()
+            for n, size in zip(self._num_blocks[place.role], it.block_bytes(place.role), strict=True)
+        )
+        patience = GRACE_S + pools / FILLED_PER_S
         for place, workers in self._engines.items():
             for worker in workers:
                 worker.tell(p.Prepare(lend[place], pull[place]))
@@ -215,14 +220,6 @@ class Driver:
             failed = sum(any(o.error for o in found.outcomes[r.number]) for r, _, _ in wave)
             window_s = found.windows_s[-1]
             found.floor.append(Round(window_s, seconds, moved, cpu_s, options.concurrency, sample, failed))
-
-    def _pool_bytes(self) -> int:
-        """Return the bytes of all pools, which bound the time of filling."""
-        return sum(
-            n * size * len(workers)
-            for place, workers in self._engines.items()
-            for n, size in zip(self._num_blocks[place.role], self._experiment.block_bytes(place.role), strict=True)
-        )
 
     async def _measure_floor(self, patience_s: float) -> p.Sample:
         (lender,), (reader,) = self._lenders, self._readers

@@ -15,6 +15,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.staging import TYPICAL
 from asynckv.geometry.tables import PeerTables
+from asynckv.tools.bench import machine
 from asynckv.tools.bench.options import DEFAULT_MODEL, PROMPT_TOKENS, Options, Shape
 from asynckv.tools.bench.schedule import Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload, cached_tokens, drawn, traced
@@ -200,11 +201,7 @@ class Experiment:
 
 
 def memory_available() -> int:
-    """Return the bytes of memory that this host has available."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 8 << 30
+    return int((machine.field("/proc/meminfo", "MemAvailable") or f"{8 << 20}").split()[0]) * 1024
 
 
 def _hosts(options: Options) -> dict[str, str]:

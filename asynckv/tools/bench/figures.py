@@ -76,5 +76,4 @@ SHARE = FLOORS[0]
 
 
 def head(name: str, unit: str = "") -> str:
-    """Return the head of a figure's column."""
     return unit if unit and name.endswith("per_s") else HEADS.get(name) or f"{name} {unit}".rstrip()

@@ -15,9 +15,9 @@ def environment() -> dict[str, str]:
     """Describe this machine and the installed versions, so that sweeps of different ones are not mixed."""
     return {
         "host": platform.node(),
-        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cpu": field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cpu_count": str(os.cpu_count()),
-        "memory": _field("/proc/meminfo", "MemTotal"),
+        "memory": field("/proc/meminfo", "MemTotal"),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "asynckv": VERSION,
@@ -26,7 +26,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def _field(path: str, name: str) -> str:
+def field(path: str, name: str) -> str:
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

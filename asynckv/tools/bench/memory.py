@@ -57,8 +57,6 @@ class _Field:
 
 
 class Pool:
-    """The KV cache of one rank, in its own memory."""
-
     def __init__(self, layout: Layout, seed: int) -> None:
         raw = self._raw(layout)
         self.registration: Registration = register_memory(self._placed(layout, raw), (raw, self))

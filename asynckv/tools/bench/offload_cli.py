@@ -10,25 +10,13 @@ import typer
 
 from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
-from asynckv.tools.bench.options import Options, taking_options
-from asynckv.tools.output import check_writable, write_json
+from asynckv.tools.bench.options import Options
+from asynckv.tools.output import HELP, check_writable, taking_options, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = "asynckv.bench.offload/1"
-EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv bench offload --trace trace.jsonl --host-mb 65536,262144 --file-mb 0,1048576 --policy s3-fifo,lru
-
-  asynckv bench offload --trace trace.jsonl --block-size 512 --json - | jq '.runs[].hit_rate'
-
-  asynckv bench offload --layers 8 --requests 200 --shared-prefix 1024:50 --host-mb 256
-
-[bold]Exit status[/bold]  0 all good, 2 bad input, 130 Ctrl-C
-"""
-
 TAKEN = (
     "model",
     "hf_config",
@@ -52,16 +40,14 @@ MOST_RUNS = 256
 tier, geometry, run = (partial(typer.Option, rich_help_panel=panel) for panel in ("Tiers", "Geometry", "Run"))
 
 
-@partial(taking_options, names=TAKEN)
+@partial(taking_options, declared=Options, names=TAKEN)
 def offload(
-    host_mb: Annotated[str, tier(help="MiB of host memory per rank; several sizes separated by commas.")] = "1024",
-    file_mb: Annotated[str, tier(help="MiB of files per rank; several sizes separated by commas; 0 for none.")] = "0",
-    policy: Annotated[str, tier(help="Eviction policy: s3-fifo, lru, or both separated by a comma.")] = "s3-fifo",
-    tp: Annotated[int, geometry(help="Ranks of the engine, of which one is simulated.", min=1, max=1024)] = 1,
-    state_tokens: Annotated[
-        int, geometry(help="Tokens between stored states, in models with recurrent layers.", min=1, max=MiB)
-    ] = 512,
-    json: Annotated[str | None, run(help="Write the report as JSON; - for stdout.", metavar="FILE")] = None,
+    host_mb: Annotated[str, tier(help=HELP["bench offload"]["host_mb"])] = "1024",
+    file_mb: Annotated[str, tier(help=HELP["bench offload"]["file_mb"])] = "0",
+    policy: Annotated[str, tier(help=HELP["bench offload"]["policy"])] = "s3-fifo",
+    tp: Annotated[int, geometry(help=HELP["bench offload"]["tp"], min=1, max=1024)] = 1,
+    state_tokens: Annotated[int, geometry(help=HELP["bench offload"]["state_tokens"], min=1, max=MiB)] = 512,
+    json: Annotated[str | None, run(help=HELP["bench offload"]["json"], metavar="FILE")] = None,
     **given: Any,
 ) -> None:
     """Compute the share of a workload's tokens that tiers of given sizes would hold.

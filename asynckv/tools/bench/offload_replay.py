@@ -82,7 +82,6 @@ def groups_of(layout: Layout, hash_tokens: int) -> tuple[StoredGroup, ...]:
 def replay(
     prompts: Prompts, groups: Sequence[StoredGroup], tiers: Tiers, progress: Callable[[], None]
 ) -> dict[str, Any]:
-    """Replay all requests, and return one run of the report."""
     catalogue = Catalogue(groups, prompts.hash_tokens, tiers.host_bytes, tiers.file_bytes, policy=tiers.policy)
     tokens, moved = dict.fromkeys(("prompt", "host", "file", "computed", "best"), 0.0), dict.fromkeys(MoveKind, 0)
     for length, hashes, best in prompts:

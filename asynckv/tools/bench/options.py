@@ -1,16 +1,15 @@
 """Every option of `asynckv bench`, each declared once, as a field of `Options`.
 
 The declarations make the command line, the parameters of sweeps, the setup that a worker gets (`protocol.Setup`), the
-`config` of the JSON report, and the check of bounds. `--help` imports this module, so it loads nothing heavy.
+`config` of the JSON report, and the check of bounds. Their texts are in `tools/help.toml`. `--help` imports this
+module, so it loads nothing heavy.
 """
 
 from __future__ import annotations
 
-import inspect
-import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from msgspec import Struct
@@ -18,12 +17,11 @@ from msgspec.structs import asdict
 
 from asynckv.config import MIN_LEASE_S, LeaseConfig
 from asynckv.errors import ConfigError
+from asynckv.tools.output import HELP
 
 if TYPE_CHECKING:
     from asynckv.geometry.layout import Layout
     from asynckv.tools.plan.models import Model
-
-C = TypeVar("C", bound=Callable[..., Any])
 
 DEFAULT_MODEL = "llama-3.1-8b"
 PROMPT_TOKENS = "1024"
@@ -67,8 +65,8 @@ def _in(panel: str, *, in_record: bool = True, is_single: bool = False) -> Calla
     `is_single` applies to a single run only, so sweeps refuse it.
     """
 
-    def declare(default: Any, help: str, *names: str, **more: Any) -> Any:
-        option = typer.Option(*names, help=help, rich_help_panel=panel, **more)
+    def declare(default: Any, *names: str, **more: Any) -> Any:
+        option = typer.Option(*names, rich_help_panel=panel, **more)
         return field(default=default, metadata={"option": option, "in_record": in_record, "is_single": is_single})
 
     return declare
@@ -91,123 +89,48 @@ output = _in("Output", in_record=False, is_single=True)
 class Options:
     """Options of one run. An option that may differ by side is text: one value, or `PREFILL:DECODE`."""
 
-    model: str | None = asked(
-        None,
-        "Model preset, such as llama-3.1-8b, gemma-3-4b, deepseek-v3, nemotron-h-8b, qwen3-next-80b-a3b; "
-        "an unknown name makes asynckv list all presets.",
-        show_default=DEFAULT_MODEL,
-    )
-    layers: int | None = asked(None, "Number of layers, instead of the model's; one of every kind is kept.")
-    hf_config: str | None = geometry(None, "Hugging Face config.json, instead of a preset.")
-    kv_heads: int | None = geometry(None, "Number of KV heads, instead of the model's.")
-    dtype: str | None = geometry(None, "Element type, such as bfloat16 or float8_e4m3fn.")
-    tp: str = geometry("1", "Ranks of each engine (TP): one value for both sides, or PREFILL:DECODE.", metavar=SIDES)
-    pp: str = geometry("1", "Pipeline stages of each engine: one value, or PREFILL:DECODE.", metavar=SIDES)
-    block_size: str = geometry("16", "Tokens per block: one value, or PREFILL:DECODE.", metavar=SIDES)
-    order: str = geometry(
-        "nhd",
-        "Memory order: token before head (nhd) or after it (hnd). block-nhd and block-hnd keep K and V in one block; "
-        "cross-nhd and cross-hnd keep all layers of a block adjacent.",
-        metavar="ORDER|PREFILL:DECODE",
-    )
+    model: str | None = asked(None, show_default=DEFAULT_MODEL)
+    layers: int | None = asked(None)
+    hf_config: str | None = geometry(None)
+    kv_heads: int | None = geometry(None)
+    dtype: str | None = geometry(None)
+    tp: str = geometry("1", metavar=SIDES)
+    pp: str = geometry("1", metavar=SIDES)
+    block_size: str = geometry("16", metavar=SIDES)
+    order: str = geometry("nhd", metavar="ORDER|PREFILL:DECODE")
 
-    prompt_tokens: str | None = asked(
-        None,
-        "Prompt length in tokens: 1024 for all, 128:4096 for a uniform range, 128:0.8,8192:0.2 for a weighted mix.",
-        show_default=PROMPT_TOKENS,
-    )
-    trace: str | None = source(
-        None,
-        "Take the requests from a trace in Mooncake's format. Each line is a JSON object with input_length, and "
-        "optionally hash_ids (shared prefixes) and timestamp (for --speed).",
-    )
-    max_prompt_tokens: int | None = source(None, "Cut longer prompts; the report says how many.", min=1, max=MOST)
-    prefix_hit: str = work("0", "Part of every prompt that the decode side has already: tokens (512) or a share (50%).")
-    shared_prefix: str | None = source(
-        None,
-        "Begin every prompt with one of 8 prefixes of this many tokens; 1024:32 gives 32 prefixes.",
-        metavar="TOKENS[:PREFIXES]",
-    )
-    prefix_cache: int = work(
-        1 << 20,
-        "Tokens in the modelled prefix cache of each decode engine, used where prompts share prefixes; 0 for none.",
-        min=0,
-        max=1 << 40,
-    )
-    requests: int | None = asked(None, "Number of requests; by default 100, or all of the trace.", min=1, max=MOST)
-    concurrency: int = common(16, "Pulls in flight on each decode rank (closed loop).", min=1)
-    rate: float | None = work(
-        None,
-        "Open loop: start this many requests per second, at random times, even if earlier ones are not done.",
-        min=1e-6,
-        max=MOST_RATE,
-    )
-    speed: float | None = work(
-        None, "Open loop: start requests at the trace's times, this many times as fast.", min=1e-6, max=MOST_RATE
-    )
-    engines: str = geometry("1", "Engines, which requests use in turn: one value, or PREFILL:DECODE.", metavar=SIDES)
-    warmup: int = work(
-        1,
-        "Requests per pair of engines before the clock runs, so that the figures exclude first connections.",
-        min=0,
-        max=10_000,
-    )
-    block_order: Literal["runs", "random"] = work("runs", "Place blocks in contiguous runs, or anywhere (random).")
-    seed: int = work(0, "Random seed of the pattern, the lengths and the block order.", min=0)
+    prompt_tokens: str | None = asked(None, show_default=PROMPT_TOKENS)
+    trace: str | None = source(None)
+    max_prompt_tokens: int | None = source(None, min=1, max=MOST)
+    prefix_hit: str = work("0")
+    shared_prefix: str | None = source(None, metavar="TOKENS[:PREFIXES]")
+    prefix_cache: int = work(1 << 20, min=0, max=1 << 40)
+    requests: int | None = asked(None, min=1, max=MOST)
+    concurrency: int = common(16, min=1)
+    rate: float | None = work(None, min=1e-6, max=MOST_RATE)
+    speed: float | None = work(None, min=1e-6, max=MOST_RATE)
+    engines: str = geometry("1", metavar=SIDES)
+    warmup: int = work(1, min=0, max=10_000)
+    block_order: Literal["runs", "random"] = work("runs")
+    seed: int = work(0, min=0)
 
-    verify: Literal["full", "off"] = run("full", "Compare every byte (full), or neither fill nor compare blocks (off).")
-    timeout_s: float = run(
-        30.0,
-        "Deadline of each pull, and the time for which prefill holds the blocks of a request without a claim.",
-        min=MIN_LEASE_S,
-        max=MOST_S,
-    )
-    pool_mb: int | None = run(
-        None, "Largest KV pool per rank, in MiB; by default what concurrency needs and memory allows.", min=1, max=MOST
-    )
-    transport: Literal["auto", "tcp"] = run(
-        "auto", "Transport: UCX's own choice (auto; shared memory on one host), or TCP on loopback (tcp)."
-    )
-    posting_threads: str = run(
-        "auto", "Threads per rank that post bulk reads; 0 posts everything on the event loop.", metavar="N|auto"
-    )
-    process: Literal["auto", "serving", "never"] = run(
-        "auto",
-        "Part of NIXL that runs in a separate process: the part that serves remote readers (serving), none (never), "
-        "or the engine's own choice (auto).",
-        metavar="WHAT",
-    )
-    announced: bool = run(
-        False,
-        "Announce every request, and wait for its grant, before the clock runs. This models a decode engine that "
-        "hears of a request when its prefill begins.",
-        "--announced",
-    )
-    floor: bool = common(
-        False,
-        "Also move the bytes of every wave by a raw NIXL loop, without the engine, and report the share of its "
-        "speed that the engine reaches.",
-        "--floor",
-    )
-    memory: Literal["host", "cuda"] = run("host", "Memory that holds the KV pools: the host's, or a GPU's.")
+    verify: Literal["full", "off"] = run("full")
+    timeout_s: float = run(30.0, min=MIN_LEASE_S, max=MOST_S)
+    pool_mb: int | None = run(None, min=1, max=MOST)
+    transport: Literal["auto", "tcp"] = run("auto")
+    posting_threads: str = run("auto", metavar="N|auto")
+    process: Literal["auto", "serving", "never"] = run("auto", metavar="WHAT")
+    announced: bool = run(False, "--announced")
+    floor: bool = common(False, "--floor")
+    memory: Literal["host", "cuda"] = run("host")
 
-    remote: str | None = apart(
-        None,
-        "Command that starts a prefill worker, such as 'ssh HOST asynckv bench worker'. The driver talks to the "
-        "worker over its stdin and stdout.",
-        metavar="COMMAND",
-    )
-    remote_host: str | None = apart(
-        None, "Address of the other machine at which its engines listen, reachable from here.", metavar="ADDRESS"
-    )
+    remote: str | None = apart(None, metavar="COMMAND")
+    remote_host: str | None = apart(None, metavar="ADDRESS")
 
-    json: str | None = report(
-        None, "Write the report as JSON; - for stdout. asynckv bench compare compares two reports.", metavar="FILE"
-    )
-    log: str | None = output(None, "Write structured logs of all processes, as JSON lines.", metavar="FILE")
+    json: str | None = report(None, metavar="FILE")
+    log: str | None = output(None, metavar="FILE")
 
     def of_side(self, name: str, role: str) -> str:
-        """Return the value of an option for one side."""
         prefill, colon, decode = str(getattr(self, name)).partition(":")
         return decode if colon and role == "decode" else prefill
 
@@ -246,24 +169,11 @@ class Options:
 
 
 DECLARED = {each.name: each for each in fields(Options)}
+for _name, _text in HELP["bench"].items():
+    DECLARED[_name].metadata["option"].help = _text
 OF_SINGLE_RUNS = {name for name, each in DECLARED.items() if each.metadata["is_single"]}
 
 # `asynckv layout` has these options as well.
 HfConfig = Annotated[str | None, DECLARED["hf_config"].metadata["option"]]
 KvHeads = Annotated[int | None, DECLARED["kv_heads"].metadata["option"]]
 Dtype = Annotated[str | None, DECLARED["dtype"].metadata["option"]]
-
-
-def taking_options(command: C, *, names: Iterable[str] = DECLARED) -> C:
-    """Replace the `**given` of a command by all options, or by those that are named."""
-    hints, kinds = typing.get_type_hints(command, include_extras=True), typing.get_type_hints(Options)
-    annotated: Any = Annotated
-    made = [x for x in inspect.signature(command).parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
-    made = [each.replace(annotation=hints[each.name]) for each in made]
-    for name in names:
-        hint = annotated[kinds[name], DECLARED[name].metadata["option"]]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        made.append(inspect.Parameter(name, kind, default=DECLARED[name].default, annotation=hint))
-    command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in made}
-    return command

@@ -41,8 +41,6 @@ class Setup(Struct, tag=True, kw_only=True):
 
 
 class Ready(Struct, tag=True):
-    """Report that the engine is up."""
-
     pid: int
     endpoint: Endpoint
     environment: dict[str, str]

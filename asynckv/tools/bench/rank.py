@@ -90,7 +90,6 @@ class Worker:
         self.sampler.start()
 
     def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
-        """Fill the lent blocks, and poison the blocks that are pulled into."""
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
         for work in lent:
             # Blocks that requests share are written once.

@@ -82,7 +82,6 @@ class PrefixCache:
         return len(self._chunks)
 
     def num_cached(self, chunks: Sequence[Hashable]) -> int:
-        """Return how many leading chunks of a prompt are cached."""
         return next((n for n, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
 
     def use(self, chunks: Sequence[Hashable]) -> None:

@@ -82,7 +82,6 @@ def values(text: str) -> list[str]:
 
 
 def expand(command: Any, args: Sequence[str]) -> Grid:
-    """Return the grid of all combinations of the options' values."""
     given = _options(command, args)
     if (size := math.prod(map(len, given.values()))) > MOST_POINTS:
         raise ConfigError(f"the sweep has {size} points, more than {MOST_POINTS}; shorten a list")

@@ -76,7 +76,6 @@ class Sweep:
         return self.heads[-1]
 
     def latest(self) -> dict[tuple[str, int], Row]:
-        """Return the row that counts for each point and round."""
         return {(row.key, row.round): row for row in self.rows}
 
     def order(self) -> Iterator[tuple[int, str]]:
@@ -99,8 +98,6 @@ class Sweep:
 
 
 class Point(NamedTuple):
-    """One place of the grid with its rounds."""
-
     axes: dict[str, str]
     rows: list[Row]
 

@@ -94,7 +94,6 @@ class Host:
         return self.workers
 
     async def end(self, within_s: float = END_S) -> None:
-        """End all workers."""
         await asyncio.gather(*(worker.end(within_s) for workers in self.workers.values() for worker in workers))
         await self._processes.stop()
         await asyncio.gather(*self._logs)

@@ -192,8 +192,6 @@ _Ask = Callable[[StatusRequest], Awaitable[Status]]
 
 
 class _Asker:
-    """A client of engines' control planes."""
-
     def __init__(self, keys: KeysConfig | None, timeout_s: float, most: int) -> None:
         self._timeout_s = number("timeout_s", timeout_s, 0.01, 3600.0, ConfigError)
         self._most, self._has_keys = most, keys is not None
@@ -204,7 +202,6 @@ class _Asker:
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def ask(self, address: str) -> Answer:
-        """Ask one engine."""
         is_network = address.startswith("tcp://")
         loop = asyncio.get_running_loop()
         async with self._at_once:
@@ -336,7 +333,6 @@ class _Asker:
                 await writer.wait_closed()
 
     def on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
-        """Take packets from the network."""
         try:
             packet = decode_packet(data)
         except OtherVersion as exc:

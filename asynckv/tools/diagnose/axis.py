@@ -85,12 +85,10 @@ def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[
 
 
 def pull_steps(pull: Pull) -> list[Step]:
-    """Return the steps of a pull's life that its log shows."""
     return _steps(pull.ended, pull.transitions, ())
 
 
 def lease_steps(lease: Lease) -> list[Step]:
-    """Return the steps of a lease's life that its log shows."""
     return _steps(lease.ended, lease.transitions, (lease.lent_at,))
 
 
@@ -210,7 +208,6 @@ class Axis:
         return at - self.offset(process).seconds
 
     def group(self, process: Process) -> int:
-        """Return the axis of a process."""
         return self._groups[_clock(process)]
 
     def when(self, incarnation: str, at: float) -> tuple[float, float]:
@@ -225,7 +222,6 @@ class Axis:
         return at - seconds - within_s, at - seconds + within_s
 
     def compared(self, process: Process) -> str:
-        """Describe the alignment of a process's clock."""
         reference = self.references[self.group(process)]
         if _clock(process) == _clock(reference):
             return "by its own clock, which is the axis's" if process is reference else "by the same clock (one host)"
@@ -254,24 +250,20 @@ class Axis:
 
 
 def _clock(process: Process) -> str:
-    """Name the clock of a process."""
     return process.host or process.incarnation
 
 
 def shown_offset(offset: Offset) -> str:
-    """Write an offset with its uncertainty."""
     scale, unit = (1.0, "s") if max(abs(offset.seconds), offset.within_s) >= 10 else (1e3, "ms")
     digits = max(0, min(6, 1 - math.floor(math.log10(offset.within_s * scale)))) if offset.within_s else 3
     return f"{offset.seconds * scale:+.{digits}f} {unit} ± {offset.within_s * scale:.{digits}f} {unit}"
 
 
 def counted(number: int, what: str) -> str:
-    """Write a number with its noun."""
     return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
 
 
 def clock_time(at: float) -> str:
-    """Write a moment of the axis."""
     try:
         return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="microseconds").replace("+00:00", "Z")
     except (OverflowError, ValueError, OSError):
@@ -292,5 +284,4 @@ def shown_seconds(seconds: float) -> str:
 
 
 def make_axis(service: Service) -> Axis:
-    """Align the clocks of a service's processes."""
     return Axis(service, exchanges(service))

@@ -22,8 +22,6 @@ from importlib.resources import files
 
 
 class HEADING(enum.StrEnum):
-    """Headings of causes, which say where to look."""
-
     GONE = "process gone"
     STOPPED = "stopped or blocked"
     NETWORK = "the network between two ranks"
@@ -37,57 +35,16 @@ class HEADING(enum.StrEnum):
 class Owner(enum.Enum):
     """A prefill rank's view of a reader that it waits for, and the end of its lease, from its log."""
 
-    UNCLAIMED = "expired or held, and the reader that is owed never claimed"
-    CLAIMED = "expired or held, and the reader that is owed had claimed"
-    RETRYING = "expired or held, and the reader's last release said `retry`"
-    REFUSED = "expired or held, and a message about it was refused (by either side's log)"
-    CLOSED = "`lease_ended` with `closed`, or `promises_cut_short`"
-    DIED = "lent, no end is logged, and the process ended without a goodbye"
-    UNKNOWN = "its log is missing, ends before the lease could have expired, or tells of no end yet"
-    READ = "a pull that reads from it has failed, and its blocks might still be written"
-    FAILED = "a pull that reads from it, or was to, has failed"
+    UNCLAIMED, CLAIMED, RETRYING, REFUSED, CLOSED, DIED, UNKNOWN, READ, FAILED = range(9)
 
 
 class Reader(enum.Enum):
     """The view of a reader and its process, from logs: the first of these that would have been enough by itself."""
 
-    ANY = ""
-    NO_LOG = (
-        "no log says more: it is missing, has warnings only, ends too early, or ends where the process may have "
-        "died with the params in its hands"
-    )
-    UNHEARD = "logs of the decode side are there, and none of them speaks of the request"
-    LEFT_OUT = "others of its engine spoke of the request; its log does not, and goes on"
-    ABSENT = (
-        "it claimed, and does not answer since; or no log speaks of the request, and every reader that may be meant "
-        "does not answer, or was away for most of the lease's time (`loop_was_away`)"
-    )
-    RENAMED = "`wrong_request`, or a pull of this key with another prefill request id"
-    EARLY = "its pull was over before the request was lent, and its release was parked for too long"
-    WRONG_TARGET = "its pull failed with `wrong_target`"
-    STALE = "`restarted` or `stale_memory`; or its params name another start of the rank"
-    KEYS = "its pull failed in the handshake, and `refused` or the pull's detail speaks of keys"
-    UNMET = "its pull failed in the handshake, or hangs there"
-    REFUSED = "`release_refused`, or a claim that was refused"
-    BROKEN = "its pull failed with `peer_lost` or `read_failed`, and no process is known to have died"
-    REFUSED_HERE = "its engine refused the pull: it cannot be planned, its blocks are in use, or a queue is full"
-    OVERSTAYED = "it was lent for `max_lease_s` (`engine_started` names it), or a renewal was refused because of it"
-    ANNOUNCED = "the announcement's time was up, or it is overdue when the log ends"
-    DIED = (
-        "its process ended without a goodbye and without an outcome of this pull; if it never claimed, its death is "
-        "sure, and no other reader was there"
-    )
-    CLOSED = "`engine_stopped` or `engine_suspended` with this pull unanswered or without an outcome"
-    AWAY = "`loop_was_away` during its pull, or for most of the lease's time just before it asked"
-    OWNER_AWAY = "the rank that lends was away meanwhile (`loop_was_away`, or `late_s` of `lease_ended`)"
-    OWNER_CLOSED = "the rank that lends said goodbye meanwhile"
-    OWNER_DIED = "the rank that lends died meanwhile, or its readers lost it (`peer_changed`)"
-    PLANE_DIED = "`data_plane_restarted` or `data_plane_broken` before the pull failed, here or there"
-    UNANSWERED = "`release_unanswered`, or the prefill rank was given up as the pull ended"
-    RETRIES = "its attempt failed and promised another (`retry`); none follows, and its process lives"
-    READING = "`held_transfers` in `pull_ended`, and no other reason for it in any log"
-    LATE = "its first word came, or its pull ended, when the lease was over; nothing kept it from being heard"
-    WAITING = "its pull has no outcome yet, or the lease was renewed just before the log ends: nothing is over"
+    ANY, NO_LOG, UNHEARD, LEFT_OUT, ABSENT, RENAMED, EARLY = range(7)
+    WRONG_TARGET, STALE, KEYS, UNMET, REFUSED, BROKEN, REFUSED_HERE = range(7, 14)
+    OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(14, 21)
+    OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, READING, LATE, WAITING = range(21, 28)
 
 
 class CAUSE(enum.StrEnum):
@@ -133,8 +90,6 @@ class CAUSE(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One cause, for people."""
-
     heading: HEADING  # what to look at
     title: str  # a few words, for tables
     sentence: str  # the sentence about a request; names and numbers replace the braces
@@ -143,6 +98,9 @@ class Entry:
     of: Mapping[Owner, str] = field(default_factory=dict)  # other sentences, by what the owner knows
 
 
+SAID: dict[Owner | Reader, str] = {}
+"""The views in words."""
+
 CATALOGUE: dict[CAUSE, Entry] = {}
 WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
 """Causes of late leases, of late blocks of pulls, and of failed pulls."""
@@ -150,6 +108,8 @@ WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
 
 def _read() -> None:
     rows = tomllib.loads(files(__package__).joinpath("causes.toml").read_text(encoding="utf-8"))
+    SAID.update({Owner[name]: words for name, words in rows.pop("owners").items()})
+    SAID.update({Reader[name]: words for name, words in rows.pop("readers").items()})
     for name, row in rows.items():
         cause, heading = CAUSE(name), HEADING[row.pop("heading")]
         for owner, readers in row.pop("cells").items():

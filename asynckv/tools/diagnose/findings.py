@@ -59,8 +59,6 @@ SAID_ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding for an operator."""
-
     heading: HEADING  # what kind of thing it is; it decides what to do
     code: str  # a stable name of what it is: a cause of late blocks, how a process is, why requests failed, an event
     what: str  # what is wrong, with names and numbers
@@ -72,8 +70,6 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All findings."""
-
     wrong: Sequence[Finding] = ()  # what is wrong, the worst first
     limits: Sequence[Finding] = ()  # what could therefore not be judged
     late: Sequence[Leak] = ()  # every request that was late; the findings tell of them in groups
@@ -82,8 +78,6 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Logs and answers, joined."""
-
     logs: Logs
     axis: Axis  # has the service, and gives its times
     grounds: Sequence[Ground]  # all processes

@@ -152,13 +152,11 @@ class Lease:
 
     @property
     def records(self) -> list[Record]:
-        """All lines about it."""
         ended = (self.lent, self.ended)
         return [x for x in (*ended, *self.granted, *self.transitions, *(x for x, _ in self.held)) if x is not None]
 
     @property
     def last_at(self) -> float:
-        """Time of the last line about it."""
         return max((x.at for x in self.records), default=math.nan)
 
     @property
@@ -196,7 +194,6 @@ class Lease:
 
     @property
     def released(self) -> dict[str, str]:
-        """Readers that have released, with the outcomes."""
         readers = self.ended.mapping("readers") if self.ended is not None else {}
         return {str(k): str(v) for k, v in readers.items()}
 
@@ -254,7 +251,6 @@ class Lease:
 
     @property
     def pull_ids(self) -> frozenset[str]:
-        """Pulls that this lease names."""
         return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
 
 
@@ -330,7 +326,6 @@ class Pull:
 
     @property
     def failed_in(self) -> str:
-        """The phase in which it failed."""
         return self.said.text("failed_in") if self.said is not None else ""
 
     @property
@@ -341,14 +336,12 @@ class Pull:
 
     @property
     def records(self) -> list[Record]:
-        """All lines about it."""
         ended = (self.ended, self.returned, self.retired)
         more = (*self.unanswered, *self.refused, *self.retried, *self.transitions, *(x for x, _ in self.held))
         return [x for x in (*ended, *more) if x is not None]
 
     @property
     def last_at(self) -> float:
-        """Time of the last line about it."""
         return max((x.at for x in self.records), default=math.nan)
 
     @property
@@ -371,12 +364,10 @@ class Pull:
 
     @property
     def attempt(self) -> int:
-        """Number of the attempt at its request."""
         return self.ended.integer("attempt", 1) if self.ended is not None else 1
 
     @property
     def peer_ranks(self) -> tuple[str, ...]:
-        """Prefill ranks that it names."""
         if self.said is not None and (names := self.said.texts("peer_ranks")):
             return names
         for _, entry in reversed(self.held):
@@ -427,17 +418,14 @@ class Request:
 
     @property
     def all_pulls(self) -> tuple[Pull, ...]:
-        """All attempts, with any request id."""
         return (*self.pulls.values(), *self.others.values())
 
     @property
     def decode_ids(self) -> list[str]:
-        """Its ids on the decode side."""
         refused = (x.text("request_id") for x in self.before if x.event == told.PullRefused.event)
         return list(dict.fromkeys(x for x in (*(p.request_id for p in self.all_pulls), *refused) if x))
 
     def records(self) -> list[Record]:
-        """Return all lines about it, by time."""
         spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
         out = {id(x): x for x in (*self.before, *(y for x in spoken_of for y in x.records))}
         return sorted(out.values(), key=lambda x: x.at)
@@ -465,7 +453,6 @@ class Service:
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:
-        """Add a process without a record."""
         self.processes[process.incarnation] = process
         self._by_start.clear()
 
@@ -489,7 +476,6 @@ class Service:
 
     @property
     def sides(self) -> tuple[list[Process], list[Process]]:
-        """Processes that lend, and processes that pull."""
         both = sorted(self.processes.values(), key=lambda x: (x.rank, x.first_at))
         return [x for x in both if x.lends], [x for x in both if x.pulls]
 
@@ -527,7 +513,6 @@ SIDES = {x.event: x.side for x in told.EVENTS.values()}
 
 
 def join(logs: Logs | Iterable[Record]) -> Service:
-    """Make one service of the records of many processes."""
     records, put_back = mended(logs.records if isinstance(logs, Logs) else sorted(logs, key=lambda x: x.at))
     builder = _Builder()
     for record in records:
@@ -579,7 +564,6 @@ class _Builder:
         return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._before)))
 
     def speaks(self, record: Record) -> Process:
-        """Add a line of a process."""
         process = self._processes.get(record.incarnation)
         if process is None:
             process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
@@ -636,11 +620,6 @@ def _place(subject: Lease | Pull, record: Record) -> None:
         setattr(subject, name, record)
 
 
-def _is_longer(one: str, other: str) -> bool:
-    """Return True if an id contains another, as the ids of a router or a server do."""
-    return other != "" and one != other and other in one
-
-
 class _Joiner:
     """Join leases of several ranks, then their pulls."""
 
@@ -689,7 +668,6 @@ class _Joiner:
         self._by_sequence[key[0], key[1], start_of(lease.process.rank)].append(request)
 
     def _note(self, request: Request, ranks: Iterable[str]) -> None:
-        """Note the starts that took part in a request."""
         key = request.engine_id, request.sequence, request.request_id
         for start in filter(None, map(start_of, ranks)):
             self._by_start.setdefault((key, start), request)
@@ -722,8 +700,11 @@ class _Joiner:
                 wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
                 if pull.process.start in map(start_of, wrong):
                     return request
-                if pull.cause != "complete" and _is_longer(pull.prefill_request_id, request.request_id):
-                    return request  # a reader that was refused, or came too late, does not learn that its id differs
+                # The ids of a router or a server contain those of engines, and a reader that was refused, or came too
+                # late, does not learn that its id differs.
+                if pull.cause != "complete" and request.request_id not in ("", pull.prefill_request_id):
+                    if request.request_id in pull.prefill_request_id:
+                        return request
             if ours and lent:  # of several that one counts alike, whichever has no reader yet
                 return min(lent, key=lambda x: bool(x.pulls))
         elif (

@@ -36,7 +36,6 @@ def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request]
 
 
 def _of_request(presence: Presence, request: Request) -> Iterator[Leak]:
-    """Find the late blocks of one request."""
     states = {lease: _how_late(presence, request, lease) for lease in request.leases.values()}
     late = {lease: state for lease, state in states.items() if state}
     if late:

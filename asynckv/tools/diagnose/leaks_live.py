@@ -64,7 +64,7 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             if status.kind != "lease":
                 state = "announced" if status.kind == "announced" else status.state
                 yield say(told.PullHeld, state=state, oldest=[_pull(status)], **held)
-            elif _is_long(status):
+            elif status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S):
                 yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
             else:
                 lent_at = came - status.age_s
@@ -131,11 +131,6 @@ def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str,
             blocks = sum(map(len, hold.blocks.values()))
             said = {"what": what, "job": hold.pull_id, "request_id": hold.request_id, "blocks": blocks}
             yield now - hold.held_s, hold.reason == "retired", said
-
-
-def _is_long(status: RequestStatus) -> bool:
-    """Return True if a lease is old enough for a warning in a log."""
-    return status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S)
 
 
 def _lease(status: RequestStatus) -> dict[str, Any]:

@@ -44,8 +44,6 @@ FAILED_AS = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Pulls that failed for one reason."""
-
     cause: CAUSE
     sentence: str
     cell: tuple[Owner, Reader]
@@ -58,12 +56,10 @@ class Failure:
 
     @property
     def heading(self) -> HEADING:
-        """The heading of the cause."""
         return CATALOGUE[self.cause].heading
 
     @property
     def remedy(self) -> str:
-        """The remedy of the cause."""
         return CATALOGUE[self.cause].remedy
 
 

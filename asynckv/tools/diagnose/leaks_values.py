@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner, Reader
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, SAID, Owner, Reader
 from asynckv.tools.diagnose.join import base_name
 
 
@@ -49,12 +49,10 @@ class Leak:
     @property
     def evidence(self) -> str:
         """General evidence for it in the logs of both sides."""
-        owner, reader = self.cell
-        return f"{owner.value}; {reader.value}" if reader.value else owner.value
+        return "; ".join(filter(None, (SAID[view] for view in self.cell)))
 
     @property
     def remedy(self) -> str:
-        """The remedy of the cause."""
         return CATALOGUE[self.cause].remedy
 
 

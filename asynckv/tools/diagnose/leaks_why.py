@@ -111,7 +111,6 @@ class _Debt:
         return (not self.is_claimed and self._of_unmet(pull)) or self._of_done(pull)
 
     def _is(self, state: Reader, why: str | None = None, *, missing: tuple[str, ...] = (), **names: Any) -> Verdict:
-        """Return the verdict for one state of the reader."""
         pull, waited_s = self.pull, math.nan
         if pull is not None and pull.ended is not None:
             waited_s = pull.ended.number("seconds")
@@ -130,7 +129,6 @@ class _Debt:
         return Verdict(self.owner, state, known | names, at, missing)
 
     def _said(self) -> str:
-        """Describe the end of its pull."""
         pull = self.pull
         if pull is None:
             return "no log says more"

@@ -56,7 +56,6 @@ class Fate:
 
     @property
     def text(self) -> str:
-        """Describe the fate."""
         return f"{self.gone}: {self.why}" if self.kind == "died" else self.why
 
 

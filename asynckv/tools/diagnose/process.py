@@ -24,8 +24,6 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A process at one moment."""
-
     pid: int  # as this host numbers it
     state: str = ""  # one letter, as in `ps`; empty if it cannot be read
     began: int = 0  # ticks from the boot to its start: another process with the same pid has another
@@ -35,7 +33,6 @@ class Seen:
 
 
 def look(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Seen:
-    """Look at a process."""
     with suppress(OSError, ValueError, IndexError):
         # The name is in parentheses, and may have any letters in it.
         fields = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

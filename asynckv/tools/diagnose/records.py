@@ -73,8 +73,6 @@ def _fields(text: bytes) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One event of one process."""
-
     at: float  # when it was logged, in seconds since 1970 by that process's own clock
     event: str  # its name, of `asynckv.core.told.EVENTS`, or one that is not known here
     level: str  # `debug`, `info`, `warning`, `error`
@@ -95,11 +93,9 @@ class Record:
         return value if isinstance(value, str) else ""
 
     def number(self, name: str, default: float = math.nan) -> float:
-        """Return a field that is a finite number."""
         return number(self.fields.get(name), default)
 
     def integer(self, name: str, default: int = -1) -> int:
-        """Return a field that is a whole number."""
         return integer(self.fields.get(name), default)
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -113,7 +109,6 @@ class Record:
         return [x for x in value if isinstance(x, dict)] if isinstance(value, list) else []
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """Return a field that is an object."""
         value = self.fields.get(name)
         return value if isinstance(value, dict) else {}
 
@@ -144,8 +139,6 @@ class Skipped:
 
 @dataclass(slots=True)
 class Source:
-    """One file that was read."""
-
     path: str  # as it was given or found
     num_bytes: int = 0  # read of it, uncompressed
     num_lines: int = 0  # lines of any program
@@ -155,8 +148,6 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """All records of some logs."""
-
     records: Sequence[Record] = ()  # by the time that they give, by whichever clock
     sources: Sequence[Source] = ()  # the files
     skipped: Sequence[Skipped] = ()  # what was left out, and why
@@ -166,7 +157,6 @@ class Logs:
 
     @property
     def total(self) -> Source:
-        """Totals of all sources."""
         names = ("num_bytes", "num_lines", "num_others", "num_repeated")
         return Source("", *(sum(getattr(x, name) for x in self.sources) for name in names))
 
@@ -228,8 +218,6 @@ def read_logs(
 
 
 class _Reader:
-    """Read files, one after the other."""
-
     def __init__(self, keep: Callable[[str], bool] | None, request: str) -> None:
         self._keep = keep
         self._needles = {json.dumps(request, ensure_ascii=x)[:-1].encode(errors="replace") for x in (True, False)}
@@ -244,7 +232,6 @@ class _Reader:
         self._source = Source("")
 
     def read(self, path: str, on_progress: Callable[[str], None]) -> None:
-        """Read a file."""
         if path == "-" and sys.stdin is None:
             raise ConfigError("-: the standard input is closed; name a log")
         self._source, self._pieces = Source("stdin" if path == "-" else path), Pieces()
@@ -370,7 +357,6 @@ class _Reader:
             self._take(_head_of(text) or head, text)
 
     def _take(self, head: Head, text: bytes) -> None:
-        """Keep a line's record, if it is wanted."""
         if self._keep is not None and not self._keep(head.event):
             return
         text, number = text.rstrip(), self._source.num_lines
@@ -382,7 +368,6 @@ class _Reader:
         self._records.append((_record(head, text, f"{self._source.path}:{number}"), text, self._source))
 
     def _names(self, head: Head, text: bytes) -> bool:
-        """Return True if a line names the request in question."""
         if self._num_named >= MAX_NAMED or not (
             head.sequence == self._sequence or any(x in text for x in self._needles)
         ):

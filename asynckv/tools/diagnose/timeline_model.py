@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,6 +69,9 @@ ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 MAX_MARKS = 400  # of one request
 GOOD = frozenset({"complete", "cancelled", "discharged"})  # ends of a pull that need no look
 MAX_AWAY_S = 86_400.0
+Said = tuple[float, str, str]
+"""An event for a mark: its moment by the process's clock, its text, and its level."""
+
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"} | {
     "draining": "drain",
     "notifying": "release",
@@ -113,17 +116,14 @@ class Lane:
 
     @property
     def start(self) -> float:
-        """Start of its first bar."""
         return self.bars[0].start
 
     @property
     def end(self) -> float:
-        """End of its last one."""
         return max(x.end for x in self.bars)
 
     @property
     def title(self) -> str:
-        """Its title among the lanes of its request."""
         if self.what in ("lease", "pull"):
             return self.process.rank
         return f"{self.what}, {self.process.rank}"
@@ -131,8 +131,6 @@ class Lane:
 
 @dataclass(slots=True)
 class Mark:
-    """One event of one moment."""
-
     at: float
     process: Process
     text: str
@@ -159,17 +157,14 @@ class Story:
 
     @property
     def start(self) -> float:
-        """Position of its first bar or mark."""
         return min([b.start for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
 
     @property
     def end(self) -> float:
-        """End of its last one."""
         return max([b.end for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
 
     @property
     def ended(self) -> str:
-        """Its ends, on the sides that show one."""
         sides = (("lease", self.lease), ("pull", self.pull))
         return ", ".join(f"{side} {how}" for side, how in sides if how) or "?"
 
@@ -189,9 +184,6 @@ class Ground:
     end: float  # its last line
     away: list[Bar]
     marks: list[Mark]
-    compared: str
-    within_s: float
-    group: int
     gone: Fate | None  # its log ends without a goodbye: it died, or `silent`, it may live
 
 
@@ -270,26 +262,27 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     leases = [lease for r in requests for lease in r.leases.values()]
     for lease in sorted(leases, key=lambda x: x.process.rank):
         lanes.append(_lease_lane(axis, lease))
-        marks += _lease_marks(axis, lease)
+        marks += _placed(axis, lease.process, _lease_marks(lease))
     for pull in sorted(pulls, key=lambda p: (p.attempt, p.process.rank)):
         lanes.append(_pull_lane(axis, pull))
-        marks += _pull_marks(axis, pull)
+        marks += _placed(axis, pull.process, _pull_marks(pull))
     for request in requests:
         for pull in request.others.values():
-            at, said = axis.at(pull.process, pull.begun_at), pull.prefill_request_id
-            marks.append(Mark(at, pull.process, f"speaks of it under another prefill request id: {said}", "warning"))
+            said = f"speaks of it under another prefill request id: {pull.prefill_request_id}"
+            marks += _placed(axis, pull.process, [(pull.begun_at, said, "warning")])
     for request in requests:
         for record in request.before:
             if (process := axis.service.processes.get(record.incarnation)) is not None:
                 why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
                 text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
-                marks.append(Mark(axis.at(process, record.at), process, text, record.level))
-    marks = sorted((x for x in marks if math.isfinite(x.at)), key=lambda x: x.at)
+                marks += _placed(axis, process, [(record.at, text, record.level)])
+    marks.sort(key=lambda x: x.at)
     lanes = [x for x in lanes if x.bars]
     processes = [x.process for x in lanes] + [x.process for x in marks]
     first = requests[0]
     causes = [p.cause for p in last_attempt(pulls)]
     bad = [x for x in causes if x not in GOOD]
+    has_fault = any(p.returned or p.retired or p.unanswered or (p.ended is None and p.held) for p in pulls)
     states = [x.state for x in leases]
     late = [x for x in states if x in ("expired", "revoked")]
     pull_ = (bad or causes or [x for x in (p.state for p in pulls) if x] or [""])[0]
@@ -306,7 +299,7 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
         pull_ids=tuple(dict.fromkeys((*(p.pull_id for p in pulls), *claimed))),
         lease=lease_ or ("withdrawn" if "withdrawn" in before else ""),
         pull=pull_ or ("refused" if "refused" in before else ""),
-        level="warning" if bad or late or "refused" in before or any(_is_bad(p) for p in pulls) else "info",
+        level="warning" if bad or late or "refused" in before or has_fault else "info",
         group=axis.group(processes[0]) if processes else 0,
         seconds=max((max(x.end for x in side) - min(x.start for x in side) for side in sides if side), default=0.0),
         lanes=lanes,
@@ -315,16 +308,9 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
 
 
 def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
-    """Return the pulls of a request's last attempt that have ended."""
     ended = [p for p in pulls if p.ended is not None]
     last = max((x.attempt for x in ended), default=0)
     return [p for p in ended if p.attempt == last]
-
-
-def _is_bad(pull: Pull) -> bool:
-    """Return True if it had a fault, however it ended."""
-    is_stuck = pull.ended is None and bool(pull.held)
-    return is_stuck or bool(pull.returned or pull.retired or pull.unanswered)
 
 
 # -- the prefill side --------------------------------------------------------------------------------
@@ -358,33 +344,25 @@ def _lease_lane(axis: Axis, lease: Lease) -> Lane:
     return _lane(axis, process, "prefill", "lease", bars, fields)
 
 
-def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
-    process, start = lease.process, lent_at(lease)
-    steps = lease_steps(lease)
-
-    place = _placing(axis, process)
-
-    def mark(at: float, text: str, level: str = "info") -> Mark:
-        return Mark(place(at), process, text, level)
-
-    if math.isfinite(start):
-        yield mark(start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""))
+def _lease_marks(lease: Lease) -> Iterator[Said]:
+    process, start, steps = lease.process, lent_at(lease), lease_steps(lease)
+    yield start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""), "info"
     for step in steps:
         if step.what not in ("lent", lease.state):
-            yield mark(step.at, str(step.what))
+            yield step.at, str(step.what), "info"
     for claim in () if steps else lease.claims.values():
-        yield mark(start + claim.claimed_s, f"granted to {claim.name}, pull {claim.pull_id}")
+        yield start + claim.claimed_s, f"granted to {claim.name}, pull {claim.pull_id}", "info"
     for refusal in lease.refused:
         why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
-        yield mark(start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning")
+        yield start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning"
     for record, _ in lease.held:
-        yield mark(record.at, f"held for long: {record.text('waits')}", record.level)
+        yield record.at, f"held for long: {record.text('waits')}", record.level
     if lease.ended is not None:
         owed = f", owed by {', '.join(lease.owed)}" if lease.owed else ""
         seconds = lease.ended.number("seconds", 0.0)
-        yield mark(start + seconds, f"{lease.state} after {shown_seconds(seconds)}{owed}", lease.ended.level)
+        yield start + seconds, f"{lease.state} after {shown_seconds(seconds)}{owed}", lease.ended.level
     elif process.stopped is None:
-        yield mark(process.last_at, "log ends; what became of the lease is not told", "warning")
+        yield process.last_at, "log ends; what became of the lease is not told", "warning"
 
 
 # -- the decode side ---------------------------------------------------------------------------------
@@ -469,31 +447,23 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
         yield Bar(phase, at, until, is_open=until >= last)
 
 
-def _pull_marks(axis: Axis, pull: Pull) -> Iterator[Mark]:
+def _pull_marks(pull: Pull) -> Iterator[Said]:
     process, steps = pull.process, pull_steps(pull)
-    place = _placing(axis, process)
-
-    def mark(at: float, text: str, level: str = "info") -> Mark:
-        return Mark(place(at), process, text, level)
-
     for step in steps:
-        yield mark(step.at, str(step.what), "debug" if step.what in _STATES else "info")
-    if not steps and math.isfinite(pull.begun_at):
-        yield mark(pull.begun_at, f"pull {pull.pull_id} began")
+        yield step.at, str(step.what), "debug" if step.what in _STATES else "info"
+    if not steps:
+        yield pull.begun_at, f"pull {pull.pull_id} began", "info"
     if pull.ended is not None:
         outcome = next((s.at for s in steps if s.what == "notifying"), pull.ended.at)
         detail = f": {pull.detail}" if pull.detail and not steps else ""
-        yield mark(
-            outcome,
-            f"outcome {pull.cause} after {shown_seconds(pull.ended.number('seconds', 0.0))}{detail}",
-            pull.ended.level,
-        )
+        after = shown_seconds(pull.ended.number("seconds", 0.0))
+        yield outcome, f"outcome {pull.cause} after {after}{detail}", pull.ended.level
     for record, _ in pull.held:
-        yield mark(record.at, f"held for long: {record.text('waits')}", record.level)
+        yield record.at, f"held for long: {record.text('waits')}", record.level
     if pull.ended is None and process.stopped is None:
-        yield mark(process.last_at, "log ends; what became of the pull is not told", "warning")
+        yield process.last_at, "log ends; what became of the pull is not told", "warning"
     for record, text in _said(pull):
-        yield mark(record.at, text, record.level)
+        yield record.at, text, record.level
 
 
 def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
@@ -511,27 +481,21 @@ def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
 
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
-    """Put a process's bars on the axis."""
     bars = [x for x in bars if is_time(x.start) and is_time(x.end)]
-    if not bars:
-        return Lane(process, side, what, [], fields)
-    place = _placing(axis, process)
-    within = axis.offset(process).within_s
     for bar in bars:
-        bar.start, bar.end = place(bar.start), place(bar.end)
-    return Lane(process, side, what, bars, fields, within)
+        bar.start, bar.end = axis.at(process, bar.start), axis.at(process, bar.end)
+    return Lane(process, side, what, bars, fields, axis.offset(process).within_s if bars else 0.0)
 
 
-def _placing(axis: Axis, process: Process) -> Callable[[float], float]:
-    """Return a function that converts moments of a process's clock to the axis."""
-    return lambda at: axis.at(process, at) if is_time(at) else math.nan
+def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark]:
+    """Put a process's events on the axis, without those of no plausible moment."""
+    return (Mark(axis.at(process, at), process, text, level) for at, text, level in said if is_time(at))
 
 
 # -- what was there besides --------------------------------------------------------------------------
 
 
 def ground(axis: Axis) -> list[Ground]:
-    """Return the life of every process, and its events."""
     out = []
     presence = Presence(axis.service, axis, lambda process, at: moment(axis.at(process, at)))
     known = (x for x in axis.service.processes.values() if x.num_records)
@@ -546,11 +510,9 @@ def ground(axis: Axis) -> list[Ground]:
             elif (text := _about(record)) and len(marks) < MAX_MARKS:
                 marks.append(Mark(at, process, text, record.level))
         start, end = axis.at(process, process.first_at), axis.at(process, process.last_at)
-        within = axis.offset(process).within_s
-        compared = axis.compared(process)
         fate = presence.fate(process)
         gone = fate if fate.kind == "died" or presence.ends_early(process) else None
-        out.append(Ground(process, start, end, away, marks, compared, within, axis.group(process), gone))
+        out.append(Ground(process, start, end, away, marks, gone))
     return out
 
 

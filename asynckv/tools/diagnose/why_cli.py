@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,87 +15,26 @@ import typer
 
 from asynckv.config import KeysConfig
 from asynckv.errors import ConfigError
+from asynckv.tools.output import HELP
 
-EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv why /var/log/asynckv/
-
-  asynckv why tcp://10.0.0.1:5555 tcp://10.0.0.2:5555
-
-  asynckv why /run/asynckv /var/log/asynckv --since 10m
-
-  asynckv why chat-4711 logs/
-
-  kubectl logs -l app=vllm --tail=-1 | asynckv why - --html why.html
-
-  asynckv why logs/ --json - | jq '.findings[] | [.heading, .what, .remedy]'
-
-[bold]Exit status[/bold]  0 all is well, 1 something is wrong, 2 bad input, no such request, or several,
-130 Ctrl-C, 141 the output is not read any more
-"""
-
-ASK, SHOW = "Asking", "Showing"
+said = HELP["why"]
+asking, shown = (partial(typer.Option, rich_help_panel=panel) for panel in ("Asking", "Showing"))
 MAX_TOP = 4096
 WATCH_S = 2.0
 
 
 def why(
     sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[REQUEST] LOGS|ADDRESS|DIR...",
-            help="JSON logs of any processes (files, directories, - for stdin), running engines (host:port, sockets), "
-            "or both. What is neither, in the first place, is a request: an id of either side, ENGINE:ID, a pull id, "
-            "#SEQUENCE, or how one begins.",
-            show_default=False,
-        ),
+        list[str], typer.Argument(metavar="[REQUEST] LOGS|ADDRESS|DIR...", help=said["sources"], show_default=False)
     ],
-    since: Annotated[
-        str | None,
-        typer.Option(
-            help="Only what was wrong then or later: a time (2026-01-31T12:00 or 12:00, UTC), or so long before the "
-            "last event (90s, 10m, 2h). Shows whether a repair has helped.",
-            metavar="TIME",
-            rich_help_panel=SHOW,
-            show_default=False,
-        ),
-    ] = None,
-    html: Annotated[
-        str | None,
-        typer.Option(help="Write a page with all requests on one time axis.", metavar="FILE", rich_help_panel=SHOW),
-    ] = None,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            help="Write JSON; - for stdout, with --watch one document per line.", metavar="FILE", rich_help_panel=SHOW
-        ),
-    ] = None,
-    top: Annotated[
-        int | None,
-        typer.Option(
-            help="Show what running engines hold, and so many of their oldest requests; 5, if something is wrong.",
-            metavar="N",
-            rich_help_panel=SHOW,
-            show_default=False,
-        ),
-    ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Ask running engines again every 2 seconds.", rich_help_panel=ASK)
-    ] = False,
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            help="The asker's keys, for engines with keys: NAME.key_secret.", metavar="FILE", rich_help_panel=ASK
-        ),
-    ] = None,
-    authorized: Annotated[
-        Path | None,
-        typer.Option(help="Directory with the *.key files of the engines.", metavar="DIR", rich_help_panel=ASK),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="How long an engine may take to answer.", metavar="SECONDS", rich_help_panel=ASK)
-    ] = 5.0,
+    since: Annotated[str | None, shown(help=said["since"], metavar="TIME")] = None,
+    html: Annotated[str | None, shown(help=said["html"], metavar="FILE")] = None,
+    json: Annotated[str | None, shown(help=said["json"], metavar="FILE")] = None,
+    top: Annotated[int | None, shown(help=said["top"], metavar="N")] = None,
+    watch: Annotated[bool, asking("--watch", help=said["watch"])] = False,
+    keys: Annotated[Path | None, asking(help=said["keys"], metavar="FILE")] = None,
+    authorized: Annotated[Path | None, asking(help=said["authorized"], metavar="DIR")] = None,
+    timeout: Annotated[float, asking(help=said["timeout"], metavar="SECONDS")] = 5.0,
 ) -> None:
     """Find what is wrong with a service and what to do about it: the worst first, with its evidence.
 
@@ -163,7 +103,6 @@ def why(
 
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Separate a request from the sources after it."""
     from asynckv.tools.diagnose.ask import is_of_no_host, targets
 
     first, *rest = given

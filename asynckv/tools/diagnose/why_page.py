@@ -76,11 +76,8 @@ def _overview(found: Findings) -> str:
 
 def _row(finding: Finding, kind: str) -> str:
     requests = f" ({some(finding.requests, 3)})" if finding.requests else ""
-    return f"<tr{kind}>{_cells(f'{finding.heading}: {finding.what}{requests}', finding.evidence, finding.remedy)}</tr>"
-
-
-def _cells(*texts: str) -> str:
-    return "".join(f"<td>{escape(without_control(text))}</td>" for text in texts)
+    texts = f"{finding.heading}: {finding.what}{requests}", finding.evidence, finding.remedy
+    return f"<tr{kind}>{''.join(f'<td>{escape(without_control(text))}</td>' for text in texts)}</tr>"
 
 
 def _data(seen: Seen, stories: Sequence[Story], late: Sequence[Leak]) -> dict[str, Any]:
@@ -91,7 +88,8 @@ def _data(seen: Seen, stories: Sequence[Story], late: Sequence[Leak]) -> dict[st
         "zero": min([x.start for x in stories] or [x.start for x in seen.grounds], default=0.0),
         "phases": [[name, x.about, x.light, x.dark] for name, x in PHASES.items()],
         "processes": [
-            _lean(process_of(seen, x) | {"compared": x.compared, "marks": plain(x.marks)}) for x in seen.grounds
+            _lean(process_of(seen, x) | {"compared": seen.axis.compared(x.process), "marks": plain(x.marks)})
+            for x in seen.grounds
         ],
         "requests": [_request(x, causes.get((x.engine_id, x.name), ""), is_full) for x in stories],
         "few": is_full,

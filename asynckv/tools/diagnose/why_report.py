@@ -102,7 +102,6 @@ def _read(seen: Seen) -> dict[str, Any]:
 
 
 def engine(answer: Answer) -> dict[str, Any]:
-    """Make plain data of an engine's answer."""
     head = {"address": answer.address, "took_s": round(answer.took_s, 6)}
     if answer.error:
         return head | {"error": answer.error, "trouble": answer.trouble.name.lower(), "pid": answer.pid or None}
@@ -114,20 +113,18 @@ def engine(answer: Answer) -> dict[str, Any]:
 
 
 def story_of(story: Story) -> dict[str, Any]:
-    """Make plain data of one request."""
     said: dict[str, Any] = plain(story)
     names = {"request_id": said.pop("name"), "decode_request_ids": said.pop("others"), "events": said.pop("marks")}
     return names | said | {"start": plain(story.start), "end": plain(story.end)}
 
 
 def process_of(seen: Seen, each: Ground) -> dict[str, Any]:
-    """Make plain data of a process."""
     process, offset = each.process, seen.axis.offset(each.process)
     return {
         "rank": process.rank,
         "incarnation": process.incarnation,
         "host": process.host,
-        "group": each.group,
+        "group": seen.axis.group(process),
         "ahead_s": plain(offset.seconds),
         "within_s": plain(offset.within_s),
         "start": plain(each.start),

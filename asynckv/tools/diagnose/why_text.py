@@ -53,7 +53,6 @@ def show(report: Mapping[str, Any], seen: Seen, top: int | None, console: Consol
 
 
 def show_findings(report: Mapping[str, Any], console: Console) -> None:
-    """Show findings, then the limits, then the sources."""
     findings, limits, read = report["findings"], report["limits"], report["read"]
     requests = counted(read["requests"], "request")
     if not read["files"]:
@@ -91,7 +90,6 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
 
 
 def show_finding(each: Mapping[str, Any], console: Console, number: str = "") -> None:
-    """Show one finding."""
     console.print()
     _line(console, f"{number}{each['heading']}: {each['what']}", "bold")
     if each["requests"]:
@@ -112,7 +110,6 @@ def _ranks(read: Mapping[str, Any]) -> str:
 
 
 def show_request(seen: Seen, found: Findings, story: Story | None, console: Console) -> None:
-    """Show one request's story, the causes of its delay, and its stores and loads."""
     if story is not None:
         show_story(seen.axis, story, seen.grounds, console)
     show_late(found.late, console)
@@ -140,7 +137,6 @@ def show_late(late: Sequence[Leak], console: Console) -> None:
 
 
 def show_copies(copies: Sequence[LateCopy], failed: Sequence[str], console: Console) -> None:
-    """Show the unfinished and failed stores and loads of one request."""
     for copy in copies:
         blocks = "" if copy.blocks < 0 else f", {counted(copy.blocks, 'block')}"
         held = "" if math.isnan(copy.seconds) else f", held for {shown_seconds(copy.seconds)}"
@@ -151,7 +147,6 @@ def show_copies(copies: Sequence[LateCopy], failed: Sequence[str], console: Cons
 
 
 def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Console) -> None:
-    """Show one request, with the events of its processes meanwhile."""
     names = f" (decode: {', '.join(story.others)})" if story.others and story.others != (story.name,) else ""
     _line(console, f"{story.name or '?'}{names}  {story.ended}", "bold", is_whole=True)
     engine = f"prefill engine {story.engine_id}, " if story.engine_id else ""
@@ -161,7 +156,9 @@ def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Con
         _line(console, text, "dim")
     console.print()
     print_unpadded(console, _gantt(story, console.width))
-    print_unpadded(console, _legend(story))
+    used = {bar.phase for lane in story.lanes for bar in lane.bars}
+    legend = [Text.assemble((PHASES[x].letter, _style(x)), f" {x}") for x in PHASES if x in used]
+    print_unpadded(console, Columns(legend, padding=(0, 2)))
     console.print()
     print_unpadded(console, _events(story, grounds), is_whole=True)
 
@@ -202,16 +199,6 @@ def _style(phase: str) -> Style:
     return Style(color=PHASES[phase].dark, reverse=True)
 
 
-def _legend(story: Story) -> Columns:
-    used = {bar.phase for lane in story.lanes for bar in lane.bars}
-    return Columns([Text.assemble((PHASES[x].letter, _style(x)), f" {x}") for x in PHASES if x in used], padding=(0, 2))
-
-
-def _ruler(width: int, seconds: float) -> Text:
-    last = shown_seconds(seconds)
-    return Text("0".ljust(width - len(last)) + last, style="dim", no_wrap=True, overflow="crop")
-
-
 def _clock_lines(axis: Axis, story: Story) -> list[str]:
     processes = dict.fromkeys([x.process for x in story.lanes] + [x.process for x in story.marks])
     out = [f"{x.rank}: {axis.compared(x)}" for x in processes if x not in axis.references]
@@ -227,7 +214,9 @@ def _gantt(story: Story, width: int) -> RenderableType:
     table.add_column(width=room, no_wrap=True, overflow="ellipsis")
     table.add_column(width=across, overflow="fold")
     table.add_column(justify="right", no_wrap=True)
-    table.add_row("", _ruler(across, end - start), "")
+    last = shown_seconds(end - start)
+    ruler = Text("0".ljust(across - len(last)) + last, style="dim", no_wrap=True, overflow="crop")
+    table.add_row("", ruler, "")
     for lane in lanes:
         mark = "> " if any(b.is_open for b in lane.bars) else ""
         line = bar_line(lane.bars, start, end, across)

@@ -97,7 +97,9 @@ def said(ucx: Ucx) -> Iterator[Finding]:
 
 def _failed(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
     fatal = [text for text in ucx.errors if any(each in text for each in FATAL)]
-    settings = _settings(facts)
+    given = facts.software.environment
+    named = [f"{k}={v}" for k, v in given.items() if k in ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_PLUGIN_DIR")]
+    settings = f" ({', '.join(named)})" if named else ""
     if ucx.failure == "died":
         yield finding("nixl-died", f"at the stage {ucx.stage}: {ucx.detail}{settings}")
     elif ucx.failure == "hung":
@@ -108,13 +110,6 @@ def _failed(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
         known = facts.software.plugin_dir_error or any(e.startswith("Invalid value") for e in ucx.errors)
         if not known and facts.software.variant:
             yield finding("nixl-refused", f"at the stage {ucx.stage}: {ucx.detail}{settings}")
-
-
-def _settings(facts: Facts) -> str:
-    given = {
-        k: v for k, v in facts.software.environment.items() if k in ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_PLUGIN_DIR")
-    }
-    return f" ({', '.join(f'{k}={v}' for k, v in given.items())})" if given else ""
 
 
 def _chosen(facts: Facts, ucx: Ucx) -> Iterator[Finding]:

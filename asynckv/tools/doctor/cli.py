@@ -11,7 +11,7 @@ import typer
 
 from asynckv.errors import ConfigError
 from asynckv.tools.console import printable
-from asynckv.tools.output import check_writable, write_json
+from asynckv.tools.output import HELP, check_writable, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,30 +19,15 @@ if TYPE_CHECKING:
     from asynckv.config import KeysConfig
     from asynckv.tools.doctor.facts import Facts, PeerFacts
 
-EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv doctor
-
-  asynckv doctor --json - | jq '.findings[] | select(.level == "error")'
-
-  asynckv doctor --to tcp://10.0.0.1:5555
-
-  asynckv doctor --to "tcp://10.0.0.1:5555#..." --secret a.key_secret --authorized keys
-
-[bold]Exit status[/bold]  0 nothing worse than a note, 1 a warning or an error was found, 2 bad input, 130 Ctrl-C
-"""
-
 of_keys = partial(typer.Option, rich_help_panel="Keys")
 
 
 def doctor(
-    to: Annotated[str, typer.Option(help="Look at the way to this engine as well.", metavar="ADDRESS")] = "",
-    secret: Annotated[Path | None, of_keys(help="Our NAME.key_secret.", metavar="FILE")] = None,
-    authorized: Annotated[Path | None, of_keys(help="Directory of the .key files of others.", metavar="DIR")] = None,
+    to: Annotated[str, typer.Option(help=HELP["doctor"]["to"], metavar="ADDRESS")] = "",
+    secret: Annotated[Path | None, of_keys(help=HELP["doctor"]["secret"], metavar="FILE")] = None,
+    authorized: Annotated[Path | None, of_keys(help=HELP["doctor"]["authorized"], metavar="DIR")] = None,
     json: Annotated[
-        str | None,
-        typer.Option(help="Write facts and findings there; - for stdout.", rich_help_panel="Output", metavar="FILE"),
+        str | None, typer.Option(help=HELP["doctor"]["json"], rich_help_panel="Output", metavar="FILE")
     ] = None,
 ) -> None:
     """Say what is wrong with this host, or with the way to another one, and what to do about it.

@@ -41,12 +41,16 @@ sys.stdin.read()
 
 
 def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
-    """Describe this machine and what this process may use of it."""
     memory = _fields(_text(proc / "meminfo"))
     status = _fields(_text(proc / "self/status"))
     quota, throttled, limit, used = _control_group(system / "fs/cgroup", proc)
     shm_bytes, shm_free = _free("/dev/shm")
     huge = system / "kernel/mm/transparent_hugepage"
+    try:
+        check_processes()
+        child_error = ""
+    except BackendError as exc:
+        child_error = str(exc)
     return Machine(
         kernel=platform.release(),
         cpu=_fields(_text(proc / "cpuinfo")).get("model name", platform.machine()),
@@ -56,7 +60,7 @@ def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
         throttled=throttled,
         load=os.getloadavg()[0],
         numa_nodes=max(1, len(list((system / "devices/system/node").glob("node[0-9]*")))),
-        memory_bytes=_kib(memory.get("MemTotal", "")),
+        memory_bytes=_number(memory.get("MemTotal", "")) << 10,
         memory_limit=limit,
         memory_used=used,
         huge_pages=_chosen(_text(huge / "enabled")),
@@ -71,7 +75,7 @@ def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
         own_pid_namespace=_inode(proc / "self/ns/pid") not in (0, INITIAL_PID_NAMESPACE),
         uid=os.geteuid(),
         cma_error=try_process_vm_readv(),
-        child_error=_child_error(),
+        child_error=child_error,
         clocksource=_text(system / "devices/system/clocksource/clocksource0/current_clocksource").strip(),
     )
 
@@ -97,10 +101,6 @@ def _fields(text: str) -> dict[str, str]:
 def _number(text: str) -> int:
     match = re.match(r"\s*(\d+)", text)
     return int(match[1]) if match else 0
-
-
-def _kib(text: str) -> int:
-    return _number(text) << 10
 
 
 def _chosen(text: str) -> str:
@@ -165,14 +165,6 @@ def _control_group(root: Path, proc: Path) -> tuple[float, float, int, int]:
 def _throttled(path: Path) -> float:
     stat = dict(re.findall(r"(\w+) (\d+)", _text(path)))
     return int(stat.get("nr_throttled", 0)) / max(1, int(stat.get("nr_periods", 0)))
-
-
-def _child_error() -> str:
-    try:
-        check_processes()
-    except BackendError as exc:
-        return str(exc)
-    return ""
 
 
 def try_process_vm_readv() -> str:

@@ -38,8 +38,6 @@ NO_CUT = Span(0, 0, 0, 0, 1)
 
 
 class Place(Struct, frozen=True, tag=True):
-    """The way to offered memory."""
-
     agent: AgentInfo
     memories: tuple[Memory, ...]
 

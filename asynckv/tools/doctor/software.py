@@ -10,14 +10,11 @@ import re
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asynckv.errors import BackendError
 from asynckv.tools.doctor.facts import Software
 from asynckv.version import VERSION
-
-if TYPE_CHECKING:
-    pass
 
 PREFIXES = ("UCX_", "NIXL_")
 SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY")

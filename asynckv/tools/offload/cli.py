@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from asynckv.errors import BackendError, ConfigError
+from asynckv.tools.output import HELP
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,26 +20,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 offload_app = typer.Typer(rich_markup_mode="rich", add_completion=False, no_args_is_help=True)
-
-INSPECT_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv offload inspect /nvme/kv
-
-  asynckv offload inspect /nvme/kv/tp0of1-3f2a --json - | jq .kinds
-
-[bold]Exit status[/bold]  0 shown, 2 no directory of stored blocks, or one could not be read
-"""
-
-PRUNE_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv offload prune /nvme/kv/tp0of1-3f2a --all
-
-  asynckv offload prune /nvme/kv --all   # of all ranks and geometries
-
-[bold]Exit status[/bold]  0 done, 2 bad input, no directory of stored blocks, or a process has one
-"""
 
 Dir = Annotated[
     Path,
@@ -63,7 +44,7 @@ def offload() -> None:
     """Inspect blocks that are stored in files, or remove them."""
 
 
-@offload_app.command(epilog=INSPECT_EPILOG)
+@offload_app.command(epilog=HELP["epilogs"]["offload inspect"])
 def inspect(dir: Dir, json: Json = None) -> None:
     """Show the blocks in a directory, their layouts and their owner. Changes nothing; the owner may be running."""
     from asynckv.tools.offload.folder import look
@@ -71,10 +52,10 @@ def inspect(dir: Dir, json: Json = None) -> None:
     _each(dir, json, look, _show)
 
 
-@offload_app.command(epilog=PRUNE_EPILOG)
+@offload_app.command(epilog=HELP["epilogs"]["offload prune"])
 def prune(
     dir: Dir,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all blocks, the files and the directory.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help=HELP["offload"]["everything"])] = False,
     json: Json = None,
 ) -> None:
     """Remove all stored blocks and the directory. Refused while a process owns the directory.

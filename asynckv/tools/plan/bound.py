@@ -49,7 +49,7 @@ def reader(
 
 
 def lender(num_bytes: int, readers: int, bytes_per_s: float, copy_s: float = 0.0) -> Bound:
-    """Return the bound of a prefill rank that sends this to all of its readers. Of its CPU only packed copies cost."""
+    """Return the bound of a prefill rank that sends this to all of its readers; only packed copies cost it CPU."""
     return _bound(num_bytes, 0, 0, readers * PYTHON_READER_S, copy_s, bytes_per_s)
 
 

@@ -10,54 +10,29 @@ import typer
 
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.tools.bench import options as o
-from asynckv.tools.output import write, write_json
+from asynckv.tools.output import HELP, write, write_json
 
 MOST_WRITTEN = 1 << 17  # layers of all ranks in one file
 geometry, work, out = (partial(typer.Option, rich_help_panel=panel) for panel in ("Geometry", "Workload", "Output"))
 
 counted = partial(geometry, min=1, max=o.MOST)
 
-LAYOUT_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv layout --model llama-3.1-8b --tp 4 -o prefill.json
-
-  asynckv layout --hf-config config.json --tp 2 --block-size 32 --order hnd -o decode.json
-
-[bold]Exit status[/bold]  0 written, 2 bad input
-"""
-
-PLAN_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv layout --model llama-3.1-8b --tp 4 -o prefill.json; asynckv layout --model llama-3.1-8b --tp 2 -o decode.json
-
-  asynckv plan decode.json prefill.json --tokens 4096 --prefix-hit 25%
-
-  asynckv plan decode.json prefill.json --nic-gbit 200 --json - | jq .ranks
-
-[bold]Exit status[/bold]  0 can be planned, 1 refused or a problem found, 2 bad input
-"""
-
 
 def layout(
-    model: Annotated[
-        str | None,
-        geometry(show_default=o.DEFAULT_MODEL, help="Preset; an unknown name lists all."),
-    ] = None,
+    model: Annotated[str | None, geometry(show_default=o.DEFAULT_MODEL, help=HELP["layout"]["model"])] = None,
     hf_config: o.HfConfig = None,
-    layers: Annotated[int | None, geometry(help="Layers, instead of the model's; one of every kind is kept.")] = None,
+    layers: Annotated[int | None, geometry(help=HELP["layout"]["layers"])] = None,
     kv_heads: o.KvHeads = None,
-    head_dim: Annotated[int | None, geometry(help="Head dimension, instead of the model's.")] = None,
+    head_dim: Annotated[int | None, geometry(help=HELP["layout"]["head_dim"])] = None,
     dtype: o.Dtype = None,
-    block_size: Annotated[int, counted(help="Tokens per block.")] = 16,
-    ratio: Annotated[int, counted(help="Kernel blocks per block.")] = 1,
-    num_blocks: Annotated[int, counted(help="Blocks in every group, as the engine declares them.")] = 4096,
-    order: Annotated[str, geometry(help="Memory order, as for bench.")] = "nhd",
-    conv_order: Annotated[str, geometry(help="Order of a convolution's state: channel or row.")] = "channel",
-    tp: Annotated[int, counted(help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, counted(help="Pipeline stages.")] = 1,
-    output: Annotated[str, out("--output", "-o", help="Where to write; - for stdout.", metavar="FILE")] = "-",
+    block_size: Annotated[int, counted(help=HELP["layout"]["block_size"])] = 16,
+    ratio: Annotated[int, counted(help=HELP["layout"]["ratio"])] = 1,
+    num_blocks: Annotated[int, counted(help=HELP["layout"]["num_blocks"])] = 4096,
+    order: Annotated[str, geometry(help=HELP["layout"]["order"])] = "nhd",
+    conv_order: Annotated[str, geometry(help=HELP["layout"]["conv_order"])] = "channel",
+    tp: Annotated[int, counted(help=HELP["layout"]["tp"])] = 1,
+    pp: Annotated[int, counted(help=HELP["layout"]["pp"])] = 1,
+    output: Annotated[str, out("--output", "-o", help=HELP["layout"]["output"], metavar="FILE")] = "-",
 ) -> None:
     """Write the layout of an engine's ranks: the parts that each holds, and their places in memory.
 
@@ -90,18 +65,12 @@ def layout(
 
 
 def plan(
-    local: Annotated[Path, typer.Argument(help="Layouts of the decode ranks, from asynckv layout or an engine.")],
-    remote: Annotated[Path, typer.Argument(help="Layouts of the prefill ranks.")],
-    tokens: Annotated[int, work(help="Length of the request.")] = 1024,
-    prefix_hit: Annotated[
-        str,
-        work(help="Part of it that the decode side has already: tokens (512) or a share (50%)."),
-    ] = "0",
-    nic_gbit: Annotated[
-        float,
-        work(min=0.1, max=1e5, help="Bandwidth of each rank's network device in Gbit/s, for the bound over RDMA."),
-    ] = 400.0,
-    json: Annotated[str | None, out(help="Write the report there; - for stdout.", metavar="FILE")] = None,
+    local: Annotated[Path, typer.Argument(help=HELP["plan"]["local"])],
+    remote: Annotated[Path, typer.Argument(help=HELP["plan"]["remote"])],
+    tokens: Annotated[int, work(help=HELP["plan"]["tokens"])] = 1024,
+    prefix_hit: Annotated[str, work(help=HELP["plan"]["prefix_hit"])] = "0",
+    nic_gbit: Annotated[float, work(min=0.1, max=1e5, help=HELP["plan"]["nic_gbit"])] = 400.0,
+    json: Annotated[str | None, out(help=HELP["plan"]["json"], metavar="FILE")] = None,
 ) -> None:
     """Explain a transfer before it runs: the ranks read and released, the pieces, and a bound over RDMA.
 

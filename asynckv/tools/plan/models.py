@@ -9,7 +9,7 @@ import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,6 @@ Layer = Heads | Latent | State
 
 
 class Model(Struct, frozen=True):
-    """A model's layers with a cache, in order."""
-
     name: str
     layers: tuple[Layer, ...]
     dtype: str = "bfloat16"
@@ -144,13 +142,6 @@ def _mamba1(channels: int, state: int, kernel: int) -> State:
     return State((Projection("x", channels, 1),), kernel - 1, channels, (state,))
 
 
-def _mamba2(heads: int, head_dim: int, groups: int, state: int, kernel: int, dtype: str = "") -> State:
-    conv = [Projection("x", heads, head_dim)]
-    if groups and state:
-        conv += [Projection("b", groups, state), Projection("c", groups, state)]
-    return State(tuple(conv), kernel - 1, heads, (head_dim, state), dtype)
-
-
 def preset(name: str) -> Model:
     if (found := PRESETS.get(name.lower())) is not None:
         return found
@@ -204,7 +195,6 @@ def read_hf_config(path: Path) -> Model:
 
 
 def model_of_config(config: Mapping[str, Any], name: str) -> Model:
-    """Return the model of a Hugging Face configuration."""
     # Multimodal models keep the language model's own configuration one level down.
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
@@ -220,7 +210,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
         # The outer fields describe other models, such as a vision tower; only the element type is taken from them.
         around = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
         inner = _Config({**around, **defaults, **text})
-        if not defaults and kind not in _RECURRENT_KINDS and text.get("kv_lora_rank") is None:
+        if not defaults and kind not in _RECURRENT and text.get("kv_lora_rank") is None:
             for field in ("num_key_value_heads", "head_dim"):
                 if field not in text:
                     raise ConfigError(
@@ -298,32 +288,11 @@ def _heads(c: _Config, window: int = 0) -> Heads:
     return Heads(kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, window)
 
 
-_RECURRENT_KINDS = frozenset(
-    {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"}
-)
-
-
 def _family(c: _Config, kind: str) -> list[Layer]:
-    match kind:
-        case "mamba" | "falcon_mamba":
-            channels = c.number("intermediate_size", default=0, least=0) or _expanded(c, "expand")
-            return [_mamba1(channels, c.number("state_size"), c.number("conv_kernel", least=2))] * _depth(c)
-        case "mamba2":
-            return [_mamba2_of(c, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")] * _depth(c)
-        case "jamba":
-            return _jamba(c)
-        case "bamba" | "granitemoehybrid":
-            return _bamba(c)
-        case "falcon_h1":
-            return [layer for _ in range(_depth(c)) for layer in (_heads(c), _bamba_state(c))]
-        case "nemotron_h":
-            return _nemotron_h(c)
-        case "qwen3_next" | "qwen3_5" | "qwen3_5_moe":
-            return _qwen3_next(c)
-        case _:
-            pass
+    if (recurrent := _RECURRENT.get(kind)) is not None:
+        return recurrent(c)
     _refuse_unknown(c, kind)
-    if kind in _ENCODERS or c.flag("is_encoder_decoder", False) or c.flag("add_cross_attention", False):
+    if kind in _KNOWN["encoders"] or c.flag("is_encoder_decoder", False) or c.flag("add_cross_attention", False):
         raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
     if c.get("kv_lora_rank") is not None:
         return [Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim"))] * _depth(c)
@@ -331,37 +300,6 @@ def _family(c: _Config, kind: str) -> list[Layer]:
     if c.flag("multi_query", kind in ("falcon", "gpt_bigcode")) and not c.flag("new_decoder_architecture", False):
         return [_heads(_Config(c, num_key_value_heads=1))] * _depth(c)
     return _attention(c, kind)
-
-
-_STRANGE = (
-    "attention_chunk_size",
-    "attn_type_list",
-    "block_configs",
-    "cla_",
-    "compress_ratio",
-    "conv_L",
-    "conv_kernel",
-    "cross_attention_layers",
-    "hybrid_layer_pattern",
-    "index_head_dim",
-    "linear_",
-    "lru_width",
-    "mamba",
-    "per_layer_config",
-    "rwkv",
-    "ssm",
-    "state_size",
-    "swa_",
-    "time_mix",
-)
-"""Prefixes of fields that show that layers keep more than keys and values, or differ within one window."""
-
-_ENCODERS = ("albert", "bert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta")
-
-_RECURRENT = re.compile(
-    r"rwkv|mamba|ssm|lstm|retnet|hyena|recurrent|griffin|lfm|jamba|zamba|hymba|samba|linear|delta_?net|hgrn|hybrid|"
-    r"minimax_?text|minimax_?m1"
-)
 
 
 def _refuse_unknown(c: _Config, kind: str) -> None:
@@ -375,7 +313,7 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
     if kind == "mimo_v2_flash":
         raise ConfigError(f"model_type {kind!r} has other heads in its sliding layers, but no field for them")
     for name in (kind, *(names if isinstance(names, list) else [])):
-        if isinstance(name, str) and _RECURRENT.search(name.lower()):
+        if isinstance(name, str) and _SOUNDS_RECURRENT.search(name.lower()):
             raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, so its cache is not known")
 
 
@@ -412,7 +350,7 @@ def _kinds(c: _Config, kind: str, depth: int, window: int) -> list[str]:
         near = c.number("max_window_layers", default=28, least=0)
         kinds = [SLIDING if i % 2 == 0 and i < near else FULL for i in range(depth)]
     else:
-        usual = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gemma4": 6, "cohere2": 4, "gpt_oss": 2}.get(kind, 0)
+        usual = _KNOWN["patterns"].get(kind, 0)
         pattern = c.number("sliding_window_pattern", "_sliding_window_pattern", default=usual, least=0)
         kinds = [FULL if pattern and (i + 1) % pattern == 0 else SLIDING for i in range(depth)]
     # Gemma 4 makes its last layer full in any case.
@@ -429,6 +367,11 @@ def _override(c: _Config, kind: str, name: str) -> dict[str, Any]:
     return wide
 
 
+def _mamba(c: _Config) -> list[Layer]:
+    channels = c.number("intermediate_size", default=0, least=0) or _expanded(c, "expand")
+    return [_mamba1(channels, c.number("state_size"), c.number("conv_kernel", least=2))] * _depth(c)
+
+
 def _jamba(c: _Config) -> list[Layer]:
     channels = _expanded(c, "mamba_expand")
     state = _mamba1(channels, c.number("mamba_d_state"), c.number("mamba_d_conv", least=2))
@@ -439,7 +382,7 @@ def _jamba(c: _Config) -> list[Layer]:
 
 
 def _bamba_state(c: _Config) -> State:
-    return _mamba2_of(c, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+    return _mamba2(c, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 
 
 def _bamba(c: _Config) -> list[Layer]:
@@ -468,7 +411,7 @@ def _nemotron_h(c: _Config) -> list[Layer]:
         kinds = c.kinds(
             "hybrid_override_pattern", "layers_block_type", "layer_types", known=(FULL, LINEAR, "mlp", "moe")
         )
-    state = _mamba2_of(c, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    state = _mamba2(c, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
     # vLLM keeps it in float32 unless the configuration says otherwise (NemotronHForCausalLMConfig).
     state = msgspec.structs.replace(state, dtype=state.dtype or "float32")
     return [_heads(c) if k == FULL else state for k in kinds if k in (FULL, LINEAR)]
@@ -498,7 +441,7 @@ def _state_dtype(c: _Config) -> str:
     return c.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 
-def _mamba2_of(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str) -> State:
+def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str) -> State:
     num, size = c.number(heads), c.get(head_dim)
     if size in (None, "auto"):
         channels = c.number("mamba_d_ssm", default=0, least=0)
@@ -508,9 +451,11 @@ def _mamba2_of(c: _Config, heads: str, head_dim: str, groups: str, state: str, k
         size = channels // num
     else:
         size = c.number(head_dim)
-    return _mamba2(
-        num, size, c.number(groups, default=1, least=0), c.number(state), c.number(kernel, least=2), _state_dtype(c)
-    )
+    num_groups, num_states = c.number(groups, default=1, least=0), c.number(state)
+    conv = [Projection("x", num, size)]
+    if num_groups:
+        conv += [Projection("b", num_groups, num_states), Projection("c", num_groups, num_states)]
+    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), _state_dtype(c))
 
 
 def _expanded(c: _Config, key: str) -> int:
@@ -527,6 +472,17 @@ def _depth(c: _Config) -> int:
     return depth
 
 
+_RECURRENT: Mapping[str, Callable[[_Config], list[Layer]]] = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), _mamba),
+    "mamba2": lambda c: [_mamba2(c, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")] * _depth(c),
+    "jamba": _jamba,
+    **dict.fromkeys(("bamba", "granitemoehybrid"), _bamba),
+    "falcon_h1": lambda c: [layer for _ in range(_depth(c)) for layer in (_heads(c), _bamba_state(c))],
+    "nemotron_h": _nemotron_h,
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _qwen3_next),
+}
 _KNOWN = tomllib.loads(resources.files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 _DEFAULTS: Mapping[str, Mapping[str, int]] = _KNOWN["defaults"]
+_STRANGE = tuple(_KNOWN["strange"])
+_SOUNDS_RECURRENT = re.compile("|".join(_KNOWN["recurrent"]))
 PRESETS = {name: model_of_config(config, name) for name, config in _KNOWN["presets"].items()}

@@ -27,7 +27,6 @@ import io
 import itertools
 import re
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -35,6 +34,7 @@ import msgspec
 import prometheus_client as prometheus
 import structlog
 
+from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.server import Refused
 from asynckv.tools.proxy.sources import Sources
 
@@ -51,17 +51,6 @@ BLANK = (b"\n\n", b"\n\r\n")
 ABORTED = re.compile(rb'"finish_reason": ?"abort"')
 MOST_UNREAD = 2**16  # bytes of a stream in which its first event is searched
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Time-outs and intervals of engines in seconds; the options of `asynckv proxy` explain them."""
-
-    connect_s: float = 2.0
-    prefill_s: float = 120.0
-    silence_s: float = 300.0
-    health_s: float = 2.0
-    refresh_s: float = 5.0
 
 
 class EngineFault(Refused):
@@ -135,7 +124,6 @@ class Engine:
                     limit.reschedule(0)
 
     def fault(self, why: str, text: str) -> EngineFault:
-        """Count and log a fault, and return the error to raise."""
         if why == "unreachable":
             self.found(text)
         self.faults.add(why)

@@ -35,8 +35,9 @@ import prometheus_client as prometheus
 import structlog
 from aiohttp import web
 
-from asynckv.tools.proxy.engines import BLANK, Engine, EngineFault, Engines, Limits
-from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, errors_as_json, serving, told_to_stop
+from asynckv.tools.proxy.engines import BLANK, Engine, EngineFault, Engines
+from asynckv.tools.proxy.limits import Limits
+from asynckv.tools.proxy.server import COMPLETIONS, Refused, errors_as_json, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
 
 RESPONSES = "/v1/responses"
@@ -157,7 +158,7 @@ def why_alone(job: Job) -> str:
 class Router:
     """Carry requests to engines, and answers to clients.
 
-    The options are those of `asynckv proxy`. A request that has waited for an engine for `warn_s` is logged.
+    A request that has waited for an engine for `warn_s` is logged.
     """
 
     def __init__(
@@ -168,18 +169,10 @@ class Router:
         *,
         file: Path | None = None,
         is_computed: bool = True,
-        attempts: int = 3,
-        max_requests: int = 1024,
-        max_body_mib: float = 16.0,
-        max_bodies_mib: float = 1024.0,
-        body_s: float = 60.0,
-        drain_s: float = 30.0,
         warn_s: float = 10.0,
     ) -> None:
         self._is_computed = is_computed
-        self._limits, self._drain_s, self._warn_s = limits or Limits(), drain_s, warn_s
-        self._attempts, self._max_requests, self._max_body_mib = attempts, max_requests, max_body_mib
-        self._max_bodies_mib, self._body_s, self._body_bytes = max_bodies_mib, body_s, 0
+        self._limits, self._warn_s, self._body_bytes = limits or Limits(), warn_s, 0
         self._registry = prometheus.CollectorRegistry()
         self.engines = Engines(Sources(prefill, decode, file), self._limits, self._registry)
         at: dict[str, Any] = {"registry": self._registry}
@@ -230,9 +223,9 @@ class Router:
 
     async def _drain(self, app: web.Application) -> None:
         """Wait for requests in flight, and end those that take too long; no new ones arrive."""
-        self.end_within(self._drain_s)
+        self.end_within(self._limits.drain_s)
         if tasks := [job.task for job in self._jobs if job.task is not None]:
-            await asyncio.wait(tasks, timeout=self._drain_s + GRACE_S)
+            await asyncio.wait(tasks, timeout=self._limits.drain_s + GRACE_S)
 
     def end_within(self, seconds: float) -> None:
         self._ends = asyncio.get_running_loop().time() + seconds
@@ -268,8 +261,8 @@ class Router:
                 async with job.limit:
                     job.body = await self._read(job)
                     # A request counts only once its body is here.
-                    if sum(bool(it.body) for it in self._jobs) > self._max_requests:
-                        raise Refused(503, f"{self._max_requests} requests are already in flight", "overloaded")
+                    if sum(bool(it.body) for it in self._jobs) > self._limits.max_requests:
+                        raise Refused(503, f"{self._limits.max_requests} requests are already in flight", "overloaded")
                     response = await self._route(job)
                 status = response.status
                 if job.failure is not None:
@@ -298,10 +291,10 @@ class Router:
         """Read a body, and count its bytes until the request ends, because a further attempt needs the body."""
         body = bytearray()
         async for piece in job.request.content.iter_any():
-            if len(body) + len(piece) > self._max_body_mib * 2**20:
-                raise Refused(413, f"the body is larger than {self._max_body_mib:g} MiB")
-            if self._body_bytes + len(piece) > self._max_bodies_mib * 2**20:
-                raise Refused(503, f"bodies of requests already hold {self._max_bodies_mib:g} MiB", "overloaded")
+            if len(body) + len(piece) > self._limits.max_body_mib * 2**20:
+                raise Refused(413, f"the body is larger than {self._limits.max_body_mib:g} MiB")
+            if self._body_bytes + len(piece) > self._limits.max_bodies_mib * 2**20:
+                raise Refused(503, f"bodies of requests already hold {self._limits.max_bodies_mib:g} MiB", "overloaded")
             body += piece
             job.body_bytes += len(piece)
             self._body_bytes += len(piece)
@@ -309,7 +302,7 @@ class Router:
 
     async def _read(self, job: Job) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(self._body_s):
+            async with asyncio.timeout(self._limits.body_s):
                 data = await self._read_body(job)
             data.decode()  # fields that are not decoded could hold bytes that are not UTF-8
             body = fields(data)
@@ -317,7 +310,7 @@ class Router:
             if (extra := bytes(body.get("vllm_xargs", b""))).startswith(b"{"):
                 body["vllm_xargs"] = fields(extra)
         except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {self._body_s:g} s") from None
+            raise Refused(408, f"the body did not arrive within {self._limits.body_s:g} s") from None
         except (msgspec.MsgspecError, web.RequestPayloadError, ValueError, RecursionError) as exc:
             raise Refused(400, f"the body is not a JSON object: {exc}") from None
         if not isinstance(job.asked.get("stream"), bool | None):
@@ -350,7 +343,7 @@ class Router:
                 spent += not is_free
                 # If a decode engine can compute the prompt instead, that is one more attempt.
                 is_of_transfer = engine.role == "prefill" or (why in OF_TRANSFER and job.params is not None)
-                is_last = not is_free and (spent >= self._attempts or why == "timeout")
+                is_last = not is_free and (spent >= self._limits.attempts or why == "timeout")
                 if job.stream is not None or (is_last and not (is_of_transfer and self._is_computed)):
                     raise
                 self._retried.labels(why).inc()
@@ -436,12 +429,12 @@ class Router:
         self._seconds.labels(until).observe(seconds)
 
 
-async def serve(router: Router, host: str, port: int, drain_s: float, bounds: Bounds) -> None:
+async def serve(router: Router, host: str, port: int, limits: Limits) -> None:
     """Serve until a signal to stop; at a second signal, end the requests in flight."""
     told = told_to_stop(lambda: router.end_within(0))  # first, because process 1 ignores unhandled signals
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    async with serving(router.app(), host, port, GRACE_S, bounds) as url:
+    async with serving(router.app(), host, port, GRACE_S, limits) as url:
         log.info("listening", url=url)
         await told.wait()
-        log.info("stopping", in_flight=router.num_in_flight, drain_s=drain_s)
+        log.info("stopping", in_flight=router.num_in_flight, drain_s=limits.drain_s)

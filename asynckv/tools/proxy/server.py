@@ -9,7 +9,6 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,6 +17,7 @@ from aiohttp import web
 
 from asynckv.errors import ConfigError
 from asynckv.observe.setup import configure_logging
+from asynckv.tools.proxy.limits import Limits
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -57,19 +57,6 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return Refused(500, "the server failed; see its log", "server_error").response()
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Limits for the clients of a server: connections of one host and in all.
-
-    Each request also needs a connection to an engine, so a third of the process's descriptors is a limit too. After
-    `idle_s` a connection is closed if it has not sent a whole request, or does not read its answer.
-    """
-
-    idle_s: float = 75.0
-    connections: int = 2048
-    per_host: int = 1536
-
-
 READ_BUFFER, MAX_HEADERS = 65_536, 64
 """Bytes of a body that may wait to be read, and headers (of 8 KiB each), per connection."""
 SPARE, PROBE_S = 16, 1.0
@@ -79,22 +66,22 @@ SPARE, PROBE_S = 16, 1.0
 class _Guard(asyncio.Protocol):
     """A new connection: passed to the HTTP server if there is room or it asks for /health, otherwise refused."""
 
-    def __init__(self, server: web.Server, bounds: Bounds, waiting: set[_Guard]) -> None:
-        self._server, self._bounds, self._waiting, self._why = server, bounds, waiting, ""
+    def __init__(self, server: web.Server, limits: Limits, waiting: set[_Guard]) -> None:
+        self._server, self._limits, self._waiting, self._why = server, limits, waiting, ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport, bounds = transport, self._bounds
+        self._transport, limits = transport, self._limits
         # With this option the kernel closes the connection of a client that reads nothing.
-        idle_ms, peer = int(1000 * bounds.idle_s), transport.get_extra_info("socket")
+        idle_ms, peer = int(1000 * limits.idle_s), transport.get_extra_info("socket")
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, idle_ms)
         host, *_ = transport.get_extra_info("peername")
         hosts = [connection.peername[0] for connection in self._server.connections if connection.peername]
-        most = min(bounds.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+        most = min(limits.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
         if len(hosts) >= most:
             self._why = f"there are {len(hosts)} connections already"
-        elif hosts.count(host) >= bounds.per_host:
-            self._why = f"there are {bounds.per_host} connections of {host} already"
+        elif hosts.count(host) >= limits.max_connections_per_host:
+            self._why = f"there are {limits.max_connections_per_host} connections of {host} already"
         self._waiting.add(self)
         if self._why and len(hosts) + len(self._waiting) <= most + SPARE:
             asyncio.get_running_loop().call_later(PROBE_S, self.data_received, b"")
@@ -118,12 +105,12 @@ class _Guard(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: web.Application, host: str, port: int, drain_s: float, bounds: Bounds | None = None
+    app: web.Application, host: str, port: int, drain_s: float, limits: Limits | None = None
 ) -> AsyncIterator[str]:
     """Serve an application, and yield its URL. At the end, accept nothing new and finish the current requests."""
-    bounds = bounds or Bounds()
+    limits = limits or Limits()
     # aiohttp closes a connection without a whole request after this time.
-    bounded: dict[str, Any] = {"keepalive_timeout": bounds.idle_s, "read_bufsize": READ_BUFFER}
+    bounded: dict[str, Any] = {"keepalive_timeout": limits.idle_s, "read_bufsize": READ_BUFFER}
     # A client that disconnects cancels its handler. At the end aiohttp waits twice before it cancels handlers.
     at_end: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": drain_s / 2}
     runner = web.AppRunner(app, access_log=None, max_headers=MAX_HEADERS, **bounded, **at_end)
@@ -134,7 +121,7 @@ async def serving(
         assert http is not None
         try:
             waiting: set[_Guard] = set()
-            listener = await asyncio.get_running_loop().create_server(lambda: _Guard(http, bounds, waiting), host, port)
+            listener = await asyncio.get_running_loop().create_server(lambda: _Guard(http, limits, waiting), host, port)
         except OSError as exc:
             raise ConfigError(f"--host {host} --port {port}: {exc.strerror}") from exc
         where = f"[{host}]" if ":" in host else host

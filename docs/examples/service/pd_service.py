@@ -20,6 +20,7 @@ import typer
 from aiohttp import web
 
 from asynckv.tools.bench.processes import Failure
+from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import GRACE_S, Router
 from asynckv.tools.proxy.server import log_as_json, serving, told_to_stop
 from scripts import command
@@ -73,13 +74,12 @@ async def serve(prefill: int, decode: int, host: str, port: int, directory: Path
             urls = await asyncio.gather(*map(address, names, started))
         except Failure as exc:
             raise Failure("\n".join([str(exc), *fleet.last_words()])) from exc
-        router = Router(urls[:prefill], urls[prefill:], drain_s=DRAIN_S)
+        router = Router(urls[:prefill], urls[prefill:], Limits(drain_s=DRAIN_S))
         async with serving(router.app(), host, port, GRACE_S) as url:
             where = shlex.quote(os.fspath(directory))
             print(TRY.format(prefill=prefill, decode=decode, url=url, directory=where), flush=True)
             await told.wait()
-            count = router.num_in_flight
-            print(f"stopping: {count} requests in flight, with {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
+            print(f"stopping: {router.num_in_flight} requests, {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
         print(
             f"ending {len(started)} engines, which takes some seconds; their logs stay in {directory}",
             file=sys.stderr,

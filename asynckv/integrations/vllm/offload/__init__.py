@@ -12,17 +12,6 @@ record is a whole slot, so there is one directory and one index. vLLM is importe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from asynckv.public import lazily
 
-if TYPE_CHECKING:
-    from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec
-
-__all__ = ["AsyncKVOffloadingSpec"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "AsyncKVOffloadingSpec":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec
-
-    return AsyncKVOffloadingSpec
+__all__, __getattr__ = lazily(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from asynckv.config import OffloadConfig
 from asynckv.errors import ConfigError
-from asynckv.integrations.vllm.options import WHERE, refuse_unknown
+from asynckv.integrations.vllm.options import WHERE, WORDS, refuse_unknown
 
 OURS = ("host_bytes", "directory", "file_bytes", "policy", "timeout_s", "model")
 """Fields of `OffloadConfig` that mean the same here."""
@@ -18,15 +18,7 @@ THEIRS = (
 )
 """Options that vLLM's connector reads with any spec."""
 
-OF_OTHER_SPECS = {
-    "cpu_bytes_to_use": 'say "host_bytes": bytes of all ranks together (--kv-offloading-size sets it: leave that out)',
-    "eviction_policy": 'say "policy": "s3-fifo" or "lru"',
-    "cache_policy_module_path": 'say "policy": "s3-fifo" or "lru"',
-    "store_threshold": 'leave it out: "policy": "s3-fifo" evicts blocks that were not used twice first',
-    "max_tracker_size": "leave it out",
-    "secondary_tiers": 'say "directory" and "file_bytes"',
-    "canonical_layout": "leave it out: a record has the order of its ranks' memory",
-}
+OF_OTHER_SPECS: Mapping[str, str] = WORDS["of_other_specs"]
 """Options of vLLM's own specs, and their replacements."""
 
 

@@ -1,0 +1,3 @@
+from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec as AsyncKVOffloadingSpec
+
+__all__: list[str]
