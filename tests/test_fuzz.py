@@ -50,8 +50,6 @@ SAID = [
     *every_message(OF_PARAMS, LAYOUT, Cohort("decode")),
     m.Welcome(7, m.MAJOR, m.MINOR, "x", "agent", b"", bytes(32), msgspec.Raw(LAYOUT_BYTES), Packing(1 << 40, 16)),
     m.Pack(OF_PARAMS.key, "decode-1", 7, RECIPE),
-    m.Packed(OF_PARAMS.key, "decode-1", 7, 5),
-    m.Unpack(OF_PARAMS.key, "decode-1", 7),
 ]
 PACKETS = [m.encode_packet("source", "target", x) for x in (*([y] for y in SAID), SAID)]
 HF = {

@@ -22,6 +22,7 @@ from asynckv.core import wire as m
 from asynckv.core.account import Account, encode_account
 from asynckv.core.types import Cohort, KVTransferParams, Outcome, Reason
 from asynckv.errors import RemoteProtocolError
+from asynckv.geometry.gather import Recipe
 from asynckv.geometry.layout import Layout
 from asynckv.keys import KeyPair
 
@@ -191,6 +192,9 @@ def every_message(params: KVTransferParams, layout: Layout, cohort: Cohort) -> l
         m.Status(11, "x", 0, 1, {"leases": 1}),
         m.Status(12, "x", 0, 1, {"leases": 1}, encode_account(Account(rank="x/tp0@0a1b2c3d", num_readers=1))),
         m.Goodbye(),
+        m.Pack(key, pull, 13, Recipe(0, ((16, ()),), ((0, 0, 0),), ((1, 1),))),
+        m.Packed(key, pull, 13, 0),
+        m.Unpack(key, pull, 13),
     ]
 
 
