@@ -334,7 +334,7 @@ class Agent:
             made.clear()
             raise BackendError(refused)
         self._make_room(remote, table.num_rows)
-        lists = remote.lists[id(table)] = _Lists(table, *made, firsts=firsts)
+        lists = remote.lists[id(table)] = _Lists(table, made[0], made[1], firsts)
         return lists
 
     def _make_room(self, remote: _Remote, num_rows: int) -> None:
