@@ -14,7 +14,7 @@ from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges import agent as nixl_agent
-from asynckv.edges import posters
+from asynckv.edges import posters, staging
 from asynckv.edges.agent import Agent
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.staging import Stage, item_bytes
@@ -75,11 +75,12 @@ def slots(reader: Side) -> int:
     return poster.agent.stage.slots.num_in_use
 
 
-@pytest.mark.parametrize("chunk", [SLOT_BYTES, 12_288, 2048, 512])
+@pytest.mark.parametrize(("chunk", "item"), [(SLOT_BYTES, 1024), (SLOT_BYTES, 16), (12_288, 32), (2048, 64), (512, 8)])
 async def test_pieces_are_placed_and_no_other_byte_is_written(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch, chunk: int
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, chunk: int, item: int
 ) -> None:
     monkeypatch.setattr(nixl_agent, "SLOT_BYTES", chunk)
+    monkeypatch.setattr(staging, "item_bytes", lambda piece: min(piece, item))  # each divides all longer pieces
     reader, owner = await staged(sides)
     want = [a.copy() for a in reader.arrays]
     for number, (first, count) in enumerate([(0, EVEN), (EVEN, 1), (0, 1), (1, 1)]):

@@ -444,8 +444,7 @@ class Agent:
             except Exception as exc:
                 return _unstaged(transfer_id, staged, Ending.FAILED, repr(exc))
             try:
-                # Many a local read ends in the post, and is known to have ended only if it is asked for.
-                status = int(self._raw.postXferReq(handle, b"")) and int(self._raw.getXferStatus(handle))
+                status = int(self._raw.postXferReq(handle, b""))
             except Exception as exc:
                 return self._trouble(transfer_id, transfer._replace(handle=handle), exc)
             if status:
