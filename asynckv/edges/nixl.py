@@ -257,26 +257,23 @@ class NixlPlane:
         if self._agent is not None:
             self._agent, self._ending = None, self._agent
         causes = []
-        if self._packer is not None:
+        for each in (self._packer, self._ending):
             try:
-                self._packer.close()
-                self._packer = None
+                if each is not None:
+                    each.close()
             except BackendError as exc:
                 causes.append(str(exc))
-        if self._ending is not None:
-            try:
-                self._ending.close()
-                self._ending = None
-            except BackendError as exc:
-                causes.append(str(exc))
+        if self._ending is not None and self._ending.is_closed:
+            self._ending = None
         causes += self._posters.join()
         if causes:
             raise BackendError(
                 f"{'; '.join(causes)}: memory that is read into may still be written; keep it, and call close() again"
             )
         # Nothing writes any more, because every agent is gone.
-        for each in (self._remotes, self._kept, self._handed, self._staged, self._handed_doubtful, self._posters.inbox):
-            each.clear()
+        self._packer = None
+        for kept in (self._remotes, self._kept, self._handed, self._staged, self._handed_doubtful, self._posters.inbox):
+            kept.clear()
 
     # -- remote agents -----------------------------------------------------------------------------
 
