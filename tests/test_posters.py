@@ -26,6 +26,7 @@ import pytest
 from asynckv import Engine, PullError, PullResult
 from asynckv.config import LeaseConfig, NixlConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.pace import Pace
 from asynckv.core.types import TransferId
 from asynckv.edges import nixl, posters
 from asynckv.edges.agent import Agent
@@ -788,19 +789,19 @@ def test_the_interpreter_ends_though_nobody_closed() -> None:
 
 
 def test_bulk_is_handed_over_as_long_as_threads_are_not_much_slower() -> None:
-    pace = nixl._Pace(2)
-    assert pace.favours_threads, "nothing is known"
-    pace.note(by_thread=True, num_bytes=10, seconds=1e6)
-    assert pace.favours_threads, "of the loop nothing is known"
-    pace = nixl._Pace(2)
-    pace.note(by_thread=False, num_bytes=1000, seconds=1.0)
+    pace = Pace(2 * nixl.PACE)
+    assert pace.favours_first, "nothing is known"
+    pace.note(is_first=True, num_bytes=10, seconds=1e6)
+    assert pace.favours_first, "of the loop nothing is known"
+    pace = Pace(2 * nixl.PACE)
+    pace.note(is_first=False, num_bytes=1000, seconds=1.0)
     even = 2.0 * nixl.PACE  # two threads copy at once
-    pace.note(by_thread=True, num_bytes=1000, seconds=1.5 * even)
-    assert not pace.favours_threads
-    pace.note(by_thread=True, num_bytes=1000, seconds=0.4 * even)
-    assert pace.favours_threads, "0.95 on average"
-    pace.note(by_thread=False, num_bytes=1000, seconds=0.4)
-    assert not pace.favours_threads, "the loop copies faster than it did"
+    pace.note(is_first=True, num_bytes=1000, seconds=1.5 * even)
+    assert not pace.favours_first
+    pace.note(is_first=True, num_bytes=1000, seconds=0.4 * even)
+    assert pace.favours_first, "0.95 on average"
+    pace.note(is_first=False, num_bytes=1000, seconds=0.4)
+    assert not pace.favours_first, "the loop copies faster than it did"
 
 
 @pytest.mark.parametrize("wrong", [{"posting_threads": n} for n in (-1, 17, True, 1.0, "two", None)])

@@ -1,6 +1,7 @@
 """The packed copies that a reader wants of one owner.
 
 A reader without an answer for `PATIENCE_S` reads the blocks themselves, and asks that owner for nothing for `PAUSE_S`.
+An owner whose event loop runs in long steps answers late, so both ways are measured, and the faster one is taken.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from asynckv.core.pace import Pace
 from asynckv.core.types import TransferId
 from asynckv.geometry.plan import ReadRequest
 
 MAX_ASKED = 4
 """Copies that one owner is asked for at a time, so that its slots go round."""
 
+SLOWER = 1.5  # a copy may take this much longer than reading the blocks, which keeps cores busy for all
 PATIENCE_S = 0.5
 PAUSE_S = 5.0
 
@@ -26,15 +29,19 @@ class _Ask(NamedTuple):
 class Asks:
     """Reads that wait for a copy: those that the owner was asked for, and those that follow."""
 
-    __slots__ = ("_asked", "_may_ask_at", "_waiting")
+    __slots__ = ("_asked", "_may_ask_at", "_waiting", "pace")
 
     def __init__(self) -> None:
         self._waiting: dict[TransferId, ReadRequest] = {}
         self._asked: dict[TransferId, _Ask] = {}
         self._may_ask_at = -math.inf
+        self.pace = Pace(SLOWER)
 
     def may_ask(self, now: float) -> bool:
-        return now >= self._may_ask_at
+        """Return True if a copy is wanted: of the blocks that are read once a second if copies are the faster way."""
+        if self.pace.probed_at == -math.inf:
+            self.pace.probed_at = now
+        return now >= self._may_ask_at and self.pace.choose(now)
 
     def add(self, transfer_id: TransferId, read: ReadRequest) -> None:
         self._waiting[transfer_id] = read

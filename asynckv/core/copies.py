@@ -18,8 +18,8 @@ from asynckv.core.types import Key, PullId, ReplyTo
 from asynckv.core.wire import Pack, Packed, Unpack
 from asynckv.geometry.gather import Gathered, Packing
 
-MAX_WAITING = 16
-"""Copies of one reader that wait for a slot."""
+MAX_WAITING, MAX_WAITING_IN_ALL = 16, 512
+"""Copies that wait for a slot: of one reader, and of all."""
 
 NO_SLOT = -1
 
@@ -57,7 +57,8 @@ class Copies:
             if known.is_made:
                 self._answer(known, known.slot)
             return True
-        if sum([copy.sharer == sharer for copy in self._waiting]) >= MAX_WAITING:
+        theirs = sum([copy.sharer == sharer for copy in self._waiting])
+        if theirs >= MAX_WAITING or len(self._waiting) >= MAX_WAITING_IN_ALL:
             return False
         copy = _Copy(pack.key, pull_id, pack.nonce, sender, reply_to, sharer, gathered)
         self.by_key.setdefault(pack.key, {})[pull_id, pack.nonce] = copy

@@ -65,6 +65,8 @@ class _Transfer:
     is_staged: bool
     is_packed: bool = False
     """True once a packed copy of the owner's is read."""
+    beside: int = 0
+    """Transfers of the peer when this one began, if it shows how long reads take with or without copies."""
     is_detached: bool = False
     """True once it concerns only the peer: its pull goes on without it."""
 
@@ -227,8 +229,10 @@ class DecodeSide:
                 peer.moved_at = now
             self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
             self._outbox.counters["descriptors.posted"] += read.num_descriptors
-            is_packed = read.table.pack_bytes and read.num_bytes >= self._least_packed and can_ask(read)
-            if not is_packed or not peer.asks.may_ask(now):
+            if not (read.table.pack_bytes and read.num_bytes >= self._least_packed and can_ask(read)):
+                return PostRead(transfer_id, peer.agent_name, read, pull)
+            self.transfers[transfer_id].beside = len(peer.transfers)
+            if not peer.asks.may_ask(now):
                 return PostRead(transfer_id, peer.agent_name, read, pull)
             peer.asks.add(transfer_id, read)
             self._ask(peer, now)
@@ -242,18 +246,22 @@ class DecodeSide:
             self._outbox.send(*peer.place, wire.Pack(pull.params.key, pull.pull_id, transfer_id, recipe(read)))
         self.peers.wake(peer)
 
-    def _packed(self, pull: Pull, packed: wire.Packed, now: float) -> None:
+    def _packed(self, pull: Pull, source: Source, packed: wire.Packed, now: float) -> None:
         """Read a packed copy, or the blocks if the owner makes none."""
         transfer_id = TransferId(packed.nonce)
         transfer = self.transfers.get(transfer_id)
-        read = transfer.peer.asks.take(transfer_id) if transfer is not None and transfer.pull is pull else None
+        read = transfer.peer.asks.take(transfer_id) if transfer is not None and transfer.source is source else None
         if transfer is None or read is None:
             self._outbox.counters["dropped.stale_answer"] += 1
+            if packed.slot >= 0 and (transfer is None or not transfer.is_packed):
+                self._outbox.send(*source.rank.place, wire.Unpack(packed.key, packed.pull_id, packed.nonce))
             return
         packing = transfer.peer.packing
         if packing is not None and 0 <= packed.slot < packing.num_slots:
             transfer.is_packed, read = True, read._replace(slot=packed.slot)
             pull.num_packed += 1
+        else:
+            transfer.beside = 0
         self.answered.append(PostRead(transfer_id, transfer.peer.agent_name, read, pull))
         self._ask(transfer.peer, now)
 
@@ -284,6 +292,10 @@ class DecodeSide:
             if peer.line.is_set_aside and peer.state is S.READY:
                 self._take_back(peer)
             counters["bytes.read"] += transfer.num_bytes
+            if transfer.beside and now > transfer.posted_at:
+                # By Little's law a peer's reads end that far apart.
+                seconds = (now - transfer.posted_at) / transfer.beside
+                peer.asks.pace.note(is_first=transfer.is_packed, num_bytes=transfer.num_bytes, seconds=seconds)
         elif ending is ENDING.REFUSED:
             # The pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
             self._outbox.commands.append(told.TableRefused(peer.name, cause))
@@ -397,7 +409,7 @@ class DecodeSide:
                 self._outbox.counters["dropped.foreign_answer"] += 1
                 return
             case wire.Packed():
-                self._packed(pull, message, now)
+                self._packed(pull, source, message, now)
                 return
             case wire.Ack():
                 if source.release is not RELEASE.UNSENT:
@@ -460,6 +472,7 @@ class DecodeSide:
     def tick_peer(self, peer: Peer, now: float) -> None:
         config = self._config
         for transfer_id, read in peer.asks.give_up(now):
+            self.transfers[transfer_id].beside = 0
             self._outbox.counters["copies.late"] += 1
             self.answered.append(PostRead(transfer_id, peer.agent_name, read, self.transfers[transfer_id].pull))
         for due in self.peers.tick(peer, now):

@@ -341,8 +341,6 @@ class PrefillSide:
     def tick_lease(self, lease: Lease, now: float) -> bool:
         noted = len(lease.history)
         effects = lease.tick(now)
-        if lease.lent.key in self.copies.by_key:
-            self.copies.settle(lease)
         is_overdue = effects.is_overdue
         strays = lease.strays() if not effects.has_ended else []
         if gone := [stray.reader for stray in strays if self._is_gone(lease, stray, now)]:
@@ -390,11 +388,11 @@ class PrefillSide:
                 outbox.commands.append(lease_granted(lease, effects.first_grant))
         if outbox.trace and len(lease.history) > noted:
             outbox.commands.append(Traced(lease, tuple(lease.history[noted:])))
+        if lease.lent.key in self.copies.by_key:
+            self.copies.settle(lease)
         if effects.has_ended:
             key = lease.lent.key
             del self.leases[key]
-            if key in self.copies.by_key:
-                self.copies.settle(lease)
             self._timers.forget(lease)
             self._ledger.drop(key.token)
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]

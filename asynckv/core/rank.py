@@ -52,8 +52,8 @@ from asynckv.geometry.staging import ReadCosts
 AGAIN_S = 1.0
 """Seconds until an item is woken again after its turn met a bug."""
 
-ROWS = 32
-"""Rows of a recipe that take as long as a message."""
+PARTS = 32
+"""Rows and runs of a recipe that take as long as a message."""
 
 MALFORMED = 100
 """Cost of a malformed packet to its sender, in messages."""
@@ -395,8 +395,9 @@ class RankCore:
             case wire.Pong():
                 self.prefill.answered(route, now)
             case wire.Pack():
-                # A recipe is checked row by row, so it counts like as many messages as take that long.
-                self._messages.charge(proven or route, now, len(message.recipe.rows) // ROWS)
+                # A recipe is checked part by part, so it counts like as many messages as take that long.
+                parts = len(message.recipe.rows) + len(message.recipe.blocks)
+                self._messages.charge(proven or route, now, parts // PARTS)
                 self.prefill.pack(message, route, source, now, proven)
             case wire.Unpack():
                 self.prefill.unpack(message, source, now, proven)

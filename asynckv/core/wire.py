@@ -48,7 +48,7 @@ MAX_REQUEST_PACKET = 128 * 1024
 
 SOFT_PACKET = 64 * 1024
 """Bytes above which messages are split over several packets. Only a single message is larger: a `Claim` or `Release`
-with a long request id, of 70 KB at most, or a `Welcome` with up to 8 MB of metadata."""
+with a long request id, of 70 KB at most, a `Pack` of 115 KB, or a `Welcome` with up to 8 MB of metadata."""
 
 MAX_MESSAGES = 512
 

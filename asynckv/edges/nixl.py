@@ -14,7 +14,6 @@ import asyncio
 import importlib
 import importlib.util
 import logging
-import math
 import os
 import re
 import stat
@@ -30,6 +29,7 @@ import anyio.to_thread
 
 from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.pace import Pace
 from asynckv.core.types import TransferId
 from asynckv.edges.agent import Agent, set_up
 from asynckv.edges.packer import Packer
@@ -94,8 +94,9 @@ def _is_reopenable(fd: int) -> bool:
     return False
 
 
-PROBE_S = 1.0  # seconds between trials of the other path, to measure whether it is faster now
-PACE = 1.5  # a posting thread may copy this much slower than the loop, because the loop has other work
+# A posting thread may copy this much slower than the loop, because the loop has other work. After every post a thread
+# waits for Python's lock, up to 5 ms if an event loop never sleeps, and in that case the loop copies faster.
+PACE = 1.5
 
 
 class Taster(Protocol):
@@ -115,37 +116,6 @@ class _Remote:
         self.users = 1
 
 
-class _Pace:
-    """A measurement of whether it is faster to hand bulk to threads, found by doing both.
-
-    After every post a thread waits for Python's lock, up to 5 ms if an event loop never sleeps. In that case the loop
-    copies faster.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._loop = self._thread = 0.0  # seconds per byte, lately; 0 while unknown
-        self._probed_at = -math.inf
-
-    @property
-    def favours_threads(self) -> bool:
-        return not self._loop or self._thread <= PACE * self._num_threads * self._loop
-
-    def choose(self, now: float) -> bool:
-        """Return True if the next read should be handed over; try the other way once every `PROBE_S`."""
-        if now - self._probed_at >= PROBE_S:
-            self._probed_at = now
-            return not self.favours_threads
-        return self.favours_threads
-
-    def note(self, *, by_thread: bool, num_bytes: int, seconds: float) -> None:
-        cost = seconds / num_bytes
-        if by_thread:
-            self._thread = (self._thread + cost) / 2 if self._thread else cost
-        else:
-            self._loop = (self._loop + cost) / 2 if self._loop else cost
-
-
 class NixlPlane:
     """One NIXL agent on the running event loop, and one per posting thread."""
 
@@ -158,7 +128,7 @@ class NixlPlane:
         self._posters = Posters(self._told, "a posting thread")
         self._ending: Agent | None = None  # the loop's agent once it was closed, until it is known to be gone
         self._packer: Packer | None = None
-        self._pace = _Pace(config.num_posters)
+        self._pace = Pace(PACE * config.num_posters)
         self.costs: ReadCosts | None = None
         self._remotes: dict[str, _Remote] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()  # remote agents without a user now, the oldest first
@@ -181,8 +151,9 @@ class NixlPlane:
         return self.begin(memories, on_ready)
 
     def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
-        if self._posters or self._ending is not None:
-            left = ", ".join([*(p.name for p in self._posters), *([self._ending.name] if self._ending else [])])
+        if self._posters or self._ending is not None or self._packer is not None:
+            names = [*(p.name for p in self._posters), *(each.name for each in (self._ending, self._packer) if each)]
+            left = ", ".join(names)
             raise BackendError(f"{left} of the last start is still inside NIXL; `close()` first")
         self._api = load_nixl()
         self._starts += 1
@@ -265,13 +236,14 @@ class NixlPlane:
                 causes.append(str(exc))
         if self._ending is not None and self._ending.is_closed:
             self._ending = None
+        if self._ending is None and self._packer is not None and self._packer.wait(0.0):
+            self._packer = None  # only now, because remote readers may have read its memory until here
         causes += self._posters.join()
         if causes:
             raise BackendError(
                 f"{'; '.join(causes)}: memory that is read into may still be written; keep it, and call close() again"
             )
         # Nothing writes any more, because every agent is gone.
-        self._packer = None
         for kept in (self._remotes, self._kept, self._handed, self._staged, self._handed_doubtful, self._posters.inbox):
             kept.clear()
 
@@ -383,7 +355,7 @@ class NixlPlane:
         if is_middling:
             self._posts_copy = ended is not None and ended.ending is Ending.DONE
         if num_bytes and ended is not None and ended.ending is Ending.DONE:
-            self._pace.note(by_thread=False, num_bytes=num_bytes, seconds=time.monotonic() - began)
+            self._pace.note(is_first=False, num_bytes=num_bytes, seconds=time.monotonic() - began)
         if ended is None and not self._is_sweep_due and self._loop is not None:
             # A post makes progress, and may have consumed the wake-up of another transfer.
             self._is_sweep_due = True
@@ -442,7 +414,7 @@ class NixlPlane:
         for poster in self._posters:
             num_copied, seconds = poster.take_pace()
             if num_copied:
-                self._pace.note(by_thread=True, num_bytes=num_copied, seconds=seconds)
+                self._pace.note(is_first=True, num_bytes=num_copied, seconds=seconds)
         while self._posters.inbox:
             ended = self._posters.inbox.popleft()
             if ended.ending in (Ending.IN_DOUBT, Ending.DETACHED):

@@ -46,6 +46,7 @@ class Packer:
         self.packing = Packing(self._area.ctypes.data, num_slots)
         self.made: deque[CopyMade] = deque()
         self._memories = [bytes_at(memory) for memory in memories]
+        self.name = "asynckv packs"
         self._loop, self._on_ready = loop, on_ready
         self._orders: SimpleQueue[tuple[int, Gathered] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -53,9 +54,10 @@ class Packer:
 
     def pack(self, slot: int, gathered: Gathered) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="asynckv packs", daemon=True)
+            thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            thread.start()
+            self._thread = thread
             end_at_exit(self)
-            self._thread.start()
         self._orders.put((slot, gathered))
 
     def stop(self) -> None:

@@ -515,7 +515,10 @@ class Driver:
                                 TransferEnded(transfer_id, ending, "its request has ended"), 0.0, now
                             )
                     case PackBlocks(slot, gathered):
-                        self.data.pack(slot, gathered)
+                        try:
+                            self.data.pack(slot, gathered)
+                        except Exception as exc:  # such as no thread left; the reader has to be answered
+                            self.core.prefill.copies.made(slot, repr(exc))
                     case Disconnect(address):
                         self._send()  # a later message would open another link, which is never closed
                         self.control.disconnect(address)

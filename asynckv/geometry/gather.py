@@ -149,7 +149,9 @@ def check_recipe(asked: Recipe, ranges: Ranges, lent: Int64s, slot_bytes: int) -
     """
     if asked.group >= len(ranges.groups):
         raise LayoutError(f"a packed copy names group {asked.group}, but there are {len(ranges.groups)}")
-    num_blocks = sum([number for _, number in asked.blocks])
+    num_blocks, ratio = sum([number for _, number in asked.blocks]), ranges.groups[asked.group].ratio
+    if num_blocks > len(lent) * ratio:
+        raise LayoutError(f"a packed copy names {num_blocks} blocks, but {len(lent) * ratio} are lent")
     sizes = [piece * math.prod([size for size, _ in dims]) for piece, dims in asked.boxes]
     ends = [piece + sum([(size - 1) * stride for size, stride in dims]) for piece, dims in asked.boxes]
     if any(box >= len(sizes) for _, _, box in asked.rows):
@@ -158,7 +160,7 @@ def check_recipe(asked: Recipe, ranges: Ranges, lent: Int64s, slot_bytes: int) -
     if num_bytes > slot_bytes:
         raise LayoutError(f"a packed copy of {num_bytes} bytes is longer than a slot of {slot_bytes}")
     blocks = np.concatenate([np.arange(first, first + number, dtype=np.int64) for first, number in asked.blocks])
-    if not np.isin(blocks // ranges.groups[asked.group].ratio, lent).all():
+    if not np.isin(blocks // ratio, lent).all():
         raise LayoutError(f"a packed copy names blocks of group {asked.group} that are not lent to this reader")
     rows = []
     for memory, offset, box in asked.rows:

@@ -48,6 +48,7 @@ MAX_ROWS = 1 << 18  # most rows of all tables made for a peer beforehand, and of
 MAX_KEPT_ROWS = 4 * MAX_ROWS  # most rows of all tables kept per peer, some 70 MB
 WARN_ROWS = 8  # rows per layer beyond which the operator is warned of small pieces
 WARN_OVER = 3  # bytes read for each that is needed, from which on the operator is warned
+MOST_WHOLE = 1.5  # time that runs of packed copies may take if they are read whole, relative to the best other way
 SMALL_PIECE = 4096  # bytes below which a descriptor costs more: over UCX 1 KiB took 5 us and 16 KiB 9 us
 _NO_BOXES: Int32s = np.zeros(0, np.int32)
 
@@ -283,7 +284,11 @@ def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s
     least, found, packed = costs.of(len(direct), dense, int(direct[:, 6].sum())), [], 0
     for most in (0, pack_bytes) if pack_bytes else (0,):
         runs = [best for kind in kinds if (best := kind.cheapest_run(span, costs, most)) is not None]
-        if len(runs) == len(kinds) and (seconds := sum([seconds for seconds, _ in runs])) < least:
+        if len(runs) < len(kinds) or (seconds := sum([seconds for seconds, _ in runs])) >= least:
+            continue
+        # Without a copy, as after a refusal, the same runs are read whole.
+        whole = sum([kind.seconds(run, costs) for kind, (_, run) in zip(kinds, runs, strict=True)])
+        if not most or whole <= MOST_WHOLE * least:
             least, found, packed = seconds, runs, most
     if not found:
         return None
@@ -337,12 +342,16 @@ class _Alike:
         for run in runs(self._shape.itemsize, self._dims(span), self._shape.around, most):
             rows, wanted = number * run.number, run.box.num_bytes
             if not pack_bytes:
-                dense = run.number * int(np.count_nonzero(strides == run.length))
-                found.append((costs.of(rows, dense, rows * run.length, rows * run.placed), run))
+                found.append((self.seconds(run, costs), run))
             elif wanted <= pack_bytes and (box := run.box.in_local_order()) is not None:
                 dense = run.number * int(np.count_nonzero(self.places[:, 2] == wanted))
                 found.append((costs.packed(rows, dense, rows * wanted, rows * run.placed), run._replace(box=box)))
         return min(found, key=lambda each: each[0], default=None)
+
+    def seconds(self, run: Run, costs: ReadCosts) -> float:
+        """Return the seconds per pair of blocks of reading these parts in whole runs."""
+        rows, dense = len(self.places) * run.number, run.number * int(np.count_nonzero(self.places[:, 5] == run.length))
+        return costs.of(rows, dense, rows * run.length, rows * run.placed)
 
     def run_rows(self, span: Span, run: Run) -> Int64s:
         """Return rows like those of `rows`, of runs; `local` is the place of the first piece."""
