@@ -30,10 +30,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp.web as web
 import msgspec
 import prometheus_client as prometheus
 import structlog
-from aiohttp import web
 
 from asynckv.tools.proxy.engines import BLANK, Engine, EngineFault, Engines
 from asynckv.tools.proxy.limits import Limits

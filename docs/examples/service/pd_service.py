@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shlex
 import sys
 import tempfile
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -76,10 +76,10 @@ async def serve(prefill: int, decode: int, host: str, port: int, directory: Path
             raise Failure("\n".join([str(exc), *fleet.last_words()])) from exc
         router = Router(urls[:prefill], urls[prefill:], Limits(drain_s=DRAIN_S))
         async with serving(router.app(), host, port, GRACE_S) as url:
-            where = shlex.quote(os.fspath(directory))
-            print(TRY.format(prefill=prefill, decode=decode, url=url, directory=where), flush=True)
+            print(TRY.format(prefill=prefill, decode=decode, url=url, directory=quote(str(directory))), flush=True)
             await told.wait()
-            print(f"stopping: {router.num_in_flight} requests, {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
+            count = router.num_in_flight
+            print(f"stopping: {count} requests in flight, with {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
         print(
             f"ending {len(started)} engines, which takes some seconds; their logs stay in {directory}",
             file=sys.stderr,
