@@ -31,7 +31,6 @@ class _Copy:
     nonce: int
     sender: str
     reply_to: ReplyTo
-    sharer: str | ReplyTo
     gathered: Gathered
     slot: int = NO_SLOT
     is_made: bool = False
@@ -50,17 +49,17 @@ class Copies:
         self._waiting: dict[_Copy, None] = {}
         self._making: dict[int, _Copy] = {}
 
-    def ask(self, pack: Pack, gathered: Gathered, sender: str, reply_to: ReplyTo, sharer: str | ReplyTo) -> bool:
-        """Take a reader's wish; return False if too many of its `sharer` wait: of its key, or else its connection."""
+    def ask(self, pack: Pack, gathered: Gathered, sender: str, reply_to: ReplyTo) -> bool:
+        """Take a reader's wish; return False if too many of its connection wait, because it may make up names."""
         pull_id = PullId(pack.pull_id)
         if (known := self.by_key.get(pack.key, {}).get((pull_id, pack.nonce))) is not None:
             if known.is_made:
                 self._answer(known, known.slot)
             return True
-        theirs = sum([copy.sharer == sharer for copy in self._waiting])
+        theirs = sum([copy.reply_to == reply_to for copy in self._waiting])
         if theirs >= MAX_WAITING or len(self._waiting) >= MAX_WAITING_IN_ALL:
             return False
-        copy = _Copy(pack.key, pull_id, pack.nonce, sender, reply_to, sharer, gathered)
+        copy = _Copy(pack.key, pull_id, pack.nonce, sender, reply_to, gathered)
         self.by_key.setdefault(pack.key, {})[pull_id, pack.nonce] = copy
         self._waiting[copy] = None
         self._outbox.counters["copies.asked"] += 1
@@ -110,9 +109,9 @@ class Copies:
 
     def _go_on(self) -> None:
         for copy in list(self._waiting):
-            if self.slots.has_room(copy.sharer):
+            if self.slots.has_room(copy.reply_to):
                 del self._waiting[copy]
-                copy.slot = self.slots.take(copy, copy.sharer)
+                copy.slot = self.slots.take(copy, copy.reply_to)
                 self._making[copy.slot] = copy
                 self._outbox.commands.append(PackBlocks(copy.slot, copy.gathered))
 

@@ -274,7 +274,8 @@ class DecodeSide:
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
         was_detached = transfer.is_detached
         if transfer.is_packed and ending is not ENDING.IN_DOUBT:
-            if source.next_read is not None or len(source.running) > 1:  # else its release says so soon
+            # If nothing else is read for the pull, its release says so at once.
+            if source.next_read is not None or len(source.running) > 1 or len(pull.sources) > 1:
                 self._outbox.send(*peer.place, wire.Unpack(pull.params.key, pull.pull_id, transfer_id))
         # A transfer in doubt may stay in doubt for ever, so it must not take room from others.
         self.posting.left(peer.line, transfer_id)
@@ -472,7 +473,9 @@ class DecodeSide:
     def tick_peer(self, peer: Peer, now: float) -> None:
         config = self._config
         for transfer_id, read in peer.asks.give_up(now):
-            self.transfers[transfer_id].beside = 0
+            transfer = self.transfers[transfer_id]
+            transfer.beside, key, pull_id = 0, transfer.pull.params.key, transfer.pull.pull_id
+            self._outbox.send(*peer.place, wire.Unpack(key, pull_id, transfer_id))
             self._outbox.counters["copies.late"] += 1
             self.answered.append(PostRead(transfer_id, peer.agent_name, read, self.transfers[transfer_id].pull))
         for due in self.peers.tick(peer, now):

@@ -72,7 +72,7 @@ class DetachRead(Struct, frozen=True):
 
 
 class PackBlocks(Struct, frozen=True):
-    """Make a packed copy in a slot, then call `packed`."""
+    """Make a packed copy in a slot, then call `copies.made`."""
 
     slot: int
     gathered: Gathered

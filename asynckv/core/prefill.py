@@ -322,7 +322,7 @@ class PrefillSide:
             if lease is not None and grant is not None and holding is not None and self.copies.slot_bytes:
                 lent = holding.blocks.get(pack.recipe.group, NO_BLOCKS)
                 gathered = check_recipe(pack.recipe, self._ranges, lent, self.copies.slot_bytes)
-                if self.copies.ask(pack, gathered, sender, reply_to, proven or reply_to):
+                if self.copies.ask(pack, gathered, sender, reply_to):
                     grant.has_copies = True
                     lease.num_packed += 1
                     return

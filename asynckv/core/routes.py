@@ -147,11 +147,17 @@ class Routes:
                     shares,
                     self._table_ids,
                     self._costs,
-                    0 if peer.packing is None else peer.packing.slot_bytes,
+                    self._pack_bytes(peer),
                 )
                 self._on_tables(peer, tables)
             found.append(peer.tables[key] if shares else None)
         return found
+
+    def _pack_bytes(self, peer: Peer) -> int:
+        """Return the length of a peer's packed copies; 0 if it makes none, or says that they are too short to pay."""
+        if self._costs is None or peer.packing is None or peer.packing.slot_bytes < self._costs.least_packed:
+            return 0
+        return peer.packing.slot_bytes
 
     def forget(self, place: Place) -> None:
         for known in [known for known in self._chosen if place in known[0]]:
