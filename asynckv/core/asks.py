@@ -58,12 +58,13 @@ class Asks:
     def until(self) -> float:
         return next(iter(self._asked.values())).until if self._asked else math.inf
 
-    def give_up(self, now: float) -> list[tuple[TransferId, ReadRequest]]:
-        """Return all reads if an answer is overdue."""
+    def give_up(self, now: float) -> list[tuple[TransferId, ReadRequest, bool]]:
+        """Return all reads if an answer is overdue, and whether the owner was asked for each."""
         if now < self.until:
             return []
         self._may_ask_at = now + PAUSE_S
-        reads = [*[(each, ask.read) for each, ask in self._asked.items()], *self._waiting.items()]
+        reads = [(each, ask.read, True) for each, ask in self._asked.items()]
+        reads += [(each, read, False) for each, read in self._waiting.items()]
         self._asked.clear()
         self._waiting.clear()
         return reads

@@ -19,7 +19,9 @@ from asynckv.core.wire import Pack, Packed, Unpack
 from asynckv.geometry.gather import Gathered, Packing
 
 MAX_WAITING = 16
-"""Copies of one reader that wait for a slot."""
+"""Copies that wait for a slot, of one connection, because a reader chooses its own name."""
+
+MAX_WAITING_IN_ALL = 1024
 
 NO_SLOT = -1
 
@@ -49,8 +51,8 @@ class Copies:
         self._waiting: dict[_Copy, None] = {}
         self._making: dict[int, _Copy] = {}
 
-    def num_waiting(self, sender: str) -> int:
-        return sum([copy.sender == sender for copy in self._waiting])
+    def num_waiting(self, reply_to: ReplyTo) -> int:
+        return sum([copy.reply_to == reply_to for copy in self._waiting])
 
     def ask(self, pack: Pack, gathered: Gathered, sender: str, reply_to: ReplyTo) -> bool:
         """Take a reader's wish; return False if there are too many."""
@@ -59,7 +61,7 @@ class Copies:
             if known.is_made:
                 self._answer(known, known.slot)
             return True
-        if self.num_waiting(sender) >= MAX_WAITING:
+        if len(self._waiting) >= MAX_WAITING_IN_ALL or self.num_waiting(reply_to) >= MAX_WAITING:
             return False
         copy = _Copy(pack.key, pull_id, pack.nonce, sender, reply_to, gathered)
         self.by_key.setdefault(pack.key, {})[pull_id, pack.nonce] = copy
@@ -111,9 +113,9 @@ class Copies:
 
     def _go_on(self) -> None:
         for copy in list(self._waiting):
-            if self.slots.has_room(copy.sender):
+            if self.slots.has_room(copy.reply_to):
                 del self._waiting[copy]
-                copy.slot = self.slots.take(copy, copy.sender)
+                copy.slot = self.slots.take(copy, copy.reply_to)
                 self._making[copy.slot] = copy
                 self._outbox.commands.append(PackBlocks(copy.slot, copy.gathered))
 

@@ -458,9 +458,12 @@ class DecodeSide:
 
     def tick_peer(self, peer: Peer, now: float) -> None:
         config = self._config
-        for transfer_id, read in peer.asks.give_up(now):
+        for transfer_id, read, is_asked in peer.asks.give_up(now):
+            pull = self.transfers[transfer_id].pull
             self._outbox.counters["copies.late"] += 1
-            self.answered.append(PostRead(transfer_id, peer.agent_name, read, self.transfers[transfer_id].pull))
+            self.answered.append(PostRead(transfer_id, peer.agent_name, read, pull))
+            if is_asked:  # or a copy that nobody reads would take a slot until the release
+                self._outbox.send(*peer.place, wire.Unpack(pull.params.key, pull.pull_id, transfer_id))
         for due in self.peers.tick(peer, now):
             match due:
                 case Due.UNREACHABLE if peer.is_doubted:

@@ -15,18 +15,18 @@ class Slots(Generic[User]):
     def __init__(self, number: int) -> None:
         self.number = number
         self._free = list(range(number))
-        self._in_use: dict[User, tuple[int, str]] = {}  # slot, and the peer
-        self._by_name: Counter[str] = Counter()
+        self._in_use: dict[User, tuple[int, Hashable]] = {}  # slot, and the peer
+        self._by_name: Counter[Hashable] = Counter()
 
     @property
     def num_in_use(self) -> int:
         return len(self._in_use)
 
-    def has_room(self, name: str) -> bool:
+    def has_room(self, name: Hashable) -> bool:
         """Return True if a peer may have one more slot."""
         return self._by_name[name] < len(self._free)
 
-    def take(self, user: User, name: str) -> int:
+    def take(self, user: User, name: Hashable) -> int:
         slot = self._free.pop()
         self._in_use[user] = slot, name
         self._by_name[name] += 1

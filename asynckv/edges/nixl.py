@@ -181,8 +181,9 @@ class NixlPlane:
         return self.begin(memories, on_ready)
 
     def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
-        if self._posters or self._ending is not None:
+        if self._posters or self._ending is not None or self._packer is not None:
             left = ", ".join([*(p.name for p in self._posters), *([self._ending.name] if self._ending else [])])
+            left = left or "a packed copy"
             raise BackendError(f"{left} of the last start is still inside NIXL; `close()` first")
         self._api = load_nixl()
         self._starts += 1
@@ -260,7 +261,6 @@ class NixlPlane:
         if self._packer is not None:
             try:
                 self._packer.close()
-                self._packer = None
             except BackendError as exc:
                 causes.append(str(exc))
         if self._ending is not None:
@@ -274,7 +274,9 @@ class NixlPlane:
             raise BackendError(
                 f"{'; '.join(causes)}: memory that is read into may still be written; keep it, and call close() again"
             )
-        # Nothing writes any more, because every agent is gone.
+        # Nothing writes any more, because every agent is gone. Its memory for packed copies was mapped until now, or
+        # remote readers would have read what the system put there next.
+        self._packer = None
         for each in (self._remotes, self._kept, self._handed, self._staged, self._handed_doubtful, self._posters.inbox):
             each.clear()
 

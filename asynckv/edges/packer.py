@@ -53,9 +53,15 @@ class Packer:
 
     def pack(self, slot: int, gathered: Gathered) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="asynckv packs", daemon=True)
+            thread = threading.Thread(target=self._run, name="asynckv packs", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:  # no room for a thread
+                self.made.append(CopyMade(slot, repr(exc)))
+                self._loop.call_soon(self._on_ready)
+                return
+            self._thread = thread
             end_at_exit(self)
-            self._thread.start()
         self._orders.put((slot, gathered))
 
     def stop(self) -> None:

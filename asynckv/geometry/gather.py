@@ -157,9 +157,13 @@ def check_recipe(asked: Recipe, ranges: Ranges, lent: Int64s, slot_bytes: int) -
     num_bytes = num_blocks * sum([sizes[box] for _, _, box in asked.rows])
     if num_bytes > slot_bytes:
         raise LayoutError(f"a packed copy of {num_bytes} bytes is longer than a slot of {slot_bytes}")
+    ratio = ranges.groups[asked.group].ratio
+    not_lent = f"a packed copy names blocks of group {asked.group} that are not lent"
+    if num_blocks > len(lent) * ratio:  # before each takes time
+        raise LayoutError(f"{not_lent}, or names them twice")
     blocks = np.concatenate([np.arange(first, first + number, dtype=np.int64) for first, number in asked.blocks])
-    if not np.isin(blocks // ranges.groups[asked.group].ratio, lent).all():
-        raise LayoutError(f"a packed copy names blocks of group {asked.group} that are not lent to this reader")
+    if not np.isin(blocks // ratio, lent).all():
+        raise LayoutError(f"{not_lent} to this reader")
     rows = []
     for memory, offset, box in asked.rows:
         if not (step := ranges.stride(asked.group, memory, offset, offset + ends[box])):
