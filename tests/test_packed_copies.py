@@ -841,6 +841,15 @@ def test_small_copies_are_not_worth_a_round_trip() -> None:
     assert all(read.is_staged for read in pair.reader.posts.values())
 
 
+def test_slots_that_are_too_short_are_not_asked_for() -> None:
+    """A peer says how long its slots are. Reads of a row each would keep the loop busy for long."""
+    pair = Pair(slot_bytes=ROW, least_packed=2 * ROW)
+    pair.world.run()
+    assert pair.pull.reason is Reason.COMPLETE
+    assert pair.is_right()
+    assert not any(read.table.pack_bytes for read in pair.reader.posts.values())
+
+
 def test_few_copies_are_asked_for_at_a_time() -> None:
     pair = Pair(num_slots=64)
     pair.deliver_until(Pack)
@@ -959,6 +968,40 @@ def test_stale_and_foreign_answers_change_nothing() -> None:
     pair.world.run()
     assert pair.is_right()
     assert pair.is_clean()
+
+
+def test_an_owner_answers_only_for_its_own_copies() -> None:
+    """One rank would have the slot of another read, with other bytes."""
+    world = World(config(), reuse=False)
+    sides = {**SIDES, "tp_size": 2}
+    owners = [
+        world.add(f"p{rank}", make_layout(tp_rank=rank, **sides), engine_id="p", packing=Packing(1 << 40, 8, ROW))
+        for rank in range(2)
+    ]
+    reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
+    params = world.params(owners, "r", [1, 2], 8, written=True)
+    for owner in owners:
+        world.lend(owner, params)
+    world.auto_pack = False
+    pull = world.pull(reader, "q", [3, 4], params)
+    world.deliver_all()
+    first, other = (peer for peer in reader.core.decode.peers.by_place.values() if peer.asks._asked)
+    nonce = next(iter(first.asks._asked))
+    forged = Packed(params.key, pull.pull_id, nonce, 7)
+    before = reader.core.outbox.counters["dropped.stale_answer"]
+    packet = encode_packet(other.incarnation, reader.core.identity.incarnation, [forged])
+    reader.core.receive(other.address, packet, world.time(reader))
+    world.settle(reader)
+    assert reader.core.outbox.counters["dropped.stale_answer"] == before + 1
+    assert nonce in first.asks._asked
+    assert not reader.reads
+    for owner in owners:
+        for slot in list(owner.making):
+            world.finish_copy(owner, slot)
+        world.settle(owner)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+    assert pull.num_packed == 8
 
 
 @pytest.mark.parametrize("when", ["nothing was heard", "copies are being made", "copies are made"])

@@ -242,11 +242,11 @@ class DecodeSide:
             self._outbox.send(*peer.place, wire.Pack(pull.params.key, pull.pull_id, transfer_id, recipe(read)))
         self.peers.wake(peer)
 
-    def _packed(self, pull: Pull, packed: wire.Packed, now: float) -> None:
-        """Read a packed copy, or the blocks if the owner makes none."""
+    def _packed(self, pull: Pull, source: Source, packed: wire.Packed, now: float) -> None:
+        """Read a packed copy, or the blocks if the owner `source` makes none."""
         transfer_id = TransferId(packed.nonce)
         transfer = self.transfers.get(transfer_id)
-        read = transfer.peer.asks.take(transfer_id) if transfer is not None and transfer.pull is pull else None
+        read = transfer.peer.asks.take(transfer_id) if transfer is not None and transfer.source is source else None
         if transfer is None or read is None:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
@@ -396,7 +396,7 @@ class DecodeSide:
                 self._outbox.counters["dropped.foreign_answer"] += 1
                 return
             case wire.Packed():
-                self._packed(pull, message, now)
+                self._packed(pull, source, message, now)
                 return
             case wire.Ack():
                 if source.release is not RELEASE.UNSENT:

@@ -147,11 +147,16 @@ class Routes:
                     shares,
                     self._table_ids,
                     self._costs,
-                    0 if peer.packing is None else peer.packing.slot_bytes,
+                    self._packs(peer),
                 )
                 self._on_tables(peer, tables)
             found.append(peer.tables[key] if shares else None)
         return found
+
+    def _packs(self, peer: Peer) -> int:
+        """Return the most bytes of a packed copy. A peer may say anything, and short slots would mean many reads."""
+        most = 0 if peer.packing is None else peer.packing.slot_bytes
+        return most if self._costs is not None and most >= self._costs.least_packed else 0
 
     def forget(self, place: Place) -> None:
         for known in [known for known in self._chosen if place in known[0]]:
