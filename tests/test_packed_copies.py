@@ -1004,6 +1004,27 @@ def test_an_owner_answers_only_for_its_own_copies() -> None:
     assert pull.num_packed == 8
 
 
+def test_a_slow_rank_keeps_no_slot_of_another_in_use() -> None:
+    world = World(config(), reuse=False)
+    owners = [
+        world.add(f"p{n}", make_layout(n, 2, **SIDES), engine_id="p", packing=Packing(1 << 40, 8, ROW)) for n in range(2)
+    ]
+    reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
+    params = world.params(owners, "r", [1, 2], 8, written=True)
+    for owner in owners:
+        world.lend(owner, params)
+    pull = world.pull(reader, "q", [3, 4], params)
+    world.deliver_all()
+    for transfer_id in list(reader.reads):
+        if reader.core.decode.transfers[transfer_id].peer.tp_rank == 0:
+            world.complete(reader, transfer_id)
+    world.deliver_all()
+    assert [owner.core.prefill.copies.slots.num_in_use for owner in owners] == [0, 4]
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+    assert not any(owner.core.prefill.copies.slots.num_in_use for owner in owners)
+
+
 @pytest.mark.parametrize("when", ["nothing was heard", "copies are being made", "copies are made"])
 def test_a_pull_that_is_cancelled_while_it_waits_for_copies_returns_its_blocks_at_once(when: str) -> None:
     pair = Pair()

@@ -265,7 +265,9 @@ class DecodeSide:
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
         was_detached = transfer.is_detached
         if transfer.is_packed and ending is not ENDING.IN_DOUBT:
-            if source.next_read is not None or len(source.running) > 1:  # else its release says so soon
+            reads = [x for x in pull.sources if x.next_read is not None or x.running]
+            if source.next_read is not None or len(source.running) > 1 or len(reads) > 1:
+                # Otherwise the release says so soon.
                 self._outbox.send(*peer.place, wire.Unpack(pull.params.key, pull.pull_id, transfer_id))
         # A transfer in doubt may stay in doubt for ever, so it must not take room from others.
         self.posting.left(peer.line, transfer_id)
