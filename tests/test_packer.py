@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from asynckv.config import MAX_PACKING
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges import packer
+from asynckv.edges.agent import Agent
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.packer import Packer
 from asynckv.edges.process import ServingPlane
@@ -135,6 +137,24 @@ async def test_no_thread_runs_before_the_first_copy(packing: Any) -> None:
     assert not pack_threads()
 
 
+async def test_a_copy_without_a_thread_is_told_and_the_next_is_made(
+    packing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, news = packing
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        made.pack(1, gathered(1))
+    await asyncio.wait_for(news.wait(), 10)
+    assert made.wait(0.0)
+    made.pack(2, gathered(1))
+    await until(lambda: len(made.made) == 2)
+    assert [(each.slot, bool(each.cause)) for each in made.made] == [(1, True), (2, False)]
+
+
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Hold a copy just before it is made: events for that it is there, and that it may go on."""
@@ -186,6 +206,27 @@ async def test_a_plane_that_closes_waits_for_the_copy_under_way(
     await owner.plane.quiesce()
     owner.plane.close()
     assert not pack_threads()
+
+
+async def test_memory_for_copies_is_mapped_until_no_agent_serves_it(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = Side("owner", 2, QUIET)
+    sides.append(owner)
+    mapped, honest = weakref.ref(owner.plane._packer._area), Agent.close
+
+    def refuse(agent: Agent) -> None:
+        assert mapped() is not None
+        raise BackendError("is still referred to")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Agent, "close", refuse)
+        with pytest.raises(BackendError, match="still referred to"):
+            owner.plane.close()
+    assert mapped() is not None
+    assert Agent.close is honest
+    owner.plane.close()
+    assert mapped() is None
 
 
 def test_a_loop_that_is_gone_is_not_called() -> None:

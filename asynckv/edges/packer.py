@@ -55,7 +55,10 @@ class Packer:
     def pack(self, slot: int, gathered: Gathered) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as exc:  # the process has no room for a thread
+                return self._tell(CopyMade(slot, repr(exc)))
             self._thread = thread
             end_at_exit(self)
         self._orders.put((slot, gathered))
@@ -84,11 +87,14 @@ class Packer:
             slot, gathered = order
             try:
                 self._gather(slot, gathered)
-                self.made.append(CopyMade(slot))
+                self._tell(CopyMade(slot))
             except Exception as exc:  # the reader has to be answered whatever it is
-                self.made.append(CopyMade(slot, repr(exc)))
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._on_ready)
+                self._tell(CopyMade(slot, repr(exc)))
+
+    def _tell(self, made: CopyMade) -> None:
+        self.made.append(made)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._on_ready)
 
     def _gather(self, slot: int, gathered: Gathered) -> None:
         at, ids = slot * PACK_BYTES, gathered.blocks

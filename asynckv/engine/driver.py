@@ -515,10 +515,7 @@ class Driver:
                                 TransferEnded(transfer_id, ending, "its request has ended"), 0.0, now
                             )
                     case PackBlocks(slot, gathered):
-                        try:
-                            self.data.pack(slot, gathered)
-                        except Exception as exc:  # such as no thread left; the reader has to be answered
-                            self.core.prefill.copies.made(slot, repr(exc))
+                        self.data.pack(slot, gathered)
                     case Disconnect(address):
                         self._send()  # a later message would open another link, which is never closed
                         self.control.disconnect(address)
