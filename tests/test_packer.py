@@ -213,6 +213,7 @@ async def test_memory_for_copies_is_mapped_until_no_agent_serves_it(
 ) -> None:
     owner = Side("owner", 2, QUIET)
     sides.append(owner)
+    assert owner.plane._packer is not None
     mapped, honest = weakref.ref(owner.plane._packer._area), Agent.close
 
     def refuse(agent: Agent) -> None:
