@@ -1064,12 +1064,13 @@ def copies_are_told_of_before_they_are_made(rank: Rank) -> None:
 
 @planted
 def copies_are_packed_backwards(rank: Rank) -> None:
-    """A reader asks for the rows of a packed copy in another order than it reads them in."""
+    """A reader asks for the pieces of a packed copy in another order than it reads them in."""
 
     @rank.sends(Pack)
     def turn(said: Said) -> Said:
         recipe = said.message.recipe
-        return said.but(recipe=msgspec.structs.replace(recipe, rows=recipe.rows[::-1]))
+        boxes = tuple([(piece, dims[::-1]) for piece, dims in recipe.boxes])
+        return said.but(recipe=msgspec.structs.replace(recipe, boxes=boxes))
 
 
 @planted

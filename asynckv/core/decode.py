@@ -273,10 +273,6 @@ class DecodeSide:
             return
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
         was_detached = transfer.is_detached
-        if transfer.is_packed and ending is not ENDING.IN_DOUBT:
-            # If nothing else is read for the pull, its release says so at once.
-            if source.next_read is not None or len(source.running) > 1 or len(pull.sources) > 1:
-                self._outbox.send(*peer.place, wire.Unpack(pull.params.key, pull.pull_id, transfer_id))
         # A transfer in doubt may stay in doubt for ever, so it must not take room from others.
         self.posting.left(peer.line, transfer_id)
         if ending is ENDING.IN_DOUBT:
@@ -311,6 +307,8 @@ class DecodeSide:
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
             if pull.reason is not None and not pull.is_over:
                 self._let_go(pull, source, now)
+        if transfer.is_packed and ending is not ENDING.IN_DOUBT and pull.reason is None:  # else its release says it
+            self._outbox.send(*peer.place, wire.Unpack(pull.params.key, pull.pull_id, transfer_id))
         if peer_lost:
             self._lose(peer, Reason.PEER_LOST, cause, now)
         if peer.line.posters:

@@ -57,7 +57,7 @@ class RawLoop(NixlPlane):
                     ):
                         break
                     upcoming = next(todo, None)
-                    _, mine, theirs, _ = lists[id(post.table)]
+                    _, mine, theirs, *_ = lists[id(post.table)]
                     handle = make(read, mine._handle, post.local, theirs._handle, post.remote, b"", [], False)
                     if int(post_it(handle, b"")) == 0:
                         release(handle)
