@@ -1350,6 +1350,8 @@ class Attempt:
         bound = UNTROUBLED_S + UNTROUBLED_PACKETS * 2.5e-4 * script.wire + UNTROUBLED_READS * 2e-3 * script.data
         if script.budget:
             bound *= len(script.asks)  # it may be the last of the queue
+        if script.is_packed:
+            bound *= 4  # copies wait for each other's slots; who waited for an answer in vain still takes longer
         bound += 0.0 if is_spared else HOSTILE_S
         if reason == "unknown_key" and script.memory:
             return  # it was open for too long for what its ranks remember
