@@ -1074,22 +1074,6 @@ def copies_are_packed_backwards(rank: Rank) -> None:
 
 
 @planted
-def grants_follow_copies_that_have_gone(rank: Rank) -> None:
-    """A pull with a grant that ran out gets another, which vouches for copies that have gone with the first."""
-
-
-@inside("grants_follow_copies_that_have_gone")
-def _(patch: pytest.MonkeyPatch) -> None:
-    honest = Lease.grant_of
-
-    def grant_of(self: Lease, *args: Any) -> Any:
-        grant = honest(self, *args)
-        return grant if grant is None else msgspec.structs.replace(grant)
-
-    patch.setattr(Lease, "grant_of", grant_of)
-
-
-@planted
 def copies_stay_after_their_grants(rank: Rank) -> None:
     """Packed copies keep their slots when their request is over."""
 

@@ -161,7 +161,6 @@ SLOW = {
     "completion_stamped_before_it_was_observed": 1678,
     "deadline_from_another_transmission": 29,
     "draining_revokes": 152,
-    "grants_follow_copies_that_have_gone": 2119,
     "nobody_says_that_no_attempt_follows": 246,
     "one_queue_for_all": 1126,
     "one_window_for_all_peers": 740,
