@@ -199,7 +199,7 @@ class DataPlane(Protocol):
     def pack(self, slot: int, gathered: Gathered) -> None:
         """Make a packed copy of our memory in a slot, on a thread; `poll` reports the end. Only with `packing`.
 
-        The memory may change meanwhile; the copy is then good for nothing, and nobody is told of it.
+        The memory may change meanwhile; the copy is then good for nothing, and is not announced.
         """
 
     def poll(self) -> Sequence[DataNews]:

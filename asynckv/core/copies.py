@@ -98,9 +98,8 @@ class Copies:
         del copies[copy.pull_id, copy.nonce]
         if not copies:
             del self.by_key[copy.key]
-        if copy in self._waiting:
-            del self._waiting[copy]
-        elif copy.is_made:
+        self._waiting.pop(copy, None)
+        if copy.is_made:
             self._free(copy)
 
     def _free(self, copy: _Copy) -> None:

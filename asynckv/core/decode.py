@@ -475,7 +475,7 @@ class DecodeSide:
             transfer.beside, key, pull_id = 0, transfer.pull.params.key, transfer.pull.pull_id
             self._outbox.send(*peer.place, wire.Unpack(key, pull_id, transfer_id))
             self._outbox.counters["copies.late"] += 1
-            self.answered.append(PostRead(transfer_id, peer.agent_name, read, self.transfers[transfer_id].pull))
+            self.answered.append(PostRead(transfer_id, peer.agent_name, read, transfer.pull))
         for due in self.peers.tick(peer, now):
             match due:
                 case Due.UNREACHABLE if peer.is_doubted:

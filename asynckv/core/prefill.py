@@ -309,9 +309,8 @@ class PrefillSide:
                 reader, what, detail = lease.name_of(message, sender), WHAT[type(message)], short(answer.detail)
                 self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
-        if message.key in self.copies.by_key:
-            self.copies.settle(lease)
-        if effects.has_ended or effects.wake_at < lease.scheduled_at or lease.is_sampled or self._outbox.trace:
+        wakes = effects.wake_at < lease.scheduled_at
+        if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or message.key in self.copies.by_key:
             self._follow(lease, effects, noted)
 
     def pack(self, pack: Pack, reply_to: ReplyTo, sender: str, now: float, proven: str = "") -> None:

@@ -389,7 +389,7 @@ class Agent:
         if (remote := self._remotes.get(name)) is None:
             return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
         if read.table.boxes:
-            post = self._post_staged if read.is_staged else self._post_packed
+            post = self._post_staged if read.is_staged else self._post_ranges
             return post(transfer_id, name, remote, read)
         if (lists := remote.lists.get(id(read.table))) is None:
             try:
@@ -420,7 +420,7 @@ class Agent:
         if stage is not None and not stage.begin(transfer_id, is_direct=not has_slot):
             return TransferEnded(transfer_id, Ending.FAILED, "cancelled")
         if stage is None or not has_slot:
-            return self._post_pieces(transfer_id, name, remote, read)
+            return self._post_ranges(transfer_id, name, remote, read)
         try:
             lists = self.prepare(name, read.table)
         except BackendError as exc:
@@ -463,28 +463,20 @@ class Agent:
             return _unstaged(transfer_id, staged, Ending.FAILED, f"its pieces could not be placed: {exc!r}")
         return None if is_placed else _unstaged(transfer_id, staged, Ending.FAILED, "it was detached, and not placed")
 
-    def _post_pieces(
+    def _post_ranges(
         self, transfer_id: TransferId, name: str, remote: _Remote, read: ReadRequest
     ) -> TransferEnded | None:
-        pieces = read.pieces().astype(np.uint64)
+        """Post a read of a staged table in ranges of its own: its pieces, or the long ranges of a packed copy."""
         try:
             ours, base = (np.array([m.base for m in each], np.uint64) for each in (self._memories, remote.memories))
-            mine = byte_ranges(ours[pieces[:, 0]] + pieces[:, 1], pieces[:, 4])
-            theirs = byte_ranges(base[pieces[:, 2]] + pieces[:, 3], pieces[:, 4])
-            handle = self._create(self._read, mine, theirs, remote.alias)
-        except Exception as exc:
-            return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
-        return self._post(transfer_id, _Transfer(handle, name, None, remote))
-
-    def _post_packed(
-        self, transfer_id: TransferId, name: str, remote: _Remote, read: ReadRequest
-    ) -> TransferEnded | None:
-        """Post a read of a packed copy, which goes to the pieces' places in long ranges."""
-        try:
-            places, begin = read.places(), remote.packing.base + read.slot * remote.packing.slot_bytes
-            ours = np.array([m.base for m in self._memories], np.uint64)
-            mine = byte_ranges(ours[places[:, 0]] + places[:, 1].astype(np.uint64), places[:, 2])
-            theirs = byte_ranges(begin + np.cumsum(places[:, 2]) - places[:, 2], places[:, 2])
+            if read.slot < 0:
+                pieces = read.pieces().astype(np.uint64)
+                mine = byte_ranges(ours[pieces[:, 0]] + pieces[:, 1], pieces[:, 4])
+                theirs = byte_ranges(base[pieces[:, 2]] + pieces[:, 3], pieces[:, 4])
+            else:
+                places, begin = read.places(), remote.packing.base + read.slot * remote.packing.slot_bytes
+                mine = byte_ranges(ours[places[:, 0]] + places[:, 1].astype(np.uint64), places[:, 2])
+                theirs = byte_ranges(begin + np.cumsum(places[:, 2]) - places[:, 2], places[:, 2])
             handle = self._create(self._read, mine, theirs, remote.alias)
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))

@@ -19,7 +19,7 @@ import numpy as np
 
 from asynckv.edges.aside import end_at_exit
 from asynckv.edges.sharing import shared_memory
-from asynckv.edges.staging import Items, bytes_at, item_bytes
+from asynckv.edges.staging import Items, as_index, bytes_at, item_bytes
 from asynckv.errors import AsyncKVError, BackendError
 from asynckv.geometry.gather import PACK_BYTES, Gathered, Packing
 from asynckv.geometry.layout import Memory
@@ -98,12 +98,11 @@ class Packer:
 
     def _gather(self, slot: int, gathered: Gathered) -> None:
         at, ids = slot * PACK_BYTES, gathered.blocks
-        first, last = int(ids.min()), int(ids.max())
-        is_run = last - first == len(ids) - 1 and bool((ids[1:] - ids[:-1] == 1).all())
+        blocks, last = as_index(ids), int(ids.max())
         for memory, offset, stride, piece, shape, strides in gathered.rows:
             item = item_bytes(piece)
             kind, shape = f"V{item}", (*shape, piece // item)
             ours: Items = np.ndarray((last + 1, *shape), kind, self._memories[memory], offset, (stride, *strides, item))
             copy: Items = np.ndarray((len(ids), *shape), kind, self._area, at)
-            copy[...] = ours[first:] if is_run else ours[ids]
+            copy[...] = ours[blocks]
             at += copy.nbytes

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from asynckv.core.slots import Slots
 from asynckv.core.types import TransferId
-from asynckv.geometry.bounds import Int32s
+from asynckv.geometry.bounds import Int32s, Int64s
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import SLOT_BYTES
@@ -30,6 +30,7 @@ from asynckv.geometry.tables import DescTable
 
 Bytes = npt.NDArray[np.uint8]
 Items = npt.NDArray[Any]
+Ids = Int32s | Int64s
 MOST_ITEM = 1024  # bytes to copy as one item: numpy keeps Python's lock during copies of up to 500 items of any size
 LEAST_ITEM = 64
 
@@ -45,11 +46,19 @@ def bytes_at(memory: Memory) -> Bytes:
     return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
+def as_index(ids: Ids) -> slice | Ids:
+    """Return block ids as a slice if they follow one another, because numpy copies a slice at once."""
+    start = int(ids[0])
+    # Bytes are compared in a tenth of the time that numpy takes for a few numbers.
+    is_run = ids.tobytes() == np.arange(start, start + len(ids), dtype=ids.dtype).tobytes()
+    return slice(start, start + len(ids)) if is_run else ids
+
+
 class Pieces(NamedTuple):
     """The pieces of one row of a chunk."""
 
     places: Items  # of all blocks
-    blocks: slice | Int32s
+    blocks: slice | Ids
     run: Items  # in staging memory
 
 
@@ -149,11 +158,7 @@ class Stage:
         table, (first, count) = read.table, read.rows
         number = len(read.local) // count
         ids, length = read.local[:number] - first * table.local_blocks, int(table.length[first])
-        start = int(ids[0])
-        # Bytes are compared in a tenth of the time that numpy takes for a few numbers.
-        is_run = ids.tobytes() == np.arange(start, start + number, dtype=ids.dtype).tobytes()
-        blocks = slice(start, start + number) if is_run else ids
-        found = []
+        blocks, found = as_index(ids), []
         for row in range(first, first + count):
             box, (memory, offset, stride) = table.box(row), table.local[row].tolist()
             item = item_bytes(box.piece)
