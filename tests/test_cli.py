@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 from asynckv.tools import cli
+from asynckv.tools.bench.processes import Processes
+from asynckv.tools.bench.protocol import Ended, encode
+from asynckv.tools.bench.workers import Worker
 
 SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4"]
 
@@ -215,6 +219,24 @@ def test_a_killed_worker_is_status_1_and_leaks_nothing(killed: str, tmp_path: Pa
 def test_ctrl_c_ends_a_run_without_a_report_and_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
     result = interfered(tmp_path, "", number)
     assert (result["exit"], result["errors"], result["report"]) == (130, "asynckv: interrupted\n", None)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_cancellation_that_meets_an_answer_of_a_worker_is_not_lost(turns: int) -> None:
+    processes = Processes({})
+    child = await processes.start_command("prefill/tp0", ["cat"])
+    try:
+        hearing = asyncio.create_task(Worker(child).hear(Ended, 10))
+        await asyncio.sleep(0)
+        child.reader.feed_data(encode(Ended({}, 0, [], 0.0)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        was_cancelled = hearing.cancel()
+        await asyncio.wait([hearing])
+        assert hearing.cancelled() is was_cancelled
+    finally:
+        await processes.stop()
 
 
 def interfered(tmp_path: Path, victim: str, what: signal.Signals) -> dict[str, Any]:

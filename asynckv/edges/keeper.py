@@ -273,7 +273,8 @@ class Keeper:
         self._begin_to_close()
         if self.num_processes:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), CLOSE_S)
+                async with asyncio.timeout(CLOSE_S):
+                    await self._ended.wait()
         for process in (self._current, self._next):
             if process is not None:
                 process.kill()

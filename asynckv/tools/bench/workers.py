@@ -60,7 +60,8 @@ class Worker:
         line = b""
         try:
             with contextlib.suppress(ConnectionError):  # the worker had not read everything
-                line = await asyncio.wait_for(self._child.reader.readline(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    line = await self._child.reader.readline()
         except TimeoutError:
             raise WorkerLost(f"{self._child} did not answer within {timeout_s:.0f} s") from None
         if not line:
