@@ -947,7 +947,7 @@ class Service(Stage):
                 if not r.process.has_hung_up(address) and r.engine.incarnation in gone
             ]
             # Without keys, a process that repeats a claim before it arrives can have it forgotten with its connection.
-            is_repeated = any(b"hostile" in of.past[reader].ways for reader in of.gone)
+            is_repeated = any({b"hostile", b"stranger"} & set(of.past[reader].ways) for reader in of.gone)
             if (alive and not is_repeated) or not gone or of.grants:
                 self.world.violate(f"{what}, before its time; {alive} live, and never hung up")
         if ran_s > LEASE.max_lease_s + TURN_S:
