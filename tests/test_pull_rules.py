@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 from msgspec import structs
 
 from asynckv.core.flow import InFlight, Line, Posting
-from asynckv.core.pull import PullState
+from asynckv.core.pull import Effect, PullState
 from asynckv.core.source import RemoteRank, Role, Source
 from asynckv.core.types import Address, PullId, Reason, TransferId
-from asynckv.core.wire import NotYet
+from asynckv.core.wire import Claim, NotYet
 from tests.lab.oracles import wrong_in
 from tests.test_admission import ask, world_of
 from tests.test_flow import state
@@ -219,3 +220,17 @@ def test_a_request_is_tried_again_when_the_last_of_its_ranks_may_be_and_fails_fo
     for reason in (Reason.UNREACHABLE, Reason.PEER_LOST):
         pull.goes_without(source, reason, f"it is {reason}")
     assert (pull.not_before, pull.unmet) == (5.0, (Reason.UNREACHABLE, "it is peer_unreachable"))
+
+
+def test_a_rank_that_was_given_up_claims_anew_when_it_is_read_after_all() -> None:
+    """It had claimed before, and another pull has met the rank anew: the old claim's grant would end unrenewed."""
+    world, prefill, decode = two()
+    pull = ask(world, prefill, decode, 1)
+    [source] = pull.sources
+    for seen in range(2):
+        assert pull.met(source, world.now) == [Effect.SEND]
+        [(_, claim)] = pull.make_messages(itertools.count(seen), world.now)
+        assert isinstance(claim, Claim)
+        assert pull.met(source, world.now) == []
+        pull.goes_without(source, Reason.UNREACHABLE, "its agent was lost")
+        source.wanted()

@@ -151,7 +151,8 @@ class Source:
         self.role = ROLE.READ
 
     def not_wanted(self) -> None:
-        self.role, self.tables = ROLE.RELEASE_ONLY, None
+        self.role, self.tables, self.claim_at = ROLE.RELEASE_ONLY, None, math.inf
+        self.nonces.clear()  # it claims anew if it is wanted after all
 
     # -- reads -------------------------------------------------------------------------------------
 

@@ -508,6 +508,7 @@ class WorldData(Nic):
         self.running[transfer_id] = transfer
         if transfer.is_staged:
             self._slotless.append((transfer, fate, process.now))
+            process.call_at(process.now + PATIENCE_S, self._take_slots)
             self._take_slots()
         else:
             self._begin(transfer, fate)
@@ -558,7 +559,6 @@ class WorldData(Nic):
                 self._begin(transfer, fate)
             else:
                 self._slotless.append((transfer, fate, since))
-                self.process.call_at(since + PATIENCE_S, self._take_slots)
 
     def _begin(self, transfer: Transfer, fate: TransferFate) -> None:
         world = self.process.world
