@@ -452,14 +452,14 @@ def instructions(tool: str, case: Case, number: int) -> float | None:
 
 def _counted(tool: str, command: Sequence[str]) -> int | None:
     environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    if shutil.which("setarch"):
-        # Random addresses would change the order of objects in sets.
-        command = ["setarch", "-R", *command]
     if tool == "perf":
         argv, pattern = ["perf", "stat", "-x,", "-e", "instructions:u", *command], r"^(\d+),[^,]*,instructions:u"
     else:
         out = "--callgrind-out-file=/dev/null"
         argv, pattern = ["valgrind", "--tool=callgrind", out, *command], r"Collected : (\d+)"
+    if shutil.which("setarch"):
+        # Random addresses would change the order of objects in sets. Valgrind does not follow children.
+        argv = ["setarch", "-R", *argv]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     found = re.search(pattern, done.stderr, re.MULTILINE)
     return int(found[1]) if done.returncode == 0 and found else None
