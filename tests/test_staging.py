@@ -285,11 +285,11 @@ def test_chunks_are_whole_rows_or_blocks_of_one_row_and_nothing_is_left_out(most
     rows, blocks = np.arange(1, 4, dtype=np.int32)[:, None], np.array([7, 2, 3, 9, 4], np.int32)
     local, remote = (rows * 12 + blocks).ravel(), (rows * 12 + blocks[::-1]).ravel()
     read = ReadRequest(found, local, remote, 15 * 32768, 15)
-    chunks = list(read.chunks(most))
-    assert np.array_equal(np.concatenate([chunk.local for chunk in chunks]), local)
-    assert np.array_equal(np.concatenate([chunk.remote for chunk in chunks]), remote)
-    for chunk in chunks:
-        assert chunk.num_bytes == 32768 * len(chunk.local) <= max(most, 32768)
-        first, count = chunk.rows
-        assert count == 1 or len(chunk.local) == 5 * count
-        assert np.array_equal(chunk.local // 12, np.repeat(np.arange(first, first + count), len(chunk.local) // count))
+    at = 0
+    for first, count, start, stop in read.chunks(most):
+        assert start == at
+        at, size = stop, stop - start
+        assert 0 < 32768 * size <= max(most, 32768)
+        assert count == 1 or size == 5 * count
+        assert np.array_equal(local[start:stop] // 12, np.repeat(np.arange(first, first + count), size // count))
+    assert at == len(local)

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.metadata import is_known, renamed
-from asynckv.edges.staging import Chunk, Stage
+from asynckv.edges.staging import Chunk, Pieces, Stage
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Memory
@@ -119,7 +119,8 @@ class _Lists(NamedTuple):
     table: DescTable
     local: Any
     remote: Any
-    firsts: Mapping[int, int] = {}  # of a staged table: the first descriptor of the first slot, by length
+    firsts: Mapping[int, int]  # of a staged table: the first descriptor of the first slot, by length
+    pieces: dict[tuple[int, int], Pieces]  # of a staged table, by row and slot
 
 
 @dataclass(slots=True, eq=False)
@@ -341,7 +342,7 @@ class Agent:
             made.clear()
             raise BackendError(refused)
         self._make_room(remote, table.num_rows)
-        lists = remote.lists[id(table)] = _Lists(table, made[0], made[1], firsts)
+        lists = remote.lists[id(table)] = _Lists(table, made[0], made[1], firsts, {})
         return lists
 
     def _make_room(self, remote: _Remote, num_rows: int) -> None:
@@ -427,7 +428,7 @@ class Agent:
             return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
         slot = stage.slots.take(transfer_id, name)
         try:
-            chunks = stage.cut(read, slot, lists.firsts, SLOT_BYTES)
+            chunks = stage.cut(read, slot, lists.firsts, lists.pieces)
         except Exception as exc:
             stage.slots.give_back(transfer_id)
             return TransferEnded(transfer_id, Ending.FAILED, f"it cannot be cut into chunks: {exc!r}")

@@ -54,12 +54,7 @@ def as_index(ids: Ids) -> slice | Ids:
     return slice(start, start + len(ids)) if is_run else ids
 
 
-class Pieces(NamedTuple):
-    """The pieces of one row of a chunk."""
-
-    places: Items  # of all blocks
-    blocks: slice | Ids
-    run: Items  # in staging memory
+Pieces = tuple[Items, Items]  # the pieces of a row: their places in all blocks, and in staging memory from a place on
 
 
 class Chunk(NamedTuple):
@@ -67,7 +62,8 @@ class Chunk(NamedTuple):
 
     local: Int32s  # descriptors of the slot
     remote: Int32s
-    pieces: list[Pieces]
+    blocks: slice | Ids
+    pieces: list[Pieces]  # of each row, the latter only of these blocks
 
 
 class Stage:
@@ -121,16 +117,32 @@ class Stage:
                 number += count
         return np.array(out, np.uint64), firsts
 
-    def cut(self, read: ReadRequest, slot: int, firsts: Mapping[int, int], most: int) -> list[Chunk]:
-        """Cut a read into chunks of at most `most` bytes for its slot.
+    def cut(
+        self, read: ReadRequest, slot: int, firsts: Mapping[int, int], made: dict[tuple[int, int], Pieces]
+    ) -> list[Chunk]:
+        """Cut a read into chunks for its slot. `made` keeps what later reads of the table need again.
 
         All are made at once, because Python is slow after a copy, which leaves nothing else in the caches.
         """
-        length, at = int(read.table.length[read.rows[0]]), slot * SLOT_BYTES
-        count = SLOT_BYTES // length
-        first = firsts[length] + slot * count
-        index = np.arange(first, first + count, dtype=np.int32)
-        return [Chunk(index[: len(part.local)], part.remote, self._pieces(part, at)) for part in read.chunks(most)]
+        table, (first, count) = read.table, read.rows
+        length, at, out = int(table.length[first]), slot * SLOT_BYTES, []
+        room, number = SLOT_BYTES // length, len(read.local) // count
+        index = np.arange(firsts[length] + slot * room, firsts[length] + (slot + 1) * room, dtype=np.int32)
+        ids = read.local[:number] - first * table.local_blocks
+        whole = as_index(ids)
+        for row, rows, start, stop in read.chunks(SLOT_BYTES):
+            size, begin = (stop - start) // rows, start % number
+            if isinstance(whole, slice):
+                blocks: slice | Ids = slice(whole.start + begin, whole.start + begin + size)
+            else:
+                blocks = as_index(ids[begin : begin + size])
+            if (pieces := made.get((row, slot))) is None:
+                pieces = made[row, slot] = self._pieces(table, row, at, room)
+            found = [(pieces[0], pieces[1][:size])]
+            for more in range(1, rows):
+                found.append(self._pieces(table, row + more, at + more * size * length, size))  # noqa: PERF401
+            out.append(Chunk(index[: stop - start], read.remote[start:stop], blocks, found))
+        return out
 
     def time_placement(self, piece: int) -> float:
         """Return the seconds per byte of placing a slot in pieces, each away from its neighbours."""
@@ -150,22 +162,14 @@ class Stage:
         return True
 
     def _place(self, chunk: Chunk) -> None:
-        for places, blocks, run in chunk.pieces:
-            places[blocks] = run
+        for places, run in chunk.pieces:
+            places[chunk.blocks] = run
 
-    def _pieces(self, read: ReadRequest, at: int) -> list[Pieces]:
-        """Return a chunk's pieces, row by row, in staging memory from `at`."""
-        table, (first, count) = read.table, read.rows
-        number = len(read.local) // count
-        ids, length = read.local[:number] - first * table.local_blocks, int(table.length[first])
-        blocks, found = as_index(ids), []
-        for row in range(first, first + count):
-            box, (memory, offset, stride) = table.box(row), table.local[row].tolist()
-            item = item_bytes(box.piece)
-            shape, kind = (*box.shape, box.piece // item), f"V{item}"
-            to, of = (stride, *box.in_local, item), (length, *box.in_run, item)
-            places: Items = np.ndarray((table.local_blocks, *shape), kind, self._memories[memory], offset, to)
-            run: Items = np.ndarray((number, *shape), kind, self._area, at + box.skip, of)
-            found.append(Pieces(places, blocks, run))
-            at += length * number
-        return found
+    def _pieces(self, table: DescTable, row: int, at: int, number: int) -> Pieces:
+        """Return the pieces of a row, of which a number of blocks lie in staging memory from `at`."""
+        box, (memory, offset, stride) = table.box(row), table.local[row].tolist()
+        item = item_bytes(box.piece)
+        shape, kind = (*box.shape, box.piece // item), f"V{item}"
+        to, of = (stride, *box.in_local, item), (int(table.length[row]), *box.in_run, item)
+        places: Items = np.ndarray((table.local_blocks, *shape), kind, self._memories[memory], offset, to)
+        return places, np.ndarray((number, *shape), kind, self._area, at + box.skip, of)

@@ -8,6 +8,7 @@ row, and a plan is cut between rows where possible. The rows of one read of a st
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,18 +40,21 @@ class ReadRequest(NamedTuple):
         first, last = int(self.local[0]) // self.table.local_blocks, int(self.local[-1]) // self.table.local_blocks
         return first, last - first + 1
 
-    def chunks(self, most: int) -> Iterator[ReadRequest]:
-        """Cut a read of rows of one length into reads of at most `most` bytes each, or of one descriptor."""
+    def chunks(self, most: int) -> Iterator[tuple[int, int, int, int]]:
+        """Cut a read of rows of one length into chunks of at most `most` bytes each, or of one descriptor.
+
+        A chunk is several whole rows, or some blocks of one: its first row and their number, its first descriptor and
+        the one after its last.
+        """
         first, count = self.rows
-        blocks, length = len(self.local) // count, int(self.table.length[first])
-        number = most // length
-        span = number // blocks * blocks or blocks  # whole rows, or one row that is cut further
-        step = min(span, max(number, 1))
-        for begin in range(0, len(self.local), span):
-            for start in range(begin, min(begin + span, len(self.local)), step):
-                end = min(start + step, begin + span, len(self.local))
-                size = end - start
-                yield ReadRequest(self.table, self.local[start:end], self.remote[start:end], size * length, size)
+        blocks = len(self.local) // count
+        number = most // int(self.table.length[first])
+        rows, step = number // blocks or 1, blocks if number >= blocks else number or 1
+        for row in range(0, count, rows):
+            end = min(row + rows, count) * blocks
+            for start in range(row * blocks, end, step * rows):
+                stop = min(start + step * rows, end)
+                yield first + row, (end - row * blocks) // blocks, start, stop
 
     def pieces(self) -> Int64s:
         """Return the pieces of a staged read, `[local memory, offset, remote memory, offset, length]` each, for a plane
@@ -185,18 +189,16 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
         return
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row that is too large by itself is split.
-    size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
+    # Lists, because numpy's functions are slow for a few rows.
+    size, descs = [0, *np.cumsum(length * blocks).tolist()], [0, *np.cumsum(per_row).tolist()]
     ends: Int64s | None = None  # ends of runs
     row = 0
     while row < table.num_rows:
-        end = min(
-            int(np.searchsorted(total, total[row] + most, side="right")) - 1
-            for total, most in ((size, max_bytes), (descs, max_descriptors))
-        )
+        end = min(bisect_right(size, size[row] + max_bytes), bisect_right(descs, descs[row] + max_descriptors)) - 1
         if not is_even:
             end = min(end, int(np.searchsorted(table.length, table.length[row], side="right")))
         if end > row:
-            yield _Part(section, row, end, 0, blocks, int(size[end] - size[row]), int(descs[end] - descs[row]))
+            yield _Part(section, row, end, 0, blocks, size[end] - size[row], descs[end] - descs[row])
             row = end
             continue
         one, lo = int(length[row]), 0
