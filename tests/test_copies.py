@@ -17,6 +17,7 @@ import pytest
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
+from asynckv.edges import posters
 from asynckv.edges.agent import Agent
 from asynckv.edges.copies import NixlCopies
 from asynckv.errors import BackendError
@@ -24,8 +25,9 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable
 from asynckv.ports import CopyOp, CopyPlane
-from tests.test_nixl_edge import HERE, TABLES, THERE, contents, copied, request
-from tests.test_posters import Gate
+from tests.test_nixl_edge import HERE, TABLES, THERE, Meddler, contents, copied, request
+from tests.test_posters import Gate, while_the_loop_stands
+from tests.test_staged_reads import EVEN, STAGED, placed, rows
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
@@ -69,6 +71,11 @@ def move(seed: int, count: int = 7) -> ReadRequest:
     local = (rows * HERE + near).ravel().astype(np.int32)
     remote = (rows * THERE + far).ravel().astype(np.int32)
     return request(table, local, remote)
+
+
+def staged(seed: int) -> ReadRequest:
+    local, remote = rows(0, EVEN, seed)
+    return ReadRequest(STAGED, local, remote, int(STAGED.length[0]) * len(local), len(local))
 
 
 Make = Callable[..., Tiers]
@@ -265,6 +272,43 @@ async def test_a_move_in_doubt_is_told_once_and_has_failed_when_its_bytes_are_se
     settled.set()
     assert await tiers.heard(1) == [TransferEnded(TransferId(1), Ending.FAILED, "trouble 1")]
     assert tiers.plane.statistics()["backlog_bytes"] == 0
+
+
+async def test_what_a_staged_load_in_doubt_writes_late_is_in_a_slot(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posters, "PATIENCE_S", 0.0)
+    tiers = make()
+    assert isinstance(tiers.plane, NixlCopies)
+    (poster,) = tiers.plane._posters
+    stage, raw = poster.agent.stage, poster.agent._raw
+    assert stage is not None
+    want = [a.copy() for a in tiers.sides["near"]]
+    settled = threading.Event()
+
+    def says(handle: int) -> int:
+        return raw.getXferStatus(handle) if settled.is_set() else 1 // 0
+
+    poster.agent._raw = Meddler(raw, postXferReq=lambda *of: int(raw.postXferReq(*of)) or 1 // 0, getXferStatus=says)
+    for number in (1, 2):
+        tiers.plane.post(TransferId(number), CopyOp.READ, "pool", [staged(number)])
+    failed = await tiers.heard(2)
+    assert {(e.transfer_id, e.ending) for e in failed} == {(1, Ending.FAILED), (2, Ending.FAILED)}
+    assert (stage.slots.num_in_use, tiers.plane.statistics()["in_doubt"]) == (2, 2)
+    assert tiers.plane.statistics()["backlog_bytes"] == 0
+    poster.agent._raw = Meddler(raw, getXferStatus=says)
+    # No slot is left for the same tier, so its pieces are read one by one.
+    tiers.plane.post(TransferId(3), CopyOp.READ, "pool", [staged(3)])
+    assert await tiers.heard(1) == [TransferEnded(TransferId(3), Ending.DONE)]
+    placed(want, tiers.sides["pool"], *rows(0, EVEN, 3))
+    assert all(map(np.array_equal, tiers.sides["near"], want))
+    settled.set()
+    while_the_loop_stands(lambda: stage.slots.num_in_use == 0)
+    tiers.plane.post(TransferId(4), CopyOp.READ, "pool", [staged(4)])
+    assert await tiers.heard(1) == [TransferEnded(TransferId(4), Ending.DONE)]
+    placed(want, tiers.sides["pool"], *rows(0, EVEN, 4))
+    assert all(map(np.array_equal, tiers.sides["near"], want))
+    assert tiers.plane.statistics()["in_doubt"] == len(stage._detached) == len(stage._direct) == 0
 
 
 async def test_a_thread_that_breaks_fails_what_it_had_and_all_that_comes(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from asynckv import EngineConfig, EngineThread
@@ -138,6 +139,28 @@ async def test_two_ranks_leave_files_that_one_rank_loads(tmp_path: Path, size: i
         assert offload._catalogue.lookup(chain("p", 8)).tokens == 128
         await offload.load("c", [(0, blocks)], chain("p", 8), num_tokens=128)
         assert again.block(*blocks) == one.block(*blocks)
+
+
+@pytest.mark.slow
+async def test_a_rank_that_changed_its_memory_order_loads_what_it_left(tmp_path: Path) -> None:
+    """Its loads are staged, and the right bytes are in the right places."""
+    files: dict[str, Any] = {"directory": tmp_path, "file_bytes": 64 * RECORD}
+    before = Rank(layout_of(), seed=3, real=True, **files)
+    async with before.engine, before.offload as offload:
+        await offload.store("a", [(0, list(range(1, 9)))], chain("p", 8))
+        await written_back(offload, 8)
+    order = ("kv", "block", "head", "token", "dim")
+    after = Rank(layout_of(order=order), seed=4, real=True, **files)
+    expected, blocks = [array.copy() for array in after.arrays], list(range(20, 28))
+    for to, of in zip(expected, before.arrays, strict=True):
+        turned = of.reshape(2, BLOCKS, SIZE, 4, 16)[:, 1:9].transpose(0, 1, 3, 2, 4)
+        to.reshape(2, BLOCKS, 4, SIZE, 16)[:, blocks] = turned
+    async with after.engine, after.offload as offload:
+        (copying,) = offload._tiers.others.values()
+        assert all(table.boxes for table in copying._tables.regular)
+        loaded = await offload.load("b", [(0, blocks)], chain("p", 8), num_tokens=128)
+        assert loaded.num_tokens == 128
+        assert all(map(np.array_equal, after.arrays, expected))
 
 
 @pytest.mark.slow

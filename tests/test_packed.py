@@ -29,6 +29,7 @@ from asynckv.geometry.match import assign, compare
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.geometry.plan import Plan
+from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
 from asynckv.layout import register_memory
 from asynckv.ports import CopyOp
@@ -286,8 +287,11 @@ def ranks_of(each: Engine, base: int = 0) -> list[Rank]:
     return [rank for rank in made if rank.layout.views]
 
 
+Costs = ReadCosts | None
+
+
 def reload(
-    stored: Engine, loading: Engine, tokens: int, wanted: int, seed: int = 0, **more: Any
+    stored: Engine, loading: Engine, tokens: int, wanted: int, seed: int = 0, costs: Costs = None, **more: Any
 ) -> list[tuple[Plan | None, ...]]:
     """Store whole blocks of a request on every rank of one engine, load them on every rank of another."""
     rng, cache = np.random.default_rng(seed), Cache(stored.layers, 7)
@@ -311,7 +315,7 @@ def reload(
         cached[i] -= cached[i] % entry
     mine = allocate(loading, wanted, rng, cached, lean=bool(rng.integers(0, 2)))
     for local in ranks_of(loading):
-        tables = kept_tables(local.layout, [kept.layout for kept in ranges], itertools.count())
+        tables = kept_tables(local.layout, [kept.layout for kept in ranges], itertools.count(), costs)
         plans = plan_loads(tables, oracle.arrays(mine), slots, wanted)
         oracle.check_plans(local, ranges, plans, mine, cache, tokens, wanted, **more)
         out.append(plans)
@@ -347,7 +351,8 @@ def test_what_one_geometry_stored_another_loads(data: st.DataObject) -> None:
     stored = with_kept_states(data.draw(engines(layers, tokens, stages=True), label="stored"))
     loading = with_kept_states(data.draw(engines(layers, tokens, stages=True), label="loading"))
     limits = data.draw(st.sampled_from([(1, 1), (7, 3), (1 << 20, 512)]), label="limits")
-    reload(stored, loading, tokens, most_wanted(stored, tokens), data.draw(st.integers(0, 1 << 32)), limits=limits)
+    seed, costs = data.draw(st.integers(0, 1 << 32)), data.draw(st.sampled_from([None, oracle.STAGED]))
+    reload(stored, loading, tokens, most_wanted(stored, tokens), seed, costs, limits=limits)
 
 
 @pytest.mark.slow
@@ -426,8 +431,9 @@ WAYS: dict[str, tuple[Engine, Engine]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_was_stored_is_loaded_into_another_geometry(way: str) -> None:
     stored, loading = WAYS[way]
-    plans = reload(stored, loading, 71, most_wanted(stored, 71))
-    assert any(plan is not None and plan.num_bytes for each in plans for plan in each)
+    for costs in (None, oracle.STAGED):
+        plans = reload(stored, loading, 71, most_wanted(stored, 71), costs=costs)
+        assert any(plan is not None and plan.num_bytes for each in plans for plan in each)
 
 
 def test_of_replicas_one_is_read() -> None:
@@ -512,6 +518,8 @@ def test_slots_that_hold_too_little_are_refused() -> None:
 
 # -- on real NIXL --------------------------------------------------------------------------------------------
 
+OTHERS = "kernel blocks", "heads or tokens first"
+
 
 async def copy(near: Rank, far: Sequence[Rank], op: CopyOp, plans: Sequence[Plan | None]) -> None:
     """Have a copy plane carry plans out, and compare all memory with what the oracle makes of them."""
@@ -542,10 +550,11 @@ async def copy(near: Rank, far: Sequence[Rank], op: CopyOp, plans: Sequence[Plan
 
 @pytest.mark.nixl
 @pytest.mark.anyio
+@pytest.mark.parametrize("costs", [None, oracle.STAGED], ids=["direct", "staged"])
 @pytest.mark.parametrize(
-    "way", ["a hybrid whose groups see the same pages", "layers with page sizes of their own", "kernel blocks"]
+    "way", ["a hybrid whose groups see the same pages", "layers with page sizes of their own", *OTHERS]
 )
-async def test_nixl_stores_and_loads_what_the_oracle_does(way: str) -> None:
+async def test_nixl_stores_and_loads_what_the_oracle_does(way: str, costs: Costs) -> None:
     (stored, loading), rng = WAYS[way], np.random.default_rng(1)
     wanted = most_wanted(stored, 71)
     lists = [ids for _, ids in allocate(stored, 71, rng, [0] * len(stored.groups), lean=False)]
@@ -559,11 +568,12 @@ async def test_nixl_stores_and_loads_what_the_oracle_does(way: str) -> None:
         ranges.append(kept)
     local = ranks_of(loading)[-1]
     loads = plan_loads(
-        kept_tables(local.layout, [kept.layout for kept in ranges], itertools.count()),
+        kept_tables(local.layout, [kept.layout for kept in ranges], itertools.count(), costs),
         oracle.arrays(allocate(loading, wanted, rng, [0] * len(loading.groups), lean=True)),
         [oracle.offers([(0, ids) for ids in each]) for each in slots],
         wanted,
     )
+    assert (costs is not None) == any(load is not None and load.is_staged for load in loads)
     await copy(local, ranges, CopyOp.READ, loads)
 
 

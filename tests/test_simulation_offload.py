@@ -39,7 +39,8 @@ def test_many_engines_that_offload_keep_every_promise() -> None:
     found = simulate_many(range(100, 150), TIER_FAULTS, make=make_tier_script)
     assert found.violations == {}
     # It was no walk in the park.
-    for what in ("load.from_files", "load.from_others", "load.cancelled", "store.failed", "store.closed", "pull.done"):
+    loads = ("load.from_files", "load.from_others", "load.staged", "load.cancelled")
+    for what in (*loads, "store.failed", "store.closed", "pull.done"):
         assert found.counts[what] > 0, what
     assert {fault.kind for seed in range(300) for fault in make_tier_script(seed).faults} == set(TIER_FAULTS)
 

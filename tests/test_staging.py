@@ -14,10 +14,13 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import Pull, PullState
 from asynckv.core.slots import Slots
 from asynckv.core.types import Reason, TransferId
+from asynckv.geometry.kept import kept_tables
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
+from asynckv.geometry.packed import placed as shelved
+from asynckv.geometry.packed import record_form
 from asynckv.geometry.plan import ReadRequest
-from asynckv.geometry.staging import Box, ReadCosts, runs
+from asynckv.geometry.staging import WITHIN, Box, ReadCosts, runs
 from asynckv.geometry.tables import DescTable, PeerTables
 from tests.oracle import STAGED
 from tests.world import Rank, World, make_layout
@@ -105,6 +108,20 @@ def test_the_costs_decide() -> None:
     assert not table(here, there, costs=LOCAL._replace(place_s=1e-6)).boxes
     assert not table(side(NHD, 0, 8), side(NHD), costs=LOCAL._replace(read_s=2e-9)).boxes  # eight bytes for each
     assert table(side(NHD, 0, 8), side(NHD)).boxes
+
+
+def test_within_a_process_only_another_order_is_staged() -> None:
+    def is_staged(here: Layout, *there: Layout) -> bool:
+        kept = [shelved(record_form(each), 1 << 30, 1 << 24) for each in there]
+        found = [each for each in kept_tables(here, kept, itertools.count(1), WITHIN) if each is not None]
+        return any(table.boxes for each in found for table in each.regular)
+
+    for here, there in ((NHD, HND), (HND, NHD)):
+        assert is_staged(side(here), side(there))
+        assert not is_staged(side(here), side(here))
+    for size in (2, 4, 8):
+        assert not is_staged(side(NHD), *(side(NHD, rank, size) for rank in range(size)))
+        assert not is_staged(side(NHD, 0, size), side(NHD))
 
 
 def test_a_run_is_no_longer_than_a_slot() -> None:

@@ -37,12 +37,7 @@ from asynckv.core.survey import Survey
 from asynckv.core.timers import Timed, Timers
 from asynckv.core.types import Address, Cohort, KVTransferParams, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
-from asynckv.errors import (
-    LocalProtocolError,
-    Overloaded,
-    RemoteProtocolError,
-    RemoteTooShort,
-)
+from asynckv.errors import LocalProtocolError, Overloaded, RemoteProtocolError, RemoteTooShort
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.overlap import pools

@@ -238,7 +238,7 @@ class Agent:
         """Register memory for copies within this process: from it as `name + SOURCE`, to it as `name + SINK`."""
         self._register(memories)
         for suffix in (SOURCE, SINK):
-            self._remotes[name + suffix] = _Remote(memories, suffix)
+            self._remotes[name + suffix] = _Remote(memories, suffix, self.name)
 
     def register_for_trial(self, memory: Memory) -> Callable[[], None]:
         """Register memory, and return a function that deregisters it, if nothing has been registered since."""
@@ -325,7 +325,7 @@ class Agent:
         made: list[Any] = []
         firsts, refused = dict[int, int](), ""
         try:
-            mine, theirs = (self.name, "") if remote.own == SOURCE else ("", self.name if remote.own else remote.alias)
+            mine, theirs = (remote.alias, "") if remote.own == SOURCE and not table.boxes else ("", remote.alias)
             if table.boxes:
                 assert self.stage is not None
                 rows, firsts = self.stage.rows(table)

@@ -29,6 +29,7 @@ from asynckv.ports import CopyOp
 
 WINDOW_BYTES = 64 << 20  # given to one thread at a time, some 10 ms of copying: two of the largest posts
 WINDOW_PIECES = 256  # pieces given to one thread at a time, well below what it takes (`MAX_QUEUED`)
+STAGING_SLOTS = 4  # of each thread, whose loads from another memory order use one at a time, and keep those in doubt
 TELL_S = 0.002  # seconds between two wake-ups of the loop while a thread has more to copy
 CLOSED = "the copy plane was closed"
 
@@ -74,6 +75,7 @@ class NixlCopies:
         self._moves: dict[TransferId, _Move] = {}
         self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
         self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}  # their move, thread and size
+        self._detached: dict[TransferId, Poster] = {}  # ended pieces whose slot may still be written
         self._given: Counter[Poster] = Counter()  # bytes given to each thread and not yet reported as ended
         self._news: list[TransferEnded] = []
         self._is_due = False
@@ -104,6 +106,8 @@ class NixlCopies:
             agent.register(near)
             for each, memories in far.items():
                 agent.register_own(each, memories)
+            if all(memory.kind == "cpu" for memory in near):
+                agent.add_stage(STAGING_SLOTS)
         return agent
 
     async def quiesce(self, timeout_s: float | None = None) -> None:
@@ -120,13 +124,13 @@ class NixlCopies:
             )
         for move in list(self._moves.values()):
             # Nothing reads or writes any more, because every agent is gone.
-            for piece in move.running:
-                self._pieces.pop(piece, None)
             move.running.clear()
             move.spoil(Ending.FAILED, CLOSED)
             self._end(move)
         for queue in self._waiting.values():
             queue.clear()
+        self._pieces.clear()
+        self._detached.clear()
 
     def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
         assert move_id not in self._moves, f"move {move_id} has not ended"
@@ -206,7 +210,9 @@ class NixlCopies:
         while self._posters.inbox:
             number, ending, cause, _ = self._posters.inbox.popleft()
             if (found := self._pieces.get(number)) is None:
-                continue  # reported in doubt before, and closed since
+                if ending is not Ending.IN_DOUBT and (owner := self._detached.pop(number, None)) is not None:
+                    owner.forget(number)
+                continue
             move, poster, num_bytes = found
             if number not in move.doubtful:
                 self._given[poster] -= num_bytes
@@ -214,7 +220,7 @@ class NixlCopies:
                 self._counts["bytes_written" if move.op is CopyOp.WRITE else "bytes_read"] += num_bytes
             else:
                 # A move with a piece in doubt ends as `FAILED` at best, because the doubt was already reported.
-                move.spoil(Ending.FAILED if ending is Ending.IN_DOUBT else ending, cause)
+                move.spoil(Ending.REFUSED if ending is Ending.REFUSED else Ending.FAILED, cause)
             if ending is Ending.IN_DOUBT:
                 move.doubtful.add(number)
                 if not move.is_told_doubt:
@@ -222,6 +228,10 @@ class NixlCopies:
                     self._tell(TransferEnded(move.move_id, Ending.IN_DOUBT, cause))
                 continue
             del self._pieces[number]
+            if ending is Ending.DETACHED:
+                self._detached[number] = poster
+            else:
+                poster.forget(number)
             move.running.discard(number)
             move.doubtful.discard(number)
             self._settle(move)
@@ -242,7 +252,7 @@ class NixlCopies:
             **self._counts,
             "running": len(self._moves),
             "waiting": sum(move.pieces is not None for move in self._moves.values()),
-            "in_doubt": sum(bool(move.doubtful) for move in self._moves.values()),
+            "in_doubt": sum(bool(move.doubtful) for move in self._moves.values()) + len(self._detached),
             "backlog_bytes": sum(self._given.values()),
             "threads": sum(poster.is_alive for poster in self._posters),
             "threads_broken": self._posters.num_broken,

@@ -18,6 +18,7 @@ from asynckv.geometry.bounds import BlockRuns, Int64s
 from asynckv.geometry.kept import kept_tables, plan_copies, plan_load
 from asynckv.geometry.layout import Group, Layout
 from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.staging import WITHIN
 from asynckv.geometry.tables import PeerTables
 from asynckv.offload.job import Move
 from asynckv.offload.keys import StoredGroup, needed
@@ -100,7 +101,8 @@ def reading(device: Layout, shelves: Sequence[Shelf], max_bytes: int) -> dict[Sh
     not fit, or lack something.
     """
     plain = _without_windows(device)
-    tables = kept_tables(plain, [_without_windows(shelf.layout) for shelf in shelves], itertools.count(1))
+    costs = WITHIN if all(memory.kind == "cpu" for memory in device.memories) else None
+    tables = kept_tables(plain, [_without_windows(shelf.layout) for shelf in shelves], itertools.count(1), costs)
     return {
         shelf: ByTokens(shelf, device, some, max_bytes)
         for shelf, some in zip(shelves, tables, strict=True)
@@ -128,6 +130,4 @@ def _stretches(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _from(given: BlockList, first: int, size: int) -> BlockList:
     listed, ids = given
-    if first <= listed:
-        return given
-    return first, ids[first // size - listed // size :]
+    return given if first <= listed else (first, ids[first // size - listed // size :])

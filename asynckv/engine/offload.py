@@ -21,12 +21,7 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.engine.engine import Engine, Groups
 from asynckv.engine.lending import Lending
 from asynckv.engine.tiers import GRACE_S, Leftovers, Serve, Tiers
-from asynckv.errors import (
-    ConfigError,
-    EngineClosed,
-    LocalProtocolError,
-    PlanRefused,
-)
+from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.geometry.blocks import BlockList, check_block_ids
 from asynckv.geometry.bounds import MAX_TOKENS, NULL, Int64s
 from asynckv.offload.found import Found

@@ -18,15 +18,7 @@ import numpy.typing as npt
 
 from asynckv.arguments import NO_SEQUENCE, shown
 from asynckv.errors import LayoutError, PlanRefused
-from asynckv.geometry.bounds import (
-    MAX_BLOCK_ID,
-    MAX_DESCRIPTORS,
-    MAX_TOKENS,
-    NULL,
-    BlockRuns,
-    Int32s,
-    Int64s,
-)
+from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_DESCRIPTORS, MAX_TOKENS, NULL, BlockRuns, Int32s, Int64s
 from asynckv.geometry.layout import Group, Layout
 
 BlockIds = Sequence[int | None] | npt.NDArray[np.integer]  # block ids as an engine gives them

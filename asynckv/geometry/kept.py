@@ -18,12 +18,15 @@ from asynckv.geometry.layout import Group, Layout
 from asynckv.geometry.match import assign, compare
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, Section, plan_read
+from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
 
 Ids = Sequence[int] | npt.NDArray[np.integer]
 
 
-def kept_tables(local: Layout, kept: Sequence[Layout], ids: Iterator[int]) -> tuple[PeerTables | None, ...]:
+def kept_tables(
+    local: Layout, kept: Sequence[Layout], ids: Iterator[int], costs: ReadCosts | None = None
+) -> tuple[PeerTables | None, ...]:
     """Map the bytes of ranges to the bytes of a rank's memory; once per form.
 
     The ranges are the rank's own, or those of all ranks of an engine that together hold all that it needs. Return one
@@ -36,7 +39,8 @@ def kept_tables(local: Layout, kept: Sequence[Layout], ids: Iterator[int]) -> tu
                 + "; ".join(map(str, differences))
             )
     shares = assign(local, kept)
-    return tuple(PeerTables(local, each, some, ids) if some else None for each, some in zip(kept, shares, strict=True))
+    both = zip(kept, shares, strict=True)
+    return tuple(PeerTables(local, each, some, ids, costs) if some else None for each, some in both)
 
 
 def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:

@@ -50,11 +50,11 @@ class ReadCosts(NamedTuple):
         return descriptors * self.descriptor_s + read * self.read_s + placed * self.place_s
 
 
-SLOT_BYTES = (
-    1 << 20
-)  # of staging memory: smaller ones stay in a closer cache, but cost more hand-overs of Python's lock
+SLOT_BYTES = 1 << 20  # of staging memory: smaller ones stay in a closer cache, but Python's lock is taken more often
 TYPICAL = ReadCosts(2.2e-6, 0.25e-9, 0.25e-9, SLOT_BYTES)
 """Costs for tools that have no data plane: measured with UCX 1.20 over CMA on an Intel Xeon of 2.5 GHz."""
+WITHIN = ReadCosts(0.12e-6, 0.05e-9, 0.45e-9, SLOT_BYTES)
+"""Costs within a process, where descriptors are cheap: runs of 20 and more pieces of 256 bytes gain (measured so)."""
 
 
 class Box(NamedTuple):

@@ -393,6 +393,7 @@ class _Rank(StagedRank):
         service.outcomes["load.from_files"] += result.file_bytes > 0
         if self.offload._tiers.others and result.file_bytes and not found.ready_tokens:
             service.outcomes["load.from_others"] += result.num_tokens > first
+            service.outcomes["load.staged"] += self.copies.num_staged > 0
         service.world.at(self.process.now, partial(self._verify, call, self.process, result, tokens))
 
     def _verify(self, call: _Call, process: Process, result: Loaded, tokens: int) -> None:

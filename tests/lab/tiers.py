@@ -21,6 +21,17 @@ from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost,
 from asynckv.testing.fabric import Bytes, bytes_at
 
 
+def _copies(read: ReadRequest) -> Iterator[tuple[int, int, int, int, int]]:
+    table = read.table
+    rows, blocks = np.divmod(read.local, table.local_blocks)
+    others, slots = np.divmod(read.remote, table.remote_blocks)
+    assert (rows == others).all(), "a descriptor names two different rows"
+    for row, block, slot in zip(rows.tolist(), blocks.tolist(), slots.tolist(), strict=True):
+        memory, offset, stride = table.local[row].tolist()
+        other, start, step = table.remote[row].tolist()
+        yield memory, offset + block * stride, other, start + slot * step, int(table.length[row])
+
+
 class _Move:
     """One that was posted and has not ended."""
 
@@ -43,7 +54,7 @@ class SimCopies:
     def __init__(self) -> None:
         self.deferred = False
         self.moves: dict[TransferId, _Move] = {}
-        self.posts = self.num_bytes = 0
+        self.posts = self.num_bytes = self.num_staged = 0
         self.fate: Callable[[TransferId, CopyOp], str] = lambda move_id, op: "finish"
         self.is_open = False
         self.on_land: Callable[[TransferId, CopyOp, int, int, int], None] = lambda *_: None
@@ -122,15 +133,9 @@ class SimCopies:
         asyncio.get_running_loop().call_soon(on_ready)
 
     def _land(self, move_id: TransferId, move: _Move, read: ReadRequest) -> None:
-        table = read.table
-        rows, blocks = np.divmod(read.local, table.local_blocks)
-        others, slots = np.divmod(read.remote, table.remote_blocks)
-        assert (rows == others).all(), "a descriptor names two different rows"
-        for row, block, slot in zip(rows.tolist(), blocks.tolist(), slots.tolist(), strict=True):
-            length = int(table.length[row])
-            memory, offset, stride = table.local[row].tolist()
-            other, start, step = table.remote[row].tolist()
-            begin, there = offset + block * stride, start + slot * step
+        assert move.op is CopyOp.READ or not read.table.boxes, "a store places pieces"
+        self.num_staged += read.is_staged
+        for memory, begin, other, there, length in read.pieces().tolist() if read.is_staged else _copies(read):
             near = self._near[memory][begin : begin + length]
             far = self._far[move.far][other][there : there + length]
             assert len(near) == len(far) == length, "a copy goes beyond its memory"
