@@ -7,17 +7,7 @@ from __future__ import annotations
 
 from asynckv.edges.torch import TensorPart, register_parts
 from asynckv.geometry.check import register_memory
-from asynckv.geometry.layout import (
-    ONE_PER_REQUEST,
-    Dim,
-    Group,
-    Layout,
-    Memory,
-    Part,
-    View,
-    attention_view,
-    dense_part,
-)
+from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, attention_view, dense_part
 
 __all__ = [
     "ONE_PER_REQUEST",

@@ -21,16 +21,7 @@ from asynckv.core import told, wire
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
-from asynckv.core.outbox import (
-    BlocksRetired,
-    BlocksReturned,
-    DetachRead,
-    Outbox,
-    PostRead,
-    PullEnded,
-    PullOver,
-    Traced,
-)
+from asynckv.core.outbox import BlocksRetired, BlocksReturned, DetachRead, Outbox, PostRead, PullEnded, PullOver, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState

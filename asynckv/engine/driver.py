@@ -53,16 +53,7 @@ from asynckv.errors import BackendError, EngineClosed, LocalProtocolError, PullE
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observer
-from asynckv.ports import (
-    AgentInfo,
-    AgentLost,
-    AgentReplaced,
-    Clock,
-    ControlPlane,
-    CopyMade,
-    DataPlane,
-    TimerHandle,
-)
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, CopyMade, DataPlane, TimerHandle
 
 TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "

@@ -51,11 +51,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "config": _config(experiment, schedule),
-        "environment": {
-            **machine.environment(),
-            "cpu_count": os.cpu_count(),
-            **found.environment,
-        },
+        "environment": {**machine.environment(), "cpu_count": os.cpu_count(), **found.environment},
         "warmup": {
             "failed": sum(bool(o.error) for o in found.warmup),
             "max_latency_s": max((o.seconds for o in found.warmup), default=0.0),
