@@ -68,8 +68,8 @@ def test_a_report_of_another_version_or_scale_is_not_compared(
 @pytest.mark.slow
 def test_instructions_are_counted() -> None:
     tool = bench_core.counter()
-    if not tool:
-        pytest.skip("neither perf nor valgrind can count here")
+    if tool != "perf":
+        pytest.skip("perf cannot count here, and valgrind takes minutes")
     case = next(c for c in bench_core.CASES if c.name == "ledger/1")
     first, second = (bench_core.instructions(tool, case, 200) for _ in range(2))
     assert first is not None
