@@ -15,17 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asynckv.embed.ledgers import MAX_SPENT, ON_EVENT, DecodeLedger, Event, Fetch, PrefillLedger, State
-from asynckv.embed.orders import (
-    Announce,
-    Cancel,
-    Failed,
-    Finished,
-    Lend,
-    Order,
-    Pull,
-    Refused,
-    Withdraw,
-)
+from asynckv.embed.orders import Announce, Cancel, Failed, Finished, Lend, Order, Pull, Refused, Withdraw
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PullError, RemoteProtocolError
 from asynckv.results import LeaseEnd, PullResult
 from asynckv.scheduler import PrefillRanks

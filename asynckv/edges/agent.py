@@ -120,7 +120,7 @@ class _Lists(NamedTuple):
     local: Any
     remote: Any
     firsts: Mapping[int, int]  # of a staged table: the first descriptor of the first slot, by length
-    pieces: dict[tuple[int, int], Pieces]  # of a staged table, by row and slot
+    pieces: dict[int, Pieces]  # of a staged table, by row
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,7 @@ from asynckv.ports import CopyOp
 
 WINDOW_BYTES = 64 << 20  # given to one thread at a time, some 10 ms of copying: two of the largest posts
 WINDOW_PIECES = 256  # pieces given to one thread at a time, well below what it takes (`MAX_QUEUED`)
-STAGING_SLOTS = 4  # of each thread, whose loads from another memory order use one at a time, and keep those in doubt
+STAGING_SLOTS = 4  # per thread: its loads from another memory order use one at a time, and keep those in doubt
 TELL_S = 0.002  # seconds between two wake-ups of the loop while a thread has more to copy
 CLOSED = "the copy plane was closed"
 
@@ -75,7 +75,7 @@ class NixlCopies:
         self._moves: dict[TransferId, _Move] = {}
         self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
         self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}  # their move, thread and size
-        self._detached: dict[TransferId, Poster] = {}  # ended pieces whose slot may still be written
+        self._detached: dict[TransferId, Poster] = {}  # ended pieces; their slots may still be written
         self._given: Counter[Poster] = Counter()  # bytes given to each thread and not yet reported as ended
         self._news: list[TransferEnded] = []
         self._is_due = False

@@ -54,7 +54,7 @@ def as_index(ids: Ids) -> slice | Ids:
     return slice(start, start + len(ids)) if is_run else ids
 
 
-Pieces = tuple[Items, Items]  # the pieces of a row: their places in all blocks, and in staging memory from a place on
+Pieces = tuple[Items, Items]  # the pieces of a row: their places in all blocks, and in all slots of staging memory
 
 
 class Chunk(NamedTuple):
@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
     local: Int32s  # descriptors of the slot
     remote: Int32s
     blocks: slice | Ids
-    pieces: list[Pieces]  # of each row, the latter only of these blocks
+    pieces: list[Pieces]  # of each row, the latter only of this chunk
 
 
 class Stage:
@@ -117,17 +117,15 @@ class Stage:
                 number += count
         return np.array(out, np.uint64), firsts
 
-    def cut(
-        self, read: ReadRequest, slot: int, firsts: Mapping[int, int], made: dict[tuple[int, int], Pieces]
-    ) -> list[Chunk]:
-        """Cut a read into chunks for its slot. `made` keeps what later reads of the table need again.
+    def cut(self, read: ReadRequest, slot: int, firsts: Mapping[int, int], made: dict[int, Pieces]) -> list[Chunk]:
+        """Cut a read into chunks for its slot. `made` keeps the pieces of the table's rows for later reads.
 
         All are made at once, because Python is slow after a copy, which leaves nothing else in the caches.
         """
         table, (first, count) = read.table, read.rows
-        length, at, out = int(table.length[first]), slot * SLOT_BYTES, []
-        room, number = SLOT_BYTES // length, len(read.local) // count
-        index = np.arange(firsts[length] + slot * room, firsts[length] + (slot + 1) * room, dtype=np.int32)
+        length, number, out = int(table.length[first]), len(read.local) // count, []
+        start = firsts[length] + slot * (SLOT_BYTES // length)
+        index = np.arange(start, start + SLOT_BYTES // length, dtype=np.int32)
         ids = read.local[:number] - first * table.local_blocks
         whole = as_index(ids)
         for row, rows, start, stop in read.chunks(SLOT_BYTES):
@@ -136,12 +134,12 @@ class Stage:
                 blocks: slice | Ids = slice(whole.start + begin, whole.start + begin + size)
             else:
                 blocks = as_index(ids[begin : begin + size])
-            if (pieces := made.get((row, slot))) is None:
-                pieces = made[row, slot] = self._pieces(table, row, at, room)
-            found = [(pieces[0], pieces[1][:size])]
-            for more in range(1, rows):
-                found.append(self._pieces(table, row + more, at + more * size * length, size))  # noqa: PERF401
-            out.append(Chunk(index[: stop - start], read.remote[start:stop], blocks, found))
+            pieces: list[Pieces] = []
+            for i in range(rows):
+                if (found := made.get(row + i)) is None:
+                    found = made[row + i] = self._pieces(table, row + i)
+                pieces.append((found[0], found[1][slot, i * size : (i + 1) * size]))
+            out.append(Chunk(index[: stop - start], read.remote[start:stop], blocks, pieces))
         return out
 
     def time_placement(self, piece: int) -> float:
@@ -165,11 +163,11 @@ class Stage:
         for places, run in chunk.pieces:
             places[chunk.blocks] = run
 
-    def _pieces(self, table: DescTable, row: int, at: int, number: int) -> Pieces:
-        """Return the pieces of a row, of which a number of blocks lie in staging memory from `at`."""
-        box, (memory, offset, stride) = table.box(row), table.local[row].tolist()
+    def _pieces(self, table: DescTable, row: int) -> Pieces:
+        box, length, (memory, offset, stride) = table.box(row), int(table.length[row]), table.local[row].tolist()
         item = item_bytes(box.piece)
         shape, kind = (*box.shape, box.piece // item), f"V{item}"
-        to, of = (stride, *box.in_local, item), (int(table.length[row]), *box.in_run, item)
+        to, of = (stride, *box.in_local, item), (SLOT_BYTES, length, *box.in_run, item)
         places: Items = np.ndarray((table.local_blocks, *shape), kind, self._memories[memory], offset, to)
-        return places, np.ndarray((number, *shape), kind, self._area, at + box.skip, of)
+        slots = self.slots.number, SLOT_BYTES // length
+        return places, np.ndarray((*slots, *shape), kind, self._area, box.skip, of)

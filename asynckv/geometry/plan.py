@@ -49,12 +49,12 @@ class ReadRequest(NamedTuple):
         first, count = self.rows
         blocks = len(self.local) // count
         number = most // int(self.table.length[first])
-        rows, step = number // blocks or 1, blocks if number >= blocks else number or 1
+        rows = number // blocks or 1
+        step = number // blocks * blocks or number or 1
         for row in range(0, count, rows):
             end = min(row + rows, count) * blocks
-            for start in range(row * blocks, end, step * rows):
-                stop = min(start + step * rows, end)
-                yield first + row, (end - row * blocks) // blocks, start, stop
+            for start in range(row * blocks, end, step):
+                yield first + row, min(rows, count - row), start, min(start + step, end)
 
     def pieces(self) -> Int64s:
         """Return the pieces of a staged read, `[local memory, offset, remote memory, offset, length]` each, for a plane
@@ -189,16 +189,16 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
         return
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row that is too large by itself is split.
-    # Lists, because numpy's functions are slow for a few rows.
-    size, descs = [0, *np.cumsum(length * blocks).tolist()], [0, *np.cumsum(per_row).tolist()]
+    size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
     ends: Int64s | None = None  # ends of runs
     row = 0
     while row < table.num_rows:
+        # `bisect_right`, because numpy's search takes as long for a few rows as for many.
         end = min(bisect_right(size, size[row] + max_bytes), bisect_right(descs, descs[row] + max_descriptors)) - 1
         if not is_even:
             end = min(end, int(np.searchsorted(table.length, table.length[row], side="right")))
         if end > row:
-            yield _Part(section, row, end, 0, blocks, size[end] - size[row], descs[end] - descs[row])
+            yield _Part(section, row, end, 0, blocks, int(size[end] - size[row]), int(descs[end] - descs[row]))
             row = end
             continue
         one, lo = int(length[row]), 0
