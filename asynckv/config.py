@@ -197,7 +197,8 @@ class NixlConfig:
         bulk_descriptors: Least number of descriptors, before NIXL merges them, of a read that goes to a posting thread.
         staging_bytes: Bytes of staging memory, divided among the posting threads, which have 1 MiB each at least. Where
             the two sides' memory orders share only small pieces, long runs are read into it and their pieces are
-            copied to their places, if that is faster on this host. 0: never. Memory on GPUs is always read directly.
+            copied to their places, if that is faster on this host. 0: never.
+        gpu_staging: True to stage reads into memory on a GPU too, if all is on one. It has not been run on a GPU yet.
         packing_bytes: Bytes of memory for packed copies, 2 MiB to 128 GiB. Where a reader needs only small pieces of
             the blocks that this rank has lent, as one head of eight, this rank gathers them there, and the reader reads
             that copy. 0: never. Not for memory on GPUs.
@@ -220,6 +221,7 @@ class NixlConfig:
     bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
     staging_bytes: int = 32 * 1024 * 1024
+    gpu_staging: bool = False
     packing_bytes: int = 64 * 1024 * 1024
     process: Literal["auto", "serving", "never"] = "auto"
     process_start_s: float = 30.0
@@ -236,6 +238,7 @@ class NixlConfig:
             )
         _check(self, integer, ("bulk_bytes", "bulk_descriptors"), 1, MAX_INTEGER)
         _check(self, integer, ["staging_bytes"], 0, MAX_INTEGER)
+        flag("gpu_staging", self.gpu_staging, ConfigError)
         _check(self, integer, ["packing_bytes"], 0, MAX_PACKING)
         text("backend", self.backend, MAX_NAME, 1, ConfigError)
         pairs = self.params.items() if isinstance(self.params, dict) else [(None, None)]

@@ -83,8 +83,7 @@ class ControlPlane(Protocol):
     def refusal(self, to: Address | ReplyTo) -> str:
         """Say why no packet can be sent there, and the remedy; empty if one can.
 
-        For a connection it is asked right after `send` returned False: the connection has ended, or its peer reads too
-        slowly.
+        For a connection it is asked right after `send` returned False: it has ended, or its peer reads too slowly.
         """
 
     def host(self, address: Address) -> str:
@@ -205,8 +204,7 @@ class DataPlane(Protocol):
     def poll(self) -> Sequence[DataNews]:
         """Return news since the last call, in order, and make progress for remote readers. Never blocks.
 
-        A transfer is reported once with an ending that is final; its handle is released by then, or kept to be
-        released later.
+        A transfer is reported once with an ending that is final; its handle is released then, or later.
         """
 
     def watch(self, serving: bool) -> None:
@@ -228,8 +226,7 @@ class DataPlane(Protocol):
         """Deregister and destroy the agent; nothing writes afterwards. Idempotent. Waits for threads, if any.
 
         Raises:
-            BackendError: A call is still inside the back end and may write. Everything else is closed; call again to
-                wait again.
+            BackendError: A call is still inside the back end and may write. All else is closed; call again to wait.
         """
 
 
@@ -267,8 +264,7 @@ class _MovePlane(Protocol):
         Moves that had not ended have `FAILED`; a last `poll` reports them.
 
         Raises:
-            BackendError: A call is still inside the back end or the system and may write: keep the memory, and call
-                again.
+            BackendError: A call is still inside the back end or the system and may write: keep the memory; call again.
         """
 
 

@@ -374,11 +374,7 @@ def gather(ranks: Sequence[Pages], subject: Subject, blocks: BlockIds, tokens: i
 
 
 def differing(
-    ranks: list[Rank],
-    subject: Subject,
-    wanted: list[dict[str, torch.Tensor]],
-    blocks: BlockIds,
-    tokens: int,
+    ranks: list[Rank], subject: Subject, wanted: list[dict[str, torch.Tensor]], blocks: BlockIds, tokens: int
 ) -> list[str]:
     """Compare every part of every rank, replicas too, with its share of a single process's cache."""
     out = []

@@ -29,15 +29,7 @@ import typer
 from msgspec import Raw, Struct
 
 from asynckv.core import wire
-from asynckv.core.account import (
-    Account,
-    Facts,
-    Lag,
-    PeerStatus,
-    PhaseCount,
-    decode_account,
-    encode_account,
-)
+from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.core.types import Cohort, Endpoint, Key, KVTransferParams, Outcome, decode_params
 from asynckv.errors import ConfigError

@@ -315,13 +315,7 @@ def test_each_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Pa
                 {
                     "interval": MINUTE,
                     "input_series": [{"series": name, "values": values} for name, values in series.items()],
-                    "alert_rule_test": [
-                        {
-                            "eval_time": f"{minutes}m",
-                            "alertname": alert,
-                            "exp_alerts": expected,
-                        }
-                    ],
+                    "alert_rule_test": [{"eval_time": f"{minutes}m", "alertname": alert, "exp_alerts": expected}],
                 }
             )
     # The words have numbers in them, which are not what is tested here.

@@ -292,10 +292,7 @@ def test_a_directory_is_several_runs(tmp_path: Path) -> None:
         ("{", "is neither a report of asynckv bench nor a sweep"),
         ("[]", "is neither"),
         ("{}", "is neither"),
-        (
-            '{"schema": "asynckv.bench/9"}',
-            "has schema asynckv.bench/9, but this asynckv compares asynckv.bench/1",
-        ),
+        ('{"schema": "asynckv.bench/9"}', "has schema asynckv.bench/9, but this asynckv compares asynckv.bench/1"),
         ('{"schema": "asynckv.sweep/9"}\n', "is not a sweep of schema asynckv.sweep/1"),
         ('{"schema": "asynckv.bench/1"}', "is damaged: config, environment, blocks, requests.completed"),
         (json.dumps(made() | {"requests": {}}), "is damaged: requests.completed, requests.failed cannot be read"),
@@ -315,8 +312,7 @@ def test_what_is_no_whole_report_is_one_line_and_status_2(
 
 
 @pytest.mark.parametrize(
-    "unlike",
-    [{"loop": "uvloop"}, {"floor": True}, {"rounds": 3}, {"pool_mb": 64}, {"posting_threads": 2}],
+    "unlike", [{"loop": "uvloop"}, {"floor": True}, {"rounds": 3}, {"pool_mb": 64}, {"posting_threads": 2}]
 )
 def test_unlike_runs_are_not_taken_for_runs_of_one_point(unlike: dict[str, Any]) -> None:
     before, after = side("a", made(100), made(200, **unlike)), side("b", made(100), made(200, **unlike))

@@ -276,11 +276,7 @@ def test_the_plain_loop_keeps_the_engines_windows(
     handles = {id(table): (None, SimpleNamespace(_handle=1), SimpleNamespace(_handle=2))}
     post = ReadRequest(table, np.zeros(1, np.int32), np.zeros(1, np.int32), 10, 2)
     ends = loop.read_all(
-        handles,
-        [[post]] * 8,
-        concurrency=concurrency,
-        window_bytes=window_bytes,
-        window_descriptors=window_descriptors,
+        handles, [[post]] * 8, concurrency=concurrency, window_bytes=window_bytes, window_descriptors=window_descriptors
     )
     assert (raw.most, raw.asked) == (most, {})
     assert ends == sorted(ends)

@@ -47,12 +47,7 @@ def run(*argv: str, inside: tuple[str, ...] = (), status: int = 0) -> subprocess
 def check(report: Path, requests: int) -> str:
     """Every byte has arrived; returns how."""
     found = json.loads(report.read_text())
-    assert found["requests"] == {
-        "submitted": requests,
-        "completed": requests,
-        "read_nothing": 0,
-        "failed": 0,
-    }
+    assert found["requests"] == {"submitted": requests, "completed": requests, "read_nothing": 0, "failed": 0}
     assert found["bytes"]["verified"] == found["bytes"]["wanted"] > 0
     assert found["bytes"]["wrong"] == 0
     assert not any(found["blocks"].values())

@@ -227,10 +227,7 @@ def test_a_process_that_a_stranger_has_taken_over_is_believed_in_nothing(
     (path := tmp_path / "packet").write_bytes(packet)
     say = f"socket.socket(fileno=int(sys.argv[2])).send(open({str(path)!r}, 'rb').read())"
     monkeypatch.setattr(probing, "START", f"import socket, sys; {say}")
-    with (
-        probing.Probe(Order("lies"), tmp_path) as lying,
-        pytest.raises(probing.Ended, match=why) as ended,
-    ):
+    with probing.Probe(Order("lies"), tmp_path) as lying, pytest.raises(probing.Ended, match=why) as ended:
         lying.hear(Place)
     assert ended.value.how == "died"
 

@@ -10,18 +10,7 @@ from msgspec.structs import replace
 
 from asynckv.tools.doctor.catalogue import KINDS, LEVELS, TOPICS
 from asynckv.tools.doctor.checks import examine, is_good
-from asynckv.tools.doctor.facts import (
-    Facts,
-    Gpu,
-    Interface,
-    Machine,
-    Network,
-    PeerFacts,
-    Rdma,
-    Software,
-    Ucx,
-    Use,
-)
+from asynckv.tools.doctor.facts import Facts, Gpu, Interface, Machine, Network, PeerFacts, Rdma, Software, Ucx, Use
 
 DOCS = Path(__file__).parents[1] / "docs"
 GOOD = Facts(ucx=Ucx())

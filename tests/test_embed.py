@@ -33,17 +33,7 @@ from asynckv import (
     RemoteProtocolError,
 )
 from asynckv.edges.nixl import NixlPlane
-from asynckv.embed import (
-    Announce,
-    Cancel,
-    EngineThread,
-    Finished,
-    Lend,
-    Order,
-    Pull,
-    Reclaim,
-    Withdraw,
-)
+from asynckv.embed import Announce, Cancel, EngineThread, Finished, Lend, Order, Pull, Reclaim, Withdraw
 from asynckv.engine import ending
 from tests.engines import BLOCKS, memory
 from tests.test_arguments import HOSTILE
@@ -107,11 +97,7 @@ class Pair:
 
     def until(self, condition: Callable[[Finished, Finished], object]) -> None:
         """Let both run until what they have told is as wanted."""
-        until(
-            lambda: condition(self.prefill.take(), self.decode.take()),
-            self.prefill.way,
-            self.decode.way,
-        )
+        until(lambda: condition(self.prefill.take(), self.decode.take()), self.prefill.way, self.decode.way)
 
 
 @pytest.fixture(params=WAYS)

@@ -13,17 +13,7 @@ from typing import Any
 
 import pytest
 
-from asynckv import (
-    Cancel,
-    Failed,
-    Finished,
-    LeaseEnd,
-    PrefillRanks,
-    Pull,
-    PullError,
-    PullResult,
-    Withdraw,
-)
+from asynckv import Cancel, Failed, Finished, LeaseEnd, PrefillRanks, Pull, PullError, PullResult, Withdraw
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 WAYS = ("native", "threaded")
@@ -250,12 +240,7 @@ def test_the_decode_example_goes_on_when_a_rank_has_died(two_engines: Any) -> No
     scheduler.step()
     assert workers.orders == [Cancel("r1")]
     scheduler.step()
-    assert call.answer.result() == {
-        "from": "here",
-        "num_bytes": 0,
-        "why": "PeerLost: rank_died",
-        "is_right": True,
-    }
+    assert call.answer.result() == {"from": "here", "num_bytes": 0, "why": "PeerLost: rank_died", "is_right": True}
     assert not set(blocks) & set(scheduler.free), "rank 1 has not returned them"
     workers.told[1].returned = ["r1"]
     scheduler.step()

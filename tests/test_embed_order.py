@@ -45,9 +45,7 @@ def test_a_cancellation_finds_the_pull_before_it_though_the_loop_is_woken_twice_
 
 
 @pytest.mark.nixl
-def test_a_bug_that_one_order_meets_is_told_with_it_and_strands_none_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bug_that_one_order_meets_is_told_with_it_and_strands_none_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
             desk = EngineDesk(engine, lambda: None)

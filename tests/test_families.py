@@ -68,10 +68,7 @@ async def move(
     pools: dict[str, list[Pool]] = {}
     for role, (tp, pp), sizes in (("prefill", prefill, there), ("decode", decode, here)):
         pools[role] = [
-            Pool(
-                model_layout(model, tp_rank=r, tp_size=tp, pp_stage=s, pp_size=pp, num_blocks=24, **sizes),
-                seed=5,
-            )
+            Pool(model_layout(model, tp_rank=r, tp_size=tp, pp_stage=s, pp_size=pp, num_blocks=24, **sizes), seed=5)
             for s in range(pp)
             for r in range(tp)
         ]

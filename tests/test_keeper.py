@@ -426,10 +426,7 @@ async def test_a_follower_that_is_too_late_is_killed_and_followed(kept: Callable
     await until(lambda: each.keeper.num_processes == 2)
     os.kill(each.keeper.pid, signal.SIGKILL)
     await until(lambda: each.keeper.is_serving and len(each.news()) > 3)
-    assert each.news()[1:3] == [
-        ("the data plane's process was ended by SIGKILL", 0.0),
-        (ANY, 0.0),
-    ]
+    assert each.news()[1:3] == [("the data plane's process was ended by SIGKILL", 0.0), (ANY, 0.0)]
     assert "process did not serve, and made no progress for 1 s" in each.news()[2][0]
 
 

@@ -47,13 +47,7 @@ P, D, E = "aaaaaaaa" + "0" * 24, "bbbbbbbb" + "1" * 24, "cccccccc" + "2" * 24
 OTHER = "eeeeeeee" + "3" * 24
 RANK = {P: "prefill/tp0@aaaaaaaa", D: "decode/tp0@bbbbbbbb", E: "decode/tp1@cccccccc", OTHER: "other/tp0@eeeeeeee"}
 PULL = f"{D[:16]}-1"
-NAMES = {
-    "request_id": "gen-a",
-    "prefill_request_id": "a",
-    "pull_id": PULL,
-    "peer": "prefill",
-    "sequence": 0,
-}
+NAMES = {"request_id": "gen-a", "prefill_request_id": "a", "pull_id": PULL, "peer": "prefill", "sequence": 0}
 LEASE: dict[str, Any] = {"request_id": "a", "sequence": 0, "blocks": 4}
 
 
@@ -190,10 +184,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     ),
     "wrong target": (C.WRONG_TARGET, [*BOTH, expired(False), pull_ended(16, "wrong_target")]),
     "stale": (C.STALE_PARAMS, [*BOTH, expired(False), pull_ended(16, "restarted")]),
-    "queued": (
-        C.LEASE_TOO_SHORT,
-        [*BOTH, expired(False), pull_ended(42, "timeout", failed_in="queue", seconds=31.0)],
-    ),
+    "queued": (C.LEASE_TOO_SHORT, [*BOTH, expired(False), pull_ended(42, "timeout", failed_in="queue", seconds=31.0)]),
     "came too late": (C.LEASE_TOO_SHORT, [*BOTH, expired(False), pull_ended(45, "expired", seconds=0.1)]),
     "came too late, for it was away": (
         C.DECODE_LOOP_AWAY,
@@ -221,10 +212,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
             expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"}),
         ],
     ),
-    "announced": (
-        C.ANNOUNCED_AND_FORGOTTEN,
-        [*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0)],
-    ),
+    "announced": (C.ANNOUNCED_AND_FORGOTTEN, [*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0)]),
     "retry": (C.NO_ATTEMPT_FOLLOWED, retrying([*BOTH, expired(), pull_ended(12, "read_failed")])),
     "one rank": (
         C.RANK_NEVER_SPOKE,
@@ -358,13 +346,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     ),
     "one of two engines died": (
         C.NEVER_CLAIMED,
-        [
-            *DIED,
-            say(5, told.EngineStarted, OTHER, host="h"),
-            say(6, told.PeerChanged, OTHER),
-            *ANOTHER,
-            expired(False),
-        ],
+        [*DIED, say(5, told.EngineStarted, OTHER, host="h"), say(6, told.PeerChanged, OTHER), *ANOTHER, expired(False)],
     ),
     "renewed for as long as may be": (
         C.MAX_LEASE,
@@ -587,10 +569,7 @@ def test_what_was_released_revoked_or_withdrawn_is_not_late() -> None:
         [*BOTH, say(20, told.LeaseHeld, state="lent", waits="", requests=1, oldest=[held]), say(90, "of_later")],
         [*BOTH, pull_ended(38, "peer_lost")],
         # It has failed, and has no outcome yet.
-        [
-            *RUNNING,
-            say(20, told.PullHeld, D, state="draining", waits="", requests=1, oldest=[{**NAMES, "state_s": 1}]),
-        ],
+        [*RUNNING, say(20, told.PullHeld, D, state="draining", waits="", requests=1, oldest=[{**NAMES, "state_s": 1}])],
     ):
         assert not found(records)
 

@@ -266,9 +266,7 @@ def test_half_letters_and_numbers_beyond_all_measure_can_be_written_and_added(tm
     assert not join(logs).requests[-1].sequence > 0
 
 
-def test_no_command_stumbles_over_numbers_of_another_world(
-    tmp_path: Path,
-) -> None:
+def test_no_command_stumbles_over_numbers_of_another_world(tmp_path: Path) -> None:
     start = {"engine_id": "decode", "rank": "decode/tp0@bbbbbbbb", "incarnation": "b" * 32}
     pulls = [
         row("pull_ended") | start | {"cause": "complete", "seconds": s, "bytes": n, "phases": {"read": n}}

@@ -56,12 +56,7 @@ def table(table_id: int, lengths: list[int], local: list[list[int]], remote: lis
 
 
 TABLES = (
-    table(
-        0,
-        [512, 96, 8],
-        [[0, 0, 1024], [1, 64, 2048], [0, 520, 1024]],
-        [[1, 0, 512], [0, 3, 100], [1, 40000, 999]],
-    ),
+    table(0, [512, 96, 8], [[0, 0, 1024], [1, 64, 2048], [0, 520, 1024]], [[1, 0, 512], [0, 3, 100], [1, 40000, 999]]),
     table(7, [256], [[1, 512, 2048]], [[0, 8192, 256]]),
 )
 
@@ -140,11 +135,7 @@ def copied(mine: Sequence[Bytes], theirs: Sequence[Bytes], t: DescTable, local: 
         assert row == other
         memory, offset, stride = t.local[row].tolist()
         from_memory, from_offset, from_stride = t.remote[row].tolist()
-        to, source, length = (
-            offset + block * stride,
-            from_offset + block_there * from_stride,
-            int(t.length[row]),
-        )
+        to, source, length = (offset + block * stride, from_offset + block_there * from_stride, int(t.length[row]))
         mine[memory][to : to + length] = theirs[from_memory][source : source + length]
 
 
@@ -348,11 +339,7 @@ async def test_an_exception_that_is_no_disconnect_is_no_end(linked: tuple[Side, 
     copied(want, owner.arrays, TABLES[0], local, remote)
     reader.read(1, "owner", TABLES[0], local, remote)
     (doubted, *_) = reader.news = [*reader.news, *reader.ended()]
-    assert (doubted.ending, doubted.cause, doubted.peer_lost) == (
-        Ending.IN_DOUBT,
-        "RuntimeError('unheard of')",
-        False,
-    )
+    assert (doubted.ending, doubted.cause, doubted.peer_lost) == (Ending.IN_DOUBT, "RuntimeError('unheard of')", False)
     # NIXL went on with it all the same, and it is asked about until it says so.
     assert endings(await reader.heard(2)) == [(1, "in_doubt"), (1, "done")]
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
@@ -584,10 +571,7 @@ async def test_one_name_is_one_agent_with_one_memory(linked: tuple[Side, Side], 
     reader, owner = linked
     other = Side("other", 3)
     sides.append(other)
-    for agent, memories in (
-        (AgentInfo("owner", other.agent.metadata), owner.memories),
-        (owner.agent, other.memories),
-    ):
+    for agent, memories in ((AgentInfo("owner", other.agent.metadata), owner.memories), (owner.agent, other.memories)):
         with pytest.raises(BackendError, match="owner is loaded with other metadata; give every start of a process"):
             await reader.plane.add_remote_agent(agent, memories)
     await check_reads(reader, "owner", owner.arrays)
@@ -733,10 +717,7 @@ async def _reader(posting_threads: int) -> dict[str, Any]:
             ):
                 await asyncio.sleep(0)
             reader.news += reader.ended()
-            found["while_stopped"] = {
-                "news": len(reader.news),
-                "running": reader.plane.statistics()["running"],
-            }
+            found["while_stopped"] = {"news": len(reader.news), "running": reader.plane.statistics()["running"]}
             process.kill()
             found["after_kill"] = [[e.ending.value, e.peer_lost] for e in await reader.heard(4)]
             reader.read(20, "owner", TABLES[0], local, there)

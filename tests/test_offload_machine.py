@@ -98,13 +98,7 @@ class Machine(RuleBasedStateMachine):
         self.groups, self.policy = model, policy
         self.num_bytes = [PAGE * pages for pages in SIZES[len(model)]]
         n = 4 * PAGE if small else 1 << 20
-        self.budgets = Budgets(
-            move_bytes=n,
-            load_bytes=n,
-            store_bytes=2 * n,
-            promotion_bytes=n,
-            write_back_bytes=n,
-        )
+        self.budgets = Budgets(move_bytes=n, load_bytes=n, store_bytes=2 * n, promotion_bytes=n, write_back_bytes=n)
         self.has_file = has_file
         self.memories = [Memory(model, n) for n in self.num_bytes]
         self.now = 0.0

@@ -476,10 +476,7 @@ def test_services_that_keep_a_single_table_read_with_none_that_is_gone(monkeypat
 @pytest.mark.parametrize("layers", [1, 3])
 def test_memory_orders_that_do_not_go_together_are_warned_about(layers: int) -> None:
     """A descriptor per token and head of keys and values: 8 per block and layer are taken in silence, more are not."""
-    for tokens, said in (
-        (2, []),
-        (3, ["group 0 is read in pieces of 4 bytes, 12 per block and layer"]),
-    ):
+    for tokens, said in ((2, []), (3, ["group 0 is read in pieces of 4 bytes, 12 per block and layer"])):
         here, there = (
             make_layout(layers=layers, num_heads=2, block_size=tokens, base=(i + 1) << 40, order=order)
             for i, order in enumerate(("kv", "block", *each, "dim") for each in (("token", "head"), ("head", "token")))

@@ -777,10 +777,7 @@ RESPONSE_ERRORS = [
 
 async def test_a_response_is_prefilled_and_decoded_as_well() -> None:
     prefill, decode = prefills(), Fake(says_events(HEAD_OF_RESPONSE + DELTA))
-    async with (
-        routed([prefill], [decode]) as client,
-        client.session.post(client.url + RESPONSES, json=INPUT) as answer,
-    ):
+    async with routed([prefill], [decode]) as client, client.session.post(client.url + RESPONSES, json=INPUT) as answer:
         assert (answer.status, await answer.read()) == (200, HEAD_OF_RESPONSE + DELTA)
     asked = {"input": "one two", "max_output_tokens": 1, "stream": False, "store": False}
     assert prefill.asked[0][0] == {**asked, "kv_transfer_params": {"do_remote_decode": True}}
@@ -1015,10 +1012,7 @@ async def connection(client: Client, said: bytes) -> AsyncIterator[tuple[asyncio
 
 
 async def test_slow_bodies_are_refused() -> None:
-    async with (
-        routed([prefills()], [decodes()], body_s=0.2) as client,
-        connection(client, HEAD) as (reader, writer),
-    ):
+    async with routed([prefills()], [decodes()], body_s=0.2) as client, connection(client, HEAD) as (reader, writer):
         answer = asyncio.create_task(reader.readline())
         async with asyncio.timeout(HEAR_S / 2):  # long before any engine is taken for silent
             while not answer.done():  # a body that goes on and on is late all the same
@@ -1029,10 +1023,7 @@ async def test_slow_bodies_are_refused() -> None:
 
 @pytest.mark.parametrize("said", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half"])
 async def test_a_connection_without_a_whole_header_is_closed(said: bytes) -> None:
-    async with (
-        routed([prefills()], [decodes()], idle_s=0.2) as client,
-        connection(client, said) as (reader, _),
-    ):
+    async with routed([prefills()], [decodes()], idle_s=0.2) as client, connection(client, said) as (reader, _):
         assert await asyncio.wait_for(reader.read(), HEAR_S) == b""
 
 

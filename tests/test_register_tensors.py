@@ -13,13 +13,7 @@ from asynckv.geometry.match import compare
 from asynckv.layout import Group, TensorPart, register_parts
 
 ORDER = ("kv", "block", "token", "head", "dim")
-DECLARED: dict[str, Any] = {
-    "order": ORDER,
-    "block_size": 4,
-    "num_blocks": 8,
-    "heads": (0, 2),
-    "num_heads": 2,
-}
+DECLARED: dict[str, Any] = {"order": ORDER, "block_size": 4, "num_blocks": 8, "heads": (0, 2), "num_heads": 2}
 
 
 def kv(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -171,15 +171,7 @@ def check_pull() -> None:
     assert it.grant() == [Effect.RETURN, Effect.TELL, Effect.SEND], "it left when all had landed"
     assert (it.pull.state, it.pull.reason) == (S.NOTIFYING, Reason.COMPLETE)
     it.settle()
-    assert it.states == [
-        S.ANNOUNCED,
-        S.CONNECTING,
-        S.QUEUED,
-        S.READING,
-        S.CONFIRMING,
-        S.NOTIFYING,
-        S.RELEASED,
-    ]
+    assert it.states == [S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING, S.CONFIRMING, S.NOTIFYING, S.RELEASED]
     # A full prefix hit reads nothing.
     it = Attempt()
     it.pull.start(lists_of(), 100.0, it.later())

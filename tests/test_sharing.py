@@ -16,15 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from asynckv import (
-    BackendError,
-    ConfigError,
-    EngineConfig,
-    NixlConfig,
-    register_tensors,
-    shared_memory,
-    shared_tensor,
-)
+from asynckv import BackendError, ConfigError, EngineConfig, NixlConfig, register_tensors, shared_memory, shared_tensor
 from asynckv.edges import choice, transports
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ServingPlane
@@ -114,10 +106,7 @@ def test_no_descriptor_is_left_open_whether_memory_is_shared_or_not() -> None:
 def test_a_region_that_cannot_be_shared_is_named_with_its_remedy() -> None:
     private, nameless, shared = np.zeros(SIZE, np.uint8), mmap.mmap(-1, SIZE), shared_memory(SIZE)
     for memory, why in (
-        (
-            Memory(private.ctypes.data, SIZE),
-            r"memory 1 \(12305 bytes\) is private to this process; allocate it",
-        ),
+        (Memory(private.ctypes.data, SIZE), r"memory 1 \(12305 bytes\) is private to this process; allocate it"),
         (Memory(address(nameless), SIZE), r"neither a descriptor nor a path leads to it.*shared_memory\(num_bytes\)"),
         (Memory(address(shared), 1 << 46), r"memory 1 \(\d+ bytes\) is .*; allocate it"),
         (Memory(1 << 40, SIZE, "cuda"), r"memory 1 .* is cuda memory"),

@@ -173,10 +173,7 @@ def test_strangers_write_nothing_onto_the_terminal_but_letters() -> None:
         peers=(PeerStatus(rank=WILD, address=WILD, state=WILD, cause=WILD),),
         budgets={"bytes_in_flight": (-5, 10**18)},
     )
-    answers = [
-        Answer(address=WILD, account=hostile, gauges={WILD: 1}),
-        Answer(address=WILD, error=WILD),
-    ]
+    answers = [Answer(address=WILD, account=hostile, gauges={WILD: 1}), Answer(address=WILD, error=WILD)]
     document, text = found_in(answers)
     for said in (shown(answers), text):
         assert "\\x1b" in said

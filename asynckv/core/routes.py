@@ -48,9 +48,7 @@ def refusal(request_id: str, text: str) -> PlanRefused:
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """The ranks of a prefill group that this reader answers for, by stage and rank. `ready` saves work for later
-    requests, by wanted groups.
-    """
+    """The ranks of a prefill group that this reader answers for, by stage and rank. `ready` is by wanted groups."""
 
     ranks: tuple[RemoteRank, ...]
     flow: FlowKey
@@ -142,12 +140,7 @@ class Routes:
             key = tuple((s.local_view.layer, s.local_part.name, s.lo, s.hi) for s in shares)
             if shares and key not in peer.tables:
                 tables = peer.tables[key] = PeerTables(
-                    self._layout,
-                    peer.layout,
-                    shares,
-                    self._table_ids,
-                    self._costs,
-                    self._pack_bytes(peer),
+                    self._layout, peer.layout, shares, self._table_ids, self._costs, self._pack_bytes(peer)
                 )
                 self._on_tables(peer, tables)
             found.append(peer.tables[key] if shares else None)

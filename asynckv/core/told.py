@@ -389,9 +389,7 @@ class PullHeld(Told, kw_only=True):
 
 
 class PullRefused(Told):
-    """This engine itself refused to pull or announce a request, and began nothing. At most ten lines at once, then one
-    per second.
-    """
+    """This engine refused to pull or announce a request. At most ten lines at once, then one per second."""
 
     side, levels, most = "decode", ("warning",), (1.0, 10.0)
     request_id: RequestText
@@ -497,9 +495,7 @@ class BlocksRetired(OfPull):
 
 
 class OffloadStarted(Told):
-    """The offload started: blocks are kept outside the accelerator from now on. The line also has the fields of
-    `Offload.describe`.
-    """
+    """The offload started: blocks are kept outside the accelerator. `Offload.describe` has the other fields."""
 
     host_bytes: Annotated[int, "Size of the host memory tier."]
     file_bytes: Annotated[int, "Size of the file tier; 0 if there is none."]
@@ -568,9 +564,7 @@ class OffloadRetired(OffloadLate):
 
 
 class OffloadFilesLost(Told):
-    """The file tier takes no more writes, or is off: the disk is full or broken, or files were removed. Host memory
-    goes on.
-    """
+    """The file tier takes no more writes, or is off: disk full or broken, or files removed. Host memory goes on."""
 
     levels = ("warning",)
     cause: Annotated[str, "The failure and its remedy."]
@@ -603,9 +597,7 @@ class OffloadLeftOut(Told):
 
 
 class OffloadBroken(Told):
-    """The offload is off: the engine resumed with memory that the offload cannot use, or opening at the start hung and
-    was abandoned.
-    """
+    """The offload is off: it cannot use the memory after a resume, or opening at the start hung and was abandoned."""
 
     levels = ("error",)
     cause: Annotated[str, "The reason."]
@@ -627,9 +619,7 @@ class LoopWasAway(Told):
 
 
 class InternalError(Told):
-    """asynckv has a bug. The engine dropped the work at hand and goes on. At most ten lines at once, then one per
-    second.
-    """
+    """asynckv has a bug. The engine dropped the work at hand. At most ten lines at once, then one per second."""
 
     levels, most = ("error",), (1.0, 10.0)
     error: Annotated[str, "The exception."]
@@ -672,9 +662,7 @@ class DataPlaneBroken(Told):
 
 
 class DataPlaneInProcess(Told):
-    """UCX can end this process when a reader dies, because the memory cannot be shared with a separate data plane
-    process.
-    """
+    """UCX can end this process when a reader dies, because a data plane process cannot share the memory."""
 
     levels = ("warning",)
     detail: Annotated[str, "The memory concerned, and the remedy."]

@@ -45,7 +45,7 @@ from asynckv.geometry.staging import SLOT_BYTES
 from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo
 
-MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
+MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM", "file": "FILE"}
 MEASURE_S = 1.0  # seconds after which the read of a measurement is given up
 MAX_LISTS = 1024  # tables of one remote agent with kept descriptor lists, in addition to those in use
 SOURCE, SINK = " is copied from", " is copied to"  # appended to the memory's name, by the direction of the copy
@@ -115,6 +115,14 @@ def set_up(agent: Agent) -> Iterator[Agent]:
         raise
 
 
+def make_stage(memories: Sequence[Memory], num_slots: int) -> Stage:
+    if any(memory.kind == "cuda" for memory in memories):
+        from asynckv.edges.torch import DeviceStage
+
+        return DeviceStage(memories, num_slots)
+    return Stage(memories, num_slots)
+
+
 class _Lists(NamedTuple):
     table: DescTable
     local: Any
@@ -155,11 +163,20 @@ class _Transfer(NamedTuple):
     staged: _Staged | None = None
 
 
-def byte_ranges(addresses: npt.NDArray[Any], lengths: npt.NDArray[Any] | int) -> npt.NDArray[np.uint64]:
-    """Return ranges of host memory as NIXL takes them: rows of address, length, device 0."""
-    rows = np.zeros((len(addresses), 3), np.uint64)
-    rows[:, 0], rows[:, 1] = addresses, lengths
+def byte_ranges(
+    addresses: npt.NDArray[Any], lengths: npt.NDArray[Any] | int, devices: npt.NDArray[Any] | int = 0
+) -> npt.NDArray[np.uint64]:
+    """Return ranges of memory as NIXL takes them: rows of address, length, device."""
+    rows = np.empty((len(addresses), 3), np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, devices
     return rows
+
+
+def _ranges(
+    at: Sequence[Memory], numbers: npt.NDArray[Any], offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]
+) -> npt.NDArray[np.uint64]:
+    base, device = np.array([[m.base, m.device] for m in at], np.uint64).T
+    return byte_ranges(base[numbers] + offsets.astype(np.uint64), lengths, device[numbers])
 
 
 class Agent:
@@ -228,8 +245,8 @@ class Agent:
     def add_stage(self, num_slots: int) -> None:
         """Make and register staging memory, for reads into the memory that is registered now."""
         try:
-            self.stage = Stage(self._memories, num_slots)
-        except (OSError, OverflowError, ValueError) as exc:
+            self.stage = make_stage(self._memories, num_slots)
+        except (OSError, OverflowError, ValueError, RuntimeError) as exc:
             size = f"{num_slots} slots of {SLOT_BYTES} bytes"
             raise BackendError(f"{size} of staging memory cannot be had: {exc}; lower nixl.staging_bytes") from exc
         self._register([self.stage.memory])
@@ -329,7 +346,7 @@ class Agent:
             if table.boxes:
                 assert self.stage is not None
                 rows, firsts = self.stage.rows(table)
-                made.append(self._agent.prep_xfer_dlist(mine, rows, "DRAM"))
+                made.append(self._agent.prep_xfer_dlist(mine, rows, MEMORY_KINDS[self.stage.memory.kind]))
             else:
                 made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
             made.append(self._prepare(theirs, table.remote, table.length, table.remote_blocks, remote.memories))
@@ -389,6 +406,8 @@ class Agent:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
             return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
+        if read.table.boxes and remote.own == SINK:
+            return TransferEnded(transfer_id, Ending.REFUSED, "only what is read can be staged")
         if read.table.boxes:
             post = self._post_staged if read.is_staged else self._post_ranges
             return post(transfer_id, name, remote, read)
@@ -469,16 +488,17 @@ class Agent:
     ) -> TransferEnded | None:
         """Post a read of a staged table in ranges of its own: its pieces, or the long ranges of a packed copy."""
         try:
-            ours, base = (np.array([m.base for m in each], np.uint64) for each in (self._memories, remote.memories))
+            local, kind = self._memories, "cpu"
             if read.slot < 0:
-                pieces = read.pieces().astype(np.uint64)
-                mine = byte_ranges(ours[pieces[:, 0]] + pieces[:, 1], pieces[:, 4])
-                theirs = byte_ranges(base[pieces[:, 2]] + pieces[:, 3], pieces[:, 4])
+                pieces = read.pieces()
+                mine = _ranges(local, pieces[:, 0], pieces[:, 1], pieces[:, 4])
+                theirs = _ranges(remote.memories, pieces[:, 2], pieces[:, 3], pieces[:, 4])
+                kind = remote.memories[int(pieces[0, 2])].kind
             else:
                 places, begin = read.places(), remote.packing.base + read.slot * remote.packing.slot_bytes
-                mine = byte_ranges(ours[places[:, 0]] + places[:, 1].astype(np.uint64), places[:, 2])
+                mine = _ranges(local, places[:, 0], places[:, 1], places[:, 2])
                 theirs = byte_ranges(begin + np.cumsum(places[:, 2]) - places[:, 2], places[:, 2])
-            handle = self._create(self._read, mine, theirs, remote.alias)
+            handle = self._create(self._read, mine, theirs, remote.alias, (local[0].kind, kind))
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
         return self._post(transfer_id, _Transfer(handle, name, None, remote))
@@ -489,18 +509,15 @@ class Agent:
         """Post a copy between host memory (rows of address, length, 0) and files (rows of offset, length, fd)."""
         op = self._write if is_write else self._read
         try:
-            handle = self._create(op, near, far, self.name, "FILE")
+            handle = self._create(op, near, far, self.name, ("cpu", "file"))
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
         return self._post(transfer_id, _Transfer(handle, self.name, None, None))
 
-    def time_read(self, owner: Agent, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> float:
-        """Return the seconds of one read from another agent of this thread; infinite if it fails or takes too long.
-
-        Both sides are rows of address, length, 0.
-        """
+    def time_read(self, owner: Agent, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64], kind: str) -> float:
+        """Return the seconds of one read from another agent of this thread; infinite if it fails or takes too long."""
         try:
-            handle = self._create(self._read, mine, theirs, self._remotes[owner.name].alias)
+            handle = self._create(self._read, mine, theirs, self._remotes[owner.name].alias, (kind, kind))
             began = time.monotonic()
             status = int(self._raw.postXferReq(handle, b""))
             while status and time.monotonic() - began < MEASURE_S:
@@ -515,11 +532,12 @@ class Agent:
         return seconds
 
     def _create(
-        self, op: Any, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64], name: str, kind: str = "DRAM"
+        self, op: Any, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64], name: str, kinds: tuple[str, str]
     ) -> int:
-        """Make a transfer of byte ranges outside of any table; `kind` is that of the far side."""
-        sides = self._agent.get_xfer_descs(mine, "DRAM"), self._agent.get_xfer_descs(theirs, kind)
-        return int(self._raw.createXferReq(op, *sides, name, b"", []))
+        """Make a transfer of byte ranges outside of any table."""
+        sides = zip((mine, theirs), kinds, strict=True)
+        descs = [self._agent.get_xfer_descs(rows, MEMORY_KINDS[kind]) for rows, kind in sides]
+        return int(self._raw.createXferReq(op, *descs, name, b"", []))
 
     def _post(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
         try:

@@ -281,12 +281,13 @@ class Poster:
         return None
 
     def _may_go(self, agent: Agent, name: str) -> bool:
-        """Return True if a line's first read has a slot now, or none came free for so long that it is read directly."""
+        """Return True if a line's first read has a slot now, or will have none soon, so that it is read directly."""
         line, now = self._lines[name], time.monotonic()
         if agent.stage is None or agent.stage.slots.has_room(name):
             line.moved_at = now
             return True
-        return now - line.moved_at > PATIENCE_S
+        only_doubtful = not any(transfer.staged for transfer in agent.running.values())
+        return only_doubtful or now - line.moved_at > PATIENCE_S
 
     def _obey(self, agent: Agent) -> None:
         while not self._is_stopping and (order := self._next(agent)) is not None:

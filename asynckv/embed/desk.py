@@ -57,10 +57,7 @@ class EngineDesk:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        wake: Callable[[], None] | None = None,
-        on_news: Callable[[], None] = lambda: None,
+        self, engine: Engine, wake: Callable[[], None] | None = None, on_news: Callable[[], None] = lambda: None
     ) -> None:
         self.engine = engine
         self._wake, self._on_news = wake, on_news

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from asynckv.config import EngineConfig
 from asynckv.engine.shelf import Shelf
 from asynckv.geometry.blocks import BlockList, runs_of
 from asynckv.geometry.bounds import BlockRuns, Int64s
@@ -96,12 +97,10 @@ class ByTokens:
 Copying = SlotBySlot | ByTokens
 
 
-def reading(device: Layout, shelves: Sequence[Shelf], max_bytes: int) -> dict[Shelf, ByTokens]:
-    """Say how shelves of all ranks of another engine are read into a device's memory; raise `LayoutError` if they do
-    not fit, or lack something.
-    """
-    plain = _without_windows(device)
-    costs = WITHIN if all(memory.kind == "cpu" for memory in device.memories) else None
+def reading(device: Layout, shelves: Sequence[Shelf], config: EngineConfig, max_bytes: int) -> dict[Shelf, ByTokens]:
+    """Say how shelves of another engine's ranks are read; raise `LayoutError` if they do not fit, or lack something."""
+    plain, is_on_host = _without_windows(device), all(memory.kind == "cpu" for memory in device.memories)
+    costs = WITHIN if is_on_host and config.nixl.staging_bytes else None
     tables = kept_tables(plain, [_without_windows(shelf.layout) for shelf in shelves], itertools.count(1), costs)
     return {
         shelf: ByTokens(shelf, device, some, max_bytes)

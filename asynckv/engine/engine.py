@@ -144,8 +144,7 @@ class Engine:
         """Start the control plane and the data plane, and register the memory.
 
         Raises:
-            BackendError: NIXL cannot start or register the memory, or the address cannot be bound; nothing is left
-                running.
+            BackendError: NIXL cannot start or register the memory, or the address cannot be bound; nothing runs on.
             LayoutError: The layout is inconsistent.
         """
         self._home.here(self.start, is_first=True)
@@ -205,10 +204,7 @@ class Engine:
         config, layout = self.config, self.registration.layout
         place = f"{config.engine_id}-tp{layout.tp_rank}-{self.incarnation}"
         return choose_plane(
-            config,
-            layout.memories,
-            place,
-            lambda cause: self._recorder.log(told.DataPlaneInProcess(cause)),
+            config, layout.memories, place, lambda cause: self._recorder.log(told.DataPlaneInProcess(cause))
         )
 
     async def _begin(self, memory_epoch: int = 0) -> None:
@@ -402,8 +398,7 @@ class Engine:
         Raises:
             EngineClosed: The engine is closed or draining.
             PlanRefused: The blocks do not fit the layout.
-            LocalProtocolError: The params belong to another engine, were lent before or withdrawn, or a block is being
-                written.
+            LocalProtocolError: The params are another engine's, lent before or withdrawn, or a block is being written.
         """
         self._home.here(self.lend)
         if type(num_readers) is not int or not 0 < num_readers <= MAX_RANKS:
@@ -483,8 +478,7 @@ class Engine:
 
         Raises:
             EngineClosed: The engine is closed; or it drains, and this was not announced before.
-            LocalProtocolError: The request is being pulled already, or was announced with other params or another
-                cohort_id.
+            LocalProtocolError: The request is being pulled already, or announced with other params or cohort_id.
             PlanRefused: The params do not list a whole group of ranks, or list this very rank.
             RemoteProtocolError: The params are malformed.
         """

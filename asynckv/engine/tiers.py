@@ -154,7 +154,7 @@ class Tiers:
         most = self.config.max_post_bytes
         copying: dict[Shelf, Copying] = {self.own: SlotBySlot(self.own, layout, most)}
         if self.others:
-            self.others = reading(layout, list(self.others), most)
+            self.others = reading(layout, list(self.others), self.engine.config, most)
             copying |= self.others
         if self._copies is None:
             self._copies = _nixl_copies(f"{self._name}-{self.engine.memory_epoch}", self.config.copy_threads)
@@ -266,7 +266,9 @@ class Tiers:
                 shelf.take_memory(self.engine.registration.layout)
                 found += shelf.open_files(partial(mover.on_records, shelf), loop)
             if opened := mover.shelves[1:]:
-                self.others = reading(self.engine.registration.layout, opened, config.max_post_bytes)
+                self.others = reading(
+                    self.engine.registration.layout, opened, self.engine.config, config.max_post_bytes
+                )
         except AsyncKVError as exc:
             self._left_out.append(str(exc))
         return found
@@ -299,9 +301,7 @@ class Tiers:
         return left
 
     async def _let_go_of_planes(self, by: float | None) -> None:
-        """End all planes within `by` (None: `CLOSE_S` each); nothing touches any memory afterwards, or `BackendError`
-        is raised.
-        """
+        """End all planes within `by` (None: `CLOSE_S` each); raise `BackendError` if they may still touch memory."""
 
         def left(least: float) -> float:
             return CLOSE_S if by is None else max(by - self.driver.clock.now(), least)

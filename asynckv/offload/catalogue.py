@@ -303,8 +303,7 @@ class Catalogue:
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
         """Take in `(group, slot, hash)` of the file tier, least recently used first; return the number of blocks taken.
 
-        Blocks that were not taken are `forgotten`. `others` are `(group, slot)` of other models' blocks, which are
-        evicted first.
+        Blocks that were not taken are `forgotten`. `others` are `(group, slot)` of other models' blocks, evicted first.
         """
         if self.file is None or any(True for _ in self.file.entries()):
             raise LocalProtocolError("only an empty file tier takes in recovered blocks")
@@ -494,11 +493,7 @@ class Catalogue:
     # -- what calls mean ---------------------------------------------------------------------------
 
     def _request(
-        self,
-        name: str,
-        hashes: Sequence[str | bytes],
-        tokens: int | None,
-        positions: Positions | None,
+        self, name: str, hashes: Sequence[str | bytes], tokens: int | None, positions: Positions | None
     ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
         """Check a call's arguments; return the keys of every group's blocks, and the chosen positions."""
         text("name", name, MAX_NAME, 1)

@@ -5,9 +5,4 @@ from __future__ import annotations
 from asynckv.testing.clock import ManualClock
 from asynckv.testing.fabric import SimControl, SimData, SimNetwork
 
-__all__ = [
-    "ManualClock",
-    "SimControl",
-    "SimData",
-    "SimNetwork",
-]
+__all__ = ["ManualClock", "SimControl", "SimData", "SimNetwork"]

@@ -199,8 +199,7 @@ class Nic:
         arrays: The bytes of its memory. Without them, the bytes at the addresses of the memory are used.
 
     Attributes:
-        ends: Number of times that reads of its memory were cut off; counted by a driver with transfers that may outlive
-            their owner.
+        ends: Number of times that reads of its memory were cut off; counted by drivers whose transfers outlive owners.
     """
 
     def __init__(self, fabric: Fabric, name: str, host: str = "", arrays: Sequence[Bytes] = ()) -> None:

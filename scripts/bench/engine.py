@@ -340,8 +340,7 @@ def _table(figures: Mapping[str, float]) -> Table:
 def measure(
     cases: Annotated[str, typer.Option(help="Cases, comma-separated.")] = ",".join(CASES),
     json_to: Annotated[
-        str | None,
-        typer.Option("--json", metavar="PATH", help="Write the figures; '-' is stdout, without the table."),
+        str | None, typer.Option("--json", metavar="PATH", help="Write the figures; '-' is stdout, without the table.")
     ] = None,
 ) -> int:
     """Measure the overhead of whole engines, besides the bytes they move, and compare it with goals.

@@ -177,8 +177,7 @@ def measure(
     requests: Annotated[int, typer.Option(help="Requests in a round.", min=100, max=1_000_000)] = 4000,
     real: Annotated[bool, typer.Option("--real", help="Use NIXL and ZMQ instead of simulated planes.")] = False,
     json_to: Annotated[
-        str | None,
-        typer.Option("--json", metavar="PATH", help="Write the figures; '-' is stdout, without the table."),
+        str | None, typer.Option("--json", metavar="PATH", help="Write the figures; '-' is stdout, without the table.")
     ] = None,
 ) -> int:
     """Compare engines that log at the default level with engines that do not, in the same run.

@@ -78,12 +78,7 @@ def measure(
         with Console(stderr=True).status(f"{rounds} rounds of {blocks} blocks ..."):
             model = Model("bench", (Heads(heads, 128),) * layers)
             rig = Rig(
-                model,
-                blocks=blocks,
-                max_bytes=transfer_mib << 20,
-                at_once=at_once,
-                block_size=block_size,
-                order=order,
+                model, blocks=blocks, max_bytes=transfer_mib << 20, at_once=at_once, block_size=block_size, order=order
             )
             garbage.settle()
             found = asyncio.run(measured(rig, rounds, threads, within, is_run=runs, is_direct=not page_cache))

@@ -34,10 +34,7 @@ from tests.vllm.setups import Connector, Setup
 
 SCHEMA = "asynckv.bench_vllm/1"
 BLOCK_TOKENS = 32
-CONTENDERS = {
-    "asynckv": Connector(),
-    "nixl": Connector("NixlConnector", None),
-}
+CONTENDERS = {"asynckv": Connector(), "nixl": Connector("NixlConnector", None)}
 QUICK = "1x4096:1:64,32x16384:16:1,32x16384:16:48"
 LEAST_REQUESTS = 48
 LEASES = {"lease": {"lease_s": 300.0}}

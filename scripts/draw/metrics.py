@@ -163,11 +163,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Pulls by state", "short", (("sum by (state) (" + gauge("pulls") + ")", "{{state}}"),), is_stacked=True
             ),
-            Panel(
-                "Ended, by reason",
-                "ops",
-                ((total("pulls_ended_total", "reason") + " > 0", "{{reason}}"),),
-            ),
+            Panel("Ended, by reason", "ops", ((total("pulls_ended_total", "reason") + " > 0", "{{reason}}"),)),
             Panel(
                 "Retried and rejected",
                 "ops",
@@ -210,10 +206,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Transfers",
                 "ops",
-                (
-                    (total("transfers_ended_total", "result"), "{{result}}"),
-                    (total("transfers_posted_total"), "posted"),
-                ),
+                ((total("transfers_ended_total", "result"), "{{result}}"), (total("transfers_posted_total"), "posted")),
             ),
             Panel(
                 "Transfers under way and in doubt",
@@ -277,34 +270,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Peers lost and silent",
                 "ops",
-                (
-                    (
-                        total("peer_changes_total", "state", ',state=~"gone|left|suspect|new"'),
-                        "{{state}}",
-                    ),
-                ),
+                ((total("peer_changes_total", "state", ',state=~"gone|left|suspect|new"'), "{{state}}"),),
             ),
             Panel("Bytes by peer", "Bps", ((total("peer_read_bytes_total", "peer"), "{{peer}}"),)),
             Panel(
-                "Failures by peer",
-                "ops",
-                (
-                    (
-                        total("peer_pulls_ended_total", "peer", ',outcome="failed"'),
-                        "{{peer}}",
-                    ),
-                ),
+                "Failures by peer", "ops", ((total("peer_pulls_ended_total", "peer", ',outcome="failed"'), "{{peer}}"),)
             ),
-            Panel(
-                "Messages",
-                "ops",
-                (
-                    (
-                        total("messages_total", "direction, type"),
-                        "{{direction}} {{type}}",
-                    ),
-                ),
-            ),
+            Panel("Messages", "ops", ((total("messages_total", "direction, type"), "{{direction}} {{type}}"),)),
             Panel(
                 "Dropped and rejected",
                 "ops",

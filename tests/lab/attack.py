@@ -484,11 +484,7 @@ class Attack:
         """Try to get in without a key, with an unlisted one, and with a public key that was stolen."""
         assert self.listed is not None
         unlisted = edge.make_pair()
-        tried = {
-            "no_key": None,
-            "unlisted_key": unlisted,
-            "wrong_key": KeyPair(self.listed.public, unlisted.secret),
-        }
+        tried = {"no_key": None, "unlisted_key": unlisted, "wrong_key": KeyPair(self.listed.public, unlisted.secret)}
         question = m.encode_packet("stranger", "", [m.Ping(1), m.StatusRequest(2), m.StatusRequest(3, m.MAX_TOLD)])
         for worker in (self.victim, self.arena.decode):
             for cause, pair in tried.items():

@@ -277,11 +277,4 @@ def _leases(core: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozen
 
 
 def _beliefs(pull: Pull, source: Source) -> tuple[object, ...]:
-    return (
-        pull.state,
-        pull.failure,
-        source.covered_until,
-        source.lent_by,
-        source.release,
-        source.not_lent_yet,
-    )
+    return (pull.state, pull.failure, source.covered_until, source.lent_by, source.release, source.not_lent_yet)

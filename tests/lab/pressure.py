@@ -381,13 +381,7 @@ class Side(workers.Side):
         mine, name, source = await blocks.take(lent["blocks"]), f"d-{number}", number
         reason, attempts, wrong, text = "complete", 0, 0, ""
         try:
-            result = await engine.pull(
-                name,
-                [(0, mine)],
-                lent["params"],
-                timeout_s=timeout_s,
-                retries=retries,
-            )
+            result = await engine.pull(name, [(0, mine)], lent["params"], timeout_s=timeout_s, retries=retries)
             attempts = result.attempts
             wrong = blocks.wrong(source, mine)
         except PullError as exc:

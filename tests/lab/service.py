@@ -36,18 +36,7 @@ from tests.lab.doors import Doors
 from tests.lab.hostile import Hostile
 from tests.lab.mishaps import Mishaps
 from tests.lab.oracles import TURN_S, Stopwatch, Wire, check_belief, wrong_in
-from tests.lab.script import (
-    AFTER_FAILURE,
-    BLOCK,
-    LENT,
-    MILD,
-    NEVER_PULLED,
-    SHORT_LOSS_S,
-    WITHDRAWN,
-    Ask,
-    Fault,
-    Script,
-)
+from tests.lab.script import AFTER_FAILURE, BLOCK, LENT, MILD, NEVER_PULLED, SHORT_LOSS_S, WITHDRAWN, Ask, Fault, Script
 from tests.lab.tier_script import TierScript
 from tests.lab.world import Process, TransferFate, World, WorldClock, WorldControl, WorldData
 from tests.oracle import STAGED

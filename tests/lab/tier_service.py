@@ -157,12 +157,7 @@ class _Rank(StagedRank):
             network=EngineConfig(engine_id=f"{self.name}-host", lease=LEASE, pull=PULL),
         )
         self.offload = Offload(
-            config,
-            self.engine,
-            copies=self.copies,
-            records=self.records,
-            serve=self._serve,
-            leftovers=self._leftovers,
+            config, self.engine, copies=self.copies, records=self.records, serve=self._serve, leftovers=self._leftovers
         )
 
     def _serve(self, config: EngineConfig, registration: Registration) -> Engine:

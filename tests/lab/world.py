@@ -75,20 +75,12 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_soon(callback, *args, context=context)
 
     def call_later(
-        self,
-        delay: float,
-        callback: Callable[[*Ts], object],
-        *args: *Ts,
-        context: contextvars.Context | None = None,
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(
-        self,
-        when: float,
-        callback: Callable[[*Ts], object],
-        *args: *Ts,
-        context: contextvars.Context | None = None,
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
 

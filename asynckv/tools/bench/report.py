@@ -63,10 +63,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
             "failed": failed,
         },
         "prefix": _prefix(experiment.workload, found, schedule),
-        "bytes": {
-            "moved": moved,
-            **{name: found.bytes[name] for name in ("wanted", "verified", "wrong")},
-        },
+        "bytes": {"moved": moved, **{name: found.bytes[name] for name in ("wanted", "verified", "wrong")}},
         "blocks": {name: found.blocks[name] for name in ("prefill_leaked", "decode_leaked", "quarantined")},
         "throughput": {
             "gbytes_per_s": moved / window / 1e9 if window else 0.0,

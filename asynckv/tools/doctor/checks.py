@@ -169,15 +169,4 @@ def versions(facts: Facts) -> Iterator[Finding]:
         yield finding("gpu-torch", f"{facts.gpu.count} GPUs, torch {has.torch}")
 
 
-CHECKS: tuple[Check, ...] = (
-    *UCX_CHECKS,
-    about_peer,
-    cma,
-    shared_memory,
-    limits,
-    cpu,
-    clocks,
-    devices,
-    ports,
-    versions,
-)
+CHECKS: tuple[Check, ...] = (*UCX_CHECKS, about_peer, cma, shared_memory, limits, cpu, clocks, devices, ports, versions)

@@ -185,13 +185,7 @@ def _parts(layout: Layout, group: int) -> list[dict[str, Any]]:
     """List the parts of a kernel block, from this rank's first layer of the group."""
     views = [v for v in layout.views if v.group == group]
     return [
-        {
-            "name": p.name,
-            "dtype": p.dtype,
-            "dims": {d.name: d.size for d in p.dims},
-            "axis": p.axis,
-            "extent": p.extent,
-        }
+        {"name": p.name, "dtype": p.dtype, "dims": {d.name: d.size for d in p.dims}, "axis": p.axis, "extent": p.extent}
         for v in views
         if v.layer == views[0].layer
         for p in v.parts

@@ -67,7 +67,7 @@ def worker(kv_caches: Any, blocks_per_chunk: int, num_cpu_chunks: int, mmap_regi
     name = uuid.uuid4().hex
     made: Any = Worker(shape, 0, name, kv_caches, Region(name, shape), 16 << 20)
     memory = torch.from_numpy(made._region.array).view(torch.int8)
-    here = [made._tensors[view.layer] for view in made._layout.views]
+    here = [kv_caches.tensors[int(view.layer.split(".")[1])].tensor for view in made._layout.views]
     there = [
         memory.as_strided(
             (num_cpu_chunks * blocks_per_chunk, view.parts[0].dims[0].size),

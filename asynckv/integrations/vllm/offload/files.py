@@ -63,10 +63,7 @@ class Files:
     """A record plane on a thread. `on_news` gets the results, and `on_time` is called when `wake_in` has passed."""
 
     def __init__(
-        self,
-        plane: RecordPlane,
-        on_news: Callable[[Sequence[RecordNews]], None],
-        on_time: Callable[[], None],
+        self, plane: RecordPlane, on_news: Callable[[Sequence[RecordNews]], None], on_time: Callable[[], None]
     ) -> None:
         self._plane, self._on_news, self._on_time = plane, on_news, on_time
         self._thread = LoopThread("asynckv-files")

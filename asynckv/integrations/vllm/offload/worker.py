@@ -4,8 +4,7 @@ A job of vLLM names blocks of groups and their slots; the copy plane moves them 
 jobs and asks for results, and waits only where vLLM itself waits.
 
 vLLM 0.33.0 has no failed jobs. So if a copy fails or does not end, this rank ends with an error, and the engine with
-it, because otherwise it would serve wrong bytes. A job is reported only after its end, so vLLM reuses its blocks and
-slots only then.
+it, because otherwise it would serve wrong bytes. A job is reported only after its end, so vLLM reuses its blocks then.
 """
 
 from __future__ import annotations
@@ -215,10 +214,7 @@ class Worker(compat.OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Wait until jobs have ended; after `BackendError` their blocks must not be reused."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._broken is not None or self._jobs.keys().isdisjoint(job_ids),
-                WAIT_S,
-            )
+            self._changed.wait_for(lambda: self._broken is not None or self._jobs.keys().isdisjoint(job_ids), WAIT_S)
             self._check()
             if late := self._jobs.keys() & job_ids:
                 raise self._hung(late)
