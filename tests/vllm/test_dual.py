@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from tests.vllm.setups import Connector, Setup
 from tests.vllm.test_trouble import SHORT
 from tests.vllm.zoo import MODELS as ZOO
 
-MODELS = {**ZOO, "mla": replace(ZOO["mla"], block_size=16)}  # what vLLM's MLA on CPUs has, as NixlConnector insists on
+HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+MODELS = {**ZOO, "mla": replace(ZOO["mla"], block_size=32 if HAS_AMX else 16)}
+"""The block size of vLLM's MLA on this CPU, as NixlConnector insists on."""
 LENGTHS = (2, 31, 33, 64, 100, 200)
 EXTRA: dict[str, Any] = {"asynckv": SHORT, "nixl": {"kv_lease_duration": 3}}
 DUAL = Connector("DualConnector", extra=EXTRA)
