@@ -10,6 +10,7 @@ CASES = {
     "core": "CPU time and instructions of the pure core",
     "plan": "time of planning, and cost of an unknown peer's layout",
     "engine": "one engine: handshake, idle, memory, peers, logging",
+    "alone": "one small request at a time, beside bare ZMQ and NIXL",
     "log": "engines with logging, compared with engines without",
     "embed": "the two ways to embed an engine in a worker",
     "loop_stall": "time for which bulk reads block an event loop",
