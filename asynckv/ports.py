@@ -178,8 +178,7 @@ class DataPlane(Protocol):
         """
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Start reading from an agent, or hand the read to a thread; return news if it has ended, else `poll` reports
-        it.
+        """Start reading from an agent, or hand the read to a thread; return its end, or `poll` will.
 
         Never raises for errors of the back end: a failed post is news, and so is a table that cannot be prepared.
         """

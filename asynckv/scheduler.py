@@ -128,7 +128,7 @@ class PrefillRanks:
         Args:
             request_id: The prefill side's id; arbitrary text.
             groups: One `(first_token, block ids)` per cache group, the ids in a list or a numpy array; the first block
-                holds `first_token`. `None` stands for a missing block: outside a sliding window, or a lost state.
+                holds `first_token`. `None` stands for a missing block: outside a sliding window, or an unkept state.
             num_tokens: Number of tokens with KV in these blocks, now or later.
             lease_s: Seconds for which the request stays lent if no reader claims it; `LeaseConfig.lease_s` if left out.
             written: True if the KV is complete already. Leave it False if params travel ahead of the data: readers then

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import asynckv
-from asynckv.edges.torch import CudaMirror, synchronize
+from asynckv.edges.torch import CudaMirror, DeviceStage, synchronize
 from asynckv.errors import ConfigError
+from asynckv.geometry.staging import TYPICAL
 
 
 class ThreadEvent:
@@ -143,15 +144,17 @@ def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: An
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_reads_of_another_memory_order_are_staged_by_torch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_reads_of_another_memory_order_are_staged_by_torch(
+    device: str, is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the device if there is one, and with the same calls on the CPU."""
     import torch
-
-    from asynckv.edges.torch import DeviceStage
 
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip(f"torch {torch.__version__} finds no CUDA device")
     monkeypatch.setattr("asynckv.edges.agent.make_stage", DeviceStage)
+    monkeypatch.setattr("asynckv.edges.nixl.measure_costs", lambda *_: TYPICAL)  # or it may read directly
     blocks, shape = torch.randperm(64).tolist(), {"token": 16, "head": 8}
 
     async def run() -> None:
@@ -186,7 +189,11 @@ def test_reads_of_another_memory_order_are_staged_by_torch(device: str, monkeypa
                 await lent.wait_released()
             assert decode.statistics().counters["data.posts_staged"] >= 20
 
-    asyncio.run(run())
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        asyncio.run(run())
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

@@ -201,9 +201,9 @@ def test_a_planted_bug_is_caught_sooner_or_later(name: str, monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_thousands_of_services_keep_every_promise() -> None:
-    found = simulate_many([*range(100, 140), *range(100_000, 102_000)], jobs=os.cpu_count() or 1)
-    assert found.seeds == 2_040
+def test_a_thousand_services_keep_every_promise() -> None:
+    found = simulate_many([*range(100, 140), *range(100_000, 101_000)], jobs=os.cpu_count() or 1)
+    assert found.seeds == 1_040
     assert found.violations == {}
 
 

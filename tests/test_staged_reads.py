@@ -17,7 +17,7 @@ from asynckv.edges import agent as nixl_agent
 from asynckv.edges import posters, staging
 from asynckv.edges.agent import Agent
 from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.staging import Stage, item_bytes
+from asynckv.edges.staging import Stage, Undrained, item_bytes
 from asynckv.edges.torch import DeviceStage
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
@@ -201,6 +201,50 @@ async def test_a_placement_that_raises_fails_its_read_alone(
     reader.read(2, "owner", STAGED, *rows(0, EVEN, 2))
     assert await reader.heard(1) == [TransferEnded(TransferId(2), Ending.DONE)]
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+
+
+async def test_who_detaches_does_not_wait_for_a_placement(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, kind: type[Stage]
+) -> None:
+    reader, owner = await staged(sides)
+    there, go_on, place = threading.Event(), threading.Event(), kind._place
+
+    def held(*args: object) -> None:
+        there.set()
+        assert go_on.wait(10)
+        place(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kind, "_place", held)
+    local, remote = rows(0, EVEN, 1)
+    for number in (1, 2):
+        reader.read(number, "owner", STAGED, local, remote)
+    while not there.is_set():
+        owner._poll()
+    # What is placed now has to be waited for, and only that.
+    assert [reader.plane.detach(TransferId(number)) for number in (1, 2)] == [False, True]
+    go_on.set()
+    news = {e.transfer_id: e.ending for e in await reader.heard(2)}
+    assert news == {1: Ending.DONE, 2: Ending.FAILED}
+
+
+async def test_a_placement_that_may_still_write_stays_in_doubt_with_its_slot(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, kind: type[Stage]
+) -> None:
+    reader, _ = await staged(sides)
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    if issubclass(kind, DeviceStage):
+        (poster,) = reader.plane._posters
+        monkeypatch.setattr(poster.agent.stage, "_drain", breaks)
+    else:
+        monkeypatch.setattr(kind, "_place", lambda *_: (_ for _ in ()).throw(Undrained("planted")))
+    reader.read(1, "owner", STAGED, *rows(0, EVEN, 1))
+    [ended] = await reader.heard(1)
+    assert ended.ending is Ending.IN_DOUBT
+    assert "planted" in ended.cause
+    assert slots(reader) == reader.plane.statistics()["in_doubt"] == 1
 
 
 async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(

@@ -7,7 +7,8 @@ back-off after a failure, the heartbeat while something is owed or held there, a
   refusal that cannot change (geometry, wrong engine) leads to GONE.
 - SUSPECT stops new work and fails nothing. GONE needs evidence, or a long silence.
 - A lost peer may still be alive (perhaps only its connection broke), but usually is not. So the next message to it is a
-  *probe* with a ping. Without an answer within `suspect_s` the peer is GONE again, so pulls do not wait.
+  *probe* with a ping. Without an answer within `suspect_s` the peer is GONE again, so that no pull waits for
+  `handshake_s`.
 - A peer in GONE is remembered for `TOMBSTONE_S`. After that, or sooner if only the connection was lost, the same place
   is met as a new `Peer`.
 """

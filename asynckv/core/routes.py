@@ -48,7 +48,9 @@ def refusal(request_id: str, text: str) -> PlanRefused:
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """The ranks of a prefill group that this reader answers for, by stage and rank. `ready` is by wanted groups."""
+    """The ranks of a prefill group that this reader answers for, by stage and rank. `ready` saves work for later
+    requests, by wanted groups.
+    """
 
     ranks: tuple[RemoteRank, ...]
     flow: FlowKey

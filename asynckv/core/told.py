@@ -307,8 +307,7 @@ class HeldLease(Struct, frozen=True, omit_defaults=True):
 
 class LeaseHeld(Told, kw_only=True):
     """Requests have been lent for a third of their lease (`log.held_fraction`), or for 2, 4 ... times as long. Those
-    that wait for the same share a line, and there are a few lines in ten seconds. The level is info while all readers
-    renew.
+    that wait for the same share a line, and there are a few lines in ten seconds. It is info while all readers renew.
     """
 
     side, levels = "prefill", ("warning", "info")
@@ -389,7 +388,7 @@ class PullHeld(Told, kw_only=True):
 
 
 class PullRefused(Told):
-    """This engine refused to pull or announce a request. At most ten lines at once, then one per second."""
+    """This engine refused a pull or announcement, and began nothing. At most ten lines at once, then one a second."""
 
     side, levels, most = "decode", ("warning",), (1.0, 10.0)
     request_id: RequestText
@@ -495,7 +494,7 @@ class BlocksRetired(OfPull):
 
 
 class OffloadStarted(Told):
-    """The offload started: blocks are kept outside the accelerator. `Offload.describe` has the other fields."""
+    """The offload started: blocks are kept outside the accelerator. The line has `Offload.describe`'s fields too."""
 
     host_bytes: Annotated[int, "Size of the host memory tier."]
     file_bytes: Annotated[int, "Size of the file tier; 0 if there is none."]
@@ -619,7 +618,7 @@ class LoopWasAway(Told):
 
 
 class InternalError(Told):
-    """asynckv has a bug. The engine dropped the work at hand. At most ten lines at once, then one per second."""
+    """asynckv has a bug. The engine dropped the work at hand and goes on. At most ten lines, then one a second."""
 
     levels, most = ("error",), (1.0, 10.0)
     error: Annotated[str, "The exception."]

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.metadata import is_known, renamed
-from asynckv.edges.staging import Chunk, Pieces, Stage
+from asynckv.edges.staging import Chunk, Pieces, Stage, Undrained
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Memory
@@ -479,6 +479,8 @@ class Agent:
         self._release(handle)
         try:
             is_placed = staged.stage.place(transfer_id, staged.chunk)
+        except Undrained as exc:
+            return TransferEnded(transfer_id, Ending.IN_DOUBT, f"its pieces may still be placed: {exc}")  # for ever
         except Exception as exc:
             return _unstaged(transfer_id, staged, Ending.FAILED, f"its pieces could not be placed: {exc!r}")
         return None if is_placed else _unstaged(transfer_id, staged, Ending.FAILED, "it was detached, and not placed")

@@ -505,7 +505,7 @@ class NixlPlane:
 
     def _describe_staging(self) -> str:
         if (costs := self.costs) is None:
-            return "none: staging_bytes or posting_threads is 0, memory is on GPUs, or a trial read took too long"
+            return "none: staging_bytes or posting_threads is 0, GPUs lack gpu_staging, or a trial read took too long"
         return (
             f"in slots of {costs.slot_bytes} bytes, where that is faster: {costs.descriptor_s * 1e6:.2f} us per "
             f"descriptor, {1e-9 / costs.read_s:.2f} GB/s read, {1e-9 / costs.place_s:.2f} GB/s placed (measured)"

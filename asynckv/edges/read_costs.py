@@ -30,9 +30,10 @@ def measure_costs(reader: Agent, owner: Agent) -> ReadCosts | None:
     Return None if a read fails or takes too long. It may then still write staging memory, so nothing may be staged.
     """
     assert reader.stage is not None
-    source, memory = reader.stage.make_area(SLOT_BYTES)
-    source[:] = 1  # or the kernel's one page of zeros would be read
+    source = None
     try:
+        source, memory = reader.stage.make_area(SLOT_BYTES)
+        source[:] = 1  # or the kernel's one page of zeros would be read
         deregister = owner.register_for_trial(memory)
         reader.load(owner.info(), [memory])
         if (costs := _measure(reader, owner, memory)) is not None:

@@ -58,6 +58,10 @@ Pieces = tuple[Any, Any]  # the pieces of a row: their places in all blocks, and
 Area = tuple[Any, int, tuple[int, ...], tuple[int, ...]]  # of memory: its bytes, an offset, a shape and byte strides
 
 
+class Undrained(Exception):
+    """Copies of a placement may still write."""
+
+
 class Chunk(NamedTuple):
     """A part of a staged read that fits into a slot."""
 
@@ -78,19 +82,20 @@ class Stage:
         self._memories = [self.bytes_at(memory) for memory in memories]
         self._area, self.memory = self.make_area(num_slots * SLOT_BYTES)
         self.slots: Slots[TransferId] = Slots(num_slots)
-        self._lock = threading.Lock()  # held to place, to detach, and to decide that a read is direct after all
+        self._lock = threading.Lock()  # held to detach, and to decide that a read is placed or direct, but not to place
+        self._placing: TransferId | None = None
         self._detached: set[TransferId] = set()  # transfers that place nothing any more
         self._direct: set[TransferId] = set()  # transfers of staged tables that had no slot
 
     # -- detaching ---------------------------------------------------------------------------------
 
     def detach(self, transfer_id: TransferId) -> bool:
-        """Let a transfer place nothing from now on, or return False if it is direct. Waits while another is placed."""
+        """Let a transfer place nothing more; return False if it may still write: it is direct, or being placed."""
         with self._lock:
             if transfer_id in self._direct:
                 return False
             self._detached.add(transfer_id)
-            return True
+            return transfer_id != self._placing
 
     def begin(self, transfer_id: TransferId, *, is_direct: bool) -> bool:
         """Note how a transfer is about to be read; return False if it was detached, and must not be."""
@@ -157,7 +162,11 @@ class Stage:
         with self._lock:
             if transfer_id in self._detached:
                 return False
+            self._placing = transfer_id
+        try:
             self._place(chunk.blocks, chunk.pieces)
+        finally:
+            self._placing = None
         return True
 
     def _pieces(self, table: DescTable, row: int) -> Pieces:

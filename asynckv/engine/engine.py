@@ -232,8 +232,7 @@ class Engine:
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         """Take nothing new, tell the readers so, and wait for what is under way.
 
-        Nothing is cancelled: call `aclose` for that. Announced requests may still be pulled, and failed ones tried
-        again.
+        Nothing is cancelled: call `aclose` for that. Announced requests may still be pulled, and failed ones retried.
 
         Args:
             timeout_s: How long to wait.

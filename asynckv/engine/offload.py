@@ -134,7 +134,7 @@ class Offload:
             Holders that were not waited for.
 
         Raises:
-            BackendError: Something may still write the memory, or a `start` has not come to its end. Call again then.
+            BackendError: Something may still write the memory, or a `start` has not ended. Call again to wait.
         """
         if not self._tiers.is_started:
             return ()

@@ -309,8 +309,7 @@ def attention_view(
         offset: Bytes from the memory's base to the first element.
 
     Raises:
-        LayoutError: The order is no permutation, or has no `head` for the given heads; sizes are missing, or the dtype
-            is unknown.
+        LayoutError: The order is no permutation, or lacks `head` for given heads; a size or a known dtype is missing.
     """
     order = texts("order", order, 16, 64, LayoutError)
     known = {"block", "kv", "head", TOKEN, "dim"}

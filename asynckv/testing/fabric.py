@@ -190,8 +190,7 @@ class _Remote:
 
 
 class Nic:
-    """A data plane without the ends of its reads: registered memory, the agent that serves it, known remote agents, and
-    packed copies.
+    """A data plane without the ends of its reads: memory, the agent that serves it, remote agents, packed copies.
 
     Args:
         name: Name of the first agent; the next ones have this name and a number.

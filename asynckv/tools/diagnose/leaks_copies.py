@@ -29,8 +29,7 @@ class LateCopy:
     """Blocks of one store or load.
 
     Attributes:
-        state: `returned`, `retired` (retired: lost to this process), `closed` (with its engine), or `held` when the log
-            ends.
+        state: `returned`, `retired` (retired: lost to this process), `closed` (with its engine), or `held` until then.
     """
 
     rank: str  # the rank with the blocks

@@ -4,7 +4,8 @@ A job of vLLM names blocks of groups and their slots; the copy plane moves them 
 jobs and asks for results, and waits only where vLLM itself waits.
 
 vLLM 0.33.0 has no failed jobs. So if a copy fails or does not end, this rank ends with an error, and the engine with
-it, because otherwise it would serve wrong bytes. A job is reported only after its end, so vLLM reuses its blocks then.
+it, because otherwise it would serve wrong bytes. A job is reported only after its end, so vLLM reuses its blocks and
+slots only then.
 """
 
 from __future__ import annotations
