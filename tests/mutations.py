@@ -472,6 +472,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 
 @planted
+def one_lost_reader_ends_a_lease(rank: Rank) -> None:
+    """A lease ends early when one of several owed readers is gone."""
+
+
+@inside("one_lost_reader_ends_a_lease")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lease, "is_forsaken", lambda lease: not lease.grants and bool(lease.owing & lease.gone))
+
+
+@planted
 def more_is_promised_than_is_kept(rank: Rank) -> None:
     """A grant says 5 milliseconds more than its owner waits."""
     rank.sends(Granted)(lambda said: said.but(seconds=said.message.seconds + 0.005))

@@ -929,15 +929,15 @@ class Service(Stage):
         what = f"the lease of request {lease.ask} on {rank.name} {lease.ended} after {ran_s:.3f} s"
         if lease.ended == "expired" and lease.process.now - lease.clock.at < lease.lent.ask.lease_s * 0.999:
             of, address = lease.handle._lease, Address(f"sim://{rank.name}")
-            gone = {of.past[reader].sender for reader in of.gone}
             alive = [
                 r.name
                 for r in self.ranks.values()
-                if not r.process.has_hung_up(address) and r.engine.incarnation in gone
+                for past in (of.past[reader] for reader in of.gone)
+                if r.engine.incarnation == past.sender
+                if not r.process.has_hung_up(address) and not self._was_forged(rank, of, past, r.process)
             ]
-            # Without keys, a process that repeats a claim before it arrives can have it forgotten with its connection.
-            is_repeated = any({b"hostile", b"stranger"} & set(of.past[reader].ways) for reader in of.gone)
-            if (alive and not is_repeated) or not gone or of.grants:
+            is_waited_for = len(of.cohorts) < of.lent.readers or not of.owing <= of.gone
+            if alive or is_waited_for or not of.gone or of.grants:
                 self.world.violate(f"{what}, before its time; {alive} live, and never hung up")
         if ran_s > LEASE.max_lease_s + TURN_S:
             self.world.violate(f"{what}, longer than any may last")
@@ -945,6 +945,14 @@ class Service(Stage):
             self.world.violate(f"{what}, {lease.revoked.ran_s:.3f} s after it was revoked")
         if not any(a.lent is lease.lent for a in self.attempts) and ran_s > lease.lent.ask.lease_s + TURN_S:
             self.world.violate(f"{what}, though nobody asked for it")
+
+    def _was_forged(self, rank: _Rank, of: Any, past: Any, reader: Process) -> bool:
+        """Without keys, others claim in a reader's place before it is heard itself, or greet as its later start."""
+        if not {"garbage", "hostile"} & {f.kind for f in self.script.faults}:
+            return False
+        is_replaced = rank.engine._core.prefill._readers.is_replaced(past.sender, of.keys.get(past.reader, ""))
+        is_unheard = ReplyTo(reader.name.encode()) not in past.ways
+        return is_replaced or (is_unheard and bool({b"hostile", b"stranger"} & set(past.ways)))
 
     def _ended(self, rank: _Rank, lent: _Lent, process: Process, cause: str) -> None:
         if cause == "closed" and process in self.hasty:
