@@ -1,8 +1,8 @@
 """Measure one small request at a time, beside bare ZMQ and NIXL: `python -m scripts.bench alone --help`.
 
-Two processes on this host read 8 KiB in two descriptors, by asynckv and without it, in turns. The bare round trip asks
-and is answered on one ZMQ socket, posts one NIXL read and asks for its status until it has ended; it has no proof, and
-lets go of the blocks after the clock has stopped. A request that was announced needs no message before the read.
+Two processes on this host read 8 KiB in two descriptors, with asynckv and without it, in turns. The bare round trip
+asks and is answered on a ZMQ socket, posts a NIXL read, and asks for its status until it has ended. It proves nothing,
+and lets go of the blocks when the clock has stopped. An announced request needs no message before its read.
 """
 
 from __future__ import annotations
@@ -29,49 +29,44 @@ from asynckv.tools.plan.models import Heads, Model
 from scripts import command
 from tests.lab.fleet import Fleet
 
-PIECE, PLACES = 4096, 64
+PIECE, PLACES, CHOSEN = 4096, 64, np.array([1, 32], np.int32)
 WAYS = ("asynckv", "bare", "asynckv, announced", "bare, announced")
 GOAL = 1.5  # of the bare round trip, at most
 
 
 class Side:
-    """An engine of one layer and one KV head, and bare memory with a NIXL agent."""
+    """An engine of one layer and one KV head; and bare memory, with a NIXL agent and a ZMQ context."""
 
     def __init__(self, *, name: str) -> None:
-        self.pool = Pool(model_layout(Model("alone", (Heads(1, 128),)), num_blocks=PLACES), seed=0)
-        self.engine = Engine(EngineConfig(engine_id=name), self.pool.registration)
-        api = load_nixl()
-        self.agent = api.nixl_agent(f"bare-{name}", api.nixl_agent_config(enable_prog_thread=False))
-        self.array = np.ones(PLACES * PIECE, np.uint8)
-        self.base = self.array.ctypes.data
-        self.agent.register_memory([(self.base, len(self.array), 0, "")], "DRAM")
-        self.context = zmq.asyncio.Context()
-        self._task: asyncio.Task[None] | None = None
+        pool, api = Pool(model_layout(Model("alone", (Heads(1, 128),)), num_blocks=PLACES), seed=0), load_nixl()
+        self.engine, self._pool = Engine(EngineConfig(engine_id=name), pool.registration), pool
+        self._agent = api.nixl_agent(f"bare-{name}", api.nixl_agent_config(enable_prog_thread=False))
+        self._array, self._context = np.ones(PLACES * PIECE, np.uint8), zmq.asyncio.Context()
+        self._agent.register_memory([(self._array.ctypes.data, self._array.nbytes, 0, "")], "DRAM")
 
     async def __aenter__(self) -> Self:
         await self.engine.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
         await self.engine.aclose()
-        self.context.destroy(linger=0)
+        self._context.destroy(linger=0)
 
     # -- asked of the owner's process ----------------------------------------------------------------
 
     def meet(self) -> dict[str, Any]:
-        socket = self.context.socket(zmq.ROUTER)
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        self._task = asyncio.create_task(self._answer(socket))
-        agent = base64.b64encode(self.agent.get_agent_metadata()).decode()
-        return {"engine": msgspec.to_builtins(self.engine.endpoint), "port": port, "base": self.base, "agent": agent}
+        self._router = self._context.socket(zmq.ROUTER)
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self._answering = asyncio.create_task(self._answer())
+        agent = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        engine = msgspec.to_builtins(self.engine.endpoint)
+        return {"engine": engine, "port": port, "base": self._array.ctypes.data, "agent": agent}
 
-    async def _answer(self, socket: Any) -> None:
+    async def _answer(self) -> None:
         while True:
-            reader, _ = await socket.recv_multipart()
-            self.agent.get_new_notifs()  # makes the progress that a new connection needs
-            await socket.send_multipart([reader, b"granted"])
+            reader, _ = await self._router.recv_multipart()
+            self._agent.get_new_notifs()  # makes the progress that a new connection needs
+            await self._router.send_multipart([reader, b"granted"])
 
     def lend(self, every: list[dict[str, Any]]) -> None:
         for params in every:
@@ -81,22 +76,19 @@ class Side:
 
     def open(self, met: dict[str, Any]) -> None:
         self.group = PrefillRanks("owner", [msgspec.convert(met["engine"], Endpoint)])
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.connect(f"tcp://127.0.0.1:{met['port']}")
-        name = self.agent.add_remote_agent(base64.b64decode(met["agent"]))
-        sides = ("", self.base), (name, met["base"])
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.connect(f"tcp://127.0.0.1:{met['port']}")
+        name = self._agent.add_remote_agent(base64.b64decode(met["agent"]))
         self._lists = [
-            self.agent.prep_xfer_dlist(of, [(base + i * PIECE, PIECE, 0) for i in range(PLACES)], "DRAM")
-            for of, base in sides
+            self._agent.prep_xfer_dlist(of, [(base + i * PIECE, PIECE, 0) for i in range(PLACES)], "DRAM")
+            for of, base in (("", self._array.ctypes.data), (name, met["base"]))
         ]
 
-    async def bare(self, *, announced: bool) -> float:
-        raw, chosen = self.agent.agent, np.array([1, PLACES // 2], np.int32)
-        began = time.perf_counter()
-        if not announced:
+    async def bare(self, *, is_announced: bool) -> float:
+        raw, (mine, theirs), began = self._agent.agent, [each._handle for each in self._lists], time.perf_counter()
+        if not is_announced:
             await self._ask()
-        mine, theirs = [each._handle for each in self._lists]
-        handle = raw.makeXferReq(self.agent.nixl_ops["READ"], mine, chosen, theirs, chosen, b"", [], False)
+        handle = raw.makeXferReq(self._agent.nixl_ops["READ"], mine, CHOSEN, theirs, CHOSEN, b"", [], False)
         status = int(raw.postXferReq(handle, b""))
         while status:
             if time.perf_counter() - began > 0.01:
@@ -108,12 +100,12 @@ class Side:
         return seconds
 
     async def _ask(self) -> None:
-        await self.socket.send(b"")
-        await self.socket.recv()
+        await self._dealer.send(b"")
+        await self._dealer.recv()
 
-    async def pull(self, params: dict[str, Any], name: str) -> float:
+    async def pull(self, name: str, params: dict[str, Any]) -> float:
         began = time.perf_counter()
-        await self.engine.pull(name, [(0, [PLACES // 2])], params)
+        await self.engine.pull(name, [(0, [1])], params)
         return time.perf_counter() - began
 
 
@@ -122,23 +114,19 @@ async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
     async with Fleet() as fleet, Side(name="reader") as reader:
         owner = await fleet.start("owner", "scripts.bench.alone:Side", name="owner")
         reader.open(await owner.ask("meet"))
-        for number in range(-1, rounds):
+        for number in range(rounds + 1):
             for way in WAYS:
-                announced, seconds = way.endswith("announced"), []
-                every = [
-                    reader.group.make_params(f"{number}.{way}.{i}", [(0, [1])], 16, written=True)
-                    for i in range(requests)
-                ]
+                names, is_announced = [f"{number}.{way}.{i}" for i in range(requests)], way.endswith("announced")
+                every = {name: reader.group.make_params(name, [(0, [1])], 16, written=True) for name in names}
                 if way.startswith("bare"):
-                    seconds = [await reader.bare(announced=announced) for _ in every]
+                    seconds = [await reader.bare(is_announced=is_announced) for _ in names]
                 else:
-                    await owner.ask("lend", every=every)
-                    names = [f"{number}.{way}.{i}" for i in range(requests)]
-                    for name, params in zip(names, every, strict=True) if announced else ():
+                    await owner.ask("lend", every=list(every.values()))
+                    for name, params in every.items() if is_announced else ():
                         reader.engine.announce(name, params)
-                    await asyncio.sleep(0.5 if announced else 0.0)  # the grants arrive
-                    seconds = [await reader.pull(*each) for each in zip(every, names, strict=True)]
-                if number >= 0:  # the first round makes connections
+                    await asyncio.sleep(0.5 if is_announced else 0.0)  # the grants arrive
+                    seconds = [await reader.pull(*each) for each in every.items()]
+                if number:  # the first round makes connections
                     found[way].append(round(1e6 * statistics.median(seconds), 1))
     return found
 
