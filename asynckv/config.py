@@ -45,7 +45,8 @@ class LeaseConfig:
         grant_s: Length of one grant to a reader, at least 0.5 s. The reader renews it while it needs the blocks. It
             also bounds how long a dead reader holds blocks, and how long `Engine.aclose` takes. Raise it if a reader's
             event loop may be blocked for longer.
-        max_lease_s: Longest time for which renewals keep a request lent. Raise it if decode engines queue longer.
+        max_lease_s: Longest time for which renewals keep a request lent. Raise it if requests wait longer in the decode
+            engine's queue.
         parked_s: Seconds for which an early claim or release, of a request not lent yet, is remembered. Raise it if
             params reach the decode side long before the prefill ends.
         max_parked: Most early claims and releases that are remembered.
@@ -77,7 +78,8 @@ class PullConfig:
         announce_s: Seconds for which an announced request may wait for its pull, if `Engine.announce` names none. After
             that the engine gives it up, and it cannot be pulled any more. Give more than any request waits in the
             inference engine's queue.
-        handshake_s: Seconds that a remote rank may take to answer a handshake, and to be loaded. Raise it for slow UCX.
+        handshake_s: Seconds that a remote rank may take to answer a handshake, and then to be loaded. Raise it if UCX
+            connects slowly.
         hello_retry_s: Pause before an unanswered hello, the first message of a handshake, is repeated; it doubles.
         backoff_s: Pause after the first failed handshake; it doubles up to `max_backoff_s`.
         max_backoff_s: Longest pause between handshakes with an unreachable rank.
@@ -195,9 +197,7 @@ class NixlConfig:
         bulk_descriptors: Least number of descriptors, before NIXL merges them, of a read that goes to a posting thread.
         staging_bytes: Bytes of staging memory, divided among the posting threads, which have 1 MiB each at least. Where
             the two sides' memory orders share only small pieces, long runs are read into it and their pieces are
-            copied to their places, if that is faster on this host. 0: never.
-        gpu_staging: True to stage reads into memory on a GPU too, if all is on one; `staging_bytes` are its memory.
-            It has not been run on a GPU yet. CUDA graphs must be captured with `capture_error_mode="thread_local"`.
+            copied to their places, if that is faster on this host. 0: never. Memory on GPUs is always read directly.
         packing_bytes: Bytes of memory for packed copies, 2 MiB to 128 GiB. Where a reader needs only small pieces of
             the blocks that this rank has lent, as one head of eight, this rank gathers them there, and the reader reads
             that copy. 0: never. Not for memory on GPUs.
@@ -220,7 +220,6 @@ class NixlConfig:
     bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
     staging_bytes: int = 32 * 1024 * 1024
-    gpu_staging: bool = False
     packing_bytes: int = 64 * 1024 * 1024
     process: Literal["auto", "serving", "never"] = "auto"
     process_start_s: float = 30.0
@@ -237,7 +236,6 @@ class NixlConfig:
             )
         _check(self, integer, ("bulk_bytes", "bulk_descriptors"), 1, MAX_INTEGER)
         _check(self, integer, ["staging_bytes"], 0, MAX_INTEGER)
-        flag("gpu_staging", self.gpu_staging, ConfigError)
         _check(self, integer, ["packing_bytes"], 0, MAX_PACKING)
         text("backend", self.backend, MAX_NAME, 1, ConfigError)
         pairs = self.params.items() if isinstance(self.params, dict) else [(None, None)]
@@ -272,7 +270,8 @@ class LogConfig:
             same share one line, and there are at most a few lines in ten seconds.
         file: File to which the engine writes JSON lines, in addition to the application's logging; none if empty. The
             name may contain `{engine_id}`, `{rank}`, `{pid}` and `{host}`. No two processes may share a file.
-        level: Lowest level in the file: `debug`, `info`, `warning` or `error`. The application sets its own level.
+        level: Lowest level in the file: `debug`, `info`, `warning` or `error`. The application sets the level of its
+            own logging.
         max_bytes: Size at which a file is renamed and another one begun; 0 for never. A file that cannot be renamed
             grows up to the size of all files together.
         backups: Number of renamed files that are kept; the oldest one is removed.
@@ -330,7 +329,8 @@ class KeysConfig:
     The files are read when the engine is made.
 
     Attributes:
-        secret: This engine's own file, `NAME.key_secret` of `asynckv keygen NAME`. Only its user may read it.
+        secret: This engine's own file, `NAME.key_secret` of `asynckv keygen NAME`. Only its user may be able to read
+            it.
         authorized: Directory with the `*.key` files of all engines that this one talks to, whichever of the two
             connects. Added and removed files count for new connections, without a restart.
     """
@@ -355,7 +355,8 @@ class EngineConfig:
             address, such as a service's name or a forwarded port.
         allow_insecure: True to listen beyond loopback without keys. Every host that reaches the address may then read
             KV.
-        keys: Keys that authenticate and encrypt the control plane, on any address. Without keys: loopback only.
+        keys: Keys that authenticate and encrypt the control plane, on any address. Without keys it listens on loopback
+            only.
         lease: Times and limits of lent requests, as a prefill rank.
         pull: Deadlines and limits of reads, as a decode rank.
         nixl: Settings of NIXL and UCX.
@@ -411,7 +412,8 @@ class OffloadConfig:
         host_bytes: Host memory for blocks, taken when the offload starts.
         directory: Directory of files that keep blocks beyond the life of the process; no files if empty. Only one
             process at a time may use it. Each rank makes a directory of its own in it.
-        file_bytes: Bytes of files, taken from the disk when the offload starts. Give `directory` too, or neither.
+        file_bytes: Bytes of files, taken from the disk when the offload starts. Give it together with `directory`, or
+            give neither.
         policy: Rule by which a full tier gives up blocks. "s3-fifo" is not emptied by a scan of prompts that come once;
             "lru" gives up the blocks that were unused for longest.
         max_bytes: Most bytes in motion at a time, for each of: stores, loads, from files, to files.

@@ -83,7 +83,8 @@ class ControlPlane(Protocol):
     def refusal(self, to: Address | ReplyTo) -> str:
         """Say why no packet can be sent there, and the remedy; empty if one can.
 
-        For a connection it is asked right after `send` returned False: it has ended, or its peer reads too slowly.
+        For a connection it is asked right after `send` returned False: the connection has ended, or its peer reads too
+        slowly.
         """
 
     def host(self, address: Address) -> str:
@@ -178,7 +179,8 @@ class DataPlane(Protocol):
         """
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Start reading from an agent, or hand the read to a thread; return its end, or `poll` will.
+        """Start reading from an agent, or hand the read to a thread; return news if it has ended, else `poll` reports
+        it.
 
         Never raises for errors of the back end: a failed post is news, and so is a table that cannot be prepared.
         """
@@ -203,7 +205,8 @@ class DataPlane(Protocol):
     def poll(self) -> Sequence[DataNews]:
         """Return news since the last call, in order, and make progress for remote readers. Never blocks.
 
-        A transfer is reported once with an ending that is final; its handle is released then, or later.
+        A transfer is reported once with an ending that is final; its handle is released by then, or kept to be
+        released later.
         """
 
     def watch(self, serving: bool) -> None:
@@ -225,7 +228,8 @@ class DataPlane(Protocol):
         """Deregister and destroy the agent; nothing writes afterwards. Idempotent. Waits for threads, if any.
 
         Raises:
-            BackendError: A call is still inside the back end and may write. All else is closed; call again to wait.
+            BackendError: A call is still inside the back end and may write. Everything else is closed; call again to
+                wait again.
         """
 
 
@@ -263,7 +267,8 @@ class _MovePlane(Protocol):
         Moves that had not ended have `FAILED`; a last `poll` reports them.
 
         Raises:
-            BackendError: A call is still inside the back end or the system and may write: keep the memory; call again.
+            BackendError: A call is still inside the back end or the system and may write: keep the memory, and call
+                again.
         """
 
 

@@ -19,9 +19,11 @@ class PullResult:
         num_posts: NIXL transfers that were posted.
         descriptors_planned: Pieces before NIXL merged neighbours.
         descriptors_posted: Pieces after merging.
-        phases: Seconds by phase: `handshake`, `queue`, `plan`, `read`, `confirm`. `release` follows in the background.
+        phases: Seconds by phase: `handshake`, `queue`, `plan`, `read`, `confirm`. The `release` continues in the
+            background.
         padding: Tokens after `num_tokens` in the given blocks. They hold no KV of the request, so the engine has to
-            ignore them. States have none. Tokens before a sliding window, in the block where it begins, are not listed.
+            ignore them. States have none. Tokens before a sliding window, in the block where the window begins, are not
+            listed.
         num_tokens: Tokens of the request that are valid here now: all, or those on which both sides' hashes agree.
         attempts: Number of attempts that were made.
     """

@@ -128,7 +128,8 @@ class PrefillRanks:
         Args:
             request_id: The prefill side's id; arbitrary text.
             groups: One `(first_token, block ids)` per cache group, the ids in a list or a numpy array; the first block
-                holds `first_token`. `None` stands for a missing block: outside a sliding window, or an unkept state.
+                holds `first_token`. `None` stands for a missing block: outside a sliding window, or a state that was
+                not kept.
             num_tokens: Number of tokens with KV in these blocks, now or later.
             lease_s: Seconds for which the request stays lent if no reader claims it; `LeaseConfig.lease_s` if left out.
             written: True if the KV is complete already. Leave it False if params travel ahead of the data: readers then
@@ -217,7 +218,8 @@ class PrefillRanks:
 
 
 def trace_of(given: Mapping[str, str] | None) -> tuple[str, str]:
-    """Return traceparent and tracestate, or empty texts, because malformed headers must not fail a request.
+    """Return traceparent and tracestate, or empty texts, because a client's malformed headers must not fail its
+    request.
 
     Raises:
         ConfigError: `given` is not a mapping of headers.

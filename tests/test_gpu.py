@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 import asynckv
-from asynckv.edges.torch import CudaMirror, DeviceStage, synchronize
+from asynckv.edges.torch import CudaMirror, synchronize
 from asynckv.errors import ConfigError
-from asynckv.geometry.staging import TYPICAL
 
 
 class ThreadEvent:
@@ -140,60 +139,6 @@ def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: An
                 await lent.wait_released()
 
     asyncio.run(run())
-
-
-@pytest.mark.nixl
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_reads_of_another_memory_order_are_staged_by_torch(
-    device: str, is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the device if there is one, and with the same calls on the CPU."""
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip(f"torch {torch.__version__} finds no CUDA device")
-    monkeypatch.setattr("asynckv.edges.agent.make_stage", DeviceStage)
-    monkeypatch.setattr("asynckv.edges.nixl.measure_costs", lambda *_: TYPICAL)  # or it may read directly
-    blocks, shape = torch.randperm(64).tolist(), {"token": 16, "head": 8}
-
-    async def run() -> None:
-        tensors, engines = [], []
-        for engine_id, order in (("prefill", ("token", "head")), ("decode", ("head", "token"))):
-            sizes = [shape[name] for name in order]
-            tensor = torch.zeros(2, 64, *sizes, 128, dtype=torch.float32, device=device)
-            registration = asynckv.register_tensors(
-                {"layers.0": tensor},
-                order=("kv", "block", *order, "dim"),
-                block_size=16,
-                num_blocks=64,
-                heads=(0, 8),
-                num_heads=8,
-            )
-            nixl = asynckv.NixlConfig(posting_threads=1, gpu_staging=True)
-            tensors.append(tensor)
-            engines.append(asynckv.Engine(asynckv.EngineConfig(engine_id=engine_id, nixl=nixl), registration))
-        prefill, decode = engines
-        async with prefill, decode:
-            assert "per descriptor" in decode.describe()["staged_reads"], decode.describe()["staged_reads"]
-            group = asynckv.PrefillRanks("prefill", [prefill.endpoint])
-            for turn in range(1, 21):
-                tensors[0].normal_()
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                params = group.make_params(f"prefill-{turn}", [(0, blocks)], 1024)
-                lent = prefill.lend(params)
-                await decode.pull(f"decode-{turn}", [(0, blocks[::-1])], params)
-                there, here = tensors[0][:, blocks], tensors[1][:, blocks[::-1]]
-                assert torch.equal(here, there.transpose(2, 3))
-                await lent.wait_released()
-            assert decode.statistics().counters["data.posts_staged"] >= 20
-
-    torch.use_deterministic_algorithms(is_deterministic)
-    try:
-        asyncio.run(run())
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

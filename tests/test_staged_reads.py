@@ -17,10 +17,8 @@ from asynckv.edges import agent as nixl_agent
 from asynckv.edges import posters, staging
 from asynckv.edges.agent import Agent
 from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.staging import Stage, Undrained, item_bytes
-from asynckv.edges.torch import DeviceStage
+from asynckv.edges.staging import Stage, item_bytes
 from asynckv.errors import BackendError
-from asynckv.geometry.layout import Memory
 from asynckv.geometry.staging import SLOT_BYTES, Box
 from asynckv.geometry.tables import DescTable, Span
 from tests.test_nixl_edge import HERE, TABLES, THERE, Bytes, Indices, Meddler, Side, check_reads, pairs
@@ -75,14 +73,6 @@ def slots(reader: Side) -> int:
     (poster,) = reader.plane._posters
     assert poster.agent.stage is not None
     return poster.agent.stage.slots.num_in_use
-
-
-@pytest.fixture(params=[Stage, DeviceStage], ids=["numpy", "torch"], autouse=True)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Stage]:
-    """Stage by numpy, and as on a GPU."""
-    monkeypatch.setattr(nixl_agent, "make_stage", request.param)
-    made: type[Stage] = request.param
-    return made
 
 
 @pytest.mark.parametrize(("chunk", "item"), [(SLOT_BYTES, 1024), (SLOT_BYTES, 16), (12_288, 32), (2048, 64), (512, 8)])
@@ -182,7 +172,7 @@ async def test_what_has_landed_is_not_placed_once_it_is_detached(
     ("method", "cause"), [("_pieces", "it cannot be cut into chunks"), ("_place", "its pieces could not be placed")]
 )
 async def test_a_placement_that_raises_fails_its_read_alone(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch, kind: type[Stage], method: str, cause: str
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, method: str, cause: str
 ) -> None:
     reader, owner = await staged(sides)
 
@@ -190,7 +180,7 @@ async def test_a_placement_that_raises_fails_its_read_alone(
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, method, raises)
+        patch.setattr(Stage, method, raises)
         reader.read(1, "owner", STAGED, *rows(0, EVEN, 1))
         [ended] = await reader.heard(1)
     assert ended.ending is Ending.FAILED
@@ -201,50 +191,6 @@ async def test_a_placement_that_raises_fails_its_read_alone(
     reader.read(2, "owner", STAGED, *rows(0, EVEN, 2))
     assert await reader.heard(1) == [TransferEnded(TransferId(2), Ending.DONE)]
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
-
-
-async def test_who_detaches_does_not_wait_for_a_placement(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch, kind: type[Stage]
-) -> None:
-    reader, owner = await staged(sides)
-    there, go_on, place = threading.Event(), threading.Event(), kind._place
-
-    def held(*args: object) -> None:
-        there.set()
-        assert go_on.wait(10)
-        place(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(kind, "_place", held)
-    local, remote = rows(0, EVEN, 1)
-    for number in (1, 2):
-        reader.read(number, "owner", STAGED, local, remote)
-    while not there.is_set():
-        owner._poll()
-    # What is placed now has to be waited for, and only that.
-    assert [reader.plane.detach(TransferId(number)) for number in (1, 2)] == [False, True]
-    go_on.set()
-    news = {e.transfer_id: e.ending for e in await reader.heard(2)}
-    assert news == {1: Ending.DONE, 2: Ending.FAILED}
-
-
-async def test_a_placement_that_may_still_write_stays_in_doubt_with_its_slot(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch, kind: type[Stage]
-) -> None:
-    reader, _ = await staged(sides)
-
-    def breaks(*_: object) -> None:
-        raise RuntimeError("planted")
-
-    if issubclass(kind, DeviceStage):
-        (poster,) = reader.plane._posters
-        monkeypatch.setattr(poster.agent.stage, "_drain", breaks)
-    else:
-        monkeypatch.setattr(kind, "_place", lambda *_: (_ for _ in ()).throw(Undrained("planted")))
-    reader.read(1, "owner", STAGED, *rows(0, EVEN, 1))
-    [ended] = await reader.heard(1)
-    assert ended.ending is Ending.IN_DOUBT
-    assert "planted" in ended.cause
-    assert slots(reader) == reader.plane.statistics()["in_doubt"] == 1
 
 
 async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(
@@ -362,9 +308,9 @@ async def test_a_trial_read_that_takes_too_long_leaves_all_reads_direct(
 
 
 def test_staging_memory_that_cannot_be_had_is_an_error_that_names_the_field() -> None:
-    plane, array = NixlPlane(NixlConfig(posting_threads=1, staging_bytes=1 << 50), "greedy"), np.zeros(4096, np.uint8)
-    with pytest.raises(BackendError, match=r"of staging memory cannot be had: (.|\n)*; lower nixl.staging_bytes"):
-        asyncio.run(plane.start([Memory(base=array.ctypes.data, length=4096)], lambda: None))
+    plane = NixlPlane(NixlConfig(posting_threads=1, staging_bytes=1 << 50), "greedy")
+    with pytest.raises(BackendError, match=r"of staging memory cannot be had: .*; lower nixl.staging_bytes"):
+        asyncio.run(plane.start([], lambda: None))
     plane.close()
 
 

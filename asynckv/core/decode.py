@@ -516,7 +516,9 @@ class DecodeSide:
     def _carry_out(
         self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False, wakes: bool = True
     ) -> None:
-        """Carry out a transition's effects, in order. With `at_once` read now if there is room; ranks must be ready."""
+        """Carry out the effects of a pull's transition, in order. With `at_once` it reads now if there is room; its
+        ranks have to be ready.
+        """
         for effect in effects:
             match effect:
                 case DO.SEND:

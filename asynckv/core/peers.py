@@ -209,7 +209,9 @@ class Peers:
     # -- their states ------------------------------------------------------------------------------
 
     def load_ended(self, peer: Peer, now: float, *, is_loaded: bool) -> bool:
-        """Take the end of loading a peer, for which others may have waited. Return False if it is unwanted now."""
+        """Take the end of loading a peer, for which others may have waited. Return False if the peer was lost or given
+        up meanwhile.
+        """
         peer.is_loading = False
         for other in self.by_place.values():
             if other.state is S.LOADING:

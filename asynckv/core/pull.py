@@ -638,7 +638,9 @@ class Pull:
         raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
 
     def _settle(self, after: PullState, now: float, then: PullEvent | None = None) -> list[Effect]:
-        """Enter a state and those that follow by `WHEN`; then take another event, if given. Return the effects."""
+        """Enter a state, and those that follow from it by `WHEN`; then take another event, if one is given. Return the
+        effects.
+        """
         # All in one function, because each call costs as much as several of these lines.
         effects, sources, facts = self._effects, self.sources, 0
         for _ in WHEN:

@@ -3,7 +3,8 @@
 If a key were lent twice, a grant of the first time would vouch for the blocks of the second. The sequence numbers of
 each scheduler (an epoch of keys) are kept as runs of spent numbers, as a QUIC receiver keeps packet numbers (RFC 9000,
 section 13.2.3). Memory grows with the gaps between runs. Beyond `MAX_GAPS` the oldest gaps of the scheduler that has
-most are closed, as if their numbers were spent. A request open for too long needs new params, but no key is lent twice.
+most are closed, as if their numbers were spent. A request that was open for too long then needs new params, but no key
+is lent twice.
 """
 
 from __future__ import annotations

@@ -307,7 +307,8 @@ class HeldLease(Struct, frozen=True, omit_defaults=True):
 
 class LeaseHeld(Told, kw_only=True):
     """Requests have been lent for a third of their lease (`log.held_fraction`), or for 2, 4 ... times as long. Those
-    that wait for the same share a line, and there are a few lines in ten seconds. It is info while all readers renew.
+    that wait for the same share a line, and there are a few lines in ten seconds. The level is info while all readers
+    renew.
     """
 
     side, levels = "prefill", ("warning", "info")
@@ -388,7 +389,9 @@ class PullHeld(Told, kw_only=True):
 
 
 class PullRefused(Told):
-    """This engine refused a pull or announcement, and began nothing. At most ten lines at once, then one a second."""
+    """This engine itself refused to pull or announce a request, and began nothing. At most ten lines at once, then one
+    per second.
+    """
 
     side, levels, most = "decode", ("warning",), (1.0, 10.0)
     request_id: RequestText
@@ -494,7 +497,9 @@ class BlocksRetired(OfPull):
 
 
 class OffloadStarted(Told):
-    """The offload started: blocks are kept outside the accelerator. The line has `Offload.describe`'s fields too."""
+    """The offload started: blocks are kept outside the accelerator from now on. The line also has the fields of
+    `Offload.describe`.
+    """
 
     host_bytes: Annotated[int, "Size of the host memory tier."]
     file_bytes: Annotated[int, "Size of the file tier; 0 if there is none."]
@@ -563,7 +568,9 @@ class OffloadRetired(OffloadLate):
 
 
 class OffloadFilesLost(Told):
-    """The file tier takes no more writes, or is off: disk full or broken, or files removed. Host memory goes on."""
+    """The file tier takes no more writes, or is off: the disk is full or broken, or files were removed. Host memory
+    goes on.
+    """
 
     levels = ("warning",)
     cause: Annotated[str, "The failure and its remedy."]
@@ -596,7 +603,9 @@ class OffloadLeftOut(Told):
 
 
 class OffloadBroken(Told):
-    """The offload is off: it cannot use the memory after a resume, or opening at the start hung and was abandoned."""
+    """The offload is off: the engine resumed with memory that the offload cannot use, or opening at the start hung and
+    was abandoned.
+    """
 
     levels = ("error",)
     cause: Annotated[str, "The reason."]
@@ -618,7 +627,9 @@ class LoopWasAway(Told):
 
 
 class InternalError(Told):
-    """asynckv has a bug. The engine dropped the work at hand and goes on. At most ten lines, then one a second."""
+    """asynckv has a bug. The engine dropped the work at hand and goes on. At most ten lines at once, then one per
+    second.
+    """
 
     levels, most = ("error",), (1.0, 10.0)
     error: Annotated[str, "The exception."]
@@ -661,7 +672,9 @@ class DataPlaneBroken(Told):
 
 
 class DataPlaneInProcess(Told):
-    """UCX can end this process when a reader dies, because a data plane process cannot share the memory."""
+    """UCX can end this process when a reader dies, because the memory cannot be shared with a separate data plane
+    process.
+    """
 
     levels = ("warning",)
     detail: Annotated[str, "The memory concerned, and the remedy."]

@@ -241,7 +241,9 @@ def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str 
 
 
 def decode_params(value: object) -> KVTransferParams:
-    """Validate params from a router (a `KVTransferParams`, or a dict of JSON), or raise `RemoteProtocolError`."""
+    """Validate params that came through a router (a `KVTransferParams`, or a dict of JSON), or raise
+    `RemoteProtocolError`.
+    """
     try:
         if isinstance(value, KVTransferParams):
             return sendable(value, KVTransferParams)

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.metadata import is_known, renamed
-from asynckv.edges.staging import Chunk, Pieces, Stage, Undrained
+from asynckv.edges.staging import Chunk, Pieces, Stage
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Memory
@@ -45,7 +45,7 @@ from asynckv.geometry.staging import SLOT_BYTES
 from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo
 
-MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM", "file": "FILE"}
+MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 MEASURE_S = 1.0  # seconds after which the read of a measurement is given up
 MAX_LISTS = 1024  # tables of one remote agent with kept descriptor lists, in addition to those in use
 SOURCE, SINK = " is copied from", " is copied to"  # appended to the memory's name, by the direction of the copy
@@ -115,14 +115,6 @@ def set_up(agent: Agent) -> Iterator[Agent]:
         raise
 
 
-def make_stage(memories: Sequence[Memory], num_slots: int) -> Stage:
-    if any(memory.kind == "cuda" for memory in memories):
-        from asynckv.edges.torch import DeviceStage
-
-        return DeviceStage(memories, num_slots)
-    return Stage(memories, num_slots)
-
-
 class _Lists(NamedTuple):
     table: DescTable
     local: Any
@@ -163,20 +155,11 @@ class _Transfer(NamedTuple):
     staged: _Staged | None = None
 
 
-def byte_ranges(
-    addresses: npt.NDArray[Any], lengths: npt.NDArray[Any] | int, devices: npt.NDArray[Any] | int = 0
-) -> npt.NDArray[np.uint64]:
-    """Return ranges of memory as NIXL takes them: rows of address, length, device."""
-    rows = np.empty((len(addresses), 3), np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, devices
+def byte_ranges(addresses: npt.NDArray[Any], lengths: npt.NDArray[Any] | int) -> npt.NDArray[np.uint64]:
+    """Return ranges of host memory as NIXL takes them: rows of address, length, device 0."""
+    rows = np.zeros((len(addresses), 3), np.uint64)
+    rows[:, 0], rows[:, 1] = addresses, lengths
     return rows
-
-
-def _ranges(
-    at: Sequence[Memory], numbers: npt.NDArray[Any], offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]
-) -> npt.NDArray[np.uint64]:
-    base, device = np.array([[m.base, m.device] for m in at], np.uint64).T
-    return byte_ranges(base[numbers] + offsets.astype(np.uint64), lengths, device[numbers])
 
 
 class Agent:
@@ -245,8 +228,8 @@ class Agent:
     def add_stage(self, num_slots: int) -> None:
         """Make and register staging memory, for reads into the memory that is registered now."""
         try:
-            self.stage = make_stage(self._memories, num_slots)
-        except (OSError, OverflowError, ValueError, RuntimeError) as exc:
+            self.stage = Stage(self._memories, num_slots)
+        except (OSError, OverflowError, ValueError) as exc:
             size = f"{num_slots} slots of {SLOT_BYTES} bytes"
             raise BackendError(f"{size} of staging memory cannot be had: {exc}; lower nixl.staging_bytes") from exc
         self._register([self.stage.memory])
@@ -346,7 +329,7 @@ class Agent:
             if table.boxes:
                 assert self.stage is not None
                 rows, firsts = self.stage.rows(table)
-                made.append(self._agent.prep_xfer_dlist(mine, rows, MEMORY_KINDS[self.stage.memory.kind]))
+                made.append(self._agent.prep_xfer_dlist(mine, rows, "DRAM"))
             else:
                 made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
             made.append(self._prepare(theirs, table.remote, table.length, table.remote_blocks, remote.memories))
@@ -479,8 +462,6 @@ class Agent:
         self._release(handle)
         try:
             is_placed = staged.stage.place(transfer_id, staged.chunk)
-        except Undrained as exc:
-            return TransferEnded(transfer_id, Ending.IN_DOUBT, f"its pieces may still be placed: {exc}")  # for ever
         except Exception as exc:
             return _unstaged(transfer_id, staged, Ending.FAILED, f"its pieces could not be placed: {exc!r}")
         return None if is_placed else _unstaged(transfer_id, staged, Ending.FAILED, "it was detached, and not placed")
@@ -490,17 +471,19 @@ class Agent:
     ) -> TransferEnded | None:
         """Post a read of a staged table in ranges of its own: its pieces, or the long ranges of a packed copy."""
         try:
-            local, kind = self._memories, "cpu"
+            ours, base = (np.array([m.base for m in each], np.uint64) for each in (self._memories, remote.memories))
+            kind = "DRAM"
             if read.slot < 0:
-                pieces = read.pieces()
-                mine = _ranges(local, pieces[:, 0], pieces[:, 1], pieces[:, 4])
-                theirs = _ranges(remote.memories, pieces[:, 2], pieces[:, 3], pieces[:, 4])
-                kind = remote.memories[int(pieces[0, 2])].kind
+                pieces = read.pieces().astype(np.uint64)
+                mine = byte_ranges(ours[pieces[:, 0]] + pieces[:, 1], pieces[:, 4])
+                theirs = byte_ranges(base[pieces[:, 2]] + pieces[:, 3], pieces[:, 4])
+                theirs[:, 2] = np.array([m.device for m in remote.memories])[pieces[:, 2]]
+                kind = MEMORY_KINDS[remote.memories[int(pieces[0, 2])].kind]
             else:
                 places, begin = read.places(), remote.packing.base + read.slot * remote.packing.slot_bytes
-                mine = _ranges(local, places[:, 0], places[:, 1], places[:, 2])
+                mine = byte_ranges(ours[places[:, 0]] + places[:, 1].astype(np.uint64), places[:, 2])
                 theirs = byte_ranges(begin + np.cumsum(places[:, 2]) - places[:, 2], places[:, 2])
-            handle = self._create(self._read, mine, theirs, remote.alias, (local[0].kind, kind))
+            handle = self._create(self._read, mine, theirs, remote.alias, kind)
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
         return self._post(transfer_id, _Transfer(handle, name, None, remote))
@@ -511,15 +494,18 @@ class Agent:
         """Post a copy between host memory (rows of address, length, 0) and files (rows of offset, length, fd)."""
         op = self._write if is_write else self._read
         try:
-            handle = self._create(op, near, far, self.name, ("cpu", "file"))
+            handle = self._create(op, near, far, self.name, "FILE")
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
         return self._post(transfer_id, _Transfer(handle, self.name, None, None))
 
-    def time_read(self, owner: Agent, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64], kind: str) -> float:
-        """Return the seconds of one read from another agent of this thread; infinite if it fails or takes too long."""
+    def time_read(self, owner: Agent, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> float:
+        """Return the seconds of one read from another agent of this thread; infinite if it fails or takes too long.
+
+        Both sides are rows of address, length, 0.
+        """
         try:
-            handle = self._create(self._read, mine, theirs, self._remotes[owner.name].alias, (kind, kind))
+            handle = self._create(self._read, mine, theirs, self._remotes[owner.name].alias)
             began = time.monotonic()
             status = int(self._raw.postXferReq(handle, b""))
             while status and time.monotonic() - began < MEASURE_S:
@@ -534,12 +520,11 @@ class Agent:
         return seconds
 
     def _create(
-        self, op: Any, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64], name: str, kinds: tuple[str, str]
+        self, op: Any, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64], name: str, kind: str = "DRAM"
     ) -> int:
-        """Make a transfer of byte ranges outside of any table."""
-        sides = zip((mine, theirs), kinds, strict=True)
-        descs = [self._agent.get_xfer_descs(rows, MEMORY_KINDS[kind]) for rows, kind in sides]
-        return int(self._raw.createXferReq(op, *descs, name, b"", []))
+        """Make a transfer of byte ranges outside of any table; `kind` is that of the far side."""
+        sides = self._agent.get_xfer_descs(mine, "DRAM"), self._agent.get_xfer_descs(theirs, kind)
+        return int(self._raw.createXferReq(op, *sides, name, b"", []))
 
     def _post(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
         try:
@@ -663,6 +648,10 @@ class Agent:
             for handle in self._registered:
                 with suppress(Exception):
                     self._agent.deregister_memory(handle)
+        for transfer in (*self.running.values(), *self.doubtful.values()):
+            # UCX may abort the process if a read still waits for its connection when the agent is destroyed.
+            with suppress(Exception):
+                self._raw.releaseXferReq(transfer.handle)
         for left in (self._remotes, self._registered, self._gone, self.running, self.doubtful, self.unreleased):
             left.clear()
         self._raw = None

@@ -165,8 +165,7 @@ class NixlPlane:
         try:
             self._agent = self._make_agent(self._name, memories)
             self._listen(self._agent, self._loop)
-            places = {(memory.kind, memory.device) for memory in memories}
-            is_on_host = all(kind == "cpu" for kind, _ in places)
+            is_on_host = all(memory.kind == "cpu" for memory in memories)
             if is_on_host and self._config.packing_bytes:
                 num_copies = max(self._config.packing_bytes // PACK_BYTES, 1)
                 self._packer = Packer(memories, num_copies, self._loop, on_ready)
@@ -175,7 +174,7 @@ class NixlPlane:
             # each where another thread never sleeps, and a handshake has a deadline.
             self.costs, threads, staging = None, self._config.num_posters, self._config.staging_bytes
             num_slots = max(staging // SLOT_BYTES // threads, 1) if staging and threads else 0
-            stages = num_slots > 0 and (is_on_host or (self._config.gpu_staging and len(places) == 1))
+            stages = num_slots > 0 and is_on_host
             for number in range(1, threads + 1):
                 agent = self._make_agent(f"{self._name}-poster{number}", memories)
                 with set_up(agent):
@@ -505,7 +504,7 @@ class NixlPlane:
 
     def _describe_staging(self) -> str:
         if (costs := self.costs) is None:
-            return "none: staging_bytes or posting_threads is 0, GPUs lack gpu_staging, or a trial read took too long"
+            return "none: staging_bytes or posting_threads is 0, memory is on a GPU, or a trial read took too long"
         return (
             f"in slots of {costs.slot_bytes} bytes, where that is faster: {costs.descriptor_s * 1e6:.2f} us per "
             f"descriptor, {1e-9 / costs.read_s:.2f} GB/s read, {1e-9 / costs.place_s:.2f} GB/s placed (measured)"

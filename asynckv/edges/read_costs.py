@@ -8,9 +8,10 @@ only where direct and staged reads are about equally fast.
 from __future__ import annotations
 
 import math
-from typing import Any
+import mmap
 
 import numpy as np
+import numpy.typing as npt
 
 from asynckv.edges.agent import Agent, byte_ranges
 from asynckv.geometry.layout import Memory
@@ -21,7 +22,7 @@ NUM_PIECES = 256
 ROUNDS = 3  # the fastest counts
 
 
-_kept: list[Any] = []  # memory that a read may still read, because it took too long
+_kept: list[npt.NDArray[np.uint8]] = []  # memory that a read may still read, because it took too long
 
 
 def measure_costs(reader: Agent, owner: Agent) -> ReadCosts | None:
@@ -29,11 +30,10 @@ def measure_costs(reader: Agent, owner: Agent) -> ReadCosts | None:
 
     Return None if a read fails or takes too long. It may then still write staging memory, so nothing may be staged.
     """
-    assert reader.stage is not None
-    source = None
+    source = np.frombuffer(mmap.mmap(-1, SLOT_BYTES), np.uint8)
+    source.fill(1)  # or the kernel's one page of zeros would be read
+    memory = Memory(base=source.ctypes.data, length=SLOT_BYTES, device=0, kind="cpu")
     try:
-        source, memory = reader.stage.make_area(SLOT_BYTES)
-        source[:] = 1  # or the kernel's one page of zeros would be read
         deregister = owner.register_for_trial(memory)
         reader.load(owner.info(), [memory])
         if (costs := _measure(reader, owner, memory)) is not None:
@@ -48,14 +48,13 @@ def measure_costs(reader: Agent, owner: Agent) -> ReadCosts | None:
 
 def _measure(reader: Agent, owner: Agent, memory: Memory) -> ReadCosts | None:
     assert reader.stage is not None
-    sides = reader.stage.memory, memory
+    bases = reader.stage.memory.base, memory.base
     apart = np.arange(NUM_PIECES) * 2 * PIECE  # no two of them touch, so NIXL merges none
     fastest = []
     for offsets, length in ((np.zeros(1, np.int64), SLOT_BYTES), (apart, PIECE)):
         rounds: list[float] = []
         for _ in range(ROUNDS):
-            mine, theirs = [byte_ranges(each.base + offsets, length, each.device) for each in sides]
-            rounds.append(reader.time_read(owner, mine, theirs, memory.kind))
+            rounds.append(reader.time_read(owner, *(byte_ranges(base + offsets, length) for base in bases)))
             if math.isinf(rounds[-1]):
                 return None
         fastest.append(min(rounds))

@@ -54,12 +54,7 @@ def as_index(ids: Ids) -> slice | Ids:
     return slice(start, start + len(ids)) if is_run else ids
 
 
-Pieces = tuple[Any, Any]  # the pieces of a row: their places in all blocks, and in all slots of staging memory
-Area = tuple[Any, int, tuple[int, ...], tuple[int, ...]]  # of memory: its bytes, an offset, a shape and byte strides
-
-
-class Undrained(Exception):
-    """Copies of a placement may still write."""
+Pieces = tuple[Items, Items]  # the pieces of a row: their places in all blocks, and in all slots of staging memory
 
 
 class Chunk(NamedTuple):
@@ -79,23 +74,23 @@ class Stage:
     """
 
     def __init__(self, memories: Sequence[Memory], num_slots: int) -> None:
-        self._memories = [self.bytes_at(memory) for memory in memories]
-        self._area, self.memory = self.make_area(num_slots * SLOT_BYTES)
+        self._area = np.frombuffer(mmap.mmap(-1, num_slots * SLOT_BYTES), np.uint8)
+        self.memory = Memory(base=self._area.ctypes.data, length=len(self._area), device=0, kind="cpu")
+        self._memories = [bytes_at(memory) for memory in memories]
         self.slots: Slots[TransferId] = Slots(num_slots)
-        self._lock = threading.Lock()  # held to detach, and to decide that a read is placed or direct, but not to place
-        self._placing: TransferId | None = None
+        self._lock = threading.Lock()  # held to place, to detach, and to decide that a read is direct after all
         self._detached: set[TransferId] = set()  # transfers that place nothing any more
         self._direct: set[TransferId] = set()  # transfers of staged tables that had no slot
 
     # -- detaching ---------------------------------------------------------------------------------
 
     def detach(self, transfer_id: TransferId) -> bool:
-        """Let a transfer place nothing more; return False if it may still write: it is direct, or being placed."""
+        """Let a transfer place nothing from now on, or return False if it is direct. Waits while another is placed."""
         with self._lock:
             if transfer_id in self._direct:
                 return False
             self._detached.add(transfer_id)
-            return transfer_id != self._placing
+            return True
 
     def begin(self, transfer_id: TransferId, *, is_direct: bool) -> bool:
         """Note how a transfer is about to be read; return False if it was detached, and must not be."""
@@ -118,7 +113,7 @@ class Stage:
         for length in np.unique(table.length).tolist():
             firsts[length], count = number, SLOT_BYTES // length
             for slot in range(self.slots.number):
-                out.append((self.memory.base + slot * SLOT_BYTES, length, self.memory.device, length, count))
+                out.append((self.memory.base + slot * SLOT_BYTES, length, 0, length, count))
                 number += count
         return np.array(out, np.uint64), firsts
 
@@ -149,52 +144,30 @@ class Stage:
 
     def time_placement(self, piece: int) -> float:
         """Return the seconds per byte of placing a slot in pieces, each away from its neighbours."""
-        side, (spare, _) = int((SLOT_BYTES // piece) ** 0.5), self.make_area(SLOT_BYTES)
-        spare[:] = 1  # the kernel's work for new pages is not counted
-        shape, steps = (side, side), (piece, side * piece)
-        pieces = self.views(piece, (spare, 0, shape, steps), (self._area, 0, shape, steps[::-1]))
+        side = int((SLOT_BYTES // piece) ** 0.5)
+        run = np.ndarray((side, side), f"V{piece}", self._area)
+        places = np.empty_like(run).T
         began = time.monotonic()
-        self._place(slice(None), [pieces])
-        return (time.monotonic() - began) / (side * side * piece)
+        np.copyto(places, run)
+        return (time.monotonic() - began) / run.nbytes
 
     def place(self, transfer_id: TransferId, chunk: Chunk) -> bool:
         """Copy the pieces of a chunk that has landed; return False if its read was detached."""
         with self._lock:
             if transfer_id in self._detached:
                 return False
-            self._placing = transfer_id
-        try:
-            self._place(chunk.blocks, chunk.pieces)
-        finally:
-            self._placing = None
+            self._place(chunk)
         return True
+
+    def _place(self, chunk: Chunk) -> None:
+        for places, run in chunk.pieces:
+            places[chunk.blocks] = run
 
     def _pieces(self, table: DescTable, row: int) -> Pieces:
         box, length, (memory, offset, stride) = table.box(row), int(table.length[row]), table.local[row].tolist()
-        blocks, slots = table.local_blocks, (self.slots.number, SLOT_BYTES // length)
-        return self.views(
-            box.piece,
-            (self._memories[memory], offset, (blocks, *box.shape), (stride, *box.in_local)),
-            (self._area, box.skip, (*slots, *box.shape), (SLOT_BYTES, length, *box.in_run)),
-        )
-
-    # -- what depends on the kind of memory --------------------------------------------------------
-
-    def bytes_at(self, memory: Memory) -> Any:
-        return bytes_at(memory)
-
-    def make_area(self, num_bytes: int) -> tuple[Any, Memory]:
-        area = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
-        return area, Memory(base=area.ctypes.data, length=num_bytes, device=0, kind="cpu")
-
-    def views(self, piece: int, to: Area, of: Area) -> Pieces:
-        item = item_bytes(piece)
-        places, run = [
-            np.ndarray((*shape, piece // item), f"V{item}", area, offset, (*strides, item))
-            for area, offset, shape, strides in (to, of)
-        ]
-        return places, run
-
-    def _place(self, blocks: slice | Ids, pieces: list[Pieces]) -> None:
-        for places, run in pieces:
-            places[blocks] = run
+        item = item_bytes(box.piece)
+        shape, kind = (*box.shape, box.piece // item), f"V{item}"
+        to, of = (stride, *box.in_local, item), (SLOT_BYTES, length, *box.in_run, item)
+        places: Items = np.ndarray((table.local_blocks, *shape), kind, self._memories[memory], offset, to)
+        slots = self.slots.number, SLOT_BYTES // length
+        return places, np.ndarray((*slots, *shape), kind, self._area, box.skip, of)

@@ -1,16 +1,17 @@
-"""Tensors as registered memory, waits for a GPU, and staging memory on it: the only file that knows torch.
+"""Tensors as registered memory, and a wait until a GPU has written them: the only file that knows torch.
 
 Storages become the memories of a `Layout`; shapes and strides become its views. NIXL does not wait for any stream, so
-`synchronize` waits for the events recorded after the kernels that write blocks, before they are lent. torch loads late.
+`synchronize` waits for the events recorded after the kernels that write blocks, before these are lent. torch is loaded
+on first use.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import anyio.to_thread
@@ -19,7 +20,6 @@ import msgspec
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, integer, shown, text, texts
 from asynckv.core.types import sendable
 from asynckv.edges.sharing import shared_memory
-from asynckv.edges.staging import Area, Ids, Pieces, Stage, Undrained, bytes_at
 from asynckv.errors import BackendError, ConfigError, LayoutError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
 from asynckv.geometry.check import Registration, register_memory
@@ -131,69 +131,6 @@ class CudaMirror:
         self._torch.cuda.synchronize()
         for piece, copy in zip(self._pieces, self._copies, strict=True):
             copy.copy_(piece)
-
-
-class DeviceStage(Stage):
-    """A `Stage` for memory that is all on one GPU. Tests run the same calls on host memory.
-
-    A chunk is placed when its copies have ended, not when they are launched, so nothing writes after a read's end.
-    """
-
-    def __init__(self, memories: Sequence[Memory], num_slots: int) -> None:
-        import torch
-
-        self._torch, self._first = torch, memories[0]
-        self._device = torch.device(self._first.kind, self._first.device)
-        self._module: Any = torch.get_device_module(self._device)
-        self._stream = self._module.Stream(self._device)
-        self._drain: Callable[[], None] = getattr(self._stream, "synchronize", self._module.synchronize)
-        super().__init__(memories, num_slots)
-
-    def bytes_at(self, memory: Memory) -> Any:
-        if memory.kind == "cpu":
-            return self._torch.from_numpy(bytes_at(memory))
-        where = {"typestr": "|u1", "version": 3, "shape": (memory.length,), "data": (memory.base, False)}
-        found = self._torch.as_tensor(SimpleNamespace(__cuda_array_interface__=where), device=self._device)
-        if found.data_ptr() != memory.base:
-            raise ValueError(f"memory at {memory.base:#x} is not on {self._device}")
-        return found
-
-    def make_area(self, num_bytes: int) -> tuple[Any, Memory]:
-        area = self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._device)
-        self._module.synchronize(self._device)  # kernels of an earlier owner of this memory may still write
-        return area, msgspec.structs.replace(self._first, base=area.data_ptr(), length=num_bytes)
-
-    def views(self, piece: int, to: Area, of: Area) -> Pieces:
-        sizes = [n for area, offset, _, strides in (to, of) for n in (area.data_ptr(), offset, *strides)]
-        width = math.gcd(16, piece, *sizes)
-        dtype = getattr(self._torch, {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}[width])
-        places, run = [
-            area[: len(area) // width * width]
-            .view(dtype)
-            .as_strided((*shape, piece // width), [*(each // width for each in strides), 1], offset // width)
-            for area, offset, shape, strides in (to, of)
-        ]
-        return places, run
-
-    def _place(self, blocks: slice | Ids, pieces: list[Pieces]) -> None:
-        self._module.set_device(self._device)  # or the end of the stream's context would make one on GPU 0
-        with self._module.stream(self._stream):
-            try:
-                at: Any = blocks
-                if not isinstance(blocks, slice):
-                    at = self._torch.from_numpy(blocks).to(self._device, self._torch.int64)
-                for places, run in pieces:
-                    if at is blocks or not self._torch.are_deterministic_algorithms_enabled():
-                        places[at] = run
-                        continue
-                    for block, part in zip(at.tolist(), run, strict=True):  # by index torch would rewrite all blocks
-                        places[block] = part
-            finally:
-                # Even after an exception, copies that were launched may still write.
-                try:
-                    self._drain()
-                except Exception as exc:
-                    raise Undrained(repr(exc)) from None
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,8 @@ class Outcome:
         received: Requests with their KV in place on every rank. Compute the tokens beyond `num_tokens`.
         failed: Requests that failed (`errors`). Compute the prompt in other blocks, or have it prefilled again.
         free: Failed or cancelled requests. Nothing can write their blocks (`groups`) any more, so they may be reused.
-        retired: Requests with blocks that a rank has retired (`BlocksRetired`). They are freed only if the rank dies.
+        retired: Requests with blocks that a rank has retired (`BlocksRetired`). They follow in `free` only if the rank
+            dies.
     """
 
     received: list[Fetch] = field(default_factory=list)

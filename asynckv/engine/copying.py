@@ -98,7 +98,9 @@ Copying = SlotBySlot | ByTokens
 
 
 def reading(device: Layout, shelves: Sequence[Shelf], config: EngineConfig, max_bytes: int) -> dict[Shelf, ByTokens]:
-    """Say how shelves of another engine's ranks are read; raise `LayoutError` if they do not fit, or lack something."""
+    """Say how shelves of all ranks of another engine are read into a device's memory; raise `LayoutError` if they do
+    not fit, or lack something.
+    """
     plain, is_on_host = _without_windows(device), all(memory.kind == "cpu" for memory in device.memories)
     costs = WITHIN if is_on_host and config.nixl.staging_bytes else None
     tables = kept_tables(plain, [_without_windows(shelf.layout) for shelf in shelves], itertools.count(1), costs)

@@ -5,7 +5,8 @@ get a goodbye, and the data plane is closed, which fails while a call is still i
 written are given back only when the agent is gone.
 
 Suspending and closing are tasks of their own, so that a cancelled caller does not leave them half done, and later
-callers wait for them. Grants that a caller has no time for are cut short, which is safe until the memory is written.
+callers wait for them. Grants that a caller has no time for are cut short, which is safe as long as the memory is not
+written.
 """
 
 from __future__ import annotations

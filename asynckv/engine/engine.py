@@ -144,7 +144,8 @@ class Engine:
         """Start the control plane and the data plane, and register the memory.
 
         Raises:
-            BackendError: NIXL cannot start or register the memory, or the address cannot be bound; nothing runs on.
+            BackendError: NIXL cannot start or register the memory, or the address cannot be bound; nothing is left
+                running.
             LayoutError: The layout is inconsistent.
         """
         self._home.here(self.start, is_first=True)
@@ -232,7 +233,8 @@ class Engine:
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         """Take nothing new, tell the readers so, and wait for what is under way.
 
-        Nothing is cancelled: call `aclose` for that. Announced requests may still be pulled, and failed ones retried.
+        Nothing is cancelled: call `aclose` for that. Announced requests may still be pulled, and failed ones tried
+        again.
 
         Args:
             timeout_s: How long to wait.
@@ -397,7 +399,8 @@ class Engine:
         Raises:
             EngineClosed: The engine is closed or draining.
             PlanRefused: The blocks do not fit the layout.
-            LocalProtocolError: The params are another engine's, lent before or withdrawn, or a block is being written.
+            LocalProtocolError: The params belong to another engine, were lent before or withdrawn, or a block is being
+                written.
         """
         self._home.here(self.lend)
         if type(num_readers) is not int or not 0 < num_readers <= MAX_RANKS:
@@ -477,7 +480,8 @@ class Engine:
 
         Raises:
             EngineClosed: The engine is closed; or it drains, and this was not announced before.
-            LocalProtocolError: The request is being pulled already, or announced with other params or cohort_id.
+            LocalProtocolError: The request is being pulled already, or was announced with other params or another
+                cohort_id.
             PlanRefused: The params do not list a whole group of ranks, or list this very rank.
             RemoteProtocolError: The params are malformed.
         """

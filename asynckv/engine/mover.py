@@ -445,7 +445,9 @@ class Mover:
     # -- its end -------------------------------------------------------------------------------------
 
     async def end_work(self, timeout_s: float, flush_s: float = 0.0) -> tuple[HeldBlocks, ...]:
-        """Cancel waiting jobs, wait `timeout_s` for running ones and `flush_s` for files; return holders of blocks."""
+        """Cancel waiting jobs, wait `timeout_s` for running ones and `flush_s` for writes to files; return holders of
+        blocks.
+        """
         driver, began = self._driver, self._driver.clock.now()
         self._is_flushing = flush_s > 0 and self.is_open
         self.give_up(self.jobs.values())

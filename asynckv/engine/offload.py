@@ -134,7 +134,8 @@ class Offload:
             Holders that were not waited for.
 
         Raises:
-            BackendError: Something may still write the memory, or a `start` has not ended. Call again to wait.
+            BackendError: Something may still write the memory, or a `start` has not come to its end. Call again to wait
+                again.
         """
         if not self._tiers.is_started:
             return ()
@@ -326,7 +327,8 @@ class Offload:
     ) -> dict[str, Any]:
         """Lend what is kept of a prompt to engines of other processes, which pull it like any other request.
 
-        Blocks that are in files alone are brought to the host tier first. All are pinned until the lease has ended.
+        Blocks that are in files alone are brought to the host tier first. All of them are pinned until the lease has
+        ended.
 
         Args:
             request_id: For people, and for the decode side.

@@ -81,7 +81,9 @@ class Shelf:
     # -- life ----------------------------------------------------------------------------------------
 
     def take_memory(self, device: Layout) -> None:
-        """Take the memory, pinned for a GPU that has blocks; raise `BackendError` if the system has not so much."""
+        """Take the memory, pinned where blocks of the device are on a GPU; raise `BackendError` if the system has not
+        so much.
+        """
         gpu = next((memory.device for memory in device.memories if memory.kind == "cuda"), None)
         self.memory = HostPool(self._host_bytes, device=gpu)
 
@@ -108,7 +110,9 @@ class Shelf:
         return count
 
     async def close(self, timeout_s: float) -> None:
-        """End the files within `timeout_s`, and free the memory; raise `BackendError` if it may still be written."""
+        """End the files, for which `timeout_s` is waited, and give the memory back; raise `BackendError` if something
+        may still write it.
+        """
         if self.records is not None:
             await self.records.quiesce(timeout_s)
             self.records.close()

@@ -266,9 +266,8 @@ class Tiers:
                 shelf.take_memory(self.engine.registration.layout)
                 found += shelf.open_files(partial(mover.on_records, shelf), loop)
             if opened := mover.shelves[1:]:
-                self.others = reading(
-                    self.engine.registration.layout, opened, self.engine.config, config.max_post_bytes
-                )
+                engine = self.engine
+                self.others = reading(engine.registration.layout, opened, engine.config, config.max_post_bytes)
         except AsyncKVError as exc:
             self._left_out.append(str(exc))
         return found
@@ -301,7 +300,9 @@ class Tiers:
         return left
 
     async def _let_go_of_planes(self, by: float | None) -> None:
-        """End all planes within `by` (None: `CLOSE_S` each); raise `BackendError` if they may still touch memory."""
+        """End all planes within `by` (None: `CLOSE_S` each); nothing touches any memory afterwards, or `BackendError`
+        is raised.
+        """
 
         def left(least: float) -> float:
             return CLOSE_S if by is None else max(by - self.driver.clock.now(), least)

@@ -145,7 +145,8 @@ class Group(Struct, frozen=True, array_like=True):
             to the next, or `ONE_PER_REQUEST`.
         num_blocks: Number of blocks that the engine declares; the tensors may have more.
         ratio: Kernel blocks per block: block `b` is kernel blocks `b*ratio ... b*ratio+ratio-1`.
-        kind: `tokens`: a block holds the KV of tokens. `state`: a block holds a recurrent layer's state.
+        kind: `tokens`: a block holds the KV of tokens. `state`: a block holds a recurrent layer's state after some
+            token.
         window: Sliding window in tokens: the next token attends to itself and the `window - 1` tokens before it, and no
             more than these are needed. 0: all tokens.
         null_block: Id that marks a place without a block in the engine's lists (vLLM: 0); -1 if there is none. `None`
@@ -309,7 +310,8 @@ def attention_view(
         offset: Bytes from the memory's base to the first element.
 
     Raises:
-        LayoutError: The order is no permutation, or lacks `head` for given heads; a size or a known dtype is missing.
+        LayoutError: The order is no permutation, or has no `head` for the given heads; sizes are missing, or the dtype
+            is unknown.
     """
     order = texts("order", order, 16, 64, LayoutError)
     known = {"block", "kv", "head", TOKEN, "dim"}

@@ -51,7 +51,8 @@ def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | 
     views: list[View] = []
     for index, group in enumerate(layout.groups):
         mine = [view for view in layout.views if view.group == index]
-        # Kernel blocks follow each other at one stride, so each is padded until a block is a multiple of `align`.
+        # Kernel blocks follow each other at one stride, so each is padded, by as little as makes a block a multiple of
+        # `align`.
         unit = align // math.gcd(align, group.ratio)
         size = sum(_payload(part) for view in mine for part in view.parts)
         stride = -(-size // unit) * unit

@@ -105,7 +105,8 @@ class MetricsEndpoint:
 
     `/metrics` shows everything in the registry. `/healthz` is 200 if the event loop of every engine answers and its
     data plane serves. `/readyz` is 200 if every engine is started and takes new work. Otherwise they are 503, with the
-    reason in a JSON body. An engine is not healthy if its loop is away for long. One that drains is healthy, not ready.
+    reason in a JSON body. An engine is not healthy if its loop is away for long. One that drains is healthy, but not
+    ready.
 
     Args:
         metrics: The metrics to serve, and with them the engines that health is asked of.

@@ -1,6 +1,7 @@
 """Metrics for Prometheus: counters, current state and durations of engines.
 
-`Metrics` is a collector for the application's registry, and may show several engines. `metrics.toml` documents it.
+`Metrics` is a collector for the application's registry, and may show several engines. `docs/metrics.md` is made from
+`metrics.toml`.
 
 A scrape comes on another thread. The reading is taken *on* the loop, between two turns, and the scrape waits for it at
 most a quarter of a second. If the loop does not answer in time, the scrape shows the last reading, with its age in

@@ -1,7 +1,8 @@
 """Offload: decides which blocks are kept in host memory and in files, in which slots, and which moves come next.
 
 This folder has no bytes, clock, files or awaits. Jobs go in, moves come out, and the ends of moves go in.
-`asynckv/edges` has the memory and the files, `asynckv/geometry` computes the bytes of a block, `asynckv/engine` joins.
+`asynckv/edges` has the memory and the files, `asynckv/geometry` computes the bytes of a block, and `asynckv/engine`
+joins them.
 
 - A block's key is the engine's hash of all tokens up to its end, within a namespace for the model and the layers.
 - Two tables are the state machines: one for a stored block in one tier (`entry`), one for a job (`job`).

@@ -303,7 +303,8 @@ class Catalogue:
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
         """Take in `(group, slot, hash)` of the file tier, least recently used first; return the number of blocks taken.
 
-        Blocks that were not taken are `forgotten`. `others` are `(group, slot)` of other models' blocks, evicted first.
+        Blocks that were not taken are `forgotten`. `others` are `(group, slot)` of other models' blocks, which are
+        evicted first.
         """
         if self.file is None or any(True for _ in self.file.entries()):
             raise LocalProtocolError("only an empty file tier takes in recovered blocks")

@@ -2,7 +2,8 @@
 
 A prefix of `n` tokens can be used if every group has the blocks to continue after `n` tokens: every block, the blocks
 of a window, or the state at exactly `n`. The groups must agree on `n`, so none keeps more of a prompt than the longest
-beginning for which all have room. The code uses arrays, because a prompt has thousands of blocks, asked for often.
+beginning for which all have room. The code uses arrays, because a prompt has thousands of blocks, and schedulers ask
+often.
 """
 
 from __future__ import annotations

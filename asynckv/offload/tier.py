@@ -162,7 +162,8 @@ class Tier:
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
         """Take in `(group, slot, hash)` of an empty tier, least recently used first; return the number of blocks taken.
 
-        A block outside the tier, in the slot of another, or repeated is freed. `others` are other models' blocks.
+        A block outside the tier, in the slot of another, or repeated is freed. `others` are `(group, slot)` of other
+        models' blocks.
         """
         found, tick = list(found), self.tick
         wanted = [(g, slot, h) for (g, h), slot in {(g, h): slot for g, slot, h in found}.items()]

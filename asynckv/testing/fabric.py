@@ -190,7 +190,8 @@ class _Remote:
 
 
 class Nic:
-    """A data plane without the ends of its reads: memory, the agent that serves it, remote agents, packed copies.
+    """A data plane without the ends of its reads: registered memory, the agent that serves it, known remote agents, and
+    packed copies.
 
     Args:
         name: Name of the first agent; the next ones have this name and a number.
@@ -198,7 +199,8 @@ class Nic:
         arrays: The bytes of its memory. Without them, the bytes at the addresses of the memory are used.
 
     Attributes:
-        ends: Number of times that reads of its memory were cut off; counted by drivers whose transfers outlive owners.
+        ends: Number of times that reads of its memory were cut off; counted by a driver with transfers that may outlive
+            their owner.
     """
 
     def __init__(self, fabric: Fabric, name: str, host: str = "", arrays: Sequence[Bytes] = ()) -> None:

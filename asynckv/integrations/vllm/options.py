@@ -94,7 +94,8 @@ class Options:
         limits: See `LimitsConfig`.
         inspect: See `InspectConfig`.
         metrics: Show each worker's engine to Prometheus; see `MetricsOptions`.
-        turn_lease_s: Seconds that blocks wait for the next turn, if their request made several tokens and ends.
+        turn_lease_s: Seconds that blocks wait for the next turn, if their request generated more than one token and is
+            lent at its end.
         allow_unhashed: Read KV of params without hashes of their prompt, as engines other than vLLM may make them. Any
             client can then have any lent KV loaded for any prompt of the same length.
     """

@@ -85,7 +85,8 @@ def judge(
 def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[str, Any]:
     """Compare two sides point by point; `exceeded` lists what is worse by more than `fail_above` and not within noise.
 
-    Points match if all parameters agree, except those that have one value on each side, but not the same: they changed.
+    Points match if all parameters agree, except those that have one value on each side, but not the same: these count
+    as changed.
     """
     sides = before, after
     for side in sides:

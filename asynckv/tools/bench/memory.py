@@ -95,7 +95,8 @@ class Pool:
     def check(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> tuple[int, int]:
         """Compare with a request's pattern; return the number of bytes that were compared and of those that differ.
 
-        Bytes before a list's first token must still be poison. Those after the last or before a window are unchecked.
+        Bytes before a list's first token must still be poison. Tokens after the last one, or before a window, are not
+        checked.
         """
         compared = wrong = 0
         for it, ids, begin, end, expected in self._chunks(request, lists, tokens, prefix):

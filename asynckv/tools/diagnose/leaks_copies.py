@@ -29,7 +29,8 @@ class LateCopy:
     """Blocks of one store or load.
 
     Attributes:
-        state: `returned`, `retired` (retired: lost to this process), `closed` (with its engine), or `held` until then.
+        state: `returned`, `retired` (retired: lost to this process), `closed` (with its engine), or `held` when the log
+            ends.
     """
 
     rank: str  # the rank with the blocks

@@ -174,7 +174,8 @@ class Presence:
         return is_silent and self.last - self.when(process.incarnation, process.last_at)[1] > bound
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
-        """Return True if a prefill rank's log goes on while a pull's blocks may have been lent, or its end is known.
+        """Return True if a prefill rank's log continues for as long as a pull's blocks may have been lent, or ends in a
+        known way.
 
         Only then does a missing line prove that they did not expire: the time after the end of a log is not known.
         """

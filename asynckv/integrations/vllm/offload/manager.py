@@ -1,7 +1,8 @@
 """The scheduler's half: the catalogue as an `OffloadingManager` of vLLM.
 
 vLLM asks for single keys and for lists of keys. For the catalogue each list is a prompt of blocks of one token, some
-of them wanted. Slots are given at once; vLLM calls `complete_store` and `complete_load` after the copies.
+of them wanted. Slots are given at once; vLLM calls `complete_store` and `complete_load` when workers have moved the
+bytes.
 
 Blocks that are only in files are brought to host memory first. A lookup of such a block returns `HIT_PENDING`, and the
 end of the step orders all of these. This process moves the bytes, because then a file that cannot be read is a miss,
