@@ -277,7 +277,7 @@ async def test_a_move_in_doubt_is_told_once_and_has_failed_when_its_bytes_are_se
 async def test_what_a_staged_load_in_doubt_writes_late_is_in_a_slot(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(posters, "PATIENCE_S", 60.0)  # nobody waits for a slot in doubt
+    monkeypatch.setattr(posters, "PATIENCE_S", 60.0)  # no read waits for a slot in doubt
     tiers = make()
     assert isinstance(tiers.plane, NixlCopies)
     (poster,) = tiers.plane._posters

@@ -389,9 +389,9 @@ class Agent:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
             return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
-        if read.table.boxes and remote.own == SINK:
-            return TransferEnded(transfer_id, Ending.REFUSED, "only what is read can be staged")
         if read.table.boxes:
+            if remote.own == SINK:
+                return TransferEnded(transfer_id, Ending.REFUSED, "only what is read can be staged")
             post = self._post_staged if read.is_staged else self._post_ranges
             return post(transfer_id, name, remote, read)
         if (lists := remote.lists.get(id(read.table))) is None:
@@ -650,8 +650,7 @@ class Agent:
                     self._agent.deregister_memory(handle)
         for transfer in (*self.running.values(), *self.doubtful.values()):
             # UCX may abort the process if a read still waits for its connection when the agent is destroyed.
-            with suppress(Exception):
-                self._raw.releaseXferReq(transfer.handle)
+            self._release(transfer.handle)
         for left in (self._remotes, self._registered, self._gone, self.running, self.doubtful, self.unreleased):
             left.clear()
         self._raw = None
