@@ -85,9 +85,12 @@ class Proxy:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for _turn in range(5):  # what was accepted last has a task of its own some turns later
+        # What was accepted last has a task of its own some turns later. Until then the server stays: asyncio leaves a
+        # transport open that it makes for a closed server.
+        asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
+        for _turn in range(5):
             await asyncio.sleep(0)
+        self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
