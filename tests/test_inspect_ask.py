@@ -397,6 +397,19 @@ async def test_a_question_that_is_never_answered_takes_no_place_for_ever(
         await door.close()
 
 
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_guest_that_comes_as_the_door_is_closed_is_not_left_waiting(short_path: Path, turns: int) -> None:
+    door = LocalDoor(short_path, lambda peer, asked, answer: None)
+    await door.open(socket_name("e", 0, 0, "c" * 32), "c" * 32)
+    with socket.socket(socket.AF_UNIX) as guest, contextlib.suppress(ConnectionResetError):
+        guest.settimeout(5.0)
+        guest.connect(str(door.path))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await door.close()
+        assert await asyncio.to_thread(guest.recv, 1) == b""
+
+
 @pytest.mark.parametrize("name", ["a.sock", "e.pp0.tp0.x", "e.ppx.tp0.x.sock", "e.pp0.tp0..sock"])
 async def test_a_socket_of_another_name_is_nobodys(name: str) -> None:
     assert rank_of(Path(name)) == ""

@@ -504,16 +504,18 @@ def land_untold(agent: Agent, handles: list[int], owner: Side) -> None:
         assert time.monotonic() < deadline
 
 
+def five_reads(reader: Side) -> tuple[Agent, list[int]]:
+    for number in range(5):
+        reader.read(number, "owner", TABLES[1], np.zeros(1, np.int32), np.zeros(1, np.int32))
+    agent = reader.plane._agent
+    assert agent is not None
+    return agent, [transfer.handle for transfer in agent.running.values()]
+
+
 @pytest.mark.parametrize("doubt", [False, True])
 async def test_one_poll_tells_every_end(linked: tuple[Side, Side], doubt: bool) -> None:
     reader, owner = linked
-    one = np.zeros(1, np.int32)
-    for number in range(5):
-        reader.read(number, "owner", TABLES[1], one, one)
-    agent = reader.plane._agent
-    assert agent is not None
-    handles = [transfer.handle for transfer in agent.running.values()]
-    assert len(handles) == 5
+    agent, handles = five_reads(reader)
     if doubt:
         raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
         assert endings(reader.ended()) == [(number, "in_doubt") for number in range(5)]
@@ -525,12 +527,7 @@ async def test_one_poll_tells_every_end(linked: tuple[Side, Side], doubt: bool) 
 async def test_a_poll_asks_until_nothing_new_is_found(linked: tuple[Side, Side]) -> None:
     """A question about one transfer may be what ends another that was asked about before."""
     reader, owner = linked
-    one = np.zeros(1, np.int32)
-    for number in range(5):
-        reader.read(number, "owner", TABLES[1], one, one)
-    agent = reader.plane._agent
-    assert agent is not None
-    handles = [transfer.handle for transfer in agent.running.values()]
+    agent, handles = five_reads(reader)
     land_untold(agent, handles, owner)
     ended = set[int]()
 

@@ -62,6 +62,15 @@ def placed(mine: list[Bytes], theirs: list[Bytes], local: Indices, remote: Indic
             mine[memory][to : to + piece] = theirs[other][source : source + piece]
 
 
+async def check_read(reader: Side, owner: Side, number: int, local: Indices, remote: Indices) -> None:
+    """Have a staged read done, and find what it has to place in its places and nothing else changed."""
+    want = [a.copy() for a in reader.arrays]
+    placed(want, owner.arrays, local, remote)
+    reader.read(number, "owner", STAGED, local, remote)
+    assert await reader.heard(1) == [TransferEnded(TransferId(number), Ending.DONE)]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+
+
 async def staged(sides: list[Side], config: NixlConfig = THREAD) -> tuple[Side, Side]:
     reader, owner = await link(sides, config)
     assert reader.plane.costs is not None
@@ -82,14 +91,8 @@ async def test_pieces_are_placed_and_no_other_byte_is_written(
     monkeypatch.setattr(nixl_agent, "SLOT_BYTES", chunk)
     monkeypatch.setattr(staging, "item_bytes", lambda piece: min(piece, item))  # each divides all longer pieces
     reader, owner = await staged(sides)
-    want = [a.copy() for a in reader.arrays]
     for number, (first, count) in enumerate([(0, EVEN), (EVEN, 1), (0, 1), (1, 1)]):
-        local, remote = rows(first, count, number)
-        placed(want, owner.arrays, local, remote)
-        reader.read(number, "owner", STAGED, local, remote)
-        # One after another, as they write the same blocks.
-        assert await reader.heard(1) == [TransferEnded(TransferId(number), Ending.DONE)]
-    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+        await check_read(reader, owner, number, *rows(first, count, number))
     assert slots(reader) == 0
 
 
@@ -152,8 +155,7 @@ async def test_what_has_landed_is_not_placed_once_it_is_detached(
     reader, owner = await staged(sides)
     before = [a.copy() for a in reader.arrays]
     there, go_on = arriving
-    local, remote = rows(0, EVEN, 1)
-    reader.read(1, "owner", STAGED, local, remote)
+    reader.read(1, "owner", STAGED, *rows(0, EVEN, 1))
     while not there.is_set():
         owner._poll()
     assert reader.plane.detach(TransferId(1))
@@ -161,11 +163,7 @@ async def test_what_has_landed_is_not_placed_once_it_is_detached(
     go_on.set()
     assert [(e.transfer_id, e.ending) for e in await reader.heard(1)] == [(1, Ending.FAILED)]
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
-    # The slot serves the next read.
-    placed(before, owner.arrays, local, remote)
-    reader.read(2, "owner", STAGED, local, remote)
-    assert await reader.heard(1) == [TransferEnded(TransferId(2), Ending.DONE)]
-    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
+    await check_read(reader, owner, 2, *rows(0, EVEN, 1))  # the slot serves the next read
 
 
 @pytest.mark.parametrize(
@@ -186,11 +184,7 @@ async def test_a_placement_that_raises_fails_its_read_alone(
     assert ended.ending is Ending.FAILED
     assert ended.cause == f"{cause}: MemoryError('planted')"
     assert slots(reader) == 0
-    want = [a.copy() for a in reader.arrays]
-    placed(want, owner.arrays, *rows(0, EVEN, 2))
-    reader.read(2, "owner", STAGED, *rows(0, EVEN, 2))
-    assert await reader.heard(1) == [TransferEnded(TransferId(2), Ending.DONE)]
-    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+    await check_read(reader, owner, 2, *rows(0, EVEN, 2))
 
 
 async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(
@@ -219,10 +213,7 @@ async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(
     assert {(e.transfer_id, e.ending) for e in await reader.heard(2)} == {(n, Ending.FAILED) for n in (1, 2)}
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
     assert slots(reader) == reader.plane.statistics()["in_doubt"] == 0
-    placed(want, owner.arrays, *rows(0, EVEN, 4))
-    reader.read(4, "owner", STAGED, *rows(0, EVEN, 4))
-    assert await reader.heard(1) == [TransferEnded(TransferId(4), Ending.DONE)]
-    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+    await check_read(reader, owner, 4, *rows(0, EVEN, 4))
 
 
 async def test_without_a_slot_for_long_a_read_is_direct_and_cannot_be_detached(
@@ -288,11 +279,7 @@ async def test_a_thread_that_breaks_fails_what_waits_for_a_slot(
     assert [ending for transfer_id, ending in news if transfer_id == 1] == [Ending.IN_DOUBT, Ending.FAILED]
     # The loop reads piece by piece from here on.
     reader.news.clear()
-    want = [a.copy() for a in reader.arrays]
-    placed(want, owner.arrays, *rows(0, EVEN, 4))
-    reader.read(4, "owner", STAGED, *rows(0, EVEN, 4))
-    assert [(e.transfer_id, e.ending) for e in await reader.heard(1)] == [(4, Ending.DONE)]
-    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+    await check_read(reader, owner, 4, *rows(0, EVEN, 4))
 
 
 async def test_a_trial_read_that_takes_too_long_leaves_all_reads_direct(

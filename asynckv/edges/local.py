@@ -114,7 +114,9 @@ class LocalDoor:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         if server is not None:
-            server.close()
+            # asyncio leaves a connection open that it accepts in the turn before its server is closed (gh-109564).
+            asyncio.get_running_loop().remove_reader(server.sockets[0].fileno())
+            asyncio.get_running_loop().call_soon(server.close)
         for guest in list(self._guests):
             guest.cancel()
         await asyncio.gather(*self._guests, return_exceptions=True)
@@ -150,10 +152,8 @@ class LocalDoor:
         self._guests.add(guest)
         try:
             await self._serve(guest, reader, writer)
-        except (OSError, EOFError, TimeoutError, RemoteProtocolError):
-            pass  # the guest left, or sent a message that is not allowed here
-        except asyncio.CancelledError:
-            pass  # `close` cancels this task, and needs no result of it
+        except (OSError, EOFError, RemoteProtocolError, asyncio.CancelledError):
+            pass  # the guest left, or sent a message that is not allowed here, or `close` ends this task
         finally:
             self._guests.discard(guest)
             writer.close()
