@@ -24,25 +24,18 @@ PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "re
 
 def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     """Build the JSON report. A request is complete only if every decode rank completed it."""
-    schedule = experiment.schedule()
-    completed = 0
-    complete: list[float] = []
-    calls: list[float] = []
-    busy_s = 0.0
-    failed = 0
-    for number, outcomes in found.outcomes.items():
-        has_failed = any(o.error for o in outcomes)
-        busy_s += max((o.seconds - o.late for o in outcomes), default=0.0)
-        is_whole = len(outcomes) == experiment.num_ranks(number)
-        if is_whole and not has_failed:
-            completed += 1
-            if not any(o.num_bytes for o in outcomes):
-                continue  # cached whole: the engine answers without a transfer
-            complete.append(max(o.seconds for o in outcomes))
-            calls.append(max(o.seconds - o.late for o in outcomes))
-        else:
-            failed += 1
-    good = [o for outcomes in found.outcomes.values() for o in outcomes if not o.error]
+    schedule, every = experiment.schedule(), [o for outcomes in found.outcomes.values() for o in outcomes]
+    good = [o for o in every if not o.error]
+    whole = [
+        outcomes
+        for number, outcomes in found.outcomes.items()
+        if len(outcomes) == experiment.num_ranks(number) and not any(o.error for o in outcomes)
+    ]
+    # A request that is cached whole is answered without a transfer.
+    read = [outcomes for outcomes in whole if any(o.num_bytes for o in outcomes)]
+    complete = [max(o.seconds for o in outcomes) for outcomes in read]
+    calls = [max(o.seconds - o.late for o in outcomes) for outcomes in read]
+    busy_s = sum(max((o.seconds - o.late for o in outcomes), default=0.0) for outcomes in found.outcomes.values())
     window = sum(found.windows_s)
     moved = sum(o.num_bytes for o in good)
     phases = {name: [o.phases.get(name, 0.0) for o in good if o.num_bytes] for name in PHASES} | {
@@ -58,9 +51,9 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         },
         "requests": {
             "submitted": found.submitted,
-            "completed": completed,
-            "read_nothing": completed - len(complete),
-            "failed": failed,
+            "completed": len(whole),
+            "read_nothing": len(whole) - len(read),
+            "failed": len(found.outcomes) - len(whole),
         },
         "prefix": _prefix(experiment.workload, found, schedule),
         "bytes": {"moved": moved, **{name: found.bytes[name] for name in ("wanted", "verified", "wrong")}},
@@ -74,10 +67,8 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "schedule": {
             "clock": "scheduled arrival" if experiment.is_open else "call of pull",
             "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
-            "achieved_per_s": completed / window if window else 0.0,
-            "late_s": quantiles(
-                [o.late for outcomes in found.outcomes.values() for o in outcomes], p50=0.5, p99=0.99, max=1.0
-            ),
+            "achieved_per_s": len(whole) / window if window else 0.0,
+            "late_s": quantiles([o.late for o in every], p50=0.5, p99=0.99, max=1.0),
         },
         "phases_s": {name: quantiles(values, p50=0.5, p99=0.99) for name, values in phases.items()},
         "cpu_s": found.cpu_s,
