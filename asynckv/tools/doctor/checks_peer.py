@@ -135,15 +135,9 @@ def _way(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
     lanes = f"lanes {', '.join(ucx.lanes)}"
     text = f"{ucx.uses[0].transport}, {ucx.uses[0].how}; {lanes}" if ucx.uses else lanes
     usable = [each.name for each in facts.network.rdma if each.usable]
-    match way:
-        case "rdma":
-            yield finding("to-rdma", text)
-        case "cma":
-            yield finding("to-cma", text)
-        case _:
-            yield finding("to-emulated", text)
-            if usable:
-                yield finding("to-not-rdma", f"{', '.join(usable)} here; {lanes}")
+    yield finding(f"to-{way}" if way in ("rdma", "cma") else "to-emulated", text)
+    if way not in ("rdma", "cma") and usable:
+        yield finding("to-not-rdma", f"{', '.join(usable)} here; {lanes}")
 
 
 def about_peer(facts: Facts) -> Iterator[Finding]:

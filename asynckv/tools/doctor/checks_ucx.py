@@ -126,18 +126,12 @@ def _chosen(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
         is_local=True,
         is_copied=not facts.machine.cma_error,
     )
-    match way:
-        case "rdma":
-            yield finding("reads-rdma", text)
-        case "cma":
-            yield finding("reads-cma", text)
-        case "memory":
-            yield finding("reads-memory", text)
-        case "tcp":
-            asked = expected and bool(given.get("UCX_TLS"))
-            yield finding("reads-emulated-asked" if asked else "reads-emulated", text)
-        case _:
-            yield finding("ucx-complains", f"which way reads took could not be told ({by})")
+    if not way:
+        yield finding("ucx-complains", f"which way reads took could not be told ({by})")
+    elif way == "tcp":
+        yield finding("reads-emulated-asked" if expected and given.get("UCX_TLS") else "reads-emulated", text)
+    else:
+        yield finding(f"reads-{way}", text)
     if way in ("tcp", "memory") and not expected:
         yield finding("process-unforeseen", f"reads went by {by}")
     if ucx.library and "nixl_cu" not in ucx.library:
@@ -150,21 +144,16 @@ def reasons(facts: Facts, way: Way) -> str:
     """Say why UCX chose that way between two processes of this host."""
     given = facts.software.environment
     tls, device = given.get("UCX_TLS", ""), given.get("UCX_NET_DEVICES", "")
-    causes = []
-    if way == "cma":
-        causes.append("process_vm_readv works between processes of this host")
-    if way in ("tcp", "memory"):
-        if tls:
-            causes.append(f"UCX_TLS={tls}")
-        if facts.machine.cma_error:
-            causes.append(f"process_vm_readv is forbidden ({facts.machine.cma_error})")
-    elif tls:
-        causes.append(f"UCX_TLS={tls}")
-    if device:
-        causes.append(f"UCX_NET_DEVICES={device}")
-    if way != "rdma" and not facts.network.rdma:
-        causes.append("no RDMA device")
-    return "because " + ", ".join(causes) if causes else ""
+    forbidden = facts.machine.cma_error
+    causes = {
+        "process_vm_readv works between processes of this host": way == "cma",
+        f"UCX_TLS={tls}": tls,
+        f"process_vm_readv is forbidden ({forbidden})": forbidden and way in ("tcp", "memory"),
+        f"UCX_NET_DEVICES={device}": device,
+        "no RDMA device": way != "rdma" and not facts.network.rdma,
+    }
+    found = [cause for cause, is_there in causes.items() if is_there]
+    return "because " + ", ".join(found) if found else ""
 
 
 UCX_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (installed, environment, here)
