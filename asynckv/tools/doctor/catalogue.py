@@ -34,15 +34,11 @@ class Finding(Struct, frozen=True, kw_only=True):
     link: str
 
 
-def _read() -> dict[str, Finding]:
-    rows = tomllib.loads(files(__package__).joinpath("findings.toml").read_text(encoding="utf-8"))
-    return {
-        code: Finding(code=code, level=level, topic=topic, title=title, found="", why=why, remedy=remedy, link=link)
-        for code, (topic, level, title, link, why, remedy) in rows.items()
-    }
-
-
-KINDS = _read()
+_ROWS = tomllib.loads(files(__package__).joinpath("findings.toml").read_text(encoding="utf-8"))
+KINDS = {
+    code: Finding(code=code, level=level, topic=topic, title=title, found="", why=why, remedy=remedy, link=link)
+    for code, (topic, level, title, link, why, remedy) in _ROWS.items()
+}
 
 
 def finding(code: str, found: str, *, remedy: str = "", level: Level | None = None) -> Finding:
