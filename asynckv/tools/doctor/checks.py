@@ -101,10 +101,6 @@ def cpu(facts: Facts) -> Iterator[Finding]:
         yield finding(
             "numa", f"{here.numa_nodes} nodes, and this process may run on {here.cores_allowed} cores of them"
         )
-
-
-def clocks(facts: Facts) -> Iterator[Finding]:
-    here = facts.machine
     if here.clocksource not in GOOD_CLOCKS:
         yield finding("clocksource", f"the kernel uses {here.clocksource}")
 
@@ -169,4 +165,4 @@ def versions(facts: Facts) -> Iterator[Finding]:
         yield finding("gpu-torch", f"{facts.gpu.count} GPUs, torch {has.torch}")
 
 
-CHECKS: tuple[Check, ...] = (*UCX_CHECKS, about_peer, cma, shared_memory, limits, cpu, clocks, devices, ports, versions)
+CHECKS: tuple[Check, ...] = (*UCX_CHECKS, about_peer, cma, shared_memory, limits, cpu, devices, ports, versions)
