@@ -98,24 +98,18 @@ class Entry:
     of: Mapping[Owner, str] = field(default_factory=dict)  # other sentences, by what the owner knows
 
 
-SAID: dict[Owner | Reader, str] = {}
+_ROWS = tomllib.loads(files(__package__).joinpath("causes.toml").read_text(encoding="utf-8"))
+SAID: dict[Owner | Reader, str] = {Owner[name]: words for name, words in _ROWS.pop("owners").items()}
+SAID |= {Reader[name]: words for name, words in _ROWS.pop("readers").items()}
 """The views in words."""
 
 CATALOGUE: dict[CAUSE, Entry] = {}
 WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
 """Causes of late leases, of late blocks of pulls, and of failed pulls."""
 
-
-def _read() -> None:
-    rows = tomllib.loads(files(__package__).joinpath("causes.toml").read_text(encoding="utf-8"))
-    SAID.update({Owner[name]: words for name, words in rows.pop("owners").items()})
-    SAID.update({Reader[name]: words for name, words in rows.pop("readers").items()})
-    for name, row in rows.items():
-        cause, heading = CAUSE(name), HEADING[row.pop("heading")]
-        for owner, readers in row.pop("cells").items():
-            WHY[Owner[owner]].update(dict.fromkeys((Reader[x] for x in readers), cause))
-        of = {Owner[owner]: sentence for owner, sentence in row.pop("of", {}).items()}
-        CATALOGUE[cause] = Entry(heading, of=of, **row)
-
-
-_read()
+for _name, _row in _ROWS.items():
+    _cause, _heading = CAUSE(_name), HEADING[_row.pop("heading")]
+    for _owner, _readers in _row.pop("cells").items():
+        WHY[Owner[_owner]].update(dict.fromkeys((Reader[x] for x in _readers), _cause))
+    _of = {Owner[_owner]: sentence for _owner, sentence in _row.pop("of", {}).items()}
+    CATALOGUE[_cause] = Entry(_heading, of=_of, **_row)
