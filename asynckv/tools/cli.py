@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
+from asynckv.arguments import without_control
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.tools.bench.cli import bench_app
 from asynckv.tools.diagnose import why_cli
@@ -132,8 +133,6 @@ def _usage(exc: Any) -> str:
 
 
 def _say(exc: object, status: int) -> int:
-    from asynckv.arguments import without_control
-
     print(f"asynckv: {without_control(str(exc))}", file=sys.stderr)
     return status
 

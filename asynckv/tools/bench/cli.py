@@ -15,6 +15,7 @@ import typer
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
 from asynckv.tools.bench.options import Options, share_of
+from asynckv.tools.console import printable
 from asynckv.tools.output import HELP, check_writable, help_of, taking_options, write, write_json
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
@@ -117,7 +118,6 @@ def sweep(
 
     from asynckv.tools.bench import sweep as sweeps
     from asynckv.tools.bench import table
-    from asynckv.tools.console import printable
     from asynckv.tools.progress import Bar
 
     if not 1 <= rounds <= MOST_ROUNDS:

@@ -11,7 +11,8 @@ import typer
 from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
 from asynckv.tools.bench.options import Options
-from asynckv.tools.output import HELP, check_writable, taking_options, write_json
+from asynckv.tools.console import printable, size
+from asynckv.tools.output import HELP, check_writable, print_table, taking_options, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,9 +113,6 @@ def offload(
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
-    from asynckv.tools.console import printable, size
-    from asynckv.tools.output import print_table
-
     workload, rows = report["workload"], []
     console.print(
         f"{printable(report['model'])}, {report['layers']} layers, tp {report['tp']}; {printable(workload['source'])}: "

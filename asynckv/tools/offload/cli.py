@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from asynckv.arguments import without_control
 from asynckv.errors import BackendError, ConfigError
-from asynckv.tools.output import HELP
+from asynckv.tools.console import printable, size
+from asynckv.tools.output import HELP, check_writable, print_table, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,22 +23,8 @@ T = TypeVar("T")
 
 offload_app = typer.Typer(rich_markup_mode="rich", add_completion=False, no_args_is_help=True)
 
-Dir = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DIR",
-        help="Directory of one rank, or the directory above it for all ranks and geometries.",
-        show_default=False,
-    ),
-]
-Json = Annotated[
-    str | None,
-    typer.Option(
-        help="Write the report as JSON, a list for the directory above; - for stdout.",
-        metavar="FILE",
-        show_default=False,
-    ),
-]
+Dir = Annotated[Path, typer.Argument(metavar="DIR", help=HELP["offload"]["dir"], show_default=False)]
+Json = Annotated[str | None, typer.Option(help=HELP["offload"]["json"], metavar="FILE", show_default=False)]
 
 
 @offload_app.callback()
@@ -75,9 +63,7 @@ def _each(
     """Call `use` on a directory or each one in it; show the results, and write them with errors for `--json`."""
     from rich.console import Console
 
-    from asynckv.arguments import without_control
     from asynckv.tools.offload.folder import folders_in
-    from asynckv.tools.output import check_writable, write_json
 
     check_writable("--json", json)
     folders = folders_in(dir)
@@ -104,10 +90,6 @@ def _each(
 
 
 def _show(found: Sequence[Folder], is_one: bool, console: Console) -> None:
-    from asynckv.arguments import without_control
-    from asynckv.tools.console import printable, size
-    from asynckv.tools.output import print_table
-
     if not is_one:
         _show_all(found, console)
         return
@@ -135,10 +117,6 @@ def _show(found: Sequence[Folder], is_one: bool, console: Console) -> None:
 
 
 def _show_all(found: Sequence[Folder], console: Console) -> None:
-    from asynckv.arguments import without_control
-    from asynckv.tools.console import size
-    from asynckv.tools.output import print_table
-
     rows = [
         (
             without_control(Path(each.folder).name),
@@ -159,8 +137,6 @@ def _show_all(found: Sequence[Folder], console: Console) -> None:
 
 
 def _show_pruned(found: Sequence[Pruned], is_one: bool, console: Console) -> None:
-    from asynckv.tools.console import printable, size
-
     for each in found:
         what = f"{each.blocks:,} blocks forgotten, {size(each.bytes_freed)} of files removed"
         if each.removed:
