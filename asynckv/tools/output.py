@@ -15,6 +15,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
+from rich.markup import escape
+from rich.measure import Measurement
+
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,8 +71,6 @@ def write(option: str, target: str, text: str) -> None:
 
 
 def write_json(target: str | None, value: Any) -> None:
-    import msgspec
-
     if target is not None:
         write("--json", target, msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
@@ -99,8 +101,6 @@ def print_table(
 
     The columns in `texts` are aligned left; those in `wrapped` hold words, and may be broken into lines.
     """
-    from rich.markup import escape
-    from rich.measure import Measurement
     from rich.table import Table
 
     safe = str if is_markup else escape

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 
+from asynckv.config import KeysConfig, NixlConfig
 from asynckv.errors import ConfigError
 from asynckv.tools.console import printable
+from asynckv.tools.doctor.facts import Facts, PeerFacts
 from asynckv.tools.output import HELP, check_writable, write_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asynckv.config import KeysConfig
-    from asynckv.tools.doctor.facts import Facts, PeerFacts
 
 of_keys = partial(typer.Option, rich_help_panel="Keys")
 
@@ -67,7 +66,6 @@ def _address(text: str) -> str:
 
 def _keys(secret: Path | None, authorized: Path | None, to: str) -> KeysConfig | None:
     """Read keys as an engine would, or refuse them."""
-    from asynckv.config import KeysConfig
     from asynckv.edges import zmq
 
     if secret is None and authorized is None:
@@ -82,9 +80,7 @@ def _keys(secret: Path | None, authorized: Path | None, to: str) -> KeysConfig |
 
 
 def _gather(keys: KeysConfig | None, to: str, note: Callable[[str], None]) -> Facts:
-    from asynckv.config import NixlConfig
     from asynckv.tools.doctor import host, probing, software
-    from asynckv.tools.doctor.facts import Facts
 
     has = software.software()
     machine = host.machine()  # before anything of ours makes it busy
@@ -101,13 +97,9 @@ def _gather(keys: KeysConfig | None, to: str, note: Callable[[str], None]) -> Fa
 
 
 def _ask(to: str, keys: KeysConfig | None, note: Callable[[str], None]) -> PeerFacts:
-    import asyncio
-
-    import msgspec
-
     from asynckv.tools.doctor import peer, probing
 
     asked = asyncio.run(peer.ask(to, keys, note))
     if asked.place is None:
         return asked.facts
-    return msgspec.structs.replace(asked.facts, ucx=probing.try_nixl(note, asked.place))
+    return replace(asked.facts, ucx=probing.try_nixl(note, asked.place))
