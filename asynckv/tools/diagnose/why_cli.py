@@ -15,7 +15,7 @@ import typer
 
 from asynckv.config import KeysConfig
 from asynckv.errors import ConfigError
-from asynckv.tools.output import HELP
+from asynckv.tools.output import HELP, check_writable, write, write_json
 
 said = HELP["why"]
 asking, shown = (partial(typer.Option, rich_help_panel=panel) for panel in ("Asking", "Showing"))
@@ -50,7 +50,6 @@ def why(
     from asynckv.tools.diagnose.timeline_model import stories
     from asynckv.tools.diagnose.why_page import make
     from asynckv.tools.diagnose.why_report import plain, report
-    from asynckv.tools.output import check_writable, write, write_json
 
     if (keys is None) is not (authorized is None):
         raise ConfigError("--keys and --authorized belong together: the asker's keys, and the keys that it trusts")
