@@ -19,19 +19,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "asynckv.bench.offload/1"
 TAKEN = (
-    "model",
-    "hf_config",
-    "layers",
-    "kv_heads",
-    "dtype",
-    "block_size",
-    "order",
-    "prompt_tokens",
-    "trace",
-    "max_prompt_tokens",
-    "shared_prefix",
-    "requests",
-    "seed",
+    *("model", "hf_config", "layers", "kv_heads", "dtype", "block_size", "order"),
+    *("prompt_tokens", "trace", "max_prompt_tokens", "shared_prefix", "requests", "seed"),
 )
 """Options of `asynckv bench` that mean the same here."""
 
@@ -119,15 +108,9 @@ def _show(report: dict[str, Any], console: Console) -> None:
         f"{workload['requests']:,} requests, {workload['prompt_tokens']:,} tokens"
     )
     for run in report["runs"]:
-        rate, evicted = run["hit_rate"], run["evicted"]
-        row = (
-            run["policy"],
-            size(run["host_bytes"]),
-            size(run["file_bytes"]) if run["file_bytes"] else "-",
-            *(f"{rate[name]:.1%}" for name in ("all", "host", "file")),
-            f"{evicted['host'] + evicted['file']:,}",
-        )
-        rows.append(row)
+        tiers = size(run["host_bytes"]), size(run["file_bytes"]) if run["file_bytes"] else "-"
+        rates = (f"{run['hit_rate'][name]:.1%}" for name in ("all", "host", "file"))
+        rows.append((run["policy"], *tiers, *rates, f"{sum(run['evicted'].values()):,}"))
     print_table(console, ("policy", "host", "files", "hits", "in host", "in files", "evicted"), rows)
     best = report["runs"][0]["hit_rate"]["best"]
     console.print(f"hits are shares of all prompt tokens; a cache without eviction would find {best:.1%}")
