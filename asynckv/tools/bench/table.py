@@ -196,14 +196,9 @@ class Journal:
 
 OBJECTS = ("config", "environment", "blocks")
 NUMBERS = (
-    "requests.completed",
-    "requests.failed",
-    "bytes.wrong",
-    "throughput.gbytes_per_s",
-    "throughput.requests_per_s",
-    "latency_s.p50",
-    "latency_s.p99",
-    "cpu_s.decode",
+    *("requests.completed", "requests.failed", "bytes.wrong"),
+    *("throughput.gbytes_per_s", "throughput.requests_per_s"),
+    *("latency_s.p50", "latency_s.p99", "cpu_s.decode"),
 )
 
 
