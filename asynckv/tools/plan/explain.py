@@ -211,10 +211,7 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         "bytes_read": 0,
     }
     for other in answered:
-        row["refused"] += [
-            {"remote": _place(other), "field": d.field, "local": d.local, "remote_value": d.remote}
-            for d in compare(layout, other)
-        ]
+        row["refused"] += [_refusal(_place(other), d.field, d.local, d.remote) for d in compare(layout, other)]
     if row["refused"]:
         return row
     try:
@@ -231,12 +228,10 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
             [plan_read(peer, lists) if peer is not None else None for peer in each] for each in (maps, direct)
         )
     except NotCovered as exc:
-        row["refused"] = [
-            {"remote": "", "field": d.field, "local": d.local, "remote_value": d.remote} for d in exc.differences
-        ]
+        row["refused"] = [_refusal("", d.field, d.local, d.remote) for d in exc.differences]
         return row
     except (LayoutError, PlanRefused, RemoteTooShort) as exc:
-        row["refused"] = [{"remote": "", "field": str(exc), "local": "", "remote_value": ""}]
+        row["refused"] = [_refusal("", str(exc))]
         return row
     for other, peer, plan, unstaged, share in zip(answered, maps, plans, usual, shares, strict=True):
         if peer is None or plan is None or unstaged is None or not plan.num_descriptors:
@@ -246,6 +241,10 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
     for name in ("bytes", "bytes_read"):
         row[name] = sum(read[name] for read in row["reads"])
     return row
+
+
+def _refusal(remote: str, field: str, local: object = "", remote_value: object = "") -> dict[str, Any]:
+    return {"remote": remote, "field": field, "local": local, "remote_value": remote_value}
 
 
 def _request(local: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> BlockLists:
@@ -382,16 +381,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         for read in rank["reads"]:
             for group in read["groups"]:
                 counts = (group[n] for n in ("pieces_per_block", "descriptors", "descriptors_in_runs", "posts"))
-                rows.append(
-                    (
-                        rank["rank"],
-                        read["remote"],
-                        str(group["group"]),
-                        _what(group["parts"]),
-                        size(group["bytes"]),
-                        *(f"{n:,}" for n in counts),
-                    )
-                )
+                names = rank["rank"], read["remote"], str(group["group"]), _what(group["parts"])
+                rows.append((*names, size(group["bytes"]), *(f"{n:,}" for n in counts)))
         if not rank["reads"]:
             rows.append((rank["rank"], "none", "", "", "0", "", "0", "0", "0"))
     print_table(console, heads, rows, texts=(0, 1), wrapped=(3,), is_markup=True)
