@@ -10,7 +10,7 @@ import msgspec
 
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import ITEMSIZE, ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, dense_part, shard
-from asynckv.tools.plan.models import Heads, Latent, Model, State
+from asynckv.tools.plan.models import Heads, Latent, Layer, Model, State
 
 ORDERS = ("nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd")
 """Memory orders: `nhd` has tokens before heads, `hnd` heads before tokens. Keys of all blocks come first, then values.
@@ -18,8 +18,6 @@ With `block-` one block has both; with `cross-` a block's layers are adjacent in
 
 CONV_ORDERS = ("channel", "row")
 """The dim of a convolution's state that varies slowest."""
-
-Layer = Heads | Latent | State
 
 
 def model_groups(model: Model) -> tuple[tuple[Layer, tuple[int, ...]], ...]:
@@ -135,15 +133,8 @@ def _parts(
             rows = [heads, ("token", tokens)] if order.endswith("hnd") else [("token", tokens), heads]
             parts, at = [], 0
             for name, width in (("k", layer.head_dim), ("v", layer.v_head_dim or layer.head_dim)):
-                part = dense_part(
-                    name,
-                    model.dtype,
-                    [*rows, ("dim", width)],
-                    offset=at,
-                    axis="head",
-                    held=held,
-                    extent=layer.num_heads,
-                )
+                dims = [*rows, ("dim", width)]
+                part = dense_part(name, model.dtype, dims, offset=at, axis="head", held=held, extent=layer.num_heads)
                 parts.append(part)
                 at += tokens * heads[1] * width * part.itemsize
             return tuple(parts), at
@@ -183,14 +174,8 @@ def _state_parts(model: Model, layer: State, tp_rank: int, tp_size: int, order: 
         at += (hi - lo) * p.width
     start = -(-channels * layer.columns * itemsize // 8) * 8
     held_state = shard(layer.units, tp_rank, tp_size)
-    state = dense_part(
-        "state",
-        layer.dtype or model.dtype,
-        [(axis, held_state[1] - held_state[0]), *zip(names, layer.shape, strict=True)],
-        offset=start,
-        axis=axis,
-        held=held_state,
-        extent=layer.units,
-    )
+    sizes = [(axis, held_state[1] - held_state[0]), *zip(names, layer.shape, strict=True)]
+    dtype, units = layer.dtype or model.dtype, layer.units
+    state = dense_part("state", dtype, sizes, offset=start, axis=axis, held=held_state, extent=units)
     size = start + state.itemsize * math.prod(d.size for d in state.dims)
     return (*parts, state), -(-size // 8) * 8
