@@ -58,21 +58,17 @@ class _Field:
 
 class Pool:
     def __init__(self, layout: Layout, seed: int) -> None:
-        raw = self._raw(layout)
-        self.registration: Registration = register_memory(self._placed(layout, raw), (raw, self))
+        raw, placed = self._allocated(layout)
+        self.registration: Registration = register_memory(placed, (raw, self))
         self._layout, self._seed = self.registration.layout, seed
         self._fields = [_field(layout, v, p, raw[v.memory]) for v in layout.views for p in v.parts]
 
-    def _raw(self, layout: Layout) -> list[npt.NDArray[np.uint8]]:
-        """Allocate the memory, and return it as this process sees it."""
-        self._maps = [shared_memory(m.length) for m in layout.memories]
-        raw = [np.frombuffer(m, np.uint8) for m in self._maps]
+    def _allocated(self, layout: Layout) -> tuple[list[npt.NDArray[np.uint8]], Layout]:
+        """Allocate the memory, and return it as this process sees it, and the layout with its addresses."""
+        raw = [np.frombuffer(shared_memory(m.length), np.uint8) for m in layout.memories]
         for array in raw:
             array[::4096] = 0  # touch the pages now, not while the clock runs
-        return raw
-
-    def _placed(self, layout: Layout, raw: list[npt.NDArray[np.uint8]]) -> Layout:
-        return with_addresses(layout, [r.ctypes.data for r in raw])
+        return raw, with_addresses(layout, [r.ctypes.data for r in raw])
 
     async def publish(self) -> None:
         """Wait until filled and poisoned blocks can be read by other processes."""
@@ -169,14 +165,11 @@ class Pool:
 class CudaPool(Pool):
     """A pool in GPU memory, which is filled and compared through a copy on the host."""
 
-    def _raw(self, layout: Layout) -> list[npt.NDArray[np.uint8]]:
-        self._mirror = CudaMirror([m.length for m in layout.memories])
-        return self._mirror.arrays
-
-    def _placed(self, layout: Layout, raw: list[npt.NDArray[np.uint8]]) -> Layout:
-        placed = with_addresses(layout, self._mirror.bases)
-        memories = (msgspec.structs.replace(m, kind="cuda", device=self._mirror.device) for m in placed.memories)
-        return msgspec.structs.replace(placed, memories=tuple(memories))
+    def _allocated(self, layout: Layout) -> tuple[list[npt.NDArray[np.uint8]], Layout]:
+        self._mirror = mirror = CudaMirror([m.length for m in layout.memories])
+        placed = with_addresses(layout, mirror.bases)
+        memories = (msgspec.structs.replace(m, kind="cuda", device=mirror.device) for m in placed.memories)
+        return mirror.arrays, msgspec.structs.replace(placed, memories=tuple(memories))
 
     async def publish(self) -> None:
         await synchronize(self._mirror.upload())
