@@ -36,7 +36,9 @@ class Experiment:
 
     def __init__(self, options: Options, model: Model | None = None, workload: Workload | None = None) -> None:
         self.options = options
-        self.model = _model(options) if model is None else model
+        self.model = model or chosen(options.model, options.hf_config, DEFAULT_MODEL).resized(
+            layers=options.layers, kv_heads=options.kv_heads, dtype=options.dtype
+        )
         self.workload = _workload(options) if workload is None else workload
         self.sides: dict[str, Shape] = {role: options.shape(role) for role in ("prefill", "decode")}
         self.engines = Engines(*(options.number("engines", role) for role in self.sides))
@@ -226,16 +228,7 @@ def _hosts(options: Options) -> dict[str, str]:
             own: str = probe.getsockname()[0]
     except OSError as exc:
         raise ConfigError(f"--remote-host {there}: {exc.strerror or exc}; check the address and the route") from exc
-    return {
-        role: f"[{host}]" if ":" in host else host
-        for role, host in zip(("prefill", "decode"), (there, own), strict=True)
-    }
-
-
-def _model(options: Options) -> Model:
-    return chosen(options.model, options.hf_config, DEFAULT_MODEL).resized(
-        layers=options.layers, kv_heads=options.kv_heads, dtype=options.dtype
-    )
+    return {role: f"[{x}]" if ":" in x else x for role, x in (("prefill", there), ("decode", own))}
 
 
 def _workload(options: Options) -> Workload:
