@@ -19,7 +19,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -29,14 +29,12 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench import figures, machine, report
 from asynckv.tools.bench.figures import SHARE
 from asynckv.tools.bench.options import OF_SINGLE_RUNS
-from asynckv.tools.bench.table import Head, Journal, Place, Row, Sweep, label
+from asynckv.tools.bench.table import Head, Journal, Place, Row, Status, Sweep, label
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 
 MOST_POINTS = 10_000
 SHOWN = tuple(figures.FIGURES[name] for name in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu"))
-
-Status = Literal["good", "bad", "failed"]
 
 # -- the grid --------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from asynckv.tools.bench.noise import Interval, median_of
 
 SCHEMA = "asynckv.sweep/1"
 BEGIN = f'{{"kind":"sweep","schema":"{SCHEMA}"'.encode()
+Status = Literal["good", "bad", "failed"]
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -52,7 +53,7 @@ class Row(Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):
     axes: dict[str, str]
     params: dict[str, Any]
     command: str
-    status: Literal["good", "bad", "failed"]
+    status: Status
     reason: str
     seconds: float
     at: str
