@@ -156,10 +156,6 @@ class Lease:
         return [x for x in (*ended, *self.granted, *self.transitions, *(x for x, _ in self.held)) if x is not None]
 
     @property
-    def last_at(self) -> float:
-        return max((x.at for x in self.records), default=math.nan)
-
-    @property
     def seconds(self) -> float:
         """Seconds for which it has been lent, up to the end of its process's log."""
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
@@ -614,8 +610,8 @@ class _Builder:
 def _place(subject: Lease | Pull, record: Record) -> None:
     """Add a record to others of its kind, or keep it as the last of its kind."""
     name = PLACES.get(record.event, "transitions")
-    if name in ("granted", "transitions", "retried", "unanswered", "refused"):
-        getattr(subject, name).append(record)
+    if isinstance(found := getattr(subject, name), list):
+        found.append(record)
     else:
         setattr(subject, name, record)
 
