@@ -72,14 +72,9 @@ MAX_AWAY_S = 86_400.0
 Said = tuple[float, str, str]
 """An event for a mark: its moment by the process's clock, its text, and its level."""
 
-_STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"} | {
-    "draining": "drain",
-    "notifying": "release",
-    "quarantined": "quarantine",
-    "announced": "announced",
-    "lent": "lent",
-    "ending": "ending",
-}
+_STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"}
+_STATES |= {"draining": "drain", "notifying": "release", "quarantined": "quarantine"}
+_STATES |= {state: state for state in ("announced", "lent", "ending")}
 
 
 @dataclass(slots=True)
