@@ -493,10 +493,7 @@ def _within(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _first_text(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    for name in names:
-        if isinstance(value := fields.get(name), str):
-            return value
-    return ""
+    return next((x for name in names if isinstance(x := fields.get(name), str)), "")
 
 
 def _time(value: object) -> float | None:
@@ -516,7 +513,4 @@ def _time(value: object) -> float | None:
     at = number(value)
     if not 0 < at < 1e20:
         return None
-    for bound, scale in ((1e11, 1.0), (1e14, 1e3), (1e17, 1e6), (1e20, 1e9)):
-        if at < bound:
-            return at / scale
-    return None
+    return at / next(scale for bound, scale in ((1e11, 1.0), (1e14, 1e3), (1e17, 1e6), (1e20, 1e9)) if at < bound)
