@@ -78,19 +78,15 @@ def verdict(before: Seen, now: Seen) -> str:
             f"pid {pid} is paused: its cgroup {now.frozen} is frozen; resume its container (`docker unpause`), for "
             f"kill -CONT does nothing"
         )
-    match now.state:
-        case "":
-            return f"pid {pid} listens, and its event loop is away"
-        case "T":
-            return f"pid {pid} is stopped (T): kill -CONT {pid}"
-        case "t":
-            return f"pid {pid} is stopped by a debugger (t): let it run on there"
-        case "D":
-            return f"pid {pid} waits for a device or a file system (D): see dmesg, and /proc/{pid}/stack as root"
-        case "Z" | "X":
-            return f"pid {pid} has ended ({now.state}), or its main thread has"
-        case _:
-            pass
+    known = {
+        "": "listens, and its event loop is away",
+        "T": f"is stopped (T): kill -CONT {pid}",
+        "t": "is stopped by a debugger (t): let it run on there",
+        "D": f"waits for a device or a file system (D): see dmesg, and /proc/{pid}/stack as root",
+        **dict.fromkeys("ZX", f"has ended ({now.state}), or its main thread has"),
+    }
+    if now.state in known:
+        return f"pid {pid} {known[now.state]}"
     cores = (now.cpu_s - before.cpu_s) / max(now.at - before.at, 0.01)
     share = f"{now.state}, {cores:.0%} of a core"
     what = (
