@@ -64,14 +64,14 @@ def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
 def shook_hands(presence: Presence, reader: Process, lease: Lease) -> bool:
     """Return True if one of both logs shows that they met before it was over."""
     owner, until = lease.process, lease.lent_at + lease.seconds
-    for record in _said_of(reader, owner.rank):
+    for record in said_of(reader, owner.rank):
         if record.text("state") in ("loading", "ready", "suspect"):
             return presence.when(reader.incarnation, record.at)[0] <= presence.span(lease)[1]
     met = (x for x in owner.of(told.ReaderMet) if x.text("reader_incarnation") == reader.incarnation)
     return any(x.at <= until for x in met)
 
 
-def _said_of(reader: Process, rank: str) -> Iterator[Record]:
+def said_of(reader: Process, rank: str) -> Iterator[Record]:
     """Yield a reader's lines about a rank that it reads from."""
     return (x for x in reader.of(told.PeerChanged) if start_of(x.text("peer")) == start_of(rank))
 
@@ -86,7 +86,7 @@ def refused_keys(presence: Presence, pull: Pull, lease: Lease) -> str:
 
 def turned_away_at(pull: Pull, rank: str, address: str = "") -> str:
     """Return a reader's log lines about keys that a prefill rank refused, or had to refuse; empty if there are none."""
-    known = {address, *(x.text("address") for x in _said_of(pull.process, rank))} - {""}
+    known = {address, *(x.text("address") for x in said_of(pull.process, rank))} - {""}
     for record in pull.process.of(told.Refused):
         peer = record.text("who")
         if record.at <= pull.last_at + 1.0 and any(x in peer or peer in x for x in known):

@@ -14,7 +14,7 @@ from typing import Any
 from asynckv.core import told
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, Owner, Reader
 from asynckv.tools.diagnose.join import Process, Pull, Request, Service, start_of
-from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, turned_away_at, unanswered_ranks
+from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import Verdict
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
@@ -257,5 +257,5 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
 
 def _is_gone(reader: Process, rank: str) -> bool:
     """A prefill rank has ended, by its reader's log: with it, or by its word, went what it had lent."""
-    said = (x for x in reader.of(told.PeerChanged) if start_of(x.text("peer")) == start_of(rank))
+    said = said_of(reader, rank)
     return any(x.text("state") == "gone" and x.text("cause") in ("peer_lost", "restarted") for x in said)
