@@ -190,20 +190,13 @@ class Worker:
 
     def verify(self) -> p.Verified:
         done = {o.number for o in self.outcomes if not o.error}
-        compared = wanted = wrong = 0
-        if self.options.verify != "off":
-            self.pool.fetch()
-        for work in self.works:
-            if work.number not in done:
-                continue
-            wanted += self.pool.wanted(work.lists, work.tokens)
-            if self.options.verify == "off":
-                continue
-            prefix = work.chunk_tokens, work.chunks
-            looked_at, found = self.pool.check(work.number, work.lists, work.tokens, prefix)
-            compared += looked_at
-            wrong += found
-        return p.Verified(compared, wanted, wrong)
+        works = [work for work in self.works if work.number in done]
+        wanted = sum(self.pool.wanted(work.lists, work.tokens) for work in works)
+        if self.options.verify == "off":
+            return p.Verified(0, wanted, 0)
+        self.pool.fetch()
+        found = [self.pool.check(x.number, x.lists, x.tokens, (x.chunk_tokens, x.chunks)) for x in works]
+        return p.Verified(sum(compared for compared, _ in found), wanted, sum(wrong for _, wrong in found))
 
     async def finish(self, patience_s: float) -> p.Ended:
         causes: Counter[str] = Counter()
