@@ -133,7 +133,7 @@ class Driver:
         most = -(-total // ROUNDS) if self._options.floor else total
         while done < total and not self._has_lost:
             wave = self._allocate(self._schedule[i] for i in range(done, min(done + most, total)))
-            await self._wave(groups, wave, clock_s)
+            await self._wave(groups, wave, clock_s, is_open=self._experiment.is_open)
             # The schedule's clock stops between windows. If a window took too long, the requests of the next one count
             # as late by that time, because they would have waited.
             clock_s += self.found.windows_s[-1]
@@ -164,12 +164,8 @@ class Driver:
         found.windows_s, found.lags, found.floor = [], [], []
         found.cpu_s = dict.fromkeys(found.cpu_s, 0.0)
 
-    async def _wave(
-        self, groups: Groups, wave: Sequence[Allocation], clock_s: float, *, is_open: bool | None = None
-    ) -> None:
+    async def _wave(self, groups: Groups, wave: Sequence[Allocation], clock_s: float, *, is_open: bool) -> None:
         it, options, found = self._experiment, self._options, self.found
-        if is_open is None:
-            is_open = it.is_open
         lend: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         pull: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         for r, lent, pulled in wave:
