@@ -80,26 +80,16 @@ class Model(Struct, frozen=True):
     dtype: str = "bfloat16"
 
     def token_bytes(self) -> int:
-        elements = 0
-        for layer in self.layers:
-            match layer:
-                case Heads():
-                    elements += layer.num_heads * (layer.head_dim + (layer.v_head_dim or layer.head_dim))
-                case Latent():
-                    elements += layer.rank + layer.rope_dim
-                case State():
-                    pass
+        heads = [layer for layer in self.layers if isinstance(layer, Heads)]
+        elements = sum(x.num_heads * (x.head_dim + (x.v_head_dim or x.head_dim)) for x in heads)
+        elements += sum(layer.rank + layer.rope_dim for layer in self.layers if isinstance(layer, Latent))
         return elements * ITEMSIZE[self.dtype]
 
     def state_bytes(self) -> int:
         """Return the bytes of one request's convolution and recurrent states in the whole model."""
-        total = 0
-        for layer in self.layers:
-            if isinstance(layer, State):
-                conv = sum(p.units * p.width for p in layer.conv) * layer.columns
-                total += conv * ITEMSIZE[self.dtype]
-                total += layer.units * math.prod(layer.shape) * ITEMSIZE[layer.dtype or self.dtype]
-        return total
+        states = [layer for layer in self.layers if isinstance(layer, State)]
+        conv = sum(p.units * p.width * x.columns for x in states for p in x.conv) * ITEMSIZE[self.dtype]
+        return conv + sum(x.units * math.prod(x.shape) * ITEMSIZE[x.dtype or self.dtype] for x in states)
 
     def resized(
         self,
