@@ -188,21 +188,15 @@ def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Return the rows below `HEAD` (the floor, and the share of it that the engine reaches), and notes on them."""
     if "floor" not in report:
         return [], []
-    rows: list[tuple[str, ...]] = []
-    notes = [f"the {NAME} was not measured: {why}" for why in report["floor"]["not_measured"].values()]
+    rows, notes = [], [f"the {NAME} was not measured: {why}" for why in report["floor"]["not_measured"].values()]
     if (ratio := report["ratio_to_floor"].get(KIND)) is not None:
         at = report["floor"][KIND]
         fast = at["p50_s"]["median"]
         share, slower, cpu = (ratio[key] for key in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
-        row = (
-            NAME,
-            f"{at['gbytes_per_s']['median']:.3f}",
-            f"{fast * 1e3:.2f} ms" if fast >= 1e-4 else f"{fast * 1e6:.1f} µs",
-            f"{share['median']:.1%} ({share['low']:.1%}-{share['high']:.1%})",
-            f"{slower['median']:.2f}",
-            f"{cpu['median']:.2f}",
-        )
-        rows.append(row)
+        p50 = f"{fast * 1e3:.2f} ms" if fast >= 1e-4 else f"{fast * 1e6:.1f} µs"
+        reached = f"{share['median']:.1%} ({share['low']:.1%}-{share['high']:.1%})"
+        costs = (f"{each['median']:.2f}" for each in (slower, cpu))
+        rows.append((NAME, f"{at['gbytes_per_s']['median']:.3f}", p50, reached, *costs))
         if (threads := report["config"]["posting_threads"]) not in (0, 1):
             notes.append(f"the floor has one thread; the engine posts with --posting-threads {threads}")
         if (lag := report["loop_lag_s"]["p99"]) > QUIET_S:
