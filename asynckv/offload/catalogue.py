@@ -25,7 +25,7 @@ from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.cutting import Cutting, WriteBack
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
-from asynckv.offload.found import Found, look_up, make_room
+from asynckv.offload.found import Found, known, longest, make_room
 from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Jobs, JobState, Move, MoveKind, Piece
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
 from asynckv.offload.tier import Place, Tier
@@ -79,7 +79,8 @@ class Catalogue:
 
     def lookup(self, hashes: Sequence[str | bytes]) -> Found:
         """Return the length of a prompt's stored prefix, and the blocks that a load would wait for. Changes nothing."""
-        return look_up(self.groups, self.hash_tokens, self.host, self.file, as_hashes(hashes))
+        by_index, keys = dict(enumerate(self.groups)), as_hashes(hashes)
+        return longest(self.groups, known(by_index, self.hash_tokens, self.host, self.file, keys))
 
     def statistics(self) -> dict[str, int]:
         running = self.traffic.running.values()

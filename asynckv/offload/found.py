@@ -88,10 +88,6 @@ def _last(usable: npt.NDArray[np.bool_]) -> int:
     return len(usable) - int(usable[::-1].argmax())
 
 
-def look_up(groups: Sequence[StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]) -> Found:
-    return longest(groups, known(dict(enumerate(groups)), hash_tokens, host, file, keys))
-
-
 def known(
     groups: Mapping[int, StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]
 ) -> list[Codes]:
@@ -156,11 +152,31 @@ def make_room(
             wanted[kind] += count
         return wanted
 
+    def up_to(tokens: int) -> list[int]:
+        return [bisect_right(some, tokens // x.block_size - 1) for x, some in zip(groups, new, strict=True)]
+
+    def fitting(fits: Callable[[Sequence[int]], bool]) -> list[int]:
+        """Return the number of new blocks per group for the longest usable prefix that fits."""
+        low, high = 0, max((some[-1] + 1) * x.block_size for x, some in zip(groups, new, strict=True) if some)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(up_to(middle)) else (low, middle - 1)
+        codes = []
+        for at, (group, places, count) in enumerate(zip(groups, new, up_to(low), strict=True)):
+            known = np.ones(low // group.block_size, np.uint8)
+            if group.is_state or group.window:
+                tiers = [tier.index[at] for tier in (host, file) if tier is not None]
+                mine = keys[at][: len(known)]
+                known[:] = [any(key in index for index in tiers) for key in mine] + [0] * (len(known) - len(mine))
+                known[list(places[:count])] = 1
+            codes.append(known)
+        return up_to(longest(groups, codes).tokens)
+
     counts = [*map(len, new)]
     if not room.fits(by_kind(counts)):
         room = host.room(spared)
         if not room.fits(by_kind(counts)):
-            counts = _fitting(groups, host, file, keys, new, lambda counts: room.fits(by_kind(counts)))
+            counts = fitting(lambda counts: room.fits(by_kind(counts)))
     wanted = by_kind(counts)
     host.may_take = room.over(wanted)
     made: list[list[Entry]] = [[] for _ in groups]
@@ -170,42 +186,9 @@ def make_room(
     host.may_take = math.inf
     if [*map(len, made)] != counts:  # one group took a chunk that another needed
         have = [*map(len, made)]
-        counts = _fitting(
-            groups, host, file, keys, new, lambda counts: all(n <= m for n, m in zip(counts, have, strict=True))
-        )
+        counts = fitting(lambda counts: all(n <= m for n, m in zip(counts, have, strict=True)))
         for at, entries in enumerate(made):
             for entry in entries[counts[at] :]:
                 host.drop(entry)
             del entries[counts[at] :]
     return made
-
-
-def _count(places: Sequence[int], tokens: int, group: StoredGroup) -> int:
-    return bisect_right(places, tokens // group.block_size - 1)
-
-
-def _fitting(
-    groups: Sequence[StoredGroup],
-    host: Tier,
-    file: Tier | None,
-    keys: Sequence[Sequence[bytes]],
-    new: Sequence[Sequence[int]],
-    fits: Callable[[Sequence[int]], bool],
-) -> list[int]:
-    """Return the number of new blocks per group for the longest usable prefix that fits."""
-    low, high = 0, max((some[-1] + 1) * group.block_size for group, some in zip(groups, new, strict=True) if some)
-    while low < high:
-        middle = (low + high + 1) // 2
-        is_good = fits([_count(some, middle, group) for some, group in zip(new, groups, strict=True)])
-        low, high = (middle, high) if is_good else (low, middle - 1)
-    codes = []
-    for at, (group, places) in enumerate(zip(groups, new, strict=True)):
-        known = np.ones(low // group.block_size, np.uint8)
-        if group.is_state or group.window:
-            tiers = [tier.index[at] for tier in (host, file) if tier is not None]
-            mine = keys[at][: len(known)]
-            known[:] = [any(key in index for index in tiers) for key in mine] + [0] * (len(known) - len(mine))
-            known[list(places[: _count(places, low, group)])] = 1
-        codes.append(known)
-    tokens = longest(groups, codes).tokens
-    return [_count(some, tokens, group) for some, group in zip(new, groups, strict=True)]
