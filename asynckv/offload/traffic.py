@@ -6,6 +6,8 @@ because it may stay in doubt for ever.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from msgspec import Struct
 
 from asynckv.errors import LocalProtocolError
@@ -28,20 +30,15 @@ class Budgets(Struct, frozen=True, kw_only=True):
     write_back_bytes: int = 256 << 20
 
 
+@dataclass(slots=True, eq=False)
 class Running:
-    """A posted move, and the entries that it touches.
+    """A posted move, and the entries that it touches."""
 
-    Attributes:
-        job: Job with the device's blocks that it reads or writes; None for a move between tiers.
-        items: Entries of host memory that it reads or writes; for a write-back, entries of the file tier.
-        sources: Entries that a promotion or a write-back reads.
-    """
-
-    __slots__ = ("is_doubtful", "items", "job", "move", "sources")
-
-    def __init__(self, move: Move, job: Job | None, items: list[Item], sources: list[Entry]) -> None:
-        self.move, self.job, self.items, self.sources = move, job, items, sources
-        self.is_doubtful = False
+    move: Move
+    job: Job | None  # the job with the device's blocks that it reads or writes; None for a move between tiers
+    items: list[Item]  # entries of host memory that it reads or writes; for a write-back, entries of the file tier
+    sources: list[Entry]  # entries that a promotion or a write-back reads
+    is_doubtful: bool = False
 
 
 class Traffic:
@@ -69,14 +66,10 @@ class Traffic:
         groups: dict[int, list[int]] = {}
         for i, item in enumerate(items):
             groups.setdefault(item.entry.group, []).append(i)
-        order = [i for places in groups.values() for i in places]
-        items, sources = [items[i] for i in order], [sources[i] for i in order] if sources else []
-        pieces, start = [], 0
-        for places in groups.values():
-            stop = start + len(places)
-            pieces.append(_piece(kind, items[start:stop], sources[start:stop]))
-            start = stop
-        move = Move(self._last_id, kind, job.job_id if job is not None else "", tuple(pieces), num_bytes)
+        by_group = [([items[i] for i in x], [sources[i] for i in x] if sources else []) for x in groups.values()]
+        pieces = tuple(_piece(kind, *some) for some in by_group)
+        items, sources = [x for here, _ in by_group for x in here], [x for _, there in by_group for x in there]
+        move = Move(self._last_id, kind, job.job_id if job is not None else "", pieces, num_bytes)
         for _, entry in items:
             entry.begin(move.move_id)
         for entry in sources:
