@@ -204,19 +204,11 @@ class Job:
         self.state = after
         if before is S.HELD:
             return JobReturned(self.job_id)
-        missing: list[list[int]] = [[] for _ in range(num_groups)]
+        places: list[list[int]] = [[] for _ in range(num_groups)]
         for group, position in self.missing:
-            missing[group].append(position)
-        return JobEnded(
-            self.job_id,
-            self.kind,
-            self.outcome,
-            self.blocks,
-            self.known,
-            tuple(tuple(sorted(positions)) for positions in missing),
-            self.cause,
-            after is S.HELD,
-        )
+            places[group].append(position)
+        moved, missing = (self.blocks, self.known), tuple(tuple(sorted(positions)) for positions in places)
+        return JobEnded(self.job_id, self.kind, self.outcome, *moved, missing, self.cause, after is S.HELD)
 
 
 class Jobs:
