@@ -114,10 +114,8 @@ class S3Fifo(Generic[K]):
         self.idle(key)
 
     def idle(self, key: K) -> None:
-        if key in self._small.aside:
-            self._small.idle(key)
-        elif key in self._main.aside:
-            self._main.idle(key)
+        self._small.idle(key)
+        self._main.idle(key)
 
     def remove(self, key: K) -> None:
         del self._uses[key]
