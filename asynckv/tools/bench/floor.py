@@ -188,7 +188,8 @@ def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Return the rows below `HEAD` (the floor, and the share of it that the engine reaches), and notes on them."""
     if "floor" not in report:
         return [], []
-    rows, notes = [], [f"the {NAME} was not measured: {why}" for why in report["floor"]["not_measured"].values()]
+    rows = list[tuple[str, ...]]()
+    notes = [f"the {NAME} was not measured: {why}" for why in report["floor"]["not_measured"].values()]
     if (ratio := report["ratio_to_floor"].get(KIND)) is not None:
         at = report["floor"][KIND]
         fast = at["p50_s"]["median"]
