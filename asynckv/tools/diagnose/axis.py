@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -57,10 +57,6 @@ class Offset(NamedTuple):
 
     seconds: float  # subtract it to come to the reference's time
     within_s: float  # how much more or less it may be
-
-
-When = Callable[[str, float], tuple[float, float]]
-"""Interval of common time for an event: the start of a process, and a time by its clock."""
 
 
 def is_time(at: float) -> bool:

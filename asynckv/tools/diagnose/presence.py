@@ -29,9 +29,6 @@ SILENCE_S = 5.0
 LAPSE_S = 3.0
 
 UNDER_WAY_S = 0.25  # no message is on its way for longer
-QUIET = 10.0
-"""Most times the usual pause before the last line of a process that only seems to have died."""
-
 MOST = 0.9
 """Part of a lease's time for which a blocked loop explains a missing claim; its beginning is known to seconds."""
 
