@@ -105,11 +105,6 @@ class Catalogue:
             "corrupt_or_unread": self.corrupt_or_unread,
         }
 
-    def held(self) -> dict[str, int]:
-        return {name: len(job.holding) for name, job in self.jobs.items()} | {
-            name: len(entries) for name, entries in self.pins.items()
-        }
-
     def _tiers(self) -> Iterator[Tier]:
         yield self.host
         if self.file is not None:
