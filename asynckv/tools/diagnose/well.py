@@ -28,14 +28,8 @@ _NUMBERS = np.dtype(
 )
 _packed = struct.Struct("=d7q").pack
 _OPENS, _ENDS, _OTHER = 1, 2, 3
-_KINDS = {
-    told.LeaseLent.event: _OPENS,
-    told.LeaseGranted.event: _OPENS,
-    told.LeaseEnded.event: _ENDS,
-    told.PullEnded.event: _OTHER,
-    told.LeaseTransition.event: _OTHER,
-    told.PullTransition.event: _OTHER,
-}
+_KINDS = dict.fromkeys((told.LeaseLent.event, told.LeaseGranted.event), _OPENS) | {told.LeaseEnded.event: _ENDS}
+_KINDS |= dict.fromkeys((told.PullEnded.event, told.LeaseTransition.event, told.PullTransition.event), _OTHER)
 Packed = tuple[bytes, int, int]
 _CAUSES = {told.LeaseEnded.event: "released", told.PullEnded.event: "complete"}
 
