@@ -249,13 +249,9 @@ def _away(seen: Seen) -> Iterator[Finding]:
     found = [x for x in found if not any(x[2].rank in leak.sentence for leak in seen.late if leak.cause in LOOPS_AWAY)]
     for seconds, record, process, times in sorted(found, key=lambda x: -x[0]):
         held = [counted(record.integer(f"{what}s", 0), what) for what in ("lease", "pull")]
-        yield Finding(
-            HEADING.STOPPED,
-            told.LoopWasAway.event,
-            f"the event loop of {process.rank} was away: {counted(times, 'time')}, at most {shown_seconds(seconds)}",
-            f"until {clock_time(seen.axis.at(process, record.at))}; open: {', '.join(held)}",
-            AWAY,
-        )
+        what = f"the event loop of {process.rank} was away: {counted(times, 'time')}, at most {shown_seconds(seconds)}"
+        evidence = f"until {clock_time(seen.axis.at(process, record.at))}; open: {', '.join(held)}"
+        yield Finding(HEADING.STOPPED, told.LoopWasAway.event, what, evidence, AWAY)
 
 
 def _logged(seen: Seen, level: str) -> Iterator[Finding]:
