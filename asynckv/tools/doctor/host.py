@@ -198,12 +198,8 @@ def _read_of(pid: int, address: int) -> str:
 def network(system: Path = Path("/sys")) -> Network:
     name = socket.gethostname()
     addresses, _ = resolve(name)
-    return Network(
-        hostname=name,
-        hostname_addresses=addresses,
-        interfaces=_interfaces(system / "class/net"),
-        rdma=_rdma(system / "class/infiniband"),
-    )
+    interfaces, rdma = _interfaces(system / "class/net"), _rdma(system / "class/infiniband")
+    return Network(hostname=name, hostname_addresses=addresses, interfaces=interfaces, rdma=rdma)
 
 
 def resolve(name: str) -> tuple[tuple[str, ...], str]:
@@ -239,14 +235,8 @@ def _interfaces(root: Path) -> tuple[Interface, ...]:
             with suppress(OSError):
                 answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
                 addresses.append(socket.inet_ntoa(answer[20:24]))
-            found.append(
-                Interface(
-                    name=name,
-                    mtu=_number(_text(root / name / "mtu")),
-                    addresses=(*addresses, *sixes.get(name, ())),
-                    is_loopback=bool(flags & LOOPBACK),
-                )
-            )
+            mtu, known = _number(_text(root / name / "mtu")), (*addresses, *sixes.get(name, ()))
+            found.append(Interface(name=name, mtu=mtu, addresses=known, is_loopback=bool(flags & LOOPBACK)))
     return tuple(found)
 
 
@@ -256,14 +246,9 @@ def _rdma(root: Path) -> tuple[Rdma, ...]:
     with suppress(OSError):
         for device in sorted(root.iterdir()):
             ports = sorted((device / "ports").glob("*"))
-            found.append(
-                Rdma(
-                    name=device.name,
-                    state=", ".join(_text(p / "state").partition(":")[2].strip() for p in ports) or "no port",
-                    rate=", ".join(_text(p / "rate").strip() for p in ports),
-                    usable=device.name in usable,
-                )
-            )
+            state = ", ".join(_text(p / "state").partition(":")[2].strip() for p in ports) or "no port"
+            rate = ", ".join(_text(p / "rate").strip() for p in ports)
+            found.append(Rdma(name=device.name, state=state, rate=rate, usable=device.name in usable))
     return tuple(found)
 
 
