@@ -87,20 +87,14 @@ async def ask(address: str, keys: KeysConfig | None, note: Callable[[str], None]
     if error:
         return Asked(facts)
     there = zmq._endpoint(addresses[0], str(port)) + "".join(address.partition("#")[1:])  # resolved already
-    return await _Asking(Address(there), addresses[0], port, keys, facts, note).run()
+    return await _Asking(Address(there), port, keys, facts, note).run()
 
 
 class _Asking:
     def __init__(
-        self,
-        address: Address,
-        number: str,
-        port: int,
-        keys: KeysConfig | None,
-        facts: PeerFacts,
-        note: Callable[[str], None],
+        self, address: Address, port: int, keys: KeysConfig | None, facts: PeerFacts, note: Callable[[str], None]
     ) -> None:
-        self._address, self._number, self._port, self._note = address, number, port, note
+        self._address, self._number, self._port, self._note = address, facts.addresses[0], port, note
         self.facts = facts
         self.place: Place | None = None
         self._sender = secrets.token_hex(8)
