@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from asynckv.tools.doctor.facts import Ucx
 from asynckv.tools.doctor.probe import Order, Place, Refused, Result, Said
@@ -145,7 +146,7 @@ def try_nixl(note: Callable[[str], None], place: Place | None = None) -> Ucx:
                 if place is None:
                     note("starting a process that lends")
                     owner = running.enter_context(Probe(Order("doctor-owner"), folder))
-                    order = msgspec.structs.replace(order, place=owner.hear(Place))
+                    order = replace(order, place=owner.hear(Place))
                     note("reading from it")
                 else:
                     note("opening a connection of NIXL's")
@@ -155,13 +156,5 @@ def try_nixl(note: Callable[[str], None], place: Place | None = None) -> Ucx:
         # The reader's comes first, because its report counts if both have one.
         logs = sorted(folder.glob("*.ucx"), reverse=True)
         found = read_log(chain.from_iterable(_text(path).splitlines() for path in logs))
-    return msgspec.structs.replace(
-        found,
-        stage=failure.stage if failure else "done",
-        failure=failure.how if failure else "",
-        detail=failure.detail if failure else "",
-        plugins=result.plugins,
-        facts=result.facts,
-        wrong=result.wrong,
-        seconds=time.monotonic() - began,
-    )
+    how = {"stage": failure.stage, "failure": failure.how, "detail": failure.detail} if failure else {}
+    return replace(found, **asdict(result), **how, seconds=time.monotonic() - began)
