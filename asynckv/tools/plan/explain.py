@@ -201,15 +201,8 @@ def _named(layout: Layout, stage: int, rank: int) -> str:
 
 
 def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "rank": _place(layout),
-        "releases": [_place(x) for x in answered],
-        "refused": [],
-        "warnings": [],
-        "reads": [],
-        "bytes": 0,
-        "bytes_read": 0,
-    }
+    row: dict[str, Any] = {"rank": _place(layout), "releases": [_place(x) for x in answered]}
+    row |= {"refused": [], "warnings": [], "reads": [], "bytes": 0, "bytes_read": 0}
     for other in answered:
         row["refused"] += [_refusal(_place(other), d.field, d.local, d.remote) for d in compare(layout, other)]
     if row["refused"]:
@@ -381,8 +374,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         for read in rank["reads"]:
             for group in read["groups"]:
                 counts = (group[n] for n in ("pieces_per_block", "descriptors", "descriptors_in_runs", "posts"))
-                names = rank["rank"], read["remote"], str(group["group"]), _what(group["parts"])
-                rows.append((*names, size(group["bytes"]), *(f"{n:,}" for n in counts)))
+                whose = rank["rank"], read["remote"], str(group["group"]), _what(group["parts"])
+                rows.append((*whose, size(group["bytes"]), *(f"{n:,}" for n in counts)))
         if not rank["reads"]:
             rows.append((rank["rank"], "none", "", "", "0", "", "0", "0", "0"))
     print_table(console, heads, rows, texts=(0, 1), wrapped=(3,), is_markup=True)
