@@ -45,14 +45,11 @@ class Change(Struct, frozen=True):
 # -- judging ---------------------------------------------------------------------------------------
 
 
-Range = tuple[float, float]
-
-
 def judge(
     before: Sequence[float],
     after: Sequence[float],
     better: Literal["higher", "lower"],
-    within: tuple[Range | None, Range | None] = (None, None),
+    within: Sequence[tuple[float, float] | None] = (None, None),
 ) -> Change:
     """Compare the runs of one figure. A change counts if the interval of the ratio does not contain 1.
 
@@ -250,17 +247,11 @@ def show(result: dict[str, Any], console: Console) -> None:
         before, after = point["judged"]
         runs = "one run each" if before == after == 1 else f"{before} and {after} runs"
         say(f"{_where(point['point'])} [dim]({runs})[/dim]")
-        rows = [
-            (
-                f"  {figures.head(name, change['unit'])}",
-                _value(change["before"]),
-                _value(change["after"]),
-                _change(change["ratio"]),
-                "" if change["low"] is None else f"{_change(change['low'])} ... {_change(change['high'])}",
-                TEXTS[change["verdict"]],
-            )
-            for name, change in point["metrics"].items()
-        ]
+        rows = []
+        for name, change in point["metrics"].items():
+            values = _value(change["before"]), _value(change["after"]), _change(change["ratio"])
+            between = "" if change["low"] is None else f"{_change(change['low'])} ... {_change(change['high'])}"
+            rows.append((f"  {figures.head(name, change['unit'])}", *values, between, TEXTS[change["verdict"]]))
         heads = ["", "before", "after", "change", "between", ""]
         print_table(console, heads, rows, texts=(0, 4, 5), wrapped=(5,), is_markup=True)
         for text, (olds, news) in point["caveats"].items():
