@@ -117,17 +117,11 @@ def _show(found: Sequence[Folder], is_one: bool, console: Console) -> None:
 
 
 def _show_all(found: Sequence[Folder], console: Console) -> None:
-    rows = [
-        (
-            without_control(Path(each.folder).name),
-            f"{each.blocks:,}",
-            size(each.bytes_stored),
-            size(each.bytes_on_disk),
-            each.newest[:10],
-            f"pid {each.owner.pid}" if each.owner is not None and each.is_live else "none",
-        )
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        counts = f"{each.blocks:,}", size(each.bytes_stored), size(each.bytes_on_disk)
+        owner = f"pid {each.owner.pid}" if each.owner is not None and each.is_live else "none"
+        rows.append((without_control(Path(each.folder).name), *counts, each.newest[:10], owner))
     heads = ("directory", "blocks", "bytes", "on the disk", "newest", "in use by")
     print_table(console, heads, rows, texts=(0, 4, 5))
     console.print(
