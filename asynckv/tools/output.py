@@ -22,7 +22,7 @@ from rich.measure import Measurement
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, JustifyMethod, RenderableType
 
 C = TypeVar("C", bound=Callable[..., Any])
 MOST_WIDE = 4096  # columns of a line in a file or pipe
@@ -109,14 +109,9 @@ def print_table(
     for chosen, gap in ((heads, 2), (broken, 2), (broken, 1)):
         table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
         for i in kept:
-            is_left, is_whole = i in (*texts, *wrapped), i not in wrapped
-            table.add_column(
-                safe(chosen[i]),
-                justify="left" if is_left else "right",
-                no_wrap=is_whole,
-                overflow="fold",
-                vertical="top",
-            )
+            head, is_left, is_whole = safe(chosen[i]), i in (*texts, *wrapped), i not in wrapped
+            side: JustifyMethod = "left" if is_left else "right"
+            table.add_column(head, justify=side, no_wrap=is_whole, overflow="fold", vertical="top")
         for row, style in zip_longest(rows, styles, fillvalue=""):
             table.add_row(*(safe(row[i]) for i in kept), style=style)
         needed = Measurement.get(console, console.options.update(width=MOST_WIDE), table).minimum
