@@ -11,6 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -128,13 +129,8 @@ class Floor:
         config = self._config
         requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
         lists = self._plane.prepare_lists(self._there.agent_name, requests)
-        return lambda: self._plane.read_all(
-            lists,
-            requests,
-            concurrency=concurrency,
-            window_bytes=config.window_bytes,
-            window_descriptors=config.window_descriptors,
-        )
+        window = {"window_bytes": config.window_bytes, "window_descriptors": config.window_descriptors}
+        return partial(self._plane.read_all, lists, requests, concurrency=concurrency, **window)
 
 
 def latencies(ends: Sequence[float], concurrency: int) -> list[float]:
