@@ -165,7 +165,9 @@ class _Shown:
         taken_at, reading, tally = last
         age_s = time.monotonic() - taken_at
         yield "reading_age_seconds", (), age_s if age_s > FRESH_S else 0.0
-        yield from _info(reading)
+        facts = {"incarnation": reading.incarnation, "version": VERSION}
+        facts |= {name: reading.planes.get(name, "") for name in ("nixl", "backend", "ucx_tls")}
+        yield "engine_info", (), facts
         yield from _gauges(reading)
         yield from _counters(reading.counters)
         yield from _tallied(tally)
@@ -178,14 +180,12 @@ LONG_S, REST = 0.002, 10
 
 
 def _families() -> dict[str, Metric]:
-    out: dict[str, Metric] = {}
+    engine, out = ("engine_id", "rank"), dict[str, Metric]()
     for name, family in FAMILIES.items():
-        labels = ("engine_id", "rank", *family.labels)
         if family.kind == "info":
-            names = ("engine_id", "rank")
-            out[name] = InfoMetricFamily(f"asynckv_{name.removesuffix('_info')}", family.help, labels=names)
+            out[name] = InfoMetricFamily(f"asynckv_{name.removesuffix('_info')}", family.help, labels=engine)
         else:
-            out[name] = _KINDS[family.kind](f"asynckv_{name}", family.help, labels=labels)
+            out[name] = _KINDS[family.kind](f"asynckv_{name}", family.help, labels=(*engine, *family.labels))
     return out
 
 
@@ -198,12 +198,6 @@ def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
         family.add_metric(labels, buckets, value.total_s)
     else:
         family.add_metric(labels, value if isinstance(value, dict) else float(value))
-
-
-def _info(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    facts = {"incarnation": reading.incarnation, "version": VERSION}
-    facts |= {name: reading.planes.get(name, "") for name in ("nixl", "backend", "ucx_tls")}
-    yield "engine_info", (), facts
 
 
 def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
