@@ -101,8 +101,9 @@ def phases(pull: Pull) -> dict[str, float]:
 def process_facts(config: EngineConfig) -> dict[str, Any]:
     """Return facts that explain a process's logs: where it runs, and its configured durations."""
     durations = {name: getattr(config.lease, name) for name in ("lease_s", "grant_s", "max_lease_s", "parked_s")}
-    for name in ("timeout_s", "announce_s", "held_s", "release_timeout_s"):
-        durations[name] = getattr(config.pull, name)
+    durations |= {
+        name: getattr(config.pull, name) for name in ("timeout_s", "announce_s", "held_s", "release_timeout_s")
+    }
     return {"host": socket.gethostname(), "pid": os.getpid(), "version": VERSION, **durations}
 
 
@@ -198,7 +199,7 @@ class Recorder(Observer):
             same_as=like,
             attempt=pull.attempt if pull.attempt > 1 else None,
             held_transfers=None if pull.is_returned else sum(len(x.running | x.doubtful) for x in pull.sources),
-            blocks=None if pull.is_returned else _written_blocks(pull),
+            blocks=None if pull.is_returned else written_blocks(pull),
         )
         if like:
             self._ended_alike(ended, told.PullsEndedAlike, pull.params.engine_id, now)
@@ -284,13 +285,13 @@ class Recorder(Observer):
 
     def blocks_returned(self, pull: Pull, now: float) -> None:
         seconds = round(now - pull.published_at, 6)
-        self.log(told.BlocksReturned(*told.pull_ids(pull), blocks=_written_blocks(pull), seconds_after_failure=seconds))
+        self.log(told.BlocksReturned(*told.pull_ids(pull), blocks=written_blocks(pull), seconds_after_failure=seconds))
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
         self.log(
             told.BlocksRetired(
                 *told.pull_ids(pull),
-                blocks=_written_blocks(pull),
+                blocks=written_blocks(pull),
                 held_by=[x.where for x in pull.sources if x.running or x.doubtful],
                 transfers=sum(len(x.running | x.doubtful) for x in pull.sources),
                 seconds_after_failure=round(now - pull.published_at, 6),
@@ -306,13 +307,8 @@ class Recorder(Observer):
             self._away_s += seconds
             return
         more_s, self._away_s, self._away_said_s = self._away_s, 0.0, seconds
-        away = told.LoopWasAway(
-            seconds=round(seconds, 3),
-            leases=gauges["leases"],
-            pulls=gauges["pulls"],
-            parked=gauges["parked"],
-            not_logged_s=round(more_s, 3) or None,
-        )
+        held = {name: gauges[name] for name in ("leases", "pulls", "parked")}
+        away = told.LoopWasAway(seconds=round(seconds, 3), **held, not_logged_s=round(more_s, 3) or None)
         self.log(away, more=self._away.left_out())
 
     def internal_error(self, exc: Exception, now: float) -> None:
@@ -436,7 +432,8 @@ def _lease_ids(lease: Lease) -> tuple[str, int]:
     return lease.lent.request_id, lease.lent.key.sequence
 
 
-def _written_blocks(pull: Pull) -> int:
+def written_blocks(pull: Pull) -> int:
+    """Return the number of blocks that a pull fills; 0 if it has none yet."""
     return sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0
 
 

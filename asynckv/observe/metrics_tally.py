@@ -14,7 +14,7 @@ from asynckv.core.lease import Lease
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.types import Reason
-from asynckv.observe.log import phases
+from asynckv.observe.log import phases, written_blocks
 from asynckv.observe.observer import Observer
 
 BUCKETS_S = (*(m * 10.0**e for e in range(-4, 2) for m in (1.0, 2.5, 5.0)), 100.0)
@@ -106,7 +106,7 @@ class Tally(Observer):
         self.phases["release"].add(max(pull.released_at - pull.published_at, 0.0))
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
-        self.blocks_given_up += sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0
+        self.blocks_given_up += written_blocks(pull)
 
     def lease_ended(self, lease: Lease, now: float) -> None:
         self.leases[lease.state if lease.is_over else CLOSED].add(min(lease.ended_at, now) - lease.lent_at)
