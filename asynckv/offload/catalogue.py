@@ -29,7 +29,7 @@ from asynckv.offload.found import Found, known, longest, make_room
 from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Jobs, JobState, Move, MoveKind, Piece
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
 from asynckv.offload.tier import Place, Tier
-from asynckv.offload.traffic import Budgets, Running, Traffic
+from asynckv.offload.traffic import Budgets, Running, Traffic, piece_of
 
 MAX_NAME = 16 * 1024  # characters of a job's id, and of a pin's name
 Positions = Sequence[Iterable[int]]
@@ -255,9 +255,7 @@ class Catalogue:
                             here.append(Item(position, entry))
                         break
             if here:
-                slots = tuple(item.entry.slot for item in here)
-                positions_here = tuple(item.position for item in here)
-                pieces.append(Piece(g, tuple(item.entry.hash for item in here), positions_here, slots, ()))
+                pieces.append(piece_of(MoveKind.LOAD, here, []))
         return tuple(pieces)
 
     def unpin(self, name: str) -> bool:

@@ -67,7 +67,7 @@ class Traffic:
         for i, item in enumerate(items):
             groups.setdefault(item.entry.group, []).append(i)
         by_group = [([items[i] for i in x], [sources[i] for i in x] if sources else []) for x in groups.values()]
-        pieces = tuple(_piece(kind, *some) for some in by_group)
+        pieces = tuple(piece_of(kind, *some) for some in by_group)
         items, sources = [x for here, _ in by_group for x in here], [x for _, there in by_group for x in there]
         move = Move(self._last_id, kind, job.job_id if job is not None else "", pieces, num_bytes)
         for _, entry in items:
@@ -95,7 +95,7 @@ class Traffic:
             self.under_way[running.move.kind] -= running.move.num_bytes
 
 
-def _piece(kind: MoveKind, here: list[Item], there: list[Entry]) -> Piece:
+def piece_of(kind: MoveKind, here: list[Item], there: list[Entry]) -> Piece:
     own, others = tuple(item.entry.slot for item in here), tuple(entry.slot for entry in there)
     is_device = kind in (MoveKind.LOAD, MoveKind.STORE)
     return Piece(
