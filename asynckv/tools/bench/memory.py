@@ -157,9 +157,9 @@ class Pool:
                 values = steps.reshape(*steps.shape, *[1] * it.places.ndim) + it.places
                 if it.shift:
                     values >>= it.shift
-                bounds = _clip(first - at, size), _clip(tokens - at, size)
+                bounds = np.clip(first - at, 0, size), np.clip(tokens - at, 0, size)
                 expected = values.astype(it.array.dtype, copy=False)
-                yield it, ids[lo : lo + step], _clip(begin - at, size), bounds, expected
+                yield it, ids[lo : lo + step], np.clip(begin - at, 0, size), bounds, expected
 
 
 class CudaPool(Pool):
@@ -176,10 +176,6 @@ class CudaPool(Pool):
 
     def fetch(self) -> None:
         self._mirror.download()
-
-
-def _clip(places: Int64s, size: int) -> Int64s:
-    return np.minimum(np.maximum(places, 0), size)
 
 
 def _differ(found: Words, expected: Words) -> int:
