@@ -27,6 +27,7 @@ import io
 import itertools
 import re
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -177,14 +178,11 @@ class Engine:
 
 class Engines:
     def __init__(self, sources: Sources, limits: Limits, metrics: Any) -> None:
-        labels = ["role", "engine"]
-        self._faults = prometheus.Counter(
-            "pd_proxy_engine_faults", "Faults of engines.", [*labels, "why"], registry=metrics
-        )
-        self._up = prometheus.Gauge("pd_proxy_engine_up", "1 if the engine is up.", labels, registry=metrics)
-        self._outstanding = prometheus.Gauge(
-            "pd_proxy_engine_outstanding", "Requests in flight at the engine.", labels, registry=metrics
-        )
+        labels, gauge = ["role", "engine"], partial(prometheus.Gauge, registry=metrics)
+        faults = "pd_proxy_engine_faults", "Faults of engines."
+        self._faults = prometheus.Counter(*faults, [*labels, "why"], registry=metrics)
+        self._up = gauge("pd_proxy_engine_up", "1 if the engine is up.", labels)
+        self._outstanding = gauge("pd_proxy_engine_outstanding", "Requests in flight at the engine.", labels)
         self._known: dict[tuple[str, str], Engine] = {}
         self._sources, self._limits, self._turn = sources, limits, itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
