@@ -68,7 +68,7 @@ def model_layout(
     stage = stage_layers(len(model.layers), pp_stage, pp_size)
     groups: list[Group] = []
     views: list[View] = []
-    memories: list[Memory] = []
+    lengths: list[int] = []  # of the memories
     for index, (layer, numbers) in enumerate(kinds):
         group = _group(layer, index, block_size, ratio, counts[index])
         groups.append(group)
@@ -77,9 +77,9 @@ def model_layout(
         blocks = group.num_kernel_blocks
         if order.startswith("cross-") and here:
             views += [
-                View(len(memories), index, f"layers.{n}", i * size, size * len(here), parts) for i, n in enumerate(here)
+                View(len(lengths), index, f"layers.{n}", i * size, size * len(here), parts) for i, n in enumerate(here)
             ]
-            memories.append(Memory(0, size * len(here) * blocks))
+            lengths.append(size * len(here) * blocks)
             continue
         if order in ("nhd", "hnd") and isinstance(layer, Heads):
             # Keys of all blocks precede the values, so each part has a region of its own.
@@ -89,21 +89,18 @@ def model_layout(
                 parts = tuple(msgspec.structs.replace(p, offset=i * size * blocks) for i, p in enumerate(parts))
         length = max(p.offset for p in parts) // (size * blocks) * size * blocks + size * blocks
         for n in here:
-            views.append(View(len(memories), index, f"layers.{n}", 0, size, parts))
-            memories.append(Memory(0, length))
-    bases = itertools.accumulate((-(-m.length // 4096) * 4096 for m in memories), initial=0)
-    return with_addresses(
-        Layout(
-            model=model.name,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            pp_stage=pp_stage,
-            pp_size=pp_size,
-            memories=tuple(memories),
-            groups=tuple(groups),
-            views=tuple(views),
-        ),
-        [base for base, _ in zip(bases, memories, strict=False)],
+            views.append(View(len(lengths), index, f"layers.{n}", 0, size, parts))
+            lengths.append(length)
+    bases = itertools.accumulate((-(-length // 4096) * 4096 for length in lengths), initial=0)
+    return Layout(
+        model=model.name,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_stage=pp_stage,
+        pp_size=pp_size,
+        memories=tuple(map(Memory, bases, lengths)),
+        groups=tuple(groups),
+        views=tuple(views),
     )
 
 
