@@ -21,22 +21,10 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from asynckv.config import KeysConfig
+from asynckv.core import wire
 from asynckv.core.account import decode_account
 from asynckv.core.readers import DOCTOR
 from asynckv.core.types import Address, Cohort, ReplyTo
-from asynckv.core.wire import (
-    MAJOR,
-    MINOR,
-    Hello,
-    Message,
-    OtherVersion,
-    Status,
-    StatusRequest,
-    Unwelcome,
-    Welcome,
-    decode_packet,
-    encode_packet,
-)
 from asynckv.edges import zmq
 from asynckv.errors import LayoutError, RemoteProtocolError
 from asynckv.geometry.check import decode_layout
@@ -76,7 +64,7 @@ def check_address(address: str) -> tuple[str, int, bytes | None]:
 async def ask(address: str, keys: KeysConfig | None, note: Callable[[str], None]) -> Asked:
     name, port, key = check_address(address)
     facts = PeerFacts(
-        address=address, stage="resolve", has_key=key is not None, has_keys=keys is not None, our_minor=MINOR,
+        address=address, stage="resolve", has_key=key is not None, has_keys=keys is not None, our_minor=wire.MINOR,
         addresses=(),
     )  # fmt: skip
     if zmq._is_wildcard(name) or not port:
@@ -99,7 +87,7 @@ class _Asking:
         self.place: Place | None = None
         self._sender = secrets.token_hex(8)
         self._nonces = iter(range(secrets.randbits(40), 1 << 62))
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.Message]] = {}
         self._foreign = ""
         self._plane = zmq.ZmqPlane("tcp://127.0.0.1:0", keys=keys)
 
@@ -140,7 +128,7 @@ class _Asking:
 
     async def _talk(self) -> None:
         self._note(f"asking {self._number}")
-        status = await self._answer(StatusRequest, SILENCE_S)
+        status = await self._answer(wire.StatusRequest, SILENCE_S)
         if status is None and not self._foreign:
             self._note("no answer; looking at the port itself")
             seen = await asyncio.to_thread(look_at_port, self._number, self._port, CONNECT_S, GREETING_S)
@@ -148,8 +136,8 @@ class _Asking:
             self._know(stage=stage, mechanism=seen.mechanism, error=seen.error, errno=seen.errno)
             if seen.mechanism and not self.facts.turned_away:
                 # The listener speaks ZMQ, so it may be slow; if it asks for keys, a hang-up is the likelier cause.
-                status = await self._answer(StatusRequest, SILENCE_S if seen.mechanism == "CURVE" else SLOW_S)
-        if isinstance(status, Status):
+                status = await self._answer(wire.StatusRequest, SILENCE_S if seen.mechanism == "CURVE" else SLOW_S)
+        if isinstance(status, wire.Status):
             rank = f"tp{status.tp_rank} of {status.tp_size}"
             self._know(stage="hello", engine_id=status.engine_id, rank=rank, gauges=dict(status.gauges))
             await self._ask_account()
@@ -159,8 +147,8 @@ class _Asking:
 
     async def _ask_account(self) -> None:
         """Ask for versions and settings, which an engine tells if it is asked for an account (`asynckv why`)."""
-        answer = await self._answer(lambda nonce: StatusRequest(nonce, most=1), SILENCE_S)
-        if not isinstance(answer, Status) or not answer.account:
+        answer = await self._answer(lambda nonce: wire.StatusRequest(nonce, most=1), SILENCE_S)
+        if not isinstance(answer, wire.Status) or not answer.account:
             return  # it is older, or does not want to
         with suppress(RemoteProtocolError):
             there = decode_account(answer.account).facts
@@ -168,24 +156,24 @@ class _Asking:
             versions = {name: value for name, value in told.items() if value}
             self._know(versions=versions, planes=dict(there.planes), life=there.life, away_s=there.lag.most_s)
 
-    async def _shake_hands(self, status: Status) -> None:
+    async def _shake_hands(self, status: wire.Status) -> None:
         stage, cohort = 0, Cohort(f"{DOCTOR}{os.getpid()}")
         for _ in range(2):
             hello = partial(_hello, status, stage, cohort)
             answer = await self._answer(hello, ANSWER_S)
-            found = re.search(r"/pp(\d+)/", answer.detail) if isinstance(answer, Unwelcome) else None
+            found = re.search(r"/pp(\d+)/", answer.detail) if isinstance(answer, wire.Unwelcome) else None
             if found is None or int(found[1]) == stage:
                 break
             stage = int(found[1])  # only the engine knows the stage, and reports it
         match answer:
-            case Welcome():
+            case wire.Welcome():
                 self._take_welcome(answer)
-            case Unwelcome(reason=reason, detail=detail):
+            case wire.Unwelcome(reason=reason, detail=detail):
                 self._know(unwelcome=f"{reason.value}: {detail}")
             case _:
                 self._know(error=f"a hello was not answered within {ANSWER_S:g} s")
 
-    def _take_welcome(self, answer: Welcome) -> None:
+    def _take_welcome(self, answer: wire.Welcome) -> None:
         is_whole = hashlib.sha256(answer.metadata).digest() == answer.digest
         self._know(major=answer.major, minor=answer.minor, agent=answer.agent_name, digest_ok=is_whole)
         self._know(metadata_bytes=len(answer.metadata))
@@ -204,11 +192,11 @@ class _Asking:
         if is_whole:
             self.place = Place(AgentInfo(answer.agent_name, answer.metadata), layout.memories[:1])
 
-    async def _answer(self, make: Callable[[int], Message], seconds: float) -> Message | None:
+    async def _answer(self, make: Callable[[int], wire.Message], seconds: float) -> wire.Message | None:
         """Ask until an answer comes, the time is up, or it is clear that no answer will come."""
         nonce = next(self._nonces)
-        packet = encode_packet(self._sender, "", [make(nonce)])
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        packet = wire.encode_packet(self._sender, "", [make(nonce)])
+        future: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
         self._waiting[nonce] = future
         try:
             deadline = time.monotonic() + seconds
@@ -225,14 +213,14 @@ class _Asking:
         if origin != self._address:
             return
         try:
-            packet = decode_packet(data)
-        except OtherVersion as exc:
+            packet = wire.decode_packet(data)
+        except wire.OtherVersion as exc:
             self._foreign = str(exc)
             return
         except RemoteProtocolError:
             return
         for message in packet.messages:
-            if isinstance(message, Status | Welcome | Unwelcome):
+            if isinstance(message, wire.Status | wire.Welcome | wire.Unwelcome):
                 self._know(incarnation=packet.sender)
                 future = self._waiting.get(message.nonce)
                 if future is not None and not future.done():
@@ -243,5 +231,5 @@ class _Asking:
             self._know(turned_away=True)
 
 
-def _hello(status: Status, stage: int, cohort: Cohort, nonce: int) -> Hello:
-    return Hello(nonce, MAJOR, MINOR, status.engine_id, status.tp_rank, cohort, stage)
+def _hello(status: wire.Status, stage: int, cohort: Cohort, nonce: int) -> wire.Hello:
+    return wire.Hello(nonce, wire.MAJOR, wire.MINOR, status.engine_id, status.tp_rank, cohort, stage)
