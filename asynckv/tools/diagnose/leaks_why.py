@@ -11,20 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from asynckv.tools.diagnose import leaks_between as between
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Refusal, Request, base_name, start_of
-from asynckv.tools.diagnose.leaks_between import (
-    STALE,
-    how_unanswered,
-    is_forgotten,
-    is_unanswered,
-    pulls_of,
-    refused_as,
-    refused_keys,
-    shook_hands,
-    turned_away,
-    would_be_given_up,
-)
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
@@ -82,7 +71,7 @@ class _Debt:
         self.claims = lease.claims
         claim = self.claims.get(name)
         self.heard_s = claim.heard_s if claim is not None else math.nan
-        self.pulls = pulls_of(request, lease, name)
+        self.pulls = between.pulls_of(request, lease, name)
         mine = (x for x in self.pulls if claim is not None and x.pull_id == claim.pull_id and not x.retried)
         self.pull = next(
             mine, self.pulls[-1] if self.pulls else None
@@ -99,7 +88,7 @@ class _Debt:
         return self._refused() or self._weighed(self.pull)
 
     def _weighed(self, pull: Pull | None) -> Verdict:
-        if pull is not None and is_forgotten(self.presence, pull):
+        if pull is not None and between.is_forgotten(self.presence, pull):
             return self._away(pull) or self._is(R.ANNOUNCED)
         if self._is_overstayed():
             most = in_seconds(self.lease.process.durations["max_lease_s"])
@@ -155,7 +144,7 @@ class _Debt:
                     said = record.text("cause"), pull.process.rank, record.text("detail")
                     found.append(Refusal(math.inf, "release", *said))
         for refusal in found:
-            state = refused_as(refusal.reason, refusal.detail)
+            state = between.refused_as(refusal.reason, refusal.detail)
             if state is None or (state is R.REFUSED and refusal.message != "release" and name in self.claims):
                 continue
             reader = refusal.who if start_of(refusal.who) and name == "*" else reader
@@ -228,23 +217,23 @@ class _Debt:
             return self._is(R.DIED, fate.why, gone=fate.gone)
         if begun > self.until or cause in ("expired", "unknown_key", "lease_lost"):
             return self._late(pull)
-        if pull.ended is not None and not is_unanswered(pull, lease):
+        if pull.ended is not None and not between.is_unanswered(pull, lease):
             parked_s = lease.process.durations.get("parked_s", LATE_S)
             if presence.when(pull.process.incarnation, pull.ended.at)[1] + parked_s < self.since:
                 return self._is(R.EARLY)
         if cause == "wrong_target":
             return self._is(R.WRONG_TARGET)
-        if cause in STALE or (
+        if cause in between.STALE or (
             (cause == "engine_closed" or pull.failed_in == "handshake") and self._names_another_start(pull)
         ):
             return self._is(R.STALE)
-        if keys := refused_keys(presence, pull, lease):
+        if keys := between.refused_keys(presence, pull, lease):
             return self._is(R.KEYS, keys)
         in_vain = pull.failed_in == "handshake" and lease.process.rank in pull.detail  # at this address
-        is_met = self._is_only_released(pull) or (shook_hands(presence, pull.process, lease) and not in_vain)
+        is_met = self._is_only_released(pull) or (between.shook_hands(presence, pull.process, lease) and not in_vain)
         if cause == "peer_unreachable" or not is_met:
             # A reader that is away hears no answer.
-            others = turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
+            others = between.turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
             return self._away(pull) or self._is(R.UNMET, f"{self._said()}; {others}" if others else None)
         return None
 
@@ -277,8 +266,8 @@ class _Debt:
                 return self._is(R.OWNER_AWAY, holder=owner.rank, away_s=in_seconds(away_s))
         low, high = presence.when(pull.process.incarnation, pull.ended.at)
         closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
-        if (last := self.pulls[-1]) is not pull and is_unanswered(last, lease):
-            return self._is(R.UNANSWERED, how_unanswered(last))
+        if (last := self.pulls[-1]) is not pull and between.is_unanswered(last, lease):
+            return self._is(R.UNANSWERED, between.how_unanswered(last))
         if lost and pull.failed_in == "announced" and "was silent" in pull.detail:  # an announcement promised no pull
             return self._is(R.BROKEN)
         said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
@@ -298,13 +287,13 @@ class _Debt:
             return self._is(R.OWNER_DIED, presence.fate(died).why, gone=presence.fate(died).gone, holder=died.rank)
         if pull.cause in ("lease_lost", "expired", "timeout", "not_lent_yet") or low > self.until:
             return self._is(R.LATE)
-        if is_unanswered(pull, lease) and not closed:
-            return self._is(R.UNANSWERED, how_unanswered(pull))
+        if between.is_unanswered(pull, lease) and not closed:
+            return self._is(R.UNANSWERED, between.how_unanswered(pull))
         if fate.kind == "died":  # it had its outcome, and died before its release was heard
             return self._is(R.DIED, fate.why, gone=fate.gone)
         if closed:
             return self._is(R.CLOSED, f"{self._said()}; {fate.why}")
-        if not would_be_given_up(presence, pull):
+        if not between.would_be_given_up(presence, pull):
             return self._is(R.NO_LOG, f"{self._said()}; an unanswered release would be logged later")
         # Every message was answered, so the release arrived after the lease had ended.
         return self._is(R.LATE)
@@ -421,6 +410,6 @@ class _Debt:
             out.append(f"{listed(x.rank for x in alive)} knows nothing of it")
         if strangers:
             out.append(f"{listed(strangers)} shook hands")
-        if refused := turned_away(lease.process, lease.lent_at, lease.lent_at + lease.seconds):
+        if refused := between.turned_away(lease.process, lease.lent_at, lease.lent_at + lease.seconds):
             out.append(f"meanwhile {refused}")
         return "".join(f"; {x}" for x in out)
