@@ -477,17 +477,12 @@ class Service:
 
     def missing(self) -> list[str]:
         """Name the starts of ranks that other logs mention, and that have no log."""
-        named: set[str] = set()
-        for request in self.requests:
-            for lease in request.leases.values():
-                named |= {x for x in (*lease.owed, *lease.released, *lease.claims) if start_of(x)}
-            for pull in request.all_pulls:
-                named |= {x for x in pull.peer_ranks if start_of(x)}
-        for process in self.processes.values():
-            for record in process.of(told.PeerChanged, told.ReaderMet):
-                name = record.text("peer") or record.text("reader")
-                named |= {name} if start_of(name) else set()
-        return sorted(x for x in named if self.process_named(x) is None)
+        leases = (lease for request in self.requests for lease in request.leases.values())
+        named = {x for lease in leases for x in (*lease.owed, *lease.released, *lease.claims)}
+        named |= {x for request in self.requests for pull in request.all_pulls for x in pull.peer_ranks}
+        met = (x for process in self.processes.values() for x in process.of(told.PeerChanged, told.ReaderMet))
+        named |= {x.text("peer") or x.text("reader") for x in met}
+        return sorted(x for x in named if start_of(x) and self.process_named(x) is None)
 
 
 LEASE_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)) - {
