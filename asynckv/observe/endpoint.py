@@ -220,9 +220,7 @@ class MetricsEndpoint:
                 why = f"the engine is {state}"
             found.append({"engine_id": engine.engine_id, "rank": engine.rank, "ok": not why, "why": why})
         is_well = bool(found) and all(each["ok"] for each in found)
-        body: dict[str, Any] = {"ok": is_well, "engines": found}
-        if not found:
-            body["why"] = "no engine is shown"
+        body = {"ok": is_well, "engines": found} | ({} if found else {"why": "no engine is shown"})
         return _say(respond, "200 OK" if is_well else "503 Service Unavailable", body)
 
     def _condition(self, engine: Observed) -> tuple[str, str]:
