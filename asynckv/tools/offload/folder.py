@@ -83,10 +83,8 @@ def _is_one(path: Path) -> bool:
 def look(folder: Path) -> Folder:
     said = _said(folder)
     owner, is_live = owner_of(folder)
-    kinds: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
+    kinds, sizes = Counter((x.tag, x.layout) for x in said.entries), Counter[tuple[str, str]]()
     for entry in said.entries:
-        kinds[entry.tag, entry.layout] += 1
         sizes[entry.tag, entry.layout] += entry.size
     segments = list(folder.glob(SEGMENTS))
     return Folder(
