@@ -45,23 +45,17 @@ def doctor(
     check_writable("--json", json)
     errors = Console(stderr=True, highlight=False)
     with errors.status("looking", spinner="line") as status:
+        if to:
+            from asynckv.tools.doctor.peer import check_address
+
+            to = to if "://" in to else f"tcp://{to}"
+            check_address(to)  # before anything starts
         # A spinner is for people; what is piped gets no progress lines.
-        facts = _gather(keys, _address(to), lambda text: status.update(printable(text)))
+        facts = _gather(keys, to, lambda text: status.update(printable(text)))
     found = examine(facts)
     write_json(json, as_json(facts, found, time.monotonic() - began))
     show(facts, found, Console(stderr=json == "-", highlight=False))
     raise typer.Exit(0 if is_good(found) else 1)
-
-
-def _address(text: str) -> str:
-    """Check it before anything starts."""
-    from asynckv.tools.doctor.peer import check_address
-
-    if text and "://" not in text:
-        text = f"tcp://{text}"
-    if text:
-        check_address(text)
-    return text
 
 
 def _keys(secret: Path | None, authorized: Path | None, to: str) -> KeysConfig | None:
