@@ -82,7 +82,6 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
 
     A process without a log is known from then on, without its own words.
     """
-    answers = list(answers)
     named = service.ranks_by_address()
     for answer in answers:
         rank = answer.account.rank or named.get(answer.address, "")
