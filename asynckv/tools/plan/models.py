@@ -380,8 +380,7 @@ def _bamba(c: _Config) -> list[Layer]:
     if c.get("layer_types") is not None or c.get("layers_block_type") is not None:
         kinds = c.kinds("layer_types", "layers_block_type", known=(FULL, LINEAR), length=depth)
         return [_heads(c) if k == FULL else state for k in kinds]
-    chosen = c.get("attn_layer_indices")
-    chosen = [] if chosen is None else chosen
+    chosen = [] if c.get("attn_layer_indices") is None else c["attn_layer_indices"]
     if not isinstance(chosen, list) or not all(type(i) is int and 0 <= i < depth for i in chosen):
         raise ConfigError(f"attn_layer_indices is {_shown.repr(chosen)}, not a list of layers below {depth}")
     return [_heads(c) if i in set(chosen) else state for i in range(depth)]
