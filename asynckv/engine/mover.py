@@ -108,9 +108,6 @@ class Mover:
         self._idle = asyncio.Event()
         self._failures, self._no_room = Rate(1.0, MAX_FAILURES), Rate(1 / NO_ROOM_S, 1)
 
-    def use(self, copies: CopyPlane, copying: Mapping[Shelf, Copying]) -> None:
-        self.copies, self.copying, self.is_copying = copies, dict(copying), True
-
     def begin(
         self,
         kind: JobKind,
@@ -306,7 +303,8 @@ class Mover:
     def _retire(self, now: float) -> None:
         for job in self._held.values():
             if job.retired_at <= now and not job.is_retired:
-                job.retire()
+                job.is_retired = True
+                job.is_returned.set()
                 self.counts["jobs_retired"] += 1
                 self._log_late(told.OffloadRetired, job)
 
@@ -364,7 +362,7 @@ class Mover:
             case MoveKind.PROMOTION | MoveKind.WRITE_BACK:
                 assert shelf.records is not None
                 op = CopyOp.READ if move.kind is MoveKind.PROMOTION else CopyOp.WRITE
-                shelf.records.post(transfer_id, op, shelf.record_list(move))
+                shelf.records.post(transfer_id, op, shelf.block_records.of(move))
 
     def _arrived(self, transfer_id: TransferId, ending: Ending, cause: str) -> None:
         self._ended(transfer_id, ending, cause)

@@ -160,7 +160,7 @@ class Tiers:
             self._copies = _nixl_copies(f"{self._name}-{self.engine.memory_epoch}", self.config.copy_threads)
         far = {shelf.far: [shelf.memory.memory] for shelf in mover.shelves if shelf.memory is not None}
         self._copies.start(layout.memories, far, mover.on_copies)
-        mover.use(self._copies, copying)
+        mover.copies, mover.copying, mover.is_copying = self._copies, copying, True
 
     @property
     def _name(self) -> str:
