@@ -498,11 +498,8 @@ class Worker:
                     )
 
     def _is_due(self) -> bool:
-        if not (self._stored or self._dropped):
-            return False
-        return (
-            len(self._stored) + len(self._dropped) >= MAX_PENDING or time.monotonic() - self._pending_since >= COMMIT_S
-        )
+        number = len(self._stored) + len(self._dropped)
+        return number >= MAX_PENDING or (number > 0 and time.monotonic() - self._pending_since >= COMMIT_S)
 
     def _commit(self) -> bool:
         """Write the changes to the index; return False if that failed."""
