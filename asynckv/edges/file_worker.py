@@ -21,8 +21,9 @@ from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.aside import end_at_exit
 from asynckv.edges.file_index import MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
-from asynckv.edges.file_io import ALIGN, Extent, FileIO, FileTooShort, transfer, view_of
+from asynckv.edges.file_io import ALIGN, Extent, FileIO, FileTooShort, transfer
 from asynckv.edges.file_store import FULL, Segments, explained, explained_index
+from asynckv.edges.staging import bytes_at
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
@@ -97,7 +98,7 @@ class Worker:
         slow_s: float,
         wake: Callable[[], None],
     ) -> None:
-        self._memory, self._view, self._segments = memory, view_of(memory), segments
+        self._memory, self._view, self._segments = memory, bytes_at(memory).data, segments
         self._folder = segments.path(0).parent
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
         self._entries = entries  # by place; only the thread changes it
