@@ -362,10 +362,6 @@ class RecordPlane(_MovePlane, Protocol):
     cancelled move are forgotten. `quiesce` writes the index, and `close` lets other processes in.
     """
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of its range."""
-
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> Sequence[Stored]:

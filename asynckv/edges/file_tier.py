@@ -83,10 +83,6 @@ class FileTier:
         self._news: list[RecordNews] = []
         self.found: Counter[str] = Counter()  # counts of the start: records found, and records dropped by cause
 
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> list[Stored]:

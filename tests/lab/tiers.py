@@ -229,11 +229,6 @@ class SimRecords:
         self._broken: dict[CopyOp, str] = {}
         self._on_ready: Callable[[], None] = lambda: None
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of its range."""
-        return self.disk.num_bytes
-
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> Sequence[Stored]:
