@@ -206,10 +206,6 @@ class FileTier:
         if self._worker is not None:
             self._worker.keep_layout(fingerprint, body)
 
-    def cancel(self, move_id: TransferId) -> None:
-        if self._worker is not None:
-            self._worker.cancel(move_id)
-
     def poll(self) -> list[RecordNews]:
         news, self._news = self._news, []
         if self._worker is not None:

@@ -56,7 +56,7 @@ class _Move:
     lost: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)  # places of written records
     cause: str = ""
-    is_void: bool = False  # True if it was cancelled or is too late, so that none of its records counts
+    is_void: bool = False  # True if it was given up, so that none of its records counts
     is_told_doubt: bool = False
 
     def void(self, cause: str) -> None:
@@ -172,12 +172,6 @@ class Worker:
             if self._takes is Takes.ALL:
                 self._new_layouts[fingerprint] = body
                 self._gate.notify()
-
-    def cancel(self, move_id: TransferId) -> None:
-        with self._gate:
-            if (move := self._moves.get(move_id)) is not None and not move.is_void:
-                move.void("cancelled")
-                self._settle(move)
 
     def look(self) -> bool:
         """Give up moves and calls that take too long; return True if there is a reason to look again."""

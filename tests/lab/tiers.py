@@ -303,9 +303,6 @@ class SimRecords:
         """Write a layout down."""
         self.disk.layouts[fingerprint] = body
 
-    def cancel(self, move_id: TransferId) -> None:
-        """Nothing of it has begun, or all of it has."""
-
     def _tell(self, news: RecordNews) -> None:
         self._news.append(news)
         self._ring(self._on_ready)
