@@ -248,9 +248,6 @@ class CopyOp(enum.StrEnum):
 class _MovePlane(Protocol):
     """Common methods of copy planes and record planes."""
 
-    def cancel(self, move_id: TransferId) -> None:
-        """Start no further copies of a move. It ends once its running copies have ended; harmless afterwards."""
-
     def statistics(self) -> dict[str, int]:
         """Gauges and counters."""
 
@@ -294,6 +291,9 @@ class CopyPlane(_MovePlane, Protocol):
         `Plan.posts`) may be lazy, because the plane takes them one by one. Small pieces (some MiB) let other moves in
         between, and end sooner if the move is cancelled.
         """
+
+    def cancel(self, move_id: TransferId) -> None:
+        """Start no further copies of a move. It ends once its running copies have ended; harmless afterwards."""
 
     def poll(self) -> Sequence[TransferEnded]:
         """Return moves that have ended, or are in doubt, since the last call. Never blocks.
@@ -358,13 +358,9 @@ FOUND_DAMAGED = ("index_damaged", "missing", "malformed", "overlapping")
 class RecordPlane(_MovePlane, Protocol):
     """Keeps whole records beyond the life of the process, in a range of addresses that its user divides.
 
-    It is a cache: each of its records may turn out to be lost, and then a read has `FAILED`. Written records of a
-    cancelled move are forgotten. `quiesce` writes the index, and `close` lets other processes in.
+    It is a cache: each of its records may turn out to be lost, and then a read has `FAILED`. Written records of a write
+    that `FAILED` are forgotten. `quiesce` writes the index, and `close` lets other processes in.
     """
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of its range."""
 
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None

@@ -244,7 +244,6 @@ async def test_a_shorter_range_keeps_what_is_within_it_and_gives_the_rest_back(m
     half = (2 * COUNT - COUNT // 2) * SIZE
     tier = make(num_bytes=half, segment_bytes=PAGE)  # a directory keeps the size of its files
     assert {stored.key for stored in tier.start()} == {r.key for r in records(*range(COUNT // 2, COUNT))}
-    assert tier.plane.num_bytes == half
     assert sum(path.stat().st_size for path in (tmp_path / "tier").glob("segment-*")) == half
 
 
@@ -1027,25 +1026,6 @@ async def test_closing_under_a_disk_that_does_not_answer_says_so_and_may_be_trie
     make().start()
 
 
-async def test_a_cancelled_move_ends_when_what_runs_has_and_leaves_nothing_stored(
-    make: Make, stuck: type[Stuck]
-) -> None:
-    tier, some = make(), records(1, 2)
-    tier.start()
-    tier.fill(some)
-    first, second = tier.post(WRITE, some[:1]), tier.post(WRITE, some[1:])
-    assert stuck.entered.wait(PATIENCE_S)
-    for number in (first, second, TransferId(99)):
-        tier.plane.cancel(number)
-    assert await tier.heard() == [RecordsEnded(second, Ending.FAILED, "cancelled")]
-    assert tier.plane.poll() == []
-    stuck.leave.set()
-    assert await tier.heard() == [RecordsEnded(first, Ending.FAILED, "cancelled")]
-    assert (await tier.load(some)).lost == (0, 1)
-    tier.plane.close()
-    assert tier.start() == []
-
-
 async def test_what_is_read_goes_before_what_is_written(make: Make, stuck: type[Stuck]) -> None:
     tier, some = make(), records(1, 2, 3)
     tier.start()
@@ -1099,7 +1079,7 @@ async def test_a_thread_that_breaks_switches_the_tier_off(make: Make, monkeypatc
 async def test_what_is_served_is_what_a_dict_would_serve(
     make: Make, tmp_path: Path, back_end: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores, loads, cancellations, restarts and damage, many at a time; a place is in one move at a time."""
+    """Stores, loads, restarts and damage, many at a time; a place is in one move at a time."""
     monkeypatch.setattr(file_worker, "BATCH_BYTES", 2 * SIZE)
     chance, tier = random.Random(seed), make(back_end=back_end)
     tier.start()
@@ -1110,7 +1090,6 @@ async def test_what_is_served_is_what_a_dict_would_serve(
         free = chance.sample(range(COUNT), COUNT)  # of places, and of room in memory
         wanted: dict[TransferId, list[Record]] = {}
         stored: set[TransferId] = set()
-        cancelled: set[TransferId] = set()
         tier.bytes[:] = 0
         while len(free) > 4:
             places, free = free[:4], free[4:]
@@ -1122,25 +1101,16 @@ async def test_what_is_served_is_what_a_dict_would_serve(
             number = tier.post(WRITE if is_store else READ, some)
             wanted[number] = some
             stored |= {number} if is_store else set()
-            if chance.random() < 0.2:
-                tier.plane.cancel(number)
-                cancelled.add(number)
         while wanted:
             ended = await tier.ended()
             some = wanted.pop(ended.move_id)
             if ended.move_id in stored:
-                assert ended.ending is DONE or ended.move_id in cancelled
+                assert ended.ending is DONE
                 for record in some:
                     damaged.discard(record.far // SIZE)
-                    kept.pop(record.far // SIZE, None)
-                    if ended.ending is DONE:
-                        kept[record.far // SIZE] = record.key
-                if ended.ending is not DONE:  # what was there before may be there still
-                    tier.plane.forget([record.far for record in some])
+                    kept[record.far // SIZE] = record.key
                 continue
-            if ended.ending is Ending.FAILED and not ended.lost:
-                assert ended.move_id in cancelled
-                continue
+            assert ended.ending is DONE or ended.lost
             for i, record in enumerate(some):
                 place = record.far // SIZE
                 assert (i in ended.lost) == (place not in kept or place in damaged), ended

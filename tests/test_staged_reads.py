@@ -167,7 +167,7 @@ async def test_what_has_landed_is_not_placed_once_it_is_detached(
 
 
 @pytest.mark.parametrize(
-    ("method", "cause"), [("_pieces", "it cannot be cut into chunks"), ("_place", "its pieces could not be placed")]
+    ("method", "cause"), [("_pieces", "it cannot be cut into chunks"), ("place", "its pieces could not be placed")]
 )
 async def test_a_placement_that_raises_fails_its_read_alone(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch, method: str, cause: str

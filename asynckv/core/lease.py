@@ -332,8 +332,7 @@ class Lease:
 
     def name_of(self, message: Claim | Renew | Release, sender: str) -> str:
         if not isinstance(message, Renew):
-            cohort = message.cohort
-            return rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
+            return message.cohort.name(sender)
         return self.names.get(sender, f"?@{sender[:SHOWN_LETTERS]}")
 
     def _impossible(self, event: type) -> LeaseState:

@@ -34,7 +34,7 @@ from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.told import MAX_GRANTS, ReaderRefused, lease_granted, short
-from asynckv.core.types import Key, KVTransferParams, PullId, Reason, ReplyTo, RequestId, rank_name
+from asynckv.core.types import Key, KVTransferParams, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import warn_after
 from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack
 from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
@@ -525,10 +525,8 @@ class PrefillSide:
 
     def _forget(self, key: Key, release: Release, sender: str, now: float) -> None:
         """Give up a release that was acknowledged and never applied, but remember it for the log."""
-        cohort = release.cohort
-        reader = rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
         detail = f"it came before the request was lent, and was kept for parked_s {self._config.parked_s:g}"
-        self._forgotten[key] = Refusal(now, "release", "parked_too_long", reader, detail)
+        self._forgotten[key] = Refusal(now, "release", "parked_too_long", release.cohort.name(sender), detail)
         if len(self._forgotten) > MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
 

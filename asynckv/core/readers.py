@@ -16,7 +16,7 @@ from asynckv.core import wire
 from asynckv.core.lease import WHAT, refused
 from asynckv.core.outbox import Outbox
 from asynckv.core.told import ReaderMet, ReaderRefused, short
-from asynckv.core.types import SHOWN_LETTERS, Cohort, Reason, ReplyTo, rank_name
+from asynckv.core.types import SHOWN_LETTERS, Reason, ReplyTo, rank_name
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Layout
 
@@ -98,7 +98,7 @@ class Readers:
             return
         answer = self._answer(hello, closed_as, lends)
         if isinstance(answer, wire.Unwelcome):
-            self.refuse(_name(hello.reader, source), "hello", route, source, answer)
+            self.refuse(hello.reader.name(source), "hello", route, source, answer)
         else:
             self._outbox.send(route, source, answer)
             self._meet(hello, source, proven)
@@ -131,13 +131,13 @@ class Readers:
             case wire.Claim() | wire.Renew() | wire.Release():
                 answer, what = refused(message, Reason.RESTARTED, detail), WHAT[type(message)]
                 if not isinstance(message, wire.Renew):
-                    reader = _name(message.cohort, source)
+                    reader = message.cohort.name(source)
             case wire.Hello():
                 is_meant = self._is_meant(message)
                 answer = (
                     wire.Unwelcome(message.nonce, Reason.RESTARTED, detail) if is_meant else self._wrong_target(message)
                 )
-                what, reader = "hello", _name(message.reader, source)
+                what, reader = "hello", message.reader.name(source)
             case _:
                 return
         self.refuse(reader, what, route, source, answer)
@@ -171,7 +171,7 @@ class Readers:
                 del self._newest[rank, key]
         # `asynckv doctor --to` never reads, so naming it would make people look for a process that has long ended.
         if not reader.id.startswith(DOCTOR):
-            self._outbox.commands.append(ReaderMet(_name(reader, source), source, hello.minor))
+            self._outbox.commands.append(ReaderMet(reader.name(source), source, hello.minor))
 
     def _is_meant(self, hello: wire.Hello) -> bool:
         layout = self._identity.layout
@@ -186,7 +186,3 @@ class Readers:
     def _say_draining(self, route: ReplyTo, source: str, minor: int) -> None:
         if minor >= 1:
             self._outbox.send(route, source, wire.Draining())
-
-
-def _name(reader: Cohort, source: str) -> str:
-    return rank_name(reader.id, reader.tp_rank, reader.pp_stage, source)

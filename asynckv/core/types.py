@@ -84,6 +84,9 @@ class Cohort(Struct, frozen=True, array_like=True, gc=False):
     pp_size: Size = 1
     pp_stage: Rank = 0
 
+    def name(self, incarnation: str) -> str:
+        return rank_name(self.id, self.tp_rank, self.pp_stage, incarnation)
+
 
 class Endpoint(Struct, frozen=True, gc=False):
     """The address of one prefill rank, and the start of its process.

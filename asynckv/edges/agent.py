@@ -221,10 +221,6 @@ class Agent:
         self._register(memories)
         self._memories += tuple(memories)
 
-    def register_besides(self, memory: Memory) -> None:
-        """Register memory that no table names."""
-        self._register([memory])
-
     def add_stage(self, num_slots: int) -> None:
         """Make and register staging memory, for reads into the memory that is registered now."""
         try:
@@ -240,8 +236,8 @@ class Agent:
         for suffix in (SOURCE, SINK):
             self._remotes[name + suffix] = _Remote(memories, suffix, self.name)
 
-    def register_for_trial(self, memory: Memory) -> Callable[[], None]:
-        """Register memory, and return a function that deregisters it, if nothing has been registered since."""
+    def register_besides(self, memory: Memory) -> Callable[[], None]:
+        """Register memory that no table names; return a function that deregisters it, if it is still the last one."""
         self._register([memory])
         return lambda: self._agent.deregister_memory(self._registered.pop())
 

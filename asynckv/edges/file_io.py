@@ -7,15 +7,12 @@ runs. `reset` ends all that runs, and `transfer` finds out what is wrong with on
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
-
-from asynckv.geometry.layout import Memory
 
 ALIGN = 4096  # places in files, and sizes, are multiples of this
 
@@ -41,10 +38,6 @@ class FileIO(Protocol):
         """Make sure that nothing runs, or raise `BackendError`; batches not yet collected have then ended or failed."""
 
     def close(self) -> None: ...
-
-
-def view_of(memory: Memory) -> memoryview:
-    return memoryview((ctypes.c_char * memory.length).from_address(memory.base)).cast("B")
 
 
 def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:

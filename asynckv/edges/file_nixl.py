@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -36,8 +36,9 @@ class NixlFiles:
 
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
         assert self._agent is not None
-        rows = np.array(list(_rows(extents, self._memory.base)), np.uint64).reshape(-1, 2, 3)
-        near, far = np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
+        base = self._memory.base
+        rows = [(base + near, size, 0, offset, size, fd) for near, fd, offset, size in extents]
+        near, far = np.ascontiguousarray(np.array(rows, np.uint64).reshape(-1, 2, 3).swapaxes(0, 1))
         ended = self._agent.post_file(TransferId(number), near, far, is_write=is_write)
         if ended is not None:
             self._ended.append((number, ended.ending is Ending.DONE))
@@ -60,8 +61,3 @@ class NixlFiles:
         if self._agent is not None:
             self._agent.close()
             self._agent = None
-
-
-def _rows(extents: Sequence[Extent], base: int) -> Iterator[tuple[int, ...]]:
-    for near, fd, offset, size in extents:
-        yield (base + near, size, 0, offset, size, fd)

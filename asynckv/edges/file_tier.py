@@ -83,10 +83,6 @@ class FileTier:
         self._news: list[RecordNews] = []
         self.found: Counter[str] = Counter()  # counts of the start: records found, and records dropped by cause
 
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> list[Stored]:
@@ -209,10 +205,6 @@ class FileTier:
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
         if self._worker is not None:
             self._worker.keep_layout(fingerprint, body)
-
-    def cancel(self, move_id: TransferId) -> None:
-        if self._worker is not None:
-            self._worker.cancel(move_id)
 
     def poll(self) -> list[RecordNews]:
         news, self._news = self._news, []

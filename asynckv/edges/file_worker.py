@@ -21,8 +21,9 @@ from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.aside import end_at_exit
 from asynckv.edges.file_index import MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
-from asynckv.edges.file_io import ALIGN, Extent, FileIO, FileTooShort, transfer, view_of
+from asynckv.edges.file_io import ALIGN, Extent, FileIO, FileTooShort, transfer
 from asynckv.edges.file_store import FULL, Segments, explained, explained_index
+from asynckv.edges.staging import bytes_at
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
@@ -55,7 +56,7 @@ class _Move:
     lost: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)  # places of written records
     cause: str = ""
-    is_void: bool = False  # True if it was cancelled or is too late, so that none of its records counts
+    is_void: bool = False  # True if it was given up, so that none of its records counts
     is_told_doubt: bool = False
 
     def void(self, cause: str) -> None:
@@ -97,7 +98,7 @@ class Worker:
         slow_s: float,
         wake: Callable[[], None],
     ) -> None:
-        self._memory, self._view, self._segments = memory, view_of(memory), segments
+        self._memory, self._view, self._segments = memory, bytes_at(memory).data, segments
         self._folder = segments.path(0).parent
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
         self._entries = entries  # by place; only the thread changes it
@@ -171,12 +172,6 @@ class Worker:
             if self._takes is Takes.ALL:
                 self._new_layouts[fingerprint] = body
                 self._gate.notify()
-
-    def cancel(self, move_id: TransferId) -> None:
-        with self._gate:
-            if (move := self._moves.get(move_id)) is not None and not move.is_void:
-                move.void("cancelled")
-                self._settle(move)
 
     def look(self) -> bool:
         """Give up moves and calls that take too long; return True if there is a reason to look again."""
@@ -498,11 +493,8 @@ class Worker:
                     )
 
     def _is_due(self) -> bool:
-        if not (self._stored or self._dropped):
-            return False
-        return (
-            len(self._stored) + len(self._dropped) >= MAX_PENDING or time.monotonic() - self._pending_since >= COMMIT_S
-        )
+        number = len(self._stored) + len(self._dropped)
+        return number >= MAX_PENDING or (number > 0 and time.monotonic() - self._pending_since >= COMMIT_S)
 
     def _commit(self) -> bool:
         """Write the changes to the index; return False if that failed."""

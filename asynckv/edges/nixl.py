@@ -251,35 +251,28 @@ class NixlPlane:
 
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         name, memories = agent.name, tuple(memories)
-        if (known := self._remotes.get(name)) is not None:
+        if (remote := self._remotes.get(name)) is None:
+            remote = self._remotes[name] = _Remote(agent.metadata, memories)
+        else:
             # A process may be met again, or under several addresses.
-            await known.ready.wait()
-            is_same = (known.metadata, known.memories) == (agent.metadata, memories)
-            if self._remotes.get(name) is not known or not is_same:
+            await remote.ready.wait()
+            is_same = (remote.metadata, remote.memories) == (agent.metadata, memories)
+            if self._remotes.get(name) is not remote or not is_same:
                 raise BackendError(
                     f"peer {name} is loaded with other metadata; give every start of a process an agent name of its own"
                 )
-            known.users += 1
+            remote.users += 1
             self._kept.pop(name, None)
             agents = (self._agent, *(poster.agent for poster in self._posters if poster.is_alive))
             if all(each is None or each.is_connected(name) for each in agents):
                 return
             # The connection broke. A transfer in doubt still keeps the peer, so new reads need another connection.
-            known.ready.clear()
-            try:
-                await self._load_remote(agent, memories)
-            except BaseException:
-                self.remove_remote_agent(name)
-                raise
-            finally:
-                known.ready.set()
-            return
-        remote = self._remotes[name] = _Remote(agent.metadata, memories)
+            remote.ready.clear()
         try:
             await self._load_remote(agent, memories)
         except BaseException:
             if self._remotes.get(name) is remote:
-                self._drop_remote(name)
+                self.remove_remote_agent(name)
             raise
         finally:
             remote.ready.set()
@@ -320,12 +313,8 @@ class NixlPlane:
             if len(self._kept) <= MAX_KEPT:
                 return
             name, _ = self._kept.popitem(last=False)
-        self._drop_remote(name)
-
-    def _drop_remote(self, name: str) -> None:
         del self._remotes[name]
-        if self._agent is not None:
-            self._agent.drop(name)
+        self._agent.drop(name)
         for poster in self._posters:
             poster.drop(name)
 

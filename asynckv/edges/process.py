@@ -12,14 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asynckv.config import NixlConfig
-from asynckv.core.events import TransferEnded
-from asynckv.core.types import TransferId
 from asynckv.edges import process_wire as wire
 from asynckv.edges.keeper import DEATHS, Keeper
 from asynckv.errors import BackendError
-from asynckv.geometry.gather import Gathered
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import ReadCosts
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPlane
 
@@ -45,6 +41,8 @@ class ServingPlane:
         serving = replace(config, process="never", posting_threads=0, packing_bytes=0)
         self._keeper = Keeper(serving, agent_name, self._hear, self._lost, self._served, deaths)
         self._reader, self._go_on = reader, go_on
+        self.add_remote_agent, self.remove_remote_agent = reader.add_remote_agent, reader.remove_remote_agent
+        self.post_read, self.detach, self.pack = reader.post_read, reader.detach, reader.pack
         self._is_alone = False  # True without a child, when remote readers reach the reader's agent
         self._on_ready: Callable[[], None] = lambda: None
         self._inbox: list[DataNews] = []
@@ -90,24 +88,9 @@ class ServingPlane:
     def watch(self, serving: bool) -> None:
         (self._reader if self._is_alone else self._keeper).watch(serving)
 
-    async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
-        await self._reader.add_remote_agent(agent, memories)
-
-    def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        self._reader.remove_remote_agent(name, keep=keep)
-
-    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        return self._reader.post_read(transfer_id, name, read)
-
     @property
     def costs(self) -> ReadCosts | None:
         return self._reader.costs
-
-    def detach(self, transfer_id: TransferId) -> bool:
-        return self._reader.detach(transfer_id)
-
-    def pack(self, slot: int, gathered: Gathered) -> None:
-        self._reader.pack(slot, gathered)
 
     def poll(self) -> list[DataNews]:
         news, self._inbox = self._inbox, []

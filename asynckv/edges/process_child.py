@@ -28,7 +28,6 @@ class Child:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: dict[str, int] = {}
         self._stats_due: asyncio.TimerHandle | None = None
-        self._is_writing = False
         self._over = asyncio.Event()
 
     async def run(self) -> None:
@@ -113,13 +112,11 @@ class Child:
             self._say(wire.Stats(stats))
 
     def _say(self, news: wire.News) -> None:
-        if not self._link.send([news]) and not self._is_writing:
-            self._is_writing = True
+        if not self._link.send([news]):
             self._loop.add_writer(self._link.fileno(), self._on_writable)
 
     def _on_writable(self) -> None:
         if self._link.flush():
-            self._is_writing = False
             self._loop.remove_writer(self._link.fileno())
 
 

@@ -12,10 +12,6 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from asynckv.edges.process_wire import Link
 
 COLLISION = 75  # exit status: the addresses are taken; another process may find them free
 UNMAPPABLE = 76  # exit status: the system does not let this memory be mapped
@@ -35,10 +31,13 @@ def main() -> None:
     end = socket.socket(fileno=int(sys.argv[1]))
     _map(json.loads(_exactly(end, int.from_bytes(_exactly(end, 4), "little"))))
 
-    # Imported only now, because this import brings libraries and threads, which may lie at any address.
+    # Imported only now, because these imports bring libraries and threads, which may lie at any address.
+    import asyncio
+
+    from asynckv.edges.process_child import Child
     from asynckv.edges.process_wire import Link
 
-    _serve(Link(end))
+    asyncio.run(Child(Link(end)).run())
 
 
 def _exactly(end: socket.socket, size: int) -> bytes:
@@ -68,14 +67,6 @@ def _map(shares: list[tuple[int, int, int, int]]) -> None:
         libc.madvise(address, length, MADV_DONTDUMP)
     for fd in {share[0] for share in shares}:
         os.close(fd)
-
-
-def _serve(link: Link) -> None:
-    import asyncio
-
-    from asynckv.edges.process_child import Child
-
-    asyncio.run(Child(link).run())
 
 
 if __name__ == "__main__":

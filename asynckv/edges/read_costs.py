@@ -34,7 +34,7 @@ def measure_costs(reader: Agent, owner: Agent) -> ReadCosts | None:
     source.fill(1)  # or the kernel's one page of zeros would be read
     memory = Memory(base=source.ctypes.data, length=SLOT_BYTES, device=0, kind="cpu")
     try:
-        deregister = owner.register_for_trial(memory)
+        deregister = owner.register_besides(memory)
         reader.load(owner.info(), [memory])
         if (costs := _measure(reader, owner, memory)) is not None:
             reader.drop(owner.name)

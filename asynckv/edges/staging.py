@@ -156,12 +156,9 @@ class Stage:
         with self._lock:
             if transfer_id in self._detached:
                 return False
-            self._place(chunk)
+            for places, run in chunk.pieces:
+                places[chunk.blocks] = run
         return True
-
-    def _place(self, chunk: Chunk) -> None:
-        for places, run in chunk.pieces:
-            places[chunk.blocks] = run
 
     def _pieces(self, table: DescTable, row: int) -> Pieces:
         box, length, (memory, offset, stride) = table.box(row), int(table.length[row]), table.local[row].tolist()

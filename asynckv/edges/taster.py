@@ -85,7 +85,7 @@ class Taster:
         if self._is_off:
             return
         if self._child is not None and not self._child.keeper.pid:
-            await self._end()  # it ended between two trials
+            await self.quiesce()  # it ended between two trials
         if (child := self._child) is None:
             self._starts, self._tried = self._starts + 1, 0
             child = _Child(self._config, f"{self._name}-{self._starts}")
@@ -107,7 +107,7 @@ class Taster:
             async with asyncio.timeout(TRY_S):
                 cause = await child.load(remote, memories)
         except asyncio.CancelledError:
-            await self._end()  # it may hang, and the next peer must not be blamed for that
+            await self.quiesce()  # it may hang, and the next peer must not be blamed for that
             raise
         except TimeoutError:
             cause, has_hung = f"it hung for {TRY_S:g} s", True
@@ -116,13 +116,13 @@ class Taster:
             self._turns[remote.host] = refusals + 1, self._num_turns
             if has_hung or not child.keeper.pid:
                 cause = f"it ends a process inside NIXL, as a trial in a separate process has shown ({cause})"
-                await self._end()
+                await self.quiesce()
             raise BackendError(f"NIXL refuses the metadata of {remote.name}: {cause}")
         self._tried += 1
         if self._tried >= MAX_TRIED:
-            await self._end()
+            await self.quiesce()
 
-    async def _end(self) -> None:
+    async def quiesce(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             if child.keeper.pid:
@@ -130,6 +130,3 @@ class Taster:
                     os.kill(child.keeper.pid, signal.SIGKILL)
             await child.keeper.quiesce()
             child.keeper.close()
-
-    async def quiesce(self) -> None:
-        await self._end()

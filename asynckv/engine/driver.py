@@ -377,7 +377,10 @@ class Driver:
         self._due = None
         if self.life.is_shut:
             if self.life.state is LifeState.STUCK:
-                self._watch_held()
+                # Closing failed: nothing is sent or read any more, but blocks are given up in time.
+                self.core.outbox.take_packets()
+                self._obey()
+                self._arm(self.core.next_at)
             return
         core = self.core
         outbox, decode = core.outbox, core.decode
@@ -413,12 +416,6 @@ class Driver:
         when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, core.survey.next_at, self._beat_at)
         if when < self._timer_at or self._timer is None:
             self._arm(when)
-
-    def _watch_held(self) -> None:
-        """Closing failed: nothing is sent or read any more, but blocks are given up in time."""
-        self.core.outbox.take_packets()
-        self._obey()
-        self._arm(self.core.next_at)
 
     def _read(self) -> None:
         clock, decode = self.clock, self.core.decode

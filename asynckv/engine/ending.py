@@ -92,7 +92,9 @@ class Ending:
         if self._life.takes(LifeEvent.SHUT):  # or what came up after all was closed is closed
             self._life.receive(LifeEvent.SHUT)
         try:
-            await self.close_door()
+            if (door := self.door) is not None:
+                self.door = None
+                await door.close()
             await self._driver.control.aclose()
         finally:
             try:
@@ -109,11 +111,6 @@ class Ending:
         if not self._is_stopped:
             self._is_stopped = True
             self._driver.tell(Observer.engine_stopped)
-
-    async def close_door(self) -> None:
-        if (door := self.door) is not None:
-            self.door = None
-            await door.close()
 
     async def close_data(self) -> None:
         data, self.is_busy = self._driver.data, True  # this one, whatever the engine has got when that is over

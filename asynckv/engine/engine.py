@@ -375,12 +375,8 @@ class Engine:
         return self._driver.core.prefill.memory_epoch if hasattr(self._driver, "core") else 0
 
     @property
-    def _is_started(self) -> bool:
-        return self._home.is_settled
-
-    @property
     def _core(self) -> RankCore:
-        if not self._is_started:
+        if not self._home.is_settled:
             raise EngineClosed(NOT_STARTED)
         return self._driver.core
 

@@ -9,7 +9,6 @@ from asynckv.core import told
 from asynckv.engine.driver import Driver
 from asynckv.engine.mover import Mover
 from asynckv.offload.job import MoveKind
-from asynckv.results import Statistics
 
 COUNTED = {
     "host_evicted": "evicted.host",
@@ -77,9 +76,6 @@ class Figures:
             gauges["kept.others"] = sum(each["file_blocks"] for each in others)
             gauges["kept_bytes.others"] = sum(each["file_bytes"] for each in others)
         return gauges | {name: value for name, value in self._planes().items() if name in NOW}
-
-    def statistics(self) -> Statistics:
-        return Statistics(self.counters(), self.gauges(), (), 0.0, 0.0, {})
 
     def _planes(self) -> dict[str, int]:
         planes = ("copies", self._mover.copies), ("files", self._own.records)

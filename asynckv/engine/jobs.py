@@ -91,10 +91,6 @@ class OffloadJob:
             self.outcome.set_result(ended)
         return ended
 
-    def retire(self) -> None:
-        self.is_retired = True
-        self.is_returned.set()
-
     def closed(self) -> None:
         if not self.outcome.done():
             self.outcome.set_exception(EngineClosed("the offload was closed"))

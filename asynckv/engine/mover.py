@@ -108,9 +108,6 @@ class Mover:
         self._idle = asyncio.Event()
         self._failures, self._no_room = Rate(1.0, MAX_FAILURES), Rate(1 / NO_ROOM_S, 1)
 
-    def use(self, copies: CopyPlane, copying: Mapping[Shelf, Copying]) -> None:
-        self.copies, self.copying, self.is_copying = copies, dict(copying), True
-
     def begin(
         self,
         kind: JobKind,
@@ -220,14 +217,14 @@ class Mover:
             shelf.forget()
             for move in moves:
                 self._post(shelf, move)
-        late_at = self._doubt(now)
+        self._doubt(now)
         while told := [(shelf, news) for shelf in self.shelves for news in shelf.catalogue.news()]:
             for shelf, news in told:  # of which others may follow
                 self._take_news(shelf, news, now)
             if not self.cause:
                 self.soon()  # there may be room for what has waited for it
         self._retire(now)
-        self._arm(now, late_at)
+        self._arm(now)
 
     @property
     def _is_moving(self) -> bool:
@@ -281,10 +278,10 @@ class Mover:
             shelf.catalogue.load(job.job_id, job.chain, job.tokens, positions=positions, until=job.until)
         return True
 
-    def _doubt(self, now: float) -> float:
-        """Fail jobs with overdue copies, and hold the blocks of these copies. Return the time of the next check."""
+    def _doubt(self, now: float) -> None:
+        """Fail jobs with overdue copies, and hold the blocks of these copies."""
         if now < self._late_at:
-            return self._late_at
+            return
         when = math.inf
         for transfer_id, posted in self.posted.items():
             job = self.jobs.get(posted.move.job_id)
@@ -301,22 +298,22 @@ class Mover:
             cause = f"a copy was begun {now - posted.since:.3g} s ago and has not ended"
             posted.shelf.catalogue.overdue(posted.move.move_id, cause)
         self._late_at = when
-        return when
 
     def _retire(self, now: float) -> None:
         for job in self._held.values():
             if job.retired_at <= now and not job.is_retired:
-                job.retire()
+                job.is_retired = True
+                job.is_returned.set()
                 self.counts["jobs_retired"] += 1
                 self._log_late(told.OffloadRetired, job)
 
-    def _arm(self, now: float, late_at: float) -> None:
+    def _arm(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         held = [job.retired_at for job in self._held.values() if not job.is_retired]
         wakes = [shelf.catalogue.wake_at for shelf in self.shelves] if self._is_moving else []
-        when = min([late_at, *wakes, *held])
+        when = min([self._late_at, *wakes, *held])
         if when < math.inf and (self.is_copying or self._is_flushing):
             self._timer = self._driver.clock.call_at(max(when, now), self.soon)
 
@@ -364,7 +361,7 @@ class Mover:
             case MoveKind.PROMOTION | MoveKind.WRITE_BACK:
                 assert shelf.records is not None
                 op = CopyOp.READ if move.kind is MoveKind.PROMOTION else CopyOp.WRITE
-                shelf.records.post(transfer_id, op, shelf.record_list(move))
+                shelf.records.post(transfer_id, op, shelf.block_records.of(move))
 
     def _arrived(self, transfer_id: TransferId, ending: Ending, cause: str) -> None:
         self._ended(transfer_id, ending, cause)

@@ -19,10 +19,9 @@ from asynckv.edges.host_pool import HostPool
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import placed, record_sizes
 from asynckv.offload.catalogue import Catalogue
-from asynckv.offload.job import Move
 from asynckv.offload.keys import stored_groups
 from asynckv.offload.traffic import Budgets
-from asynckv.ports import Record, RecordPlane
+from asynckv.ports import RecordPlane
 
 MOVE_BYTES = 64 << 20
 """In one move at most, which then has one ending for all of it."""
@@ -60,7 +59,7 @@ class Shelf:
         self.kept = [index for index, stride in enumerate(strides) if stride]
         self.groups = tuple(groups[index] for index in self.kept)
         self.align = math.lcm(*(group.block_size for group in self.groups))
-        self._blocks = BlockRecords(self.groups, self.form_id)
+        self.block_records = BlockRecords(self.groups, self.form_id)
         self.catalogue = Catalogue(
             self.groups,
             config.hash_tokens,
@@ -99,7 +98,7 @@ class Shelf:
         if self.records is None:
             return 0
         assert self.memory is not None
-        found, others, strange = self._blocks.known(self.records.start(self.memory.memory, on_ready, loop))
+        found, others, strange = self.block_records.known(self.records.start(self.memory.memory, on_ready, loop))
         if self._is_own:
             self.unfit = len(strange)
             self.records.forget(strange)
@@ -123,11 +122,8 @@ class Shelf:
 
     # -- what moves ----------------------------------------------------------------------------------
 
-    def record_list(self, move: Move) -> list[Record]:
-        return self._blocks.of(move)
-
     def forget(self) -> None:
         """Remove evicted blocks from the files' index."""
         freed = self.catalogue.forgotten()
         if freed and self.records is not None and self._is_own:
-            self.records.forget(self._blocks.places(freed))
+            self.records.forget(self.block_records.places(freed))

@@ -157,10 +157,13 @@ class Tiers:
             self.others = reading(layout, list(self.others), self.engine.config, most)
             copying |= self.others
         if self._copies is None:
-            self._copies = _nixl_copies(f"{self._name}-{self.engine.memory_epoch}", self.config.copy_threads)
+            from asynckv.edges.copies import NixlCopies
+
+            name = f"{self._name}-{self.engine.memory_epoch}"
+            self._copies = NixlCopies(name, threads=self.config.copy_threads)
         far = {shelf.far: [shelf.memory.memory] for shelf in mover.shelves if shelf.memory is not None}
         self._copies.start(layout.memories, far, mover.on_copies)
-        mover.use(self._copies, copying)
+        mover.copies, mover.copying, mover.is_copying = self._copies, copying, True
 
     @property
     def _name(self) -> str:
@@ -256,7 +259,10 @@ class Tiers:
         own, config, mover = self.own, self.config, self.mover
         own.take_memory(self.engine.registration.layout)
         if own.records is None and config.directory:
-            own.records = _files(config, own, self._name)
+            from asynckv.edges.file_tier import FileTier
+            from asynckv.edges.leftovers import rank_folder
+
+            own.records = FileTier(rank_folder(config.directory, own.form), config.file_bytes, name=self._name)
         found = own.open_files(partial(mover.on_records, own), loop)
         try:
             for shelf in self._leftovers(config, own, self._name):
@@ -442,19 +448,6 @@ class Tiers:
                 return had  # nothing was moved
             ends += [min(m) * g.block_size for g, m in zip(shelf.groups, part.missing, strict=True) if m]
         return max(min(ends) // self.align * self.align, had)
-
-
-def _nixl_copies(name: str, threads: int) -> CopyPlane:
-    from asynckv.edges.copies import NixlCopies
-
-    return NixlCopies(name, threads=threads)
-
-
-def _files(config: OffloadConfig, own: Shelf, name: str) -> RecordPlane:
-    from asynckv.edges.file_tier import FileTier
-    from asynckv.edges.leftovers import rank_folder
-
-    return FileTier(rank_folder(config.directory, own.form), config.file_bytes, name=name)
 
 
 def _left_by_others(left_out: list[str], config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:

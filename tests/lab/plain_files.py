@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asynckv.edges.file_io import Extent, FileIO, transfer, view_of
+from asynckv.edges.file_io import Extent, FileIO, transfer
+from asynckv.edges.staging import bytes_at
 from asynckv.geometry.layout import Memory
 
 
 class PlainFiles:
     def __init__(self, memory: Memory) -> None:
-        self._view = view_of(memory)
+        self._view = bytes_at(memory).data
         self._ended: list[tuple[int, bool]] = []
 
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:

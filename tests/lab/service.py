@@ -555,7 +555,7 @@ class Service(Stage):
         self.world.at(self.world.now + fault.seconds, partial(setattr, rank.process, "pauses", 0.0))
 
     def _meet_hostile(self, rank: _Rank, fault: Fault) -> None:
-        if not rank.process.is_dead and rank.engine._is_started:
+        if not rank.process.is_dead and rank.engine._home.is_settled:
             rng = self.world.random_of("hostile", rank.name, self.world.now)
             attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._core, rng)
             attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
@@ -693,7 +693,7 @@ class Service(Stage):
 
     def _sleep(self, rank: _Rank, seconds: float) -> None:
         process, engine = rank.process, rank.engine
-        if process.is_dead or rank.is_moving or not engine._is_started:
+        if process.is_dead or rank.is_moving or not engine._home.is_settled:
             return
 
         def resumed() -> None:
@@ -729,7 +729,7 @@ class Service(Stage):
             (r.process, r.engine._core)
             for e in self.decode
             for r in e
-            if not r.process.is_dead and r.engine._is_started
+            if not r.process.is_dead and r.engine._home.is_settled
         ]
         key, incarnation = msgspec.convert(lent.params["key"], Key), rank.engine.incarnation
         now = self.world.now
@@ -1063,7 +1063,7 @@ class Service(Stage):
                 world.violate(f"the lease of request {lease.ask} on {rank.name} {lie}")
                 return
         for rank in self.ranks.values():
-            if rank.process.is_dead or not rank.engine._is_started or rank.data.is_closed:
+            if rank.process.is_dead or not rank.engine._home.is_settled or rank.data.is_closed:
                 continue
             core = rank.engine._core
             if wrong := core.inspect.check_integrity() + wrong_in(core.decode):
@@ -1098,7 +1098,7 @@ class Service(Stage):
                 world.violate(f"{rank.name} remembers too long: {core.prefill.num_parked} parked, peers {peers}")
                 return
             for peer in core.decode.peers.by_place.values():
-                if not stuck and (peer.line.in_flight or peer.line.posters):
+                if not stuck and (peer.line.in_flight.sizes or peer.line.posters):
                     in_flight = peer.line.in_flight.num_bytes
                     world.violate(f"{rank.name} counts {in_flight} bytes in flight from {peer.name}")
                     return

@@ -229,11 +229,6 @@ class SimRecords:
         self._broken: dict[CopyOp, str] = {}
         self._on_ready: Callable[[], None] = lambda: None
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of its range."""
-        return self.disk.num_bytes
-
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> Sequence[Stored]:
@@ -307,9 +302,6 @@ class SimRecords:
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
         """Write a layout down."""
         self.disk.layouts[fingerprint] = body
-
-    def cancel(self, move_id: TransferId) -> None:
-        """Nothing of it has begun, or all of it has."""
 
     def _tell(self, news: RecordNews) -> None:
         self._news.append(news)

@@ -537,8 +537,6 @@ class Records:
         self.on_ready: Callable[[], None] = lambda: None
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    num_bytes = 1 << 30
-
     def start(self, memory: Memory, on_ready: Callable[[], None]) -> list[Any]:
         self.on_ready, self.loop = on_ready, asyncio.get_running_loop()
         return []
