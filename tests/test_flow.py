@@ -98,7 +98,7 @@ def test_what_is_in_doubt_takes_no_room_again_when_its_rank_goes_on() -> None:
     world.complete(decode, others[0])
     assert not peer.line.is_set_aside
     in_flight = decode.core.decode.posting.in_flight
-    assert (len(in_flight.sizes), in_flight.num_bytes) == (2, 128)
+    assert (len(in_flight), in_flight.num_bytes) == (2, 128)
     world.check()
 
 

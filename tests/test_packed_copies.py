@@ -820,7 +820,7 @@ class Pair:
         assert not copies.by_key
         assert not copies.slots.num_in_use
         assert not decode.transfers
-        assert not decode.posting.in_flight.sizes
+        assert not decode.posting.in_flight
         return not any(each._asked or each._waiting for each in asks)
 
 

@@ -205,10 +205,10 @@ def test_a_transfer_takes_room_once_and_gives_it_back_once() -> None:
     in_flight = InFlight()
     for _ in range(2):
         in_flight.enter(TransferId(1), 64, 2)
-    assert (len(in_flight.sizes), in_flight.num_bytes, in_flight.num_descriptors) == (1, 64, 2)
+    assert (len(in_flight), in_flight.num_bytes, in_flight.num_descriptors) == (1, 64, 2)
     for _ in range(2):
         in_flight.leave(TransferId(1))
-    assert (len(in_flight.sizes), in_flight.num_bytes, in_flight.num_descriptors) == (0, 0, 0)
+    assert (len(in_flight), in_flight.num_bytes, in_flight.num_descriptors) == (0, 0, 0)
 
 
 # -- calls that fail, and calls that end -----------------------------------------------------------------------

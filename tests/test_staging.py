@@ -275,7 +275,7 @@ def test_an_end_that_was_on_its_way_when_a_read_was_detached_concerns_its_peer_a
     world.deliver_all()
     assert pull.is_over
     assert not decode.core.decode.transfers
-    assert not decode.core.decode.posting.in_flight.sizes
+    assert not decode.core.decode.posting.in_flight
 
 
 def test_a_direct_read_is_never_detached() -> None:

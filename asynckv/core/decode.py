@@ -316,9 +316,9 @@ class DecodeSide:
         if failure:
             self._failed(peer, Reason.UNREACHABLE, failure, now)
             return
-        for other in list(self.peers.by_place.values()):
+        for other in self.peers.at(peer.address):
             # One address serves one process start at a time.
-            if other is not peer and other.address == peer.address and other.state in (S.READY, S.SUSPECT):
+            if other is not peer and other.state in (S.READY, S.SUSPECT):
                 self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now)
         self._ready(peer, now)
 

@@ -199,6 +199,9 @@ class InFlight:
         """Bytes and descriptors of each transfer. Only `Posting` changes them from outside."""
         self.num_bytes = self.num_descriptors = 0
 
+    def __len__(self) -> int:
+        return len(self.sizes)
+
     def fits(self, read: ReadRequest) -> bool:
         """True if a read fits beside others. Alone, every read fits."""
         return (

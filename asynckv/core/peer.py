@@ -285,7 +285,7 @@ class Peer:
             due.append(Due.PING)
         if silent_s >= config.suspect_s and self.state is S.READY:
             due.append(Due.SILENT)
-        elif self.line.in_flight.sizes and now >= self.moved_at + config.suspect_s:
+        elif self.line.in_flight and now >= self.moved_at + config.suspect_s:
             due.append(Due.STALLED)
         return due
 

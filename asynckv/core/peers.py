@@ -58,6 +58,9 @@ class Peers:
 
     # -- places ------------------------------------------------------------------------------------
 
+    def at(self, address: Address) -> list[Peer]:
+        return [p for p in self.by_place.values() if p.address == address and p.state is not S.GONE]
+
     def greeted(self, address: Address) -> list[Peer]:
         return [p for p in self.by_place.values() if p.address == address and p.state is S.CONNECTING]
 

@@ -398,7 +398,10 @@ class SimNetwork(Fabric):
         super().__init__()
         self.fate: Callable[[str, str, bytes], Fate] = lambda sender, to, packet: "deliver"
         self.held: list[Callable[[], None]] = []  # calls that deliver the packets that `hold` kept back
-        self.numbers = itertools.count(1)  # of the addresses of its ports
+        self._addresses = itertools.count(1)
+
+    def new_address(self) -> Address:
+        return Address(f"sim://{next(self._addresses)}")
 
     def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
         """Let `fate` decide over one packet; a delivered packet arrives in the loop's next turn."""
@@ -427,7 +430,7 @@ class SimControl(Port):
     """A control plane on a `SimNetwork`."""
 
     def __init__(self, network: SimNetwork) -> None:
-        address = f"sim://{next(network.numbers)}"
+        address = network.new_address()
         super().__init__(network, address, address)
 
 

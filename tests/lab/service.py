@@ -1098,7 +1098,7 @@ class Service(Stage):
                 world.violate(f"{rank.name} remembers too long: {core.prefill.num_parked} parked, peers {peers}")
                 return
             for peer in core.decode.peers.by_place.values():
-                if not stuck and (peer.line.in_flight.sizes or peer.line.posters):
+                if not stuck and (peer.line.in_flight or peer.line.posters):
                     in_flight = peer.line.in_flight.num_bytes
                     world.violate(f"{rank.name} counts {in_flight} bytes in flight from {peer.name}")
                     return
