@@ -207,8 +207,8 @@ class Job:
         places: list[list[int]] = [[] for _ in range(num_groups)]
         for group, position in self.missing:
             places[group].append(position)
-        moved, missing = (self.blocks, self.known), tuple(tuple(sorted(positions)) for positions in places)
-        return JobEnded(self.job_id, self.kind, self.outcome, *moved, missing, self.cause, after is S.HELD)
+        missing, is_held = tuple(tuple(sorted(positions)) for positions in places), after is S.HELD
+        return JobEnded(self.job_id, self.kind, self.outcome, self.blocks, self.known, missing, self.cause, is_held)
 
 
 class Jobs:

@@ -489,13 +489,17 @@ LEASE_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, 
     told.RequestWithdrawn.event
 }
 PULL_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull))
-_PLACED = (
-    *(told.LeaseLent, told.LeaseGranted, told.LeaseEnded, told.PullEnded, told.PullRetried),
-    *(told.ReleaseUnanswered, told.ReleaseRefused, told.BlocksReturned, told.BlocksRetired),
-)
-PLACES = {x.event: x.event.rpartition("_")[2] for x in _PLACED}
-"""Events about a lease or a pull -> the attribute that keeps them, which is called as the event ends."""
-
+PLACES = {
+    told.LeaseLent.event: "lent",
+    told.LeaseGranted.event: "granted",
+    told.LeaseEnded.event: "ended",
+    told.PullEnded.event: "ended",
+    told.PullRetried.event: "retried",
+    told.ReleaseUnanswered.event: "unanswered",
+    told.ReleaseRefused.event: "refused",
+    told.BlocksReturned.event: "returned",
+    told.BlocksRetired.event: "retired",
+}
 SIDES = {x.event: x.side for x in told.EVENTS.values()}
 
 
