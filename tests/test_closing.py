@@ -49,6 +49,20 @@ async def test_a_promise_is_cut_short_named_and_its_reader_fails(sim: Bench, cap
         assert await prefill.engine.aclose() == (cut,)
 
 
+async def test_a_deadline_is_kept_while_planes_are_closed(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with reading(sim, timeout_s=1.0) as (_, decode, _, task, _):
+        let_go = asyncio.Event()
+        monkeypatch.setattr(decode.data, "quiesce", let_go.wait)  # as a posting thread inside NIXL
+        begun, task_of_closing = sim.clock.now(), closing(decode, 0.1)
+        with pytest.raises(PullError, match="cancelled"):
+            await passing(sim, task)
+        seconds = sim.clock.now() - begun
+        let_go.set()
+        assert seconds < 1.1
+        assert not task_of_closing.done()
+        await passing(sim, task_of_closing)
+
+
 async def test_what_ends_in_time_is_not_cut_short(sim: Bench, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "asynckv")
     async with reading(sim) as (prefill, decode, lent, task, _):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry.blocks import check_block_ids, check_blocks
 from asynckv.geometry.check import check_layout
-from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, fingerprint
+from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, View, dense_part, fingerprint
 from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted, remote_ranks
 from asynckv.geometry.packed import record_form
 from asynckv.geometry.pairing import BlockLists, common_prefix
@@ -522,6 +522,21 @@ def test_a_missing_layer_and_a_gap_between_ranks_are_refused() -> None:
     with pytest.raises(NotCovered, match=r"and 1 more: local needs \[2, 4\) of 4 along 'head' .*tp0 \[0, 2\)"):
         assign(local.layout, halves[:1])
     assert [len(s) for s in assign(local.layout, halves)] == [4, 4]
+
+
+def test_ranks_that_cut_a_part_along_different_axes_are_refused() -> None:
+    def cut(tp_rank: int, axis: str, heads: int, dim: int) -> Layout:
+        held = (tp_rank, tp_rank + 1) if axis else (0, 0)
+        dims, extent = [("token", 4), ("head", heads), ("dim", dim)], 2 * bool(axis)
+        part = dense_part("kv", "uint8", dims, axis=axis, held=held, extent=extent)
+        views, size = (View(0, 0, "l", 0, 4 * heads * dim, (part,)),), 1 + bool(axis)
+        memories, groups = (Memory(4096, 16 * heads * dim),), (Group("g", 4, 4),)
+        return Layout(tp_rank=tp_rank, tp_size=size, memories=memories, groups=groups, views=views)
+
+    whole, remotes = cut(0, "", 2, 2), [cut(0, "head", 1, 2), cut(1, "dim", 2, 1)]
+    assert [compare(whole, remote) for remote in remotes] == [(), ()]
+    with pytest.raises(NotCovered, match=r"sharded axis of layer 'l' part 'kv': local 'head' of 2, remote 'dim' of 2"):
+        assign(whole, remotes)
 
 
 @pytest.mark.parametrize(

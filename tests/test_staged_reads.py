@@ -13,7 +13,6 @@ import pytest
 from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges import agent as nixl_agent
 from asynckv.edges import posters, staging
 from asynckv.edges.agent import Agent
 from asynckv.edges.nixl import NixlPlane
@@ -84,13 +83,13 @@ def slots(reader: Side) -> int:
     return poster.agent.stage.slots.num_in_use
 
 
-@pytest.mark.parametrize(("chunk", "item"), [(SLOT_BYTES, 1024), (SLOT_BYTES, 16), (12_288, 32), (2048, 64), (512, 8)])
+@pytest.mark.parametrize(("chunk", "item"), [(SLOT_BYTES, 1024), (SLOT_BYTES, 16), (12_288, 32), (2048, 64), (1024, 8)])
 async def test_pieces_are_placed_and_no_other_byte_is_written(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch, chunk: int, item: int
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "SLOT_BYTES", chunk)
     monkeypatch.setattr(staging, "item_bytes", lambda piece: min(piece, item))  # each divides all longer pieces
     reader, owner = await staged(sides)
+    monkeypatch.setattr(staging, "SLOT_BYTES", chunk)  # of slots that are larger
     for number, (first, count) in enumerate([(0, EVEN), (EVEN, 1), (0, 1), (1, 1)]):
         await check_read(reader, owner, number, *rows(first, count, number))
     assert slots(reader) == 0
@@ -216,6 +215,18 @@ async def test_in_doubt_a_staged_read_is_detached_and_keeps_its_slot(
     await check_read(reader, owner, 4, *rows(0, EVEN, 4))
 
 
+async def test_a_staged_read_from_a_process_that_is_gone_gives_its_slot_back(sides: list[Side]) -> None:
+    reader, _ = await staged(sides)
+    (poster,) = reader.plane._posters
+    reader.read(1, "owner", STAGED, *rows(0, EVEN, 1))
+    while_the_loop_stands(lambda: poster.agent.running)
+    poster.agent._lost = ZeroDivisionError
+    poster.agent._raw = Meddler(poster.agent._raw, getXferStatus=lambda handle: 1 // 0)
+    [ended] = await reader.heard(1)
+    assert (ended.ending, ended.peer_lost) == (Ending.FAILED, True)
+    assert slots(reader) == 0
+
+
 async def test_without_a_slot_for_long_a_read_is_direct_and_cannot_be_detached(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +296,6 @@ async def test_a_thread_that_breaks_fails_what_waits_for_a_slot(
 async def test_a_trial_read_that_takes_too_long_leaves_all_reads_direct(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "MEASURE_S", 0.0)
     monkeypatch.setattr(Agent, "time_read", lambda *_: math.inf)
     reader, owner = await link(sides, NixlConfig(posting_threads=2))
     assert reader.plane.costs is None

@@ -376,8 +376,8 @@ class Driver:
     def _turn(self) -> None:
         self._due = None
         if self.life.is_shut:
-            if self.life.state is LifeState.STUCK:
-                # Closing failed: nothing is sent or read any more, but blocks are given up in time.
+            if self.life.state in (LifeState.SHUT, LifeState.STUCK):
+                # Nothing is sent or read any more, but outcomes are told and blocks are given up in time.
                 self.core.outbox.take_packets()
                 self._obey()
                 self._arm(self.core.next_at)

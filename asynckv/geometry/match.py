@@ -251,6 +251,10 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
                 out[i].append(Share(view, remote_view, part, twin, 0, 0))
                 continue
             twins = [(i, remote_view, _said_as(twin, part)) for i, remote_view, twin in twins]
+            if other := [twin for *_, twin in twins if (twin.axis, twin.extent) != (part.axis, part.extent)]:
+                # Each fits a part that is whole here, but not the others: they cut it along different axes.
+                what = f"sharded axis of layer {view.layer!r} part {part.name!r}"
+                raise NotCovered([Difference(what, _axis(part), _axis(other[0]))])
             held = (part.held, *[twin.held for _, _, twin in twins])
             if held not in covers:
                 covers[held] = list(_cover(*part.held, held[1:]))
