@@ -794,22 +794,20 @@ class DecodeSide:
         """Stop counting the transfers of a peer that sends nothing, so that others have the room."""
         if not peer.line.is_set_aside:
             self._outbox.counters["peers.set_aside"] += 1
-            self.posting.set_aside(peer.line, peer.transfers)
+            peer.line.is_set_aside = True
+            for transfer_id in peer.transfers:
+                self.posting.in_flight.leave(transfer_id)
             for pull_id in peer.pulls:
                 if self._is_aside(self.pulls[pull_id]):  # not a pull that only releases there, or has its bytes
                     self.admission.count(pull_id, False)
 
     def _take_back(self, peer: Peer) -> None:
         """Count the transfers of a peer that sends again, for pulls without an outcome."""
-        running = ((t, self.transfers[t]) for t in peer.transfers)
-        self.posting.take_back(
-            peer.line,
-            [
-                (transfer_id, x.num_bytes, x.num_descriptors)
-                for transfer_id, x in running
-                if x.pull.reason is None and transfer_id in x.source.running
-            ],
-        )
+        peer.line.is_set_aside = False
+        for transfer_id in peer.transfers:
+            transfer = self.transfers[transfer_id]
+            if transfer.pull.reason is None and transfer_id in transfer.source.running:
+                self.posting.in_flight.enter(transfer_id, transfer.num_bytes, transfer.num_descriptors)
         for pull_id in peer.pulls:
             if not self._is_aside(self.pulls[pull_id]):
                 self.admission.count(pull_id, True)

@@ -18,7 +18,6 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -196,7 +195,7 @@ class InFlight:
     def __init__(self, max_bytes: float = math.inf, max_descriptors: float = math.inf) -> None:
         self._max_bytes, self._max_descriptors = max_bytes, max_descriptors
         self.sizes: dict[TransferId, tuple[int, int]] = {}
-        """Bytes and descriptors of each transfer. Only `Posting` changes them from outside."""
+        """Bytes and descriptors of each transfer. `Posting` changes them itself, to save calls."""
         self.num_bytes = self.num_descriptors = 0
 
     def __len__(self) -> int:
@@ -296,14 +295,3 @@ class Posting:
             if (size := room.sizes.pop(transfer_id, None)) is not None:
                 room.num_bytes -= size[0]
                 room.num_descriptors -= size[1]
-
-    def set_aside(self, line: Line, transfers: Iterable[TransferId]) -> None:
-        """Stop counting a peer's transfers against others, because the peer sends nothing."""
-        line.is_set_aside = True
-        for transfer_id in transfers:
-            self.in_flight.leave(transfer_id)
-
-    def take_back(self, line: Line, sizes: Iterable[tuple[TransferId, int, int]]) -> None:
-        line.is_set_aside = False
-        for size in sizes:
-            self.in_flight.enter(*size)
