@@ -39,10 +39,8 @@ class Lending:
         lease_s: float | None,
         num_readers: int,
     ) -> dict[str, Any]:
-        request_id, num_readers = (
-            text("request_id", request_id, MAX_ID, 1),
-            integer("num_readers", num_readers, 1, MAX_RANKS),
-        )
+        request_id = text("request_id", request_id, MAX_ID, 1)
+        num_readers = integer("num_readers", num_readers, 1, MAX_RANKS)
         if host is None:
             raise LocalProtocolError("nothing can be lent without OffloadConfig(network=EngineConfig(...))")
         lease, mover = host.config.lease, self._mover

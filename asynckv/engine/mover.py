@@ -350,9 +350,8 @@ class Mover:
     def _hand_over(self, shelf: Shelf, move: Move, transfer_id: TransferId) -> None:
         match move.kind:
             case MoveKind.LOAD if not self.jobs[move.job_id].blocks:
-                asyncio.get_running_loop().call_soon(
-                    self._arrived, transfer_id, Ending.DONE, ""
-                )  # it is where it was to be brought
+                # It is where it was to be brought.
+                asyncio.get_running_loop().call_soon(self._arrived, transfer_id, Ending.DONE, "")
             case MoveKind.LOAD | MoveKind.STORE:
                 op = CopyOp.READ if move.kind is MoveKind.LOAD else CopyOp.WRITE
                 pieces = self.copying[shelf].pieces(move, self.jobs[move.job_id].blocks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import chain, repeat
 from typing import Annotated, Any
 
@@ -233,7 +234,6 @@ class LentBlocks:
         self.first_token = lent.first_token
         self._runs = lent.runs
         self.is_one_run = len(lent.runs) == 1  # True if ids ascend from each block to the next
-        self._index: tuple[Int64s, Int64s, Int64s] | None = None
 
     def kernel_blocks(self, first: int, begin: int, stop: int, group: Group) -> Int32s | None:
         """Return the ids of kernel blocks `begin ... stop - 1` of the prompt, or None if one of them is not lent."""
@@ -257,13 +257,12 @@ class LentBlocks:
         out = blocks * ratio + kernel % ratio
         return None if np.maximum.reduce(out) > MAX_DESCRIPTORS else out.astype(np.int32)
 
-    def _indexed(self) -> tuple[Int64s, Int64s, Int64s]:
+    @cached_property
+    def _index(self) -> tuple[Int64s, Int64s, Int64s]:
         """Return per run its first id, the place behind its last block, and the number to add to a place for its id."""
-        if self._index is None:
-            first, count = as_columns(self._runs)
-            ends = np.add.accumulate(count)
-            self._index = first, ends, first + count - ends
-        return self._index
+        first, count = as_columns(self._runs)
+        ends = np.add.accumulate(count)
+        return first, ends, first + count - ends
 
     @property
     def num_blocks(self) -> int:
@@ -277,7 +276,7 @@ class LentBlocks:
         """Return the block ids at places of the list; `NULL` at placeholders and outside of it."""
         if not self._runs:
             return np.full(len(places), NULL, np.int64)
-        first, ends, shift = self._indexed()
+        first, ends, shift = self._index
         run = ends.searchsorted(places, side="right")
         outside = (places < 0) | (run >= len(ends))
         run[outside] = 0

@@ -266,16 +266,12 @@ class PeerTables:
         kinds = self._alike[pair]
         rows = _merge(np.concatenate([kind.rows(span) for kind in kinds]))
         staged = _stage(kinds, span, self._costs, rows, self._pack_bytes) if self._costs is not None else None
-        rows, boxes, box_of, pack_bytes = staged or _Staged(rows, (), _NO_BOXES, 0)
+        rows, boxes, box_of, pack_bytes = staged or (rows, (), _NO_BOXES, 0)
         sides = rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks
         return DescTable(next(self._ids), span, rows[:, 6], *sides, boxes, box_of, pack_bytes)
 
 
-class _Staged(NamedTuple):
-    rows: Int64s
-    boxes: tuple[Box, ...]
-    box_of: Int32s
-    pack_bytes: int
+_Staged = tuple[Int64s, tuple[Box, ...], Int32s, int]  # rows, boxes, the box of each row, bytes of a packed copy
 
 
 def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s, pack_bytes: int) -> _Staged | None:
@@ -296,7 +292,7 @@ def _stage(kinds: Sequence[_Alike], span: Span, costs: ReadCosts, direct: Int64s
     rows, box_of = np.concatenate(each), np.repeat(np.arange(len(each), dtype=np.int32), [len(x) for x in each])
     order = np.argsort(rows[:, 6], kind="stable")
     boxes = tuple([run.box for _, run in found])
-    return _Staged(rows[order], boxes, box_of[order], packed)
+    return rows[order], boxes, box_of[order], packed
 
 
 def _entry(share: Share, group: Group) -> int:
