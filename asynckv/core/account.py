@@ -16,9 +16,7 @@ from msgspec import Meta, Struct
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.errors import RemoteProtocolError
 
-MAX_ACCOUNT = 4 * 1024 * 1024
-"""Largest account in bytes that `decode_account` takes."""
-
+MAX_ACCOUNT = 4 * 1024 * 1024  # largest account in bytes that `decode_account` takes
 Count = Annotated[int, Meta(ge=0)]
 
 

@@ -13,9 +13,7 @@ from asynckv.core.pace import Pace
 from asynckv.core.types import TransferId
 from asynckv.geometry.plan import ReadRequest
 
-MAX_ASKED = 4
-"""Copies that one owner is asked for at a time, so that its slots go round."""
-
+MAX_ASKED = 4  # copies that one owner is asked for at a time, so that its slots go round
 SLOWER = 1.5  # a copy may take this much longer than reading the blocks, which keeps cores busy for all
 PATIENCE_S = 0.5
 PAUSE_S = 5.0

@@ -27,20 +27,15 @@ MAX_PAUSE_S = 2.0
 
 class RequestState(enum.StrEnum):
     TRYING = "trying"
-    PAUSING = "pausing"
-    """The next attempt may not begin yet, or the last one may still write its blocks."""
+    PAUSING = "pausing"  # the next attempt may not begin yet, or the last one may still write its blocks
     OVER = "over"
 
 
 class RequestEvent(enum.StrEnum):
-    COMPLETED = "completed"
-    """An attempt has filled the blocks, and its bytes are proven."""
-    FAILED = "failed"
-    """An attempt failed, and none follows."""
-    FAILED_FOR_NOW = "failed_for_now"
-    """An attempt failed, and another may succeed."""
-    TIME = "time"
-    """The pause is over, and the blocks are free."""
+    COMPLETED = "completed"  # an attempt has filled the blocks, and its bytes are proven
+    FAILED = "failed"  # an attempt failed, and none follows
+    FAILED_FOR_NOW = "failed_for_now"  # an attempt failed, and another may succeed
+    TIME = "time"  # the pause is over, and the blocks are free
     GIVEN_UP = "given_up"
     """The request was cancelled, the engine closes, the deadline passed, or the blocks never came back."""
 
@@ -69,11 +64,9 @@ class Request:
         self.attempts = 1
         self.pull: Pull | None = None
         self.next_at = math.inf
-        self.stopped: Reason | None = None
-        """Why no attempt may follow, once the request was stopped."""
+        self.stopped: Reason | None = None  # why no attempt may follow, once the request was stopped
         self._retries, self._pause_s = retries, pause_s
-        self._given_up_for: Reason | None = None
-        """Reason that is reported instead of the last attempt's failure."""
+        self._given_up_for: Reason | None = None  # reason that is reported instead of the last attempt's failure
         self._discharge: Reason | None = None
         self.retryable = RETRYABLE if retries else frozenset[Reason]()
         """Failures of this attempt after which another attempt follows."""

@@ -18,9 +18,7 @@ from asynckv.core.types import Key, PullId, ReplyTo
 from asynckv.core.wire import Pack, Packed, Unpack
 from asynckv.geometry.gather import Gathered, Packing
 
-MAX_WAITING, MAX_WAITING_IN_ALL = 16, 512
-"""Copies that wait for a slot: of one reader, and of all."""
-
+MAX_WAITING, MAX_WAITING_IN_ALL = 16, 512  # copies that wait for a slot: of one reader, and of all
 NO_SLOT = -1
 
 

@@ -54,12 +54,9 @@ class _Transfer:
     num_descriptors: int
     posted_at: float
     is_staged: bool
-    is_packed: bool = False
-    """True once a packed copy of the owner's is read."""
-    beside: int = 0
-    """Transfers of the peer when this one began, if it shows how long reads take with or without copies."""
-    is_detached: bool = False
-    """True once it concerns only the peer: its pull goes on without it."""
+    is_packed: bool = False  # True once a packed copy of the owner's is read
+    beside: int = 0  # transfers of the peer when this one began, if it shows how long reads take with or without copies
+    is_detached: bool = False  # True once it concerns only the peer: its pull goes on without it
 
 
 _ANSWERS = (wire.Ack, wire.Granted, wire.NotYet, wire.Refused, wire.Packed)
@@ -87,8 +84,7 @@ class DecodeSide:
         costs: ReadCosts | None = None,
     ) -> None:
         self.pulls: dict[PullId, Pull] = {}
-        self.by_request: dict[RequestId, Pull] = {}
-        """Pulls without an outcome, by the caller's id."""
+        self.by_request: dict[RequestId, Pull] = {}  # pulls without an outcome, by the caller's id
         self.started: set[PullId] = set()
         self.transfers: dict[TransferId, _Transfer] = {}
         self.admission = Admission(config.total_requests, config.window_requests)
@@ -96,8 +92,7 @@ class DecodeSide:
         """When the embedder last gave a sign of life; infinite if the embedder itself runs this loop."""
         self.abandoned: dict[Key, str] = {}
         """Requests that were let go because the embedder stood still, with the text of their failure."""
-        self.answered: deque[PostRead] = deque()
-        """Reads that waited for a packed copy, and are to be posted."""
+        self.answered: deque[PostRead] = deque()  # reads that waited for a packed copy, and are to be posted
         self.posting = Posting(config.total_bytes, config.total_descriptors)
         self.routes = Routes(layout, self._tables_made, costs)
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)

@@ -15,10 +15,8 @@ from asynckv.core.types import TransferId, members
 class Ending(enum.StrEnum):
     """The known end of a transfer, or the doubt about it."""
 
-    DONE = "done"
-    """All bytes are in place."""
-    FAILED = "failed"
-    """The transfer failed, and it is proven that it writes nothing any more."""
+    DONE = "done"  # all bytes are in place
+    FAILED = "failed"  # the transfer failed, and it is proven that it writes nothing any more
     IN_DOUBT = "in_doubt"
     """The transfer failed, but may still write. `DONE` or `FAILED` may follow, or nothing at all."""
     DETACHED = "detached"
@@ -36,5 +34,4 @@ class TransferEnded(NamedTuple):
     transfer_id: TransferId
     ending: Ending
     cause: str = ""
-    peer_lost: bool = False
-    """True if the failure says that the remote process is gone."""
+    peer_lost: bool = False  # True if the failure says that the remote process is gone

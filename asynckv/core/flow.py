@@ -27,24 +27,20 @@ from asynckv.core.source import Source
 from asynckv.core.types import Place, PullId, TransferId
 from asynckv.geometry.plan import ReadRequest
 
-FlowKey = tuple[Place, ...]
-"""Places of all ranks that a pull answers for: one prefill engine, as this rank sees it."""
+FlowKey = tuple[Place, ...]  # places of all ranks that a pull answers for: one prefill engine, as this rank sees it
 
 
 # -- pulls -------------------------------------------------------------------------------------------
 
 
-COMING, WAITING, READING = range(3)
-"""Rooms of a pull: it meets its ranks, waits for its turn, or was admitted."""
-
+COMING, WAITING, READING = range(3)  # rooms of a pull: it meets its ranks, waits for its turn, or was admitted
 NO_PULLS = (0, 0, 0)
 
 
 class PullPlace(Struct, eq=False):
     flow: Flow
     room: int
-    counts: bool
-    """True if the pull takes room from others."""
+    counts: bool  # True if the pull takes room from others
 
 
 @dataclass(slots=True, eq=False)
@@ -242,8 +238,7 @@ class Line:
 class Posting:
     def __init__(self, max_bytes: float, max_descriptors: float) -> None:
         self.in_flight = InFlight(max_bytes, max_descriptors)
-        self.turns: deque[Line] = deque()
-        """Lines that may post; empty if no line has anything to post."""
+        self.turns: deque[Line] = deque()  # lines that may post; empty if no line has anything to post
 
     def offer(self, line: Line, poster: Source) -> None:
         """Put a poster into its peer's line, unless it stands there already or has nothing to post."""

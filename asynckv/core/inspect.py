@@ -159,8 +159,7 @@ class Inspector:
 
     def __init__(self, ledger: Ledger, prefill: PrefillSide, decode: DecodeSide) -> None:
         self._ledger, self._prefill, self._decode = ledger, prefill, decode
-        self.guests: dict[str, Guest] = {}
-        """Other holders of blocks, by their name in the ledger."""
+        self.guests: dict[str, Guest] = {}  # other holders of blocks, by their name in the ledger
         self.beside: Callable[[], Mapping[str, int]] = dict
         """Function that returns the gauges of other users of the memory. The engine sets it."""
 

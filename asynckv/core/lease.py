@@ -152,8 +152,7 @@ class Grant(Struct):
     asked_at: float
     ways: tuple[ReplyTo, ...]
     probed_at: float = math.inf
-    has_copies: bool = False
-    """True if packed copies were asked for."""
+    has_copies: bool = False  # True if packed copies were asked for
 
     def came_by(self, reply_to: ReplyTo) -> None:
         if reply_to not in self.ways:
@@ -206,8 +205,7 @@ class Lease:
 
     lent: Lent
     lent_at: float
-    number: int = 0
-    """Place among all leases and pulls of the rank, in the order in which they began."""
+    number: int = 0  # place among all leases and pulls of the rank, in the order in which they began
     state: LeaseState = L.LENT
     since: float = field(init=False)
     expires_at: float = field(init=False)
@@ -220,8 +218,7 @@ class Lease:
     history: notes.History = field(init=False)
     is_over: bool = False
     cohorts: dict[str, BoundCohort] = field(default_factory=dict)
-    owing: set[Reader] = field(default_factory=set)
-    """Readers of these cohorts that are owed: they have not released."""
+    owing: set[Reader] = field(default_factory=set)  # readers of these cohorts that are owed: they have not released
     grants: dict[PullId, Grant] = field(default_factory=dict)
     deadlines: list[tuple[float, PullId]] = field(default_factory=list)
     """Heap of the times at which each grant is checked. A renewed grant gets a later entry only at that check."""
@@ -231,8 +228,7 @@ class Lease:
     final: set[PullId] = field(default_factory=set)
     spoilt: set[PullId] = field(default_factory=set)
     """Pulls whose packed copies have gone with their grant. A later grant would vouch for these, so none follows."""
-    num_packed: int = 0
-    """Packed copies that readers asked for."""
+    num_packed: int = 0  # packed copies that readers asked for
     attempts: dict[Reader, int] = field(default_factory=dict)
     """Number of grants to each reader, and of its releases without a grant, to limit attempts."""
     keys: dict[Reader, str] = field(default_factory=dict)
@@ -243,8 +239,7 @@ class Lease:
     refused: list[Refusal] = field(default_factory=list)
     revoked_by: str = ""
     scheduled_at: float = math.inf
-    is_sampled: bool = False
-    """True if the end is logged even if all is well."""
+    is_sampled: bool = False  # True if the end is logged even if all is well
 
     def __post_init__(self) -> None:
         lent, now = self.lent, self.lent_at

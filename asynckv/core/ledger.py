@@ -23,8 +23,7 @@ Kind = Literal["lent", "writing"]
 FEW = 16
 """Blocks up to which a loop is faster than an array, because one array operation costs as much as several of them."""
 
-ONE = np.int32(1)
-"""One in the type of the counts, because numpy takes a hundred times as long with a Python integer."""
+ONE = np.int32(1)  # one in the type of the counts, because numpy takes a hundred times as long with a Python integer
 
 
 class Holding(Struct, frozen=True, eq=False):

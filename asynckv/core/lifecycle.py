@@ -25,24 +25,15 @@ class LifeState(enum.StrEnum):
 
 
 class LifeEvent(enum.StrEnum):
-    STARTED = "started"
-    """Both planes are up, and the memory is registered."""
-    DRAIN = "drain"
-    """The owner asks the engine to take nothing new."""
-    SUSPEND = "suspend"
-    """The owner asks the engine to release its memory for a while."""
-    LET_GO = "let_go"
-    """The agent is destroyed: nothing reads or writes the memory until the engine is resumed."""
-    RESUMED = "resumed"
-    """A new agent has registered the memory anew."""
-    CLOSE = "close"
-    """The owner asks the engine to end."""
-    SHUT = "shut"
-    """The planes are about to be closed."""
-    STUCK = "stuck"
-    """The data plane did not end, and may still write."""
-    DESTROYED = "destroyed"
-    """The data plane is gone."""
+    STARTED = "started"  # both planes are up, and the memory is registered
+    DRAIN = "drain"  # the owner asks the engine to take nothing new
+    SUSPEND = "suspend"  # the owner asks the engine to release its memory for a while
+    LET_GO = "let_go"  # the agent is destroyed: nothing reads or writes the memory until the engine is resumed
+    RESUMED = "resumed"  # a new agent has registered the memory anew
+    CLOSE = "close"  # the owner asks the engine to end
+    SHUT = "shut"  # the planes are about to be closed
+    STUCK = "stuck"  # the data plane did not end, and may still write
+    DESTROYED = "destroyed"  # the data plane is gone
 
 
 S, E = LifeState, LifeEvent
@@ -65,8 +56,7 @@ _SHUT = {S.SHUT, S.STUCK, S.CLOSED}
 class Lifecycle:
     def __init__(self) -> None:
         self.state = S.NEW
-        self.is_shut = False
-        """True once the engine takes no turn any more."""
+        self.is_shut = False  # True once the engine takes no turn any more
 
     def takes(self, event: LifeEvent) -> bool:
         return event in ON_EVENT[self.state]

@@ -18,8 +18,7 @@ class Note(Struct, frozen=True):
         return self.words.format(**structs.asdict(self))
 
 
-History = list[tuple[float, str | Note]]
-"""States and notes, each with a time."""
+History = list[tuple[float, str | Note]]  # states and notes, each with a time
 
 
 class Granted(Note, frozen=True):

@@ -36,8 +36,7 @@ class RemovePeer(Struct, frozen=True):
     """Forget a peer in the data plane. None of its transfers is running or in doubt."""
 
     peer: Peer
-    keep: bool = False
-    """True if the process lives, so that the connection may be kept for the next meeting."""
+    keep: bool = False  # True if the process lives, so that the connection may be kept for the next meeting
 
 
 class Disconnect(Struct, frozen=True):
@@ -146,8 +145,7 @@ class Outbox:
     trace: bool = False
     commands: list[Command] = field(default_factory=list)
     counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    is_urgent: bool = False
-    """True if one of the messages is no release, because a peer waits for it."""
+    is_urgent: bool = False  # True if one of the messages is no release, because a peer waits for it
     messages: dict[tuple[Address | ReplyTo, str], list[Message]] = field(default_factory=dict)
     """Messages to send, by address or way back, and by the process start that they are for."""
 

@@ -31,9 +31,7 @@ from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.tables import PeerTables
 
-TOMBSTONE_S = 60.0
-"""Seconds that a peer in GONE is remembered, so that late requests fail with the same cause."""
-
+TOMBSTONE_S = 60.0  # seconds that a peer in GONE is remembered, so that late requests fail with the same cause
 FINAL = {Reason.GEOMETRY, Reason.WRONG_TARGET, Reason.PROTOCOL, Reason.RESTARTED}
 """Refusals that no further handshake with this start of the process can change."""
 
@@ -48,22 +46,15 @@ class PeerState(enum.StrEnum):
 
 
 class PeerEvent(enum.StrEnum):
-    WANTED = "wanted"
-    """A pull needs to read from the peer."""
-    WELCOMED = "welcomed"
-    """The peer answered our hello with its layout."""
-    LOADED = "loaded"
-    """The data plane has loaded the peer."""
-    FAILED = "failed"
-    """This handshake failed; another may succeed."""
-    HEARD = "heard"
-    """The peer answers again."""
-    SILENT = "silent"
-    """The peer sent nothing for a while, in spite of pings."""
+    WANTED = "wanted"  # a pull needs to read from the peer
+    WELCOMED = "welcomed"  # the peer answered our hello with its layout
+    LOADED = "loaded"  # the data plane has loaded the peer
+    FAILED = "failed"  # this handshake failed; another may succeed
+    HEARD = "heard"  # the peer answers again
+    SILENT = "silent"  # the peer sent nothing for a while, in spite of pings
     UNLOADED = "unloaded"
     """Our own data plane lost everything it had loaded; the process is met again when it is needed."""
-    LOST = "lost"
-    """There is evidence that this process start no longer serves us, or its refusal is final."""
+    LOST = "lost"  # there is evidence that this process start no longer serves us, or its refusal is final
 
 
 S, E = members(PeerState), members(PeerEvent)
@@ -84,12 +75,9 @@ class Due(enum.Enum):
     HELLO = enum.auto()
     PING = enum.auto()
     SILENT = enum.auto()
-    STALLED = enum.auto()
-    """The peer answers, but no bytes arrive."""
-    LOST = enum.auto()
-    """The peer was silent for so long that it is given up."""
-    IDLE = enum.auto()
-    """The connection is closed, because nothing was read from the peer for long."""
+    STALLED = enum.auto()  # the peer answers, but no bytes arrive
+    LOST = enum.auto()  # the peer was silent for so long that it is given up
+    IDLE = enum.auto()  # the connection is closed, because nothing was read from the peer for long
     FORGET = enum.auto()
 
 
@@ -102,24 +90,18 @@ class Peer:
     pp_stage: int
     address: Address
     incarnation: str
-    line: Line
-    """Queue of the sources that read from the peer."""
+    line: Line  # queue of the sources that read from the peer
     state: PeerState = S.NEW
-    told_as: PeerState = S.NEW
-    """State in the last event about the peer."""
+    told_as: PeerState = S.NEW  # state in the last event about the peer
 
     nonce: int = 0
     deadline: float = math.inf
-    load_by: float = math.inf
-    """Time at which loading fails even if the data plane was busy with other peers."""
-    is_doubted: bool = False
-    """True if the peer was lost before, and was not heard of since."""
-    word_by: float = math.inf
-    """Time at which a probe fails without an answer."""
+    load_by: float = math.inf  # time at which loading fails even if the data plane was busy with other peers
+    is_doubted: bool = False  # True if the peer was lost before, and was not heard of since
+    word_by: float = math.inf  # time at which a probe fails without an answer
     retry_at: float = math.inf
     hellos: int = 0
-    hint: str = ""
-    """Possible reason why the handshake under way is not answered."""
+    hint: str = ""  # possible reason why the handshake under way is not answered
     not_before: float = -math.inf
     failures: int = 0
     reason: Reason = Reason.UNREACHABLE
@@ -137,20 +119,16 @@ class Peer:
     transfers: set[TransferId] = field(default_factory=set)
     watched_at: float = math.inf
     """Time since which something is owed or held here. Silence counts from then."""
-    unused_at: float = math.inf
-    """Time since which nothing is owed or held here."""
+    unused_at: float = math.inf  # time since which nothing is owed or held here
     heard_at: float = -math.inf
     pinged_at: float = -math.inf
-    moved_at: float = -math.inf
-    """Last time at which bytes arrived, or a read was posted while none ran."""
+    moved_at: float = -math.inf  # last time at which bytes arrived, or a read was posted while none ran
 
     is_draining: bool = False
-    is_orderly: bool = False
-    """True if either side said goodbye, so that the end needs no attention."""
+    is_orderly: bool = False  # True if either side said goodbye, so that the end needs no attention
     keep_connected: bool = False
     """True if the process lives, so that the data plane may keep the connection for the next meeting."""
-    num_failed: int = 0
-    """Number of pulls that failed with the peer's last failure or end."""
+    num_failed: int = 0  # number of pulls that failed with the peer's last failure or end
     gone_at: float = math.inf
     scheduled_at: float = math.inf
 

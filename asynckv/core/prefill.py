@@ -125,8 +125,7 @@ class PrefillSide:
         self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
-        self.next_at = math.inf
-        """Time at which a parked message may fall due."""
+        self.next_at = math.inf  # time at which a parked message may fall due
         self._parked_by: Counter[str | ReplyTo] = Counter()
         """Room of the parked messages by key, or by connection without keys, because a peer chooses its own name."""
         self._ended: OrderedDict[Key, Ended] = OrderedDict()

@@ -46,10 +46,8 @@ MAX_HISTORY = 256
 class Kind(enum.Enum):
     ANNOUNCEMENT = enum.auto()
     """Meets ranks and renews the lease. It becomes one of the next two kinds when its caller asks for the blocks."""
-    PULL = enum.auto()
-    """Fills blocks."""
-    HIT = enum.auto()
-    """Fills nothing, and only releases all ranks."""
+    PULL = enum.auto()  # fills blocks
+    HIT = enum.auto()  # fills nothing, and only releases all ranks
     DISCHARGE = enum.auto()
     """Tells all ranks that no attempt follows after all. It has no caller."""
 
@@ -67,46 +65,31 @@ class PullState(enum.StrEnum):
 
 
 class PullEvent(enum.StrEnum):
-    STARTED = "started"
-    """The caller gave the blocks to fill."""
-    ROUTED = "routed"
-    """Every rank to read is ready, and the reads are assigned to ranks."""
-    ADMITTED = "admitted"
-    """There is room to read."""
-    POSTED = "posted"
-    """A transfer is about to be posted."""
-    ANSWERED = "answered"
-    """A claim or renewal was answered before the outcome."""
-    REFUSED = "refused"
-    """A refused claim or renewal ends the attempt."""
-    ENDED = "ended"
-    """A transfer ended well."""
-    TRANSFER_FAILED = "transfer_failed"
-    """A transfer failed, or fell in doubt."""
-    FAILED = "failed"
-    """A plan was refused, or a peer was lost."""
-    CANCELLED = "cancelled"
-    """The caller cancelled the request, or needs nothing of it."""
-    TIME_UP = "time_up"
-    """The deadline has passed."""
-    SETTLED = "settled"
-    """A rank acknowledged or refused the release, or is gone."""
+    STARTED = "started"  # the caller gave the blocks to fill
+    ROUTED = "routed"  # every rank to read is ready, and the reads are assigned to ranks
+    ADMITTED = "admitted"  # there is room to read
+    POSTED = "posted"  # a transfer is about to be posted
+    ANSWERED = "answered"  # a claim or renewal was answered before the outcome
+    REFUSED = "refused"  # a refused claim or renewal ends the attempt
+    ENDED = "ended"  # a transfer ended well
+    TRANSFER_FAILED = "transfer_failed"  # a transfer failed, or fell in doubt
+    FAILED = "failed"  # a plan was refused, or a peer was lost
+    CANCELLED = "cancelled"  # the caller cancelled the request, or needs nothing of it
+    TIME_UP = "time_up"  # the deadline has passed
+    SETTLED = "settled"  # a rank acknowledged or refused the release, or is gone
 
 
 class Effect(enum.Enum):
-    EXPECT = enum.auto()
-    """The pull will ask to read once its ranks are met."""
+    EXPECT = enum.auto()  # the pull will ask to read once its ranks are met
     QUEUE = enum.auto()
     POST = enum.auto()
     DETACH = enum.auto()
     """Staged reads that still run place nothing any more, so that the blocks need not wait for them."""
-    LEAVE = enum.auto()
-    """The pull needs no room and no place in the queue any more."""
+    LEAVE = enum.auto()  # the pull needs no room and no place in the queue any more
     SEND = enum.auto()
     RETURN = enum.auto()
     TELL = enum.auto()
-    FINISH = enum.auto()
-    """The pull is over: every rank is settled, and every block has returned."""
+    FINISH = enum.auto()  # the pull is over: every rank is settled, and every block has returned
 
 
 S, E, DO, KIND = members(PullState), members(PullEvent), members(Effect), members(Kind)
@@ -199,39 +182,30 @@ class Pull:
     cohort: Cohort
     digest: bytes
     sources: list[Source]
-    route: Route
-    """The ranks of the prefill group, and the flow with the budget that the pull uses."""
+    route: Route  # the ranks of the prefill group, and the flow with the budget that the pull uses
     limits: PullConfig
     called_at: float
     deadline: float
-    history: notes.History
-    """States and notes, beginning with ANNOUNCED."""
+    history: notes.History  # states and notes, beginning with ANNOUNCED
     warn_s: float = math.inf
     warn_at: float = math.inf
     priority: int = 0
     attempt: int = 1
     retryable: frozenset[Reason] = frozenset()
-    is_last: bool = True
-    """True if no other attempt follows a failure, so that the reader is discharged."""
+    is_last: bool = True  # True if no other attempt follows a failure, so that the reader is discharged
     kind: Kind = KIND.PULL
 
     state: PullState = S.ANNOUNCED
-    lists: BlockLists | None = None
-    """Blocks to fill, and blocks to read; None while only announced."""
-    reason: Reason | None = None
-    """The outcome, once there is one: COMPLETE, or the reason of the failure."""
+    lists: BlockLists | None = None  # blocks to fill, and blocks to read; None while only announced
+    reason: Reason | None = None  # the outcome, once there is one: COMPLETE, or the reason of the failure
     detail: str = ""
     failure: tuple[Reason, str] | None = None
-    unmet: tuple[Reason, str] | None = None
-    """Why a rank that might have been read was not met."""
-    not_before: float = -math.inf
-    """Time until which another attempt would meet a rank in its back-off."""
+    unmet: tuple[Reason, str] | None = None  # why a rank that might have been read was not met
+    not_before: float = -math.inf  # time until which another attempt would meet a rank in its back-off
     drain_by: float = math.inf
     is_returned: bool = False
-    is_retired: bool = False
-    """True once the blocks were held for `held_s`: they are never reused in this process."""
-    number: int = 0
-    """Place among all leases and pulls of the rank, in the order in which they began."""
+    is_retired: bool = False  # True once the blocks were held for `held_s`: they are never reused in this process
+    number: int = 0  # place among all leases and pulls of the rank, in the order in which they began
     arrival: int = 0
 
     begun_at: float = math.inf
@@ -243,8 +217,7 @@ class Pull:
     failed_at: float = math.inf
     failed_in: str = ""
     waited_for: str = ""
-    unanswered: tuple[str, ...] = ()
-    """Ranks that did not acknowledge the release before it was given up."""
+    unanswered: tuple[str, ...] = ()  # ranks that did not acknowledge the release before it was given up
     published_at: float = math.inf
     released_at: float = math.inf
     post_s: float = 0.0
@@ -254,10 +227,8 @@ class Pull:
     num_posted: int = 0
     num_descriptors_posted: int = 0
     rereads: int = 0
-    num_packed: int = 0
-    """Packed copies that were read."""
-    num_traced: int = 0
-    """Number of history entries that were reported one by one."""
+    num_packed: int = 0  # packed copies that were read
+    num_traced: int = 0  # number of history entries that were reported one by one
     scheduled_at: float = math.inf
     _effects: list[Effect] = field(default_factory=list)
 

@@ -44,14 +44,9 @@ from asynckv.geometry.overlap import pools
 from asynckv.geometry.pairing import BlockLists, common_prefix
 from asynckv.geometry.staging import ReadCosts
 
-AGAIN_S = 1.0
-"""Seconds until an item is woken again after its turn met a bug."""
-
-PARTS = 32
-"""Rows and runs of a recipe that take as long as a message."""
-
-MALFORMED = 100
-"""Cost of a malformed packet to its sender, in messages."""
+AGAIN_S = 1.0  # seconds until an item is woken again after its turn met a bug
+PARTS = 32  # rows and runs of a recipe that take as long as a message
+MALFORMED = 100  # cost of a malformed packet to its sender, in messages
 
 
 _OF_LEASES = wire.Claim, wire.Renew, wire.Release

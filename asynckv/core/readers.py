@@ -20,12 +20,8 @@ from asynckv.core.types import SHOWN_LETTERS, Reason, ReplyTo, rank_name
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Layout
 
-_Rank = tuple[str, int, int]
-"""A reading rank: its engine, TP rank and stage, as it names itself."""
-
-DOCTOR = "asynckv-doctor-"
-"""Prefix of the cohort of `asynckv doctor --to`."""
-
+_Rank = tuple[str, int, int]  # a reading rank: its engine, TP rank and stage, as it names itself
+DOCTOR = "asynckv-doctor-"  # prefix of the cohort of `asynckv doctor --to`
 MAX_READERS = 65_536
 MAX_WAITING = 4096
 
@@ -58,8 +54,7 @@ class Readers:
         self._set_agent(identity.agent_name, identity.metadata)
         self._met: OrderedDict[tuple[str, str], _Rank] = OrderedDict()
         """Welcomed process start and the key that it proved -> its rank."""
-        self._newest: dict[tuple[_Rank, str], str] = {}
-        """Rank and key -> the process start that was welcomed last."""
+        self._newest: dict[tuple[_Rank, str], str] = {}  # rank and key -> the process start that was welcomed last
         self._waiting: dict[tuple[str, ReplyTo], tuple[wire.Hello, str]] = {}
         """Last hello of each process that came while there was no agent, with the key that its connection proved."""
 

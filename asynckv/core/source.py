@@ -26,33 +26,22 @@ from asynckv.core.wire import Refused
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
-RATE_MARGIN = 1e-3
-"""Largest difference between the rates of two hosts' clocks (NTP slews by at most 500 ppm)."""
-
-MIN_RENEW_S = 0.05
-"""Shortest time between renewals, so that no peer can make us renew more often."""
-
-MAX_CLAIM_PAUSE_S = 2.0
-"""Longest pause between two claims that are not answered, or answered `NotYet`."""
-
-MAX_RELEASE_PAUSE_S = 5.0
-"""Longest pause between two releases that are not acknowledged."""
-
+RATE_MARGIN = 1e-3  # largest difference between the rates of two hosts' clocks (NTP slews by at most 500 ppm)
+MIN_RENEW_S = 0.05  # shortest time between renewals, so that no peer can make us renew more often
+MAX_CLAIM_PAUSE_S = 2.0  # longest pause between two claims that are not answered, or answered `NotYet`
+MAX_RELEASE_PAUSE_S = 5.0  # longest pause between two releases that are not acknowledged
 MAX_NONCES = 8
 
 NEVER = -math.inf
 
-LONG_AGO = -math.inf
-"""Time before anything that this rank did, for events in an order that is known without a clock."""
-
+LONG_AGO = -math.inf  # time before anything that this rank did, for events in an order that is known without a clock
 _NOTHING: Iterator[ReadRequest] = iter(())
 
 
 class Role(enum.StrEnum):
     """The part of a remote rank in an attempt."""
 
-    UNKNOWN = "unknown"
-    """The rank may hold something of ours, and was not asked yet."""
+    UNKNOWN = "unknown"  # the rank may hold something of ours, and was not asked yet
     READ = "read"
     """The rank is expected to be read. The exact reads are known once all such ranks are met."""
     RELEASE_ONLY = "release_only"
@@ -88,12 +77,10 @@ class Source:
 
     tables: PeerTables | None = None
     plan: Plan | None = None
-    next_read: ReadRequest | None = None
-    """Next read to post; None once everything is posted."""
+    next_read: ReadRequest | None = None  # next read to post; None once everything is posted
     following: Iterator[ReadRequest] = _NOTHING
     may_post: bool = False
-    is_waiting: bool = False
-    """True while the source stands in the line of its peer (`core/flow.py`)."""
+    is_waiting: bool = False  # True while the source stands in the line of its peer (`core/flow.py`)
     running: set[TransferId] = field(default_factory=set)
     doubtful: set[TransferId] = field(default_factory=set)
     first_posted_at: float = math.inf
@@ -112,8 +99,7 @@ class Source:
     not_lent_yet: bool = False
     """True if the rank has said that the request is not lent yet, so that reading now would be useless."""
     not_lent_yet_at: float = NEVER
-    proven: bool = False
-    """True once the bytes are known to be the lent ones."""
+    proven: bool = False  # True once the bytes are known to be the lent ones
     claim_at: float = math.inf
     claims: int = 0
 

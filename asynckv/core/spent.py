@@ -28,8 +28,7 @@ class SpentKeys:
         run begins before all numbers."""
         self._latest = ""
         self.num_gaps = 0
-        self.num_given_up = 0
-        """Number of open keys that are treated as spent, for lack of room."""
+        self.num_given_up = 0  # number of open keys that are treated as spent, for lack of room
         self.num_forgotten = 0
 
     def __contains__(self, key: Key) -> bool:

@@ -36,20 +36,14 @@ from asynckv.core.readers import Identity, Readers
 from asynckv.core.types import members
 from asynckv.core.wire import Status, StatusRequest
 
-RATE, BURST = 8.0, 16
-"""Questions per second of one key or host, and at once after a silence."""
-
+RATE, BURST = 8.0, 16  # questions per second of one key or host, and at once after a silence
 TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
 """The same limits for all together. A question costs one token, and one more per `TOLD_PER_TOKEN` listed requests."""
 
 MAX_WAITING = 64
 
-LOOKED_PER_TOKEN = 8192
-"""Requests that are looked at for one token, because a search for one name looks at all of them."""
-
-FRESH_S = 0.2
-"""Seconds for which counts serve other questions."""
-
+LOOKED_PER_TOKEN = 8192  # requests that are looked at for one token, because a search for one name looks at all of them
+FRESH_S = 0.2  # seconds for which counts serve other questions
 FRESH_S_EACH = 50e-6
 """The same per counted request. Counting one takes a hundredth of that."""
 
@@ -74,9 +68,7 @@ MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
 L = members(LeaseState)
 IDLE = PeerState.NEW, PeerState.READY
 
-MAX_HISTORY, MAX_EVENT = 128, 400
-"""Last events, and characters of each, in an answer about one request."""
-
+MAX_HISTORY, MAX_EVENT = 128, 400  # last events, and characters of each, in an answer about one request
 Answer = Callable[[Status], None]
 _number = attrgetter("number")
 
@@ -84,8 +76,7 @@ _number = attrgetter("number")
 class _Counts(Struct):
     at: float
     fresh_until: float
-    phases: dict[tuple[str, str], list[float]]
-    """Kind and phase -> number of requests, and the begin of the oldest."""
+    phases: dict[tuple[str, str], list[float]]  # kind and phase -> number of requests, and the begin of the oldest
     tally: Tally
     peers: dict[str, int]
     busy: list[Peer]

@@ -23,15 +23,9 @@ if TYPE_CHECKING:
 
 Level = Literal["debug", "info", "warning", "error"]
 
-MAX_TEXT = 512
-"""Characters that are kept of a text from another process."""
-
-MAX_NAMED = 64
-"""Ranks that the line about one ended request names at most."""
-
-MAX_GRANTS = 8
-"""Grants of one lease to one reader that are logged at most; also of those given while it was lent."""
-
+MAX_TEXT = 512  # characters that are kept of a text from another process
+MAX_NAMED = 64  # ranks that the line about one ended request names at most
+MAX_GRANTS = 8  # grants of one lease to one reader that are logged at most; also of those given while it was lent
 RequestText = Annotated[str, "This side's id of the request."]
 PrefillText = Annotated[str, "The prefill side's id of the request; empty if the params cannot be read."]
 PullText = Annotated[str, "The attempt: the first half of the reader's incarnation, and a number."]

@@ -26,22 +26,14 @@ PullId = NewType("PullId", str)
 RequestId = NewType("RequestId", str)
 TransferId = NewType("TransferId", int)
 
-Address = NewType("Address", str)
-"""Where a remote rank's control plane listens, such as `tcp://10.0.0.1:5555`."""
-
-Place = tuple[Address, str]
-"""Address and incarnation: which start of which remote process is meant."""
-
+Address = NewType("Address", str)  # where a remote rank's control plane listens, such as `tcp://10.0.0.1:5555`
+Place = tuple[Address, str]  # address and incarnation: which start of which remote process is meant
 ReplyTo = NewType("ReplyTo", bytes)
 """Origin of an incoming packet, as the control plane names it. It is only good for answers."""
 
-MAX_ID = 16 * 1024
-"""Characters of a request id."""
-
+MAX_ID = 16 * 1024  # characters of a request id
 MAX_HASHES = 1 << 16
-MAX_HASH = 128
-"""Characters of one hash."""
-
+MAX_HASH = 128  # characters of one hash
 MAX_TRACEPARENT, MAX_TRACESTATE = 64, 512
 """Characters of a trace's context. The first has 55, and W3C allows a longer second one to be dropped."""
 
@@ -161,8 +153,7 @@ class Outcome(enum.StrEnum):
     COMPLETE = "complete"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    RETRY = "retry"
-    """This attempt is over, but its reader will try again, and so stays owed."""
+    RETRY = "retry"  # this attempt is over, but its reader will try again, and so stays owed
 
 
 class Reason(enum.StrEnum):
@@ -171,11 +162,9 @@ class Reason(enum.StrEnum):
     # a pull
     COMPLETE = "complete"
     CANCELLED = "cancelled"
-    DISCHARGED = "discharged"
-    """The reader needs nothing of the request; the prefill ranks hear that it is complete."""
+    DISCHARGED = "discharged"  # the reader needs nothing of the request; the prefill ranks hear that it is complete
     TIMEOUT = "timeout"
-    NOT_LENT_YET = "not_lent_yet"
-    """The deadline passed, and a rank's last answer was that the request is not lent yet."""
+    NOT_LENT_YET = "not_lent_yet"  # the deadline passed, and a rank's last answer was that the request is not lent yet
     GEOMETRY = "geometry_refused"
     UNPLANNABLE = "unplannable"
     REMOTE_TOO_SHORT = "remote_too_short"
@@ -192,8 +181,7 @@ class Reason(enum.StrEnum):
     CONSUMED = "consumed"
     EXPIRED = "expired"
     REVOKED = "revoked"
-    WITHDRAWN = "withdrawn"
-    """The prefill engine will never lend the request."""
+    WITHDRAWN = "withdrawn"  # the prefill engine will never lend the request
     RESTARTED = "restarted"
     STALE_MEMORY = "stale_memory"
     BLOCKS_DIFFER = "blocks_differ"
@@ -229,8 +217,7 @@ def sendable(value: object, kind: type[T]) -> T:
         raise msgspec.ValidationError(text if len(text) < 500 else f"{text[:300]} ... {text[-100:]}") from exc
 
 
-SHOWN_LETTERS = 8
-"""Characters of an incarnation that people see."""
+SHOWN_LETTERS = 8  # characters of an incarnation that people see
 
 
 def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str = "") -> str:

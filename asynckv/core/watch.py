@@ -13,14 +13,10 @@ from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import HeldForLong, Outbox
 from asynckv.core.pull import Pull, PullState
 
-MIN_WARN_S = 0.5
-"""Seconds before which nothing is reported, however short the lease in a stranger's params is."""
-
+MIN_WARN_S = 0.5  # seconds before which nothing is reported, however short the lease in a stranger's params is
 GATHER_S = 0.25
 
-PAUSE_S = 10.0
-"""Seconds between two reports."""
-
+PAUSE_S = 10.0  # seconds between two reports
 MAX_KINDS = 8
 """Groups in one report. All further groups are reported as one."""
 

@@ -59,9 +59,7 @@ Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 RELEASE_NONCE = 0
 """Nonce in the refusal of a `Release`, which carries none itself. No claim or renewal has this nonce."""
 
-MAX_TOLD = 256
-"""Requests in one account at most."""
-
+MAX_TOLD = 256  # requests in one account at most
 MAX_CURSOR = 256
 
 MAX_DETAIL = 4096
@@ -117,12 +115,10 @@ class Welcome(Struct, frozen=True, array_like=True, tag=2, gc=False):
     agent_name: Annotated[str, Meta(min_length=1, max_length=1024)]
     """The engine's id, of up to 512 characters, and a part that makes the name unique."""
     metadata: Annotated[bytes, Meta(min_length=1, max_length=8 * 1024 * 1024)]
-    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    """SHA-256 of `metadata`."""
+    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]  # SHA-256 of `metadata`
     layout: Raw
     """Encoded `Layout`. `decode_layout` checks its length first."""
-    packing: Packing | None = None
-    """Memory for packed copies, since minor version 4; None if the rank makes none."""
+    packing: Packing | None = None  # memory for packed copies, since minor version 4; None if the rank makes none
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
@@ -141,11 +137,9 @@ class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
     request_id: RequestText
     cohort: Cohort
     pull_id: PullText
-    nonce: Nonce
-    """Unique per transmission, so that an old answer is never matched to a newer question."""
+    nonce: Nonce  # unique per transmission, so that an old answer is never matched to a newer question
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    seconds: Seconds
-    """Longest time that the reader still needs."""
+    seconds: Seconds  # longest time that the reader still needs
 
 
 class Renew(Struct, frozen=True, array_like=True, tag=5, gc=False):
@@ -228,10 +222,8 @@ class StatusRequest(Struct, frozen=True, array_like=True, tag=13, gc=False):
     nonce: Nonce
     most: Annotated[int, Meta(ge=0, le=MAX_TOLD)] = 0
     """Requests in the account of the answer; 0 asks for gauges alone, as every question did before minor version 3."""
-    after: Annotated[str, Meta(max_length=MAX_CURSOR)] = ""
-    """Cursor at which the last account ended."""
-    request_id: Annotated[str, Meta(max_length=MAX_ID)] = ""
-    """Id, on either side, of the only request to list."""
+    after: Annotated[str, Meta(max_length=MAX_CURSOR)] = ""  # cursor at which the last account ended
+    request_id: Annotated[str, Meta(max_length=MAX_ID)] = ""  # id, on either side, of the only request to list
     read: Annotated[bytes, Meta(max_length=32)] = b""
     """Unused; older versions sent a digest of the account that they had read last."""
 
@@ -265,8 +257,7 @@ class Pack(Struct, frozen=True, array_like=True, tag=17, gc=False):
 
     key: Key
     pull_id: PullText
-    nonce: Nonce
-    """Name of the copy, unique among those of the reader's process start."""
+    nonce: Nonce  # name of the copy, unique among those of the reader's process start
     recipe: Recipe
 
 
@@ -316,8 +307,7 @@ class Packet(Struct, frozen=True, array_like=True, gc=False):
 
     major: Annotated[int, Meta(ge=0, le=65_535)]
     sender: Annotated[str, Meta(min_length=1, max_length=64)]
-    target: Incarnation
-    """Process start that the packet is for; empty if it is for any."""
+    target: Incarnation  # process start that the packet is for; empty if it is for any
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
 
 
