@@ -25,14 +25,11 @@ LOG_FILE = ("engine_id", "rank", "pid", "host")
 CORES_FOR_TWO = 2
 POLICIES = ("s3-fifo", "lru")
 
-MIN_GRANT_S = 0.5
-"""The shortest grant: a shorter one could lapse while its reader's loop is merely busy."""
-
+MIN_GRANT_S = 0.5  # the shortest grant: a shorter one could lapse while its reader's loop is merely busy
 MIN_HELD_FRACTION = 0.01
 MAX_HELD_FRACTION = 1000.0
 
-MIN_LEASE_S = 2.0
-"""The shortest lease: a shorter one could end between two renewals of a reader with a busy loop."""
+MIN_LEASE_S = 2.0  # the shortest lease: a shorter one could end between two renewals of a reader with a busy loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

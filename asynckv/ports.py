@@ -103,16 +103,11 @@ class ControlPlane(Protocol):
 class AgentInfo(NamedTuple):
     """Data with which a remote data plane reaches an agent's memory."""
 
-    name: str
-    """Unique per agent, in this process and all others."""
-    metadata: bytes
-    """Opaque to all but the data planes."""
-    is_trusted: bool = True
-    """True if it came with a key that is listed here, or from this host."""
-    host: str = ""
-    """Host that it came from, as `ControlPlane.host` returns it."""
-    packing: Packing | None = None
-    """Its memory for packed copies; None if it makes none."""
+    name: str  # unique per agent, in this process and all others
+    metadata: bytes  # opaque to all but the data planes
+    is_trusted: bool = True  # True if it came with a key that is listed here, or from this host
+    host: str = ""  # host that it came from, as `ControlPlane.host` returns it
+    packing: Packing | None = None  # its memory for packed copies; None if it makes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +115,7 @@ class AgentLost:
     """The agent that remote readers reach has ended by itself. Another follows (`AgentReplaced`)."""
 
     cause: str
-    pause_s: float = 0.0
-    """Seconds until the next one serves, because too many have ended."""
+    pause_s: float = 0.0  # seconds until the next one serves, because too many have ended
     reads: bool = True
     """True if it posted our reads too: all remote agents are gone from it, and every transfer was reported."""
 
@@ -131,12 +125,9 @@ class AgentReplaced:
     """Another agent serves the same memory, under another name."""
 
     agent: AgentInfo
-    cause: str
-    """Reason for which the previous one ended."""
-    seconds: float
-    """Seconds without an agent."""
-    transfers_failed: int
-    """Number of transfers that ended with the previous one."""
+    cause: str  # reason for which the previous one ended
+    seconds: float  # seconds without an agent
+    transfers_failed: int  # number of transfers that ended with the previous one
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +230,8 @@ class DataPlane(Protocol):
 class CopyOp(enum.StrEnum):
     """Direction of the bytes, seen from the rank's own memory; NIXL's words."""
 
-    READ = "read"
-    """From a tier: blocks are loaded, records are fetched."""
-    WRITE = "write"
-    """To a tier: blocks are stored, records are written."""
+    READ = "read"  # from a tier: blocks are loaded, records are fetched
+    WRITE = "write"  # to a tier: blocks are stored, records are written
 
 
 class _MovePlane(Protocol):
@@ -306,17 +295,12 @@ class CopyPlane(_MovePlane, Protocol):
 class Record(NamedTuple):
     """One record to move between memory and a record plane."""
 
-    key: bytes
-    """Identity of its bytes: no other bytes are ever read under this key."""
-    near: int
-    """Offset in memory: bytes from the start of the memory that `start` was given."""
-    far: int
-    """Offset in the record plane's range, in bytes."""
+    key: bytes  # identity of its bytes: no other bytes are ever read under this key
+    near: int  # offset in memory: bytes from the start of the memory that `start` was given
+    far: int  # offset in the record plane's range, in bytes
     size: int
-    layout: str = ""
-    """Fingerprint of the packed layout of the bytes."""
-    tag: str = ""
-    """Name of the record's group, for people."""
+    layout: str = ""  # fingerprint of the packed layout of the bytes
+    tag: str = ""  # name of the record's group, for people
 
 
 class Stored(NamedTuple):
@@ -343,10 +327,8 @@ class RecordsEnded(NamedTuple):
 class RecordsLost(NamedTuple):
     """A record plane takes no more writes, or no moves at all; reported once. Later moves fail at once."""
 
-    cause: str
-    """Description of the event, with the numbers and the remedy."""
-    reads: bool
-    """True if records cannot be read either."""
+    cause: str  # description of the event, with the numbers and the remedy
+    reads: bool  # True if records cannot be read either
 
 
 RecordNews = RecordsEnded | RecordsLost

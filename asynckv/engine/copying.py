@@ -24,9 +24,7 @@ from asynckv.geometry.tables import PeerTables
 from asynckv.offload.job import Move
 from asynckv.offload.keys import StoredGroup, needed
 
-MAX_DESCRIPTORS = 4096
-"""In one copy: as many as take no longer than the bytes of `max_post_bytes`."""
-
+MAX_DESCRIPTORS = 4096  # descriptors in one copy: as many as take no longer than the bytes of `max_post_bytes`
 NOTHING: tuple[list[int], list[int]] = [], []
 
 

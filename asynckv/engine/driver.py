@@ -59,15 +59,9 @@ TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
     "authorized keys"
 )
-POST_SLICE_S = 0.001
-"""Seconds for which a turn may post before the loop gets its turn."""
-
-BEAT_S = 0.25
-"""While anything is under way the timer runs at least this often, to notice that the loop was away."""
-
-IDLE_BEAT_S = 2.5
-"""The beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`."""
-
+POST_SLICE_S = 0.001  # seconds for which a turn may post before the loop gets its turn
+BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
+IDLE_BEAT_S = 2.5  # the beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`
 MAX_WAITED = 8
 
 Ts = TypeVarTuple("Ts")
@@ -170,17 +164,13 @@ class Driver:
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
         self._loading: set[asyncio.Task[None]] = set()
-        self._due: asyncio.Handle | None = None
-        """The next turn, if one was asked for."""
-        self._has_waited = False
-        """True if queued messages were already held back one turn, to share a packet."""
-        self._is_serving = False
-        """The data plane was told that remote ranks may read."""
+        self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
+        self._has_waited = False  # True if queued messages were already held back one turn, to share a packet
+        self._is_serving = False  # the data plane was told that remote ranks may read
         self._polled_at = -math.inf
         self._timer: TimerHandle | None = None
         self._timer_at = self._due_at = math.inf
-        self._beat_at = math.inf
-        """When the timer runs even if the core wants nothing."""
+        self._beat_at = math.inf  # when the timer runs even if the core wants nothing
         self._beats_fast = False
         self._sign_at = math.inf
 

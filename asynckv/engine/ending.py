@@ -29,14 +29,11 @@ from asynckv.observe.observer import Observer
 GRACE_S = 1.0
 """Seconds for which closing waits for acknowledgements alone, or for peers that are being loaded when time is up."""
 
-PROMISED = frozenset(LeaseState)
-"""Why blocks are held that a reader may still read by a promise."""
-
+PROMISED = frozenset(LeaseState)  # why blocks are held that a reader may still read by a promise
 LOG_S = 0.25
 """Seconds for which closing waits for the log's last lines when time is up; a disk takes milliseconds, or hangs."""
 
-MAX_NAMED = 64
-"""Most requests with grants that were cut short that the log names."""
+MAX_NAMED = 64  # most requests with grants that were cut short that the log names
 
 
 class Ending:
@@ -44,8 +41,7 @@ class Ending:
         self._driver, self._config, self._retrying = driver, config, retrying
         self._life, self._recorder = driver.life, driver.recorder
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
-        self._close_by = math.inf
-        """Nothing is waited for any longer, not even the end of promises."""
+        self._close_by = math.inf  # nothing is waited for any longer, not even the end of promises
         self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._left: tuple[HeldBlocks, ...] = ()
         self.is_busy = False

@@ -30,8 +30,7 @@ class Home:
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        self.is_settled = False
-        """The engine has a core as well: its methods can be called."""
+        self.is_settled = False  # the engine has a core as well: its methods can be called
 
     def settle(self) -> None:
         self.loop, self._thread = asyncio.get_running_loop(), threading.get_ident()

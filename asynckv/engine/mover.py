@@ -41,12 +41,8 @@ for those of loads, and have `timeout_s` after they are posted."""
 IN_ONE_TURN = 256
 """Blocks that are taken, and posted, in one turn of the loop: a thousand take two milliseconds for each."""
 
-MAX_FAILURES = 10
-"""That are logged at once; then one per second."""
-
-NO_ROOM_S = 60.0
-"""At least so long is between two lines of stores that found no room: where one does, so do many."""
-
+MAX_FAILURES = 10  # failures that are logged at once; then one per second
+NO_ROOM_S = 60.0  # at least so long is between two lines of stores that found no room: where one does, so do many
 COUNTERS = (
     *("lookups", "lookup_hits", "lent", "moves_failed", "moves_doubted", "records_lost", "jobs_retired"),
     *(f"files_lost.{what}" for what in ("writes", "all")),
@@ -96,13 +92,11 @@ class Mover:
         self._running: Counter[JobKind] = Counter()
         self._by_request: dict[str, dict[str, OffloadJob]] = {}
         self.posted: dict[TransferId, _Posted] = {}
-        self._held: dict[str, OffloadJob] = {}
-        """Ended jobs with blocks that a copy in doubt may still touch."""
+        self._held: dict[str, OffloadJob] = {}  # ended jobs with blocks that a copy in doubt may still touch
         self.ids = count(1)
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.on_moved: Callable[[], None] = lambda: None
-        self._late_at = math.inf
-        """No copy is late before."""
+        self._late_at = math.inf  # no copy is late before
         self._timer: TimerHandle | None = None
         self._is_due = False
         self._idle = asyncio.Event()

@@ -21,8 +21,7 @@ from asynckv.observe.observer import Observer, Reading
 
 T = TypeVar("T")
 
-_CHANGING = threading.Lock()
-"""Observers come and go on whatever thread, and the loop tells those that it finds."""
+_CHANGING = threading.Lock()  # observers come and go on whatever thread, and the loop tells those that it finds
 
 
 class Observation:

@@ -23,8 +23,7 @@ from asynckv.offload.keys import stored_groups
 from asynckv.offload.traffic import Budgets
 from asynckv.ports import RecordPlane
 
-MOVE_BYTES = 64 << 20
-"""In one move at most, which then has one ending for all of it."""
+MOVE_BYTES = 64 << 20  # bytes in one move at most, which then has one ending for all of it
 
 
 class Shelf:

@@ -39,24 +39,16 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Place
 from asynckv.ports import FOUND_DAMAGED, CopyPlane, RecordPlane
 
-HOST = "host"
-"""The name of the host tier's memory among what the copy plane knows."""
-
+HOST = "host"  # the name of the host tier's memory among what the copy plane knows
 THROUGH_BYTES, THROUGH_RECORDS = 32 << 20, 16
 """Of host memory through which the records of another geometry pass, per rank that has left some: so much, or for so
 many of the largest records per group where that is more."""
 
-MAX_THROUGH_BYTES = 512 << 20
-"""The same at most: how large a record is says another's index."""
-
+MAX_THROUGH_BYTES = 512 << 20  # the same at most: how large a record is says another's index
 MAX_TOLD = 8
 
-GRACE_S = 1.0
-"""Seconds for which closing writes to files and waits for running copies, by default."""
-
-CLOSE_S = 10.0
-"""Seconds for which closing waits for a plane's threads, by default."""
-
+GRACE_S = 1.0  # seconds for which closing writes to files and waits for running copies, by default
+CLOSE_S = 10.0  # seconds for which closing waits for a plane's threads, by default
 WRITTEN = f"blocks.{MoveKind.WRITE_BACK.value}"
 
 Serve = Callable[[EngineConfig, Registration], Engine]

@@ -22,9 +22,7 @@ from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_VIEWS, Int64s
 from asynckv.geometry.layout import Bytes, Layout, Memory
 from asynckv.geometry.plan import ReadRequest
 
-PACK_BYTES = 2 << 20
-"""Length of a slot for packed copies."""
-
+PACK_BYTES = 2 << 20  # length of a slot for packed copies
 MAX_ROWS = 1024
 MAX_BLOCK_RUNS = 16_384
 
