@@ -206,7 +206,7 @@ def test_a_start_that_fails_is_raised_by_name_and_leaves_nothing() -> None:
     assert not thread._thread.is_alive()
     for left in set(threading.enumerate()) - before:  # told to end
         left.join(PATIENCE_S)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert not thread.take_finished()
     with pytest.raises(EngineClosed, match="failed to start: BackendError"):
         thread.submit([Cancel("r")])
