@@ -123,7 +123,7 @@ PLANTED = {
         Tiers, "sources", "tokens == self._left(whole).tokens", "tokens == 0", 7
     ),
     "a place in the files is written again before it was forgotten": Bug(
-        Shelf, "forget", "self.records.forget(self._blocks.places(freed))", "pass", 53
+        Shelf, "forget", "self.records.forget(self.block_records.places(freed))", "pass", 53
     ),
     "a store waits for ever for a copy": Bug(Mover, "_doubt", "else self._config.timeout_s", "else math.inf", 12),
     "a job that has ended holds its blocks for ever": Bug(Mover, "_release", "core.ledger.drop(job.job_id)", "pass", 2),
