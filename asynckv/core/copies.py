@@ -36,8 +36,6 @@ class _Copy:
 
 
 class Copies:
-    """The packed copies of one owner."""
-
     def __init__(self, packing: Packing | None, outbox: Outbox) -> None:
         self.slot_bytes = packing.slot_bytes if packing is not None else 0
         self._outbox = outbox

@@ -83,8 +83,6 @@ class Due(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One start of a remote rank."""
-
     engine_id: str
     tp_rank: int
     pp_stage: int

@@ -174,8 +174,6 @@ class PullRequest:
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """The state machine of one attempt to read one request."""
-
     pull_id: PullId
     request_id: RequestId
     params: KVTransferParams

@@ -69,8 +69,6 @@ class RemoteRank(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """The state of one attempt at one remote rank."""
-
     pull_id: PullId
     rank: RemoteRank
     role: Role

@@ -8,8 +8,6 @@ LAGS_S = (0.001, 0.01, 0.1, 1.0, 10.0)
 
 
 class LoopLag:
-    """Delays with which an engine's timer fired."""
-
     def __init__(self, away_s: float) -> None:
         self._away_s = away_s
         self._counts = [0] * (len(LAGS_S) + 1)
