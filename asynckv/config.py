@@ -37,8 +37,9 @@ class LeaseConfig:
     """Times and limits of lent requests on a prefill rank.
 
     Attributes:
-        lease_s: Seconds for which an unclaimed request stays lent. Raise it if decode engines hear of
-            requests late (a long queue at the router, no `Engine.announce`). Lower it if KV memory is scarce.
+        lease_s: Seconds for which an unclaimed request stays lent; give it to `PrefillRanks(lease=...)`. Raise it if
+            decode engines hear of requests late (a long queue at the router, no `Engine.announce`). Lower it if KV
+            memory is scarce.
         grant_s: Length of one grant to a reader, at least 0.5 s. The reader renews it while it needs the blocks. It
             also bounds how long a dead reader holds blocks, and how long `Engine.aclose` takes. Raise it if a reader's
             event loop may be blocked for longer.

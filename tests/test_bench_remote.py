@@ -94,6 +94,7 @@ def test_a_command_that_fails_says_why_itself() -> None:
 def test_a_command_that_cannot_be_run_or_greets_is_named() -> None:
     done = run("--remote", "/nowhere/ssh host", "--remote-host", "127.0.0.1", status=2)
     assert "--remote /nowhere/ssh host: /nowhere/ssh cannot be run: No such file" in done.stderr
+    assert ": No closing quotation" in run("--remote", "'", "--remote-host", "127.0.0.1", status=2).stderr
     done = run("--remote", "echo Welcome", "--remote-host", "127.0.0.1", status=1)
     assert "prefill/tp0 answered b'Welcome\\n', which is not a valid answer" in " ".join(done.stdout.split())
 

@@ -132,7 +132,10 @@ class Host:
 
     async def _start(self, name: str, *, is_remote: bool) -> Child:
         remote, log = self._options.remote or "", self._options.log
-        command = shlex.split(remote) if is_remote else HERE
+        try:
+            command = shlex.split(remote) if is_remote else HERE
+        except ValueError as exc:
+            raise ConfigError(f"--remote {remote}: {exc}") from exc
         errors = asyncio.subprocess.PIPE if is_remote and log else None
         try:
             child = await self._processes.start_command(name, command, errors)
