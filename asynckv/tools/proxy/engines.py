@@ -179,8 +179,8 @@ class Engine:
 class Engines:
     def __init__(self, sources: Sources, limits: Limits, metrics: Any) -> None:
         labels, gauge = ["role", "engine"], partial(prometheus.Gauge, registry=metrics)
-        faults = "pd_proxy_engine_faults", "Faults of engines."
-        self._faults = prometheus.Counter(*faults, [*labels, "why"], registry=metrics)
+        names = [*labels, "why"]
+        self._faults = prometheus.Counter("pd_proxy_engine_faults", "Faults of engines.", names, registry=metrics)
         self._up = gauge("pd_proxy_engine_up", "1 if the engine is up.", labels)
         self._outstanding = gauge("pd_proxy_engine_outstanding", "Requests in flight at the engine.", labels)
         self._known: dict[tuple[str, str], Engine] = {}
