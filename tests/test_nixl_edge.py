@@ -516,6 +516,7 @@ def five_reads(reader: Side) -> tuple[Agent, list[int]]:
 async def test_one_poll_tells_every_end(linked: tuple[Side, Side], doubt: bool) -> None:
     reader, owner = linked
     agent, handles = five_reads(reader)
+    assert len(handles) == 5
     if doubt:
         raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
         assert endings(reader.ended()) == [(number, "in_doubt") for number in range(5)]
