@@ -87,6 +87,7 @@ LAYOUT = Layout(
     ),
     aliases=(("layers.2", "layers.0"),),
     slotted=True,
+    guessed_axis="head",
 )
 """A layout in which no field has its default."""
 

@@ -95,6 +95,10 @@ class Engine:
     orders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Part name -> order of its dims, slowest first; drawn from the seed for the others."""
     pad: int = 0
+    declare: Callable[[tuple[int, int], int, int], tuple[int, int, int]] | None = None
+    """What a rank that holds `[lo, hi)` declares, by its place and the number of ranks: a range and an extent, which
+    may be wrong; None for the truth."""
+    guessed_axis: str | msgspec.UnsetType = msgspec.UNSET
 
     def stage_of(self, layer: int) -> int:
         return layer * self.pp_size // len(self.layers)
@@ -134,11 +138,16 @@ class Rank:
             memories=tuple(Memory(a, n) for a, n in zip(starts, lengths, strict=True)),
             groups=groups,
             views=tuple(views),
+            guessed_axis=engine.guessed_axis,
         )
         check_layout(self.layout)
 
+    def held(self, spec: PartSpec) -> tuple[int, int]:
+        """Return the range that this rank really holds."""
+        return spec.held(dict(spec.dims)[spec.axis], self.tp_rank, self.engine.tp_size) if spec.axis else (0, 0)
+
     def _part(self, spec: PartSpec, group: Group, offset: int, rng: np.random.Generator) -> Part:
-        held = spec.held(dict(spec.dims)[spec.axis], self.tp_rank, self.engine.tp_size) if spec.axis else (0, 0)
+        held = self.held(spec)
         sizes = {n: held[1] - held[0] if n == spec.axis else size for n, size in spec.dims}
         if group.kind == "tokens" and spec.entry:
             sizes = {"token": group.kernel_size // spec.entry, **sizes}
@@ -148,6 +157,9 @@ class Rank:
             dims.append(Dim(name, sizes[name], step))
             step *= sizes[name]
         extent = dict(spec.dims)[spec.axis] if spec.axis else 0
+        if self.engine.declare and spec.axis:
+            *_, extent = lo, hi, _ = self.engine.declare(held, self.tp_rank, self.engine.tp_size)
+            held = lo, hi
         return Part(
             spec.name, spec.dtype, spec.itemsize, offset, tuple(dims), spec.axis, held, extent, max(spec.entry, 1)
         )
@@ -237,7 +249,7 @@ def cells(rank: Rank, lists: Lists, cache: Cache, tokens: int, wanted: int | Non
             if group.kind == "state":
                 after = min((start + i + 1) * size, tokens)
                 must = goal > first and start + i == (goal - 1) // size
-                data = cache.entry(layer, spec, goal if wanted is not None and must else after, part.held)
+                data = cache.entry(layer, spec, goal if wanted is not None and must else after, rank.held(spec))
                 if wanted is None or must:
                     out.append((view.memory, rank.places(view, part, spec, block), data, True))
                 continue
@@ -250,7 +262,7 @@ def cells(rank: Rank, lists: Lists, cache: Cache, tokens: int, wanted: int | Non
                     begin = max(first, goal - group.window + 1 if group.window else 0)
                     must = lo < goal and hi > begin < goal
                     if hi > first:
-                        out.append((view.memory, place, cache.entry(layer, spec, lo // each, part.held), must))
+                        out.append((view.memory, place, cache.entry(layer, spec, lo // each, rank.held(spec)), must))
     return out
 
 

@@ -25,7 +25,7 @@ from asynckv.core.routes import Routes
 from asynckv.core.source import RemoteRank
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, Place, PullId, Reason, members, rank_name
-from asynckv.core.wire import MAJOR, Message, Unwelcome, Welcome
+from asynckv.core.wire import MAJOR, SETTLES, Message, Unwelcome, Welcome
 from asynckv.errors import LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import Layout
@@ -196,7 +196,12 @@ class Peers:
         if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
             return Reason.PROTOCOL, "its NIXL metadata does not match the digest that came with it"
         if differences := compare(self._layout, layout):
-            return Reason.GEOMETRY, "layouts differ: " + "; ".join(map(str, differences))
+            told = "; ".join(map(str, differences))
+            if welcome.minor < SETTLES:
+                told += (
+                    f" (it speaks protocol {MAJOR}.{welcome.minor}; upgrade it, because {MAJOR}.{SETTLES} settles more)"
+                )
+            return Reason.GEOMETRY, f"layouts differ: {told}"
         return layout
 
     def probe(self, peer: Peer, now: float) -> None:

@@ -36,9 +36,11 @@ from asynckv.geometry.bounds import BlockRuns, Name, Rank, Size
 from asynckv.geometry.gather import Packing, Recipe
 
 MAJOR = 1
-MINOR = 4
+MINOR = 5
 """Minor version. 1 added `Draining`, 2 the reason `withdrawn`, 3 the options of a status request and its account, 4
-packed copies."""
+packed copies, 5 layouts that say what they guess (`Layout.guessed_axis`)."""
+
+SETTLES = 5  # the minor version since which ranks settle guesses, so that an older one may be refused without need
 
 MAX_PACKET = 16 * 1024 * 1024
 """Largest packet in bytes. The control plane refuses a larger one before it is decoded."""

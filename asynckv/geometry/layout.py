@@ -190,6 +190,9 @@ class Layout(Struct, frozen=True, kw_only=True):
         slotted: True if groups share a memory as slots, each group with slots of its own size, and the allocator of
             slots keeps those in use from overlapping. Then groups with blocks of different sizes may overlap, and a
             block id of one group says nothing about another group's. The field is not encoded if it is left out.
+        guessed_axis: Axis (such as `head`) of which a rank with one entry does not know how many the model has, because
+            several ranks may hold the same one. Ranks cut it as `shard` does. In parts of tokens with one entry of it,
+            `held` and `extent` are then a guess, and the handshake settles them. Not encoded if it is left out.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
@@ -203,6 +206,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     views: Annotated[tuple[View, ...], Meta(min_length=1, max_length=MAX_VIEWS)]
     aliases: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=MAX_VIEWS)] = ()
     slotted: bool | UnsetType = UNSET
+    guessed_axis: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET
 
 
 def fingerprint(layout: Layout) -> str:

@@ -8,10 +8,15 @@ every prefill stage.
 **Reads** are known after the handshakes: `assign` covers our ranges with those of the remote ranks, and among replicas
 the first is read. `predicted` names the ranks to shake hands with first. `compare` refuses layouts that cannot be
 planned at all. Views and parts are matched by (layer, part); a layer is matched by its own name and by its aliases.
+
+**Guesses are settled** (`Layout.guessed_axis`). One entry on each of `T` ranks means that the whole axis has a divisor
+of `T` entries. If ranks of the other side hold several, its extent is known, and tells which entry each of ours has.
+If both sides hold one, ranks that overlap hold the same entry, whatever the extent is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -75,7 +80,7 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
         out.append(Difference("layers only on one side", "none", _some(only_remote)))
     for layer, local_parts in local_layers.items():
         if layer in remote_layers:
-            differing = _compare_layers(local_parts, remote_layers[layer], local, remote)
+            differing = _compare_layers(local_parts, remote_layers[layer])
             for field, local_value, remote_value in differing:
                 found.setdefault((field, str(local_value), str(remote_value)), []).append(layer)
     for (field, in_local, in_remote), layers in found.items():
@@ -84,7 +89,17 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     return tuple(out[:MAX_DIFFERENCES])
 
 
-_Parts = dict[str, tuple[View, Part]]  # the parts of one layer by name, each with its view
+class _Spot(NamedTuple):
+    view: View
+    part: Part
+    layout: Layout
+
+    @property
+    def group(self) -> Group:
+        return self.layout.groups[self.view.group]
+
+
+_Parts = dict[str, _Spot]  # the parts of one layer by name
 
 
 def _layers(layout: Layout) -> dict[str, _Parts]:
@@ -93,7 +108,7 @@ def _layers(layout: Layout) -> dict[str, _Parts]:
     for view in layout.views:
         parts = out.setdefault(view.layer, {})
         for part in view.parts:
-            parts[part.name] = (view, part)
+            parts[part.name] = _Spot(view, part, layout)
     for alias, layer in layout.aliases:
         out[alias] = out[layer]
     return out
@@ -115,9 +130,7 @@ def _some(names: Iterable[str]) -> object:
     return (names if len(names) <= 8 else [*names[:8], f"... {len(names) - 8} more"]) or "none"
 
 
-def _compare_layers(
-    local_parts: _Parts, remote_parts: _Parts, local: Layout, remote: Layout
-) -> Iterator[tuple[str, object, object]]:
+def _compare_layers(local_parts: _Parts, remote_parts: _Parts) -> Iterator[tuple[str, object, object]]:
     names = local_parts.keys(), remote_parts.keys()
     if names[0] != names[1]:
         packed = {"kv"} in names and {"k", "v"} in names
@@ -127,9 +140,9 @@ def _compare_layers(
     for name in local_parts:
         if name not in remote_parts:
             continue
-        (local_view, local_part), (remote_view, remote_part) = local_parts[name], remote_parts[name]
-        local_group, remote_group = local.groups[local_view.group], remote.groups[remote_view.group]
-        pair = (local_view.group, remote_view.group)
+        local, remote = local_parts[name], remote_parts[name]
+        local_group, remote_group = local.group, remote.group
+        pair = (local.view.group, remote.view.group)
         if local_group.kind != remote_group.kind:
             if pair not in told:
                 yield "kind", local_group.kind, remote_group.kind
@@ -137,26 +150,39 @@ def _compare_layers(
             yield "window", local_group.window or "none", remote_group.window
         told.add(pair)
         if local_group.kind == remote_group.kind:
-            for field, local_value, remote_value in _compare_parts(local_part, remote_part, local_group, remote_group):
+            for field, local_value, remote_value in _compare_parts(local, remote):
                 yield f"{field} of part {name!r}", local_value, remote_value
 
 
-def _said_as(part: Part, other: Part) -> Part:
-    """Describe a part that every rank holds whole as the other side does: as sharded, and held from end to end."""
-    if part.axis or not other.axis:
+def _said_as(spot: _Spot, other: _Spot) -> Part:
+    """Describe a part as the other side does: with a settled extent, or, if every rank holds it whole, as sharded."""
+    part, twin = spot.part, other.part
+    if part.axis and part.axis == twin.axis and part.extent != twin.extent and _is_guess(spot, other):
+        size = spot.layout.tp_size
+        extent = math.gcd(size, other.layout.tp_size) if _is_guess(other, spot) else twin.extent
+        if size % extent:
+            return part
+        lo = spot.layout.tp_rank * extent // size
+        return structs.replace(part, held=(lo, lo + 1), extent=extent)
+    if part.axis or not twin.axis:
         return part
     dims = {dim.name: dim.size for dim in part.dims}
-    if dims.get(other.axis, 1) != other.extent:
+    if dims.get(twin.axis, 1) != twin.extent:
         return part
     # A dim of one entry may be left out, because it is never stepped along.
-    more = () if other.axis in dims else (Dim(other.axis, 1, part.itemsize),)
-    return structs.replace(part, dims=part.dims + more, axis=other.axis, held=(0, other.extent), extent=other.extent)
+    more = () if twin.axis in dims else (Dim(twin.axis, 1, part.itemsize),)
+    return structs.replace(part, dims=part.dims + more, axis=twin.axis, held=(0, twin.extent), extent=twin.extent)
 
 
-def _compare_parts(
-    local: Part, remote: Part, local_group: Group, remote_group: Group
-) -> Iterator[tuple[str, object, object]]:
-    local, remote = _said_as(local, remote), _said_as(remote, local)
+def _is_guess(spot: _Spot, other: _Spot) -> bool:
+    """Return True if a part's range is a guess: both engines of a model guess alike, so that one of them says it."""
+    lo, hi = spot.part.held
+    said = spot.layout.guessed_axis, other.layout.guessed_axis
+    return hi - lo == 1 and spot.group.kind == "tokens" and spot.part.axis in said
+
+
+def _compare_parts(one: _Spot, other: _Spot) -> Iterator[tuple[str, object, object]]:
+    local, remote = _said_as(one, other), _said_as(other, one)
     if local.dtype != remote.dtype:
         yield "dtype", local.dtype, remote.dtype
     elif local.itemsize != remote.itemsize:
@@ -165,8 +191,8 @@ def _compare_parts(
         yield "sharded axis", _axis(local), _axis(remote)
     if local.tokens_per_entry != remote.tokens_per_entry:
         yield "tokens_per_entry", local.tokens_per_entry, remote.tokens_per_entry
-    sizes = local_group.kernel_size, remote_group.kernel_size
-    if local_group.kind == "tokens" and not (local.has_tokens and remote.has_tokens) and sizes[0] != sizes[1]:
+    sizes = one.group.kernel_size, other.group.kernel_size
+    if one.group.kind == "tokens" and not (local.has_tokens and remote.has_tokens) and sizes[0] != sizes[1]:
         yield "kernel block size (one entry covers a whole kernel block)", *sizes
     if _common_dims(local) != _common_dims(remote) or local.has_tokens != remote.has_tokens:
         yield "dims", _dims(local), _dims(remote)
@@ -236,21 +262,23 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
         if groups is not None and view.group not in groups:
             continue
         for part in view.parts:
-            twins: list[tuple[int, View, Part]] = []  # the remote ranks that have this part, and where
+            spots: list[tuple[int, _Spot]] = []  # the remote ranks that have this part, and where
             for name in names[view.layer]:
-                spots = [(i, layers.get(name, {}).get(part.name)) for i, layers in enumerate(held_by)]
-                if twins := [(i, *spot) for i, spot in spots if spot is not None]:
+                found = [(i, layers.get(name, {}).get(part.name)) for i, layers in enumerate(held_by)]
+                if spots := [(i, spot) for i, spot in found if spot is not None]:
                     break
-            if not twins:
+            if not spots:
                 missing[view.layer] = None
                 continue
-            for _, _, twin in twins:
-                part = _said_as(part, twin)
+            mine = _Spot(view, part, local)
+            for _, spot in spots:
+                mine = mine._replace(part=_said_as(mine, spot))
+            part = mine.part
+            twins = [(i, spot.view, _said_as(spot, mine)) for i, spot in spots]
             if not part.axis:
                 i, remote_view, twin = twins[0]
                 out[i].append(Share(view, remote_view, part, twin, 0, 0))
                 continue
-            twins = [(i, remote_view, _said_as(twin, part)) for i, remote_view, twin in twins]
             if other := [twin for *_, twin in twins if (twin.axis, twin.extent) != (part.axis, part.extent)]:
                 # Each fits a part that is whole here, but not the others: they cut it along different axes.
                 what = f"sharded axis of layer {view.layer!r} part {part.name!r}"

@@ -76,6 +76,8 @@ class Model:
     layers: tuple[Layer, ...] = field(default=(Attention(), Attention()))
     block_size: int = 16
     mamba_mode: Literal["none", "align"] = "align"
+    said_heads: int | None = None
+    """KV heads in the model's configuration; None for the most that a layer has."""
 
     @property
     def is_mla(self) -> bool:
@@ -83,7 +85,9 @@ class Model:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of the model's attention."""
+        """KV heads of the model's attention, as its configuration says."""
+        if self.said_heads is not None:
+            return self.said_heads
         return max((layer.heads for layer in self.layers if isinstance(layer, Attention)), default=1)
 
     @property

@@ -105,7 +105,15 @@ class Engine:
         return 0 if isinstance(layer, Recurrent) and layer.mode == "none" else layer.block_size
 
     def kind(self, group: int) -> Attention | Recurrent:
-        return next(self.side.layers[n] for r in self.ranks for n in r.config.kv_cache_groups[group].layer_names)
+        name = next(n for r in self.ranks for n in r.config.kv_cache_groups[group].layer_names)
+        return self.layer(name, group)
+
+    def layer(self, name: str, group: int) -> Attention | Recurrent:
+        """A layer with the blocks that vLLM has given it: larger ones where its pages would be smaller than others'."""
+        layer = self.side.layers[name]
+        if isinstance(layer, Recurrent):
+            return layer
+        return dataclasses.replace(layer, block_size=self.groups[group].kv_cache_spec.block_size)
 
     def blocks(self, chosen: random.Random, num_tokens: int, cached: int) -> list[tuple[int, list[int | None]]]:
         """Blocks of a request, per group: some of each, in no order, none of them twice."""
@@ -137,6 +145,7 @@ def engines(tmp_path: Path, prefill: Side, decode: Side) -> Iterator[tuple[Engin
 
 def check_moved(tmp_path: Path, prefill: Side, decode: Side, num_tokens: int = 150, cached: int = 0) -> None:
     """Lend a request, pull it on all ranks, and compare every byte of their memories with what it should be."""
+    tmp_path.mkdir(exist_ok=True)
     chosen = random.Random(num_tokens)
     with engines(tmp_path, prefill, decode) as (source, target):
         theirs, ours = source.blocks(chosen, num_tokens, 0), target.blocks(chosen, num_tokens, cached)
@@ -209,7 +218,7 @@ def write(
     for index, group in enumerate(planned.config.kv_cache_groups):
         first, ids = blocks[index]
         for name in group.layer_names:
-            layer = engine.side.layers[name]
+            layer = engine.layer(name, index)
             if isinstance(layer, Recurrent):
                 block = ids[-1]
                 assert block is not None
@@ -311,6 +320,38 @@ def test_attention_on_other_numbers_of_ranks(tmp_path: Path, layout: str, p: int
 def test_fewer_heads_than_ranks(tmp_path: Path, p: int, d: int) -> None:
     layers = {n: Attention(heads=2) for n in LAYERS[:2]}
     check_moved(tmp_path, Side(layers, tp=p, kv_heads=2), Side(layers, tp=d, kv_heads=2))
+
+
+def heads(*of_layers: int, window: int = 0) -> Layers:
+    """Layers with these heads; the first ones have the window."""
+    return {
+        f"model.layers.{i}.self_attn.attn": Attention(heads=each, window=window if each == of_layers[0] else 0)
+        for i, each in enumerate(of_layers)
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "said", "sizes"),
+    [
+        (heads(4, 4, 1, window=48), 4, [(1, 2), (2, 1), (2, 4)]),
+        (heads(1, 2, 2), 1, [(1, 2), (2, 1), (4, 2)]),
+        (heads(8, 8, 2, window=48), 8, [(2, 4), (4, 2), (8, 2)]),
+        (heads(16, 4), 16, [(4, 8), (8, 4)]),
+        (heads(4, 8), 4, [(8, 4), (4, 8), (8, 1)]),
+        (heads(2, 2), 1, [(2, 4), (4, 2), (1, 4)]),
+        (heads(4, 4), 2, [(8, 4), (4, 8)]),
+        (heads(8, 8), 4, [(8, 4), (4, 8), (8, 8)]),
+        (heads(8, 1), 128, [(8, 2), (2, 4)]),
+    ],
+    ids=["gemma", "mimo", "gemma-4", "16-and-4", "mimo-flash", "2-said-1", "4-said-2", "8-said-4", "draft-of-mla"],
+)
+def test_layers_whose_heads_the_configuration_does_not_say(
+    tmp_path: Path, layers: Layers, said: int, sizes: Sequence[tuple[int, int]]
+) -> None:
+    # vLLM's own configuration wants heads that fit its ranks, so the facts say the number that a worker would get.
+    for i, (p, d) in enumerate(sizes):
+        sides = [Side(layers, tp=tp, facts={"num_kv_heads": said}) for tp in (p, d)]
+        check_moved(tmp_path / str(i), *sides)
 
 
 def test_latents_are_the_same_on_all_ranks(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,32 @@ def test_one_head_that_two_ranks_share_is_read_by_both(server: Server, connector
     other = Pair.start(server, replace(one, tp=1), one)
     other.generate(*(other.prompt(count) for count in LENGTHS))
     other.settle()
+
+
+def mixed(*heads: int, said: int | None = None, **of_last: Any) -> Model:
+    """Two layers of each number of heads; `of_last` is said of the last two."""
+    layers = [Attention(heads=each, **of_last if i == len(heads) - 1 else {}) for i, each in enumerate(heads)]
+    return Model(layers=tuple(x for x in layers for _ in range(2)), block_size=32, said_heads=said)
+
+
+HEADS = {
+    "gemma-4": mixed(1, 4, said=4, window=48),
+    "mimo": mixed(1, 2, said=1, window=48),
+    "draft": mixed(1, 2, said=1, is_draft=True),
+    "said-too-many": mixed(1, 2, said=4),
+}
+"""Models whose layers differ in their KV heads, and what the configuration says of all of them."""
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("name", HEADS)
+def test_layers_may_differ_in_their_heads(
+    server: Server, connector: Connector, name: str, prefill: int, decode: int
+) -> None:
+    one = Setup("prefill", HEADS[name], connector, tp=prefill)
+    pair = Pair.start(server, one, replace(one, tp=decode))
+    pair.generate(*(pair.prompt(count) for count in LENGTHS))
+    pair.settle()
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BHLNC"])

@@ -84,13 +84,18 @@ def kv_heads(num_local: int, num_shares: int | None, place: Place) -> Range:
     """Return the range of the model's KV heads that a rank with `num_local` heads holds.
 
     There are at most `num_shares` different shares, in the order of ranks; if there are fewer shares than ranks,
-    neighbours hold the same one. An unknown number counts as one share per rank, so that a wrong guess can only meet
-    engines of as many ranks, and never moves wrong heads.
+    neighbours hold the same one. An unknown number counts as one share per rank.
     """
     size = place.tp_size
-    shares = size if num_shares is None or size % num_shares else min(num_shares, size)
+    shares = size if not num_shares or size % num_shares else min(num_shares, size)
     at = place.tp_rank * shares // size * num_local
     return Range(at, at + num_local, shares * num_local)
+
+
+def is_known(num_local: int, num_heads: int | None, place: Place) -> bool:
+    """Return True if a rank of a model with `num_heads` KV heads in every layer holds `num_local` of them."""
+    num_heads, size = num_heads or 0, place.tp_size
+    return num_heads == num_local * size or (num_local == 1 and num_heads > 0 and size % num_heads == 0)
 
 
 def parts(

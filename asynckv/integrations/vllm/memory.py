@@ -16,6 +16,8 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from asynckv.edges.torch import TensorPart, register_parts
 from asynckv.errors import ConfigError
 from asynckv.geometry.check import Registration
@@ -29,6 +31,7 @@ from asynckv.integrations.vllm.caches import (
     States,
     UnknownStructure,
     delta_net,
+    is_known,
     kv_heads,
     mamba1,
     mamba2,
@@ -47,7 +50,7 @@ class ModelFacts:
     """Facts that specifications lack, from the model's configuration and its layers; None if not known."""
 
     name: str = ""
-    num_kv_heads: int | None = None  # KV heads of the whole model, in its usual layers
+    num_kv_heads: int | None = None  # KV heads of the whole model, as vLLM gives them; some layers may have others
     num_mamba_groups: int | None = None  # groups of Mamba-2's B and C in the whole model
     is_conv_dim_first: bool | None = False  # True if convolution states have channels before columns; None if not known
     cache_dtype: str = "auto"  # `--kv-cache-dtype`
@@ -150,6 +153,7 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
     made: list[TensorPart] = []
     owners: dict[tuple[object, ...], str] = {}
     opaque: list[str] = []
+    is_guess = False
     for index, group in enumerate(compat.transfer_groups(config)):
         ratios: dict[int, str] = {}
         for layer, spec in compat.layer_specs(group).items():
@@ -163,6 +167,9 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
             made += parts(layer, kind, tensor, index, place)
             if isinstance(kind, Opaque) and not kind.is_replicated:
                 opaque.append(layer)
+            if isinstance(kind, Attention) and kind.heads is not None:
+                # Layers may differ in heads, and a draft model's may be others. vLLM gives one number for the model.
+                is_guess |= not is_known(spec.num_kv_heads, facts.num_kv_heads, place)
         if len(ratios) > 1:
             (one, layer), (other, second) = list(ratios.items())[:2]
             raise ConfigError(
@@ -184,7 +191,7 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
             f"meet it; use fewer stages (--pipeline-parallel-size), or distribute the layers differently "
             f"(VLLM_PP_LAYER_PARTITION)"
         )
-    return register_parts(
+    registration = register_parts(
         made,
         groups=groups,
         tp_rank=place.tp_rank,
@@ -194,6 +201,9 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
         model=facts.name,
         aliases=aliases,
     )
+    if not is_guess:
+        return registration
+    return Registration(replace(registration.layout, guessed_axis="head"), registration.owners)
 
 
 def _group(index: int, group: Any, num_blocks: int, ratio: int) -> Group:
