@@ -14,7 +14,7 @@ from asynckv.core.flow import InFlight
 from asynckv.core.peer import TOMBSTONE_S, PeerState
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Address, Reason, TransferId
-from asynckv.core.wire import Hello, Welcome
+from asynckv.core.wire import MINOR, Hello, Welcome
 from asynckv.errors import LocalProtocolError, Overloaded
 from asynckv.geometry import tables
 from tests.test_admission import ask, world_of
@@ -171,6 +171,21 @@ def test_what_a_rank_says_that_it_holds_is_checked_before_anything_is_read_of_it
     say(world, prefill, decode, structs.replace(honest, layout=msgspec.Raw(msgspec.msgpack.encode(short))))
     assert (pull.reason, decode.nic.remotes) == (Reason.GEOMETRY, {})
     assert "its layout cannot be used" in pull.detail
+
+
+@pytest.mark.parametrize("minor", [4, MINOR])
+def test_a_refused_layout_of_an_older_version_names_the_upgrade(minor: int) -> None:
+    """An older one does not say what it guesses, so a newer one may fit."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 1)
+    [hello] = said(world, decode)
+    assert isinstance(hello, Hello)
+    honest = welcome(world, prefill, hello)
+    assert isinstance(honest, Welcome)
+    other = msgspec.Raw(msgspec.msgpack.encode(make_layout(num_heads=8)))
+    say(world, prefill, decode, structs.replace(honest, layout=other, minor=minor))
+    assert pull.reason is Reason.GEOMETRY
+    assert ("speaks protocol 1.4; upgrade it" in pull.detail) == (minor == 4)
 
 
 # -- the queue -----------------------------------------------------------------------------------------------

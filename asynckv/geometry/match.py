@@ -272,8 +272,8 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
                 continue
             mine = _Spot(view, part, local)
             for _, spot in spots:
-                mine = mine._replace(part=_said_as(mine, spot))
-            part = mine.part
+                if (part := _said_as(mine, spot)) is not mine.part:
+                    mine = mine._replace(part=part)
             twins = [(i, spot.view, _said_as(spot, mine)) for i, spot in spots]
             if not part.axis:
                 i, remote_view, twin = twins[0]
