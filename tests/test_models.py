@@ -74,7 +74,7 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"num_hidden_layers": ...}, "num_hidden_layers or n_layer is missing"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers or n_layer or num_layers or n_layers is missing"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
         ({"num_key_value_heads": True}, "num_key_value_heads is True"),
         ({"hidden_size": 4097}, "no multiple of 32"),
@@ -90,14 +90,14 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "hybrid_override_pattern has '?'"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*"}, "mamba_num_heads is missing"),
         ({"num_hidden_layers": 5000}, "more than 4096"),
-        ({"model_type": "mimo_v2_flash"}, "other heads in its sliding layers"),
+        ({"model_type": "mimo_v2_flash"}, "hybrid_layer_pattern and layer_types are missing"),
         ({"model_type": "mllama", "cross_attention_layers": [3]}, "'mllama' has cross_attention_layers"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "'gpt2' is not a decoder alone"),
         ({"text_config": {"model_type": "glm4v_text", "num_hidden_layers": 2}}, "leaves num_key_value_heads to"),
         ({"text_config": {**LLAMA, "model_type": "exaone4"}}, "leaves head_dim to the default"),
         ({"model_type": "bert"}, "'bert' is not a decoder alone"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not a decoder alone"),
-        ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "'llama4' has attention_chunk_size"),
+        ({"model_type": "llama9_text", "attention_chunk_size": 8192}, "'llama9' has attention_chunk_size"),
     ],
 )
 def test_a_wrong_config_names_file_and_field(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
