@@ -109,8 +109,14 @@ def expected(name: str) -> Iterator[tuple[str, int, int]]:
 def told(name: str, layer: Layer) -> tuple[str, int, int]:
     if isinstance(layer, State):
         return "state", 0, 0
-    window = ("near" if layer.window else "far") if "_" in kinds(configs()[name].get_text_config(decoder=True))[0] else ""
-    return (window, layer.num_heads, layer.head_dim) if isinstance(layer, Heads) else (window, 1, layer.rank + layer.rope_dim)
+    window = (
+        ("near" if layer.window else "far") if "_" in kinds(configs()[name].get_text_config(decoder=True))[0] else ""
+    )
+    return (
+        (window, layer.num_heads, layer.head_dim)
+        if isinstance(layer, Heads)
+        else (window, 1, layer.rank + layer.rope_dim)
+    )
 
 
 def test_every_configuration_is_read_as_vllm_reads_it_or_refused_by_a_fields_name() -> None:

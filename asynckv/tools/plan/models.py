@@ -9,7 +9,7 @@ import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,6 @@ class Heads(Struct, frozen=True, tag="heads"):
     window: int = 0
     index: Index | None = None
 
-    @property
-    def width(self) -> int:
-        """Elements of a token."""
-        return self.num_heads * (self.head_dim + (self.v_head_dim or self.head_dim))
-
 
 class Latent(Struct, frozen=True, tag="latent"):
     """Attention that keeps one latent and a rotary key per token (MLA), the same on all tensor-parallel ranks."""
@@ -66,11 +61,6 @@ class Latent(Struct, frozen=True, tag="latent"):
     rope_dim: int
     window: int = 0
     index: Index | None = None
-
-    @property
-    def width(self) -> int:
-        """Elements of a token."""
-        return self.rank + self.rope_dim
 
 
 class Projection(Struct, frozen=True):
@@ -104,9 +94,12 @@ class Model(Struct, frozen=True):
     dtype: str = "bfloat16"
 
     def token_bytes(self) -> int:
-        kept = [layer for layer in self.layers if not isinstance(layer, State)]
-        index = sum(x.index.dim * ITEMSIZE[x.index.dtype] + x.index.scales * 4 for x in kept if x.index)
-        return sum(x.width for x in kept) * ITEMSIZE[self.dtype] + index
+        heads = [layer for layer in self.layers if isinstance(layer, Heads)]
+        latents = [layer for layer in self.layers if isinstance(layer, Latent)]
+        elements = sum(x.num_heads * (x.head_dim + (x.v_head_dim or x.head_dim)) for x in heads)
+        elements += sum(x.rank + x.rope_dim for x in latents)
+        indexes = [x.index for x in (*heads, *latents) if x.index is not None]
+        return elements * ITEMSIZE[self.dtype] + sum(x.dim * ITEMSIZE[x.dtype] + x.scales * 4 for x in indexes)
 
     def state_bytes(self) -> int:
         """Return the bytes of one request's convolution and recurrent states in the whole model."""
@@ -149,10 +142,6 @@ def _pick(layers: tuple[Layer, ...], count: int) -> tuple[Layer, ...]:
     shapes = {layer: i for i, layer in reversed(list(enumerate(layers)))}
     order = dict.fromkeys([*kinds.values(), *sorted(shapes.values()), *range(len(layers))])
     return tuple(layers[i] for i in sorted(list(order)[:count]))
-
-
-def _mamba1(channels: int, state: int, kernel: int) -> State:
-    return State((Projection("x", channels, 1),), kernel - 1, channels, (state,))
 
 
 def preset(name: str) -> Model:
@@ -223,7 +212,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
         # The outer fields describe other models, such as a vision tower; only the element type is taken from them.
         around = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
         inner = _Config({**around, **defaults, **text})
-        if not defaults and kind not in _FAMILIES and text.get("kv_lora_rank") is None:
+        if not defaults and kind not in _STATES and text.get("kv_lora_rank") is None:
             for field in (() if text.keys() & set(_KV_HEADS) else _KV_HEADS[2:3]) + ("head_dim",):
                 if field not in text:
                     raise ConfigError(
@@ -232,8 +221,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
                     )
     if kind in _KNOWN["encoders"] or any(inner.flag(x, False) for x in ("is_encoder_decoder", "add_cross_attention")):
         raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
-    family = _FAMILIES.get(kind)
-    layers = _attention(inner, kind) if family is None else family(inner)
+    layers = (_hybrid if kind in _STATES else _attention)(inner, kind)
     _refuse_unknown(inner, kind)
     if not layers:
         raise ConfigError("describes no layer with a cache")
@@ -333,6 +321,7 @@ _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_gr
 def _kept(c: _Config, kind: str, window: int = 0, index: Index | None = None) -> Heads | Latent:
     """Return what a layer of attention keeps."""
     if c.get("kv_lora_rank") is not None and kind not in _KNOWN["unabsorbed"]:
+        c.read.update(_KNOWN["head_dims"], ("qk_head_dim", "qk_nope_head_dim", "v_head_dim"))
         return Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim", least=0), window, index)
     return msgspec.structs.replace(_heads(c, kind), window=window, index=index)
 
@@ -341,6 +330,7 @@ def _heads(c: _Config, kind: str = "") -> Heads:
     heads = c.number(*_KNOWN["heads"])
     if kind in _KNOWN["unabsorbed"]:
         # vLLM keeps what it computes from the latents, and pads values to the width of keys.
+        c.read.update(_KNOWN["head_dims"], ("qk_head_dim", "v_head_dim"))
         return Heads(heads, c.number("qk_nope_head_dim") + c.number("qk_rope_head_dim"))
     head_dim = c.number(*_KNOWN["head_dims"], default=0, least=0)
     if not head_dim:
@@ -349,10 +339,13 @@ def _heads(c: _Config, kind: str = "") -> Heads:
             raise ConfigError(f"has no head_dim, and hidden_size {hidden} is no multiple of {heads} attention heads")
         head_dim = hidden // heads
     # These have one KV head unless they say otherwise.
-    is_one = c.flag("multi_query", kind in _KNOWN["multi_query"]) and not c.flag("new_decoder_architecture", False)
-    is_all = not c.flag("multi_query_attention", True)
-    kv_heads = c.number("attn_config.kv_n_heads", *_KV_HEADS, default=heads)
-    kv_heads = 1 if is_one else heads if is_all else kv_heads
+    has_one = kind in _KNOWN["multi_query"]
+    is_one = c.flag("multi_query", has_one) and not c.flag("new_decoder_architecture", False)
+    kv_heads = c.number("attn_config.kv_n_heads", *_KV_HEADS, default=1 if is_one else heads)
+    if is_one and has_one:
+        kv_heads = 1
+    elif not c.flag("multi_query_attention", True):
+        kv_heads = heads
     if kv_heads > heads:
         raise ConfigError(f"num_key_value_heads {kv_heads} are more than the {heads} attention heads")
     v_head_dim = c.number("v_head_dim", default=0, least=0)
@@ -366,7 +359,8 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
     if c.get("layer_types") is not None:
         harmless += _KNOWN["derived"]
     for key, value in sorted(c.items()):
-        outer, _, name = key.rpartition(".")
+        outer = next((x for x in ("per_layer_config", *_KNOWN["nested"]) if key.startswith(f"{x}.")), "")
+        name = key.removeprefix(f"{outer}.")
         values, plain = value if isinstance(value, list) else [value], _KNOWN["plain"].get(name, ())
         is_read = key in c.read or (outer == "per_layer_config" and name in c.read)
         if is_read or _is_empty(value) or not _SUSPICIOUS.search(name.lower()) or all(x in plain for x in values):
@@ -375,7 +369,7 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
             raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so the cache of its layers is not known")
     names = c.get("architectures")
     for name in (kind, *(names if isinstance(names, list) else [])):
-        if kind not in _FAMILIES and isinstance(name, str) and _SOUNDS_RECURRENT.search(name.lower()):
+        if kind not in _STATES and isinstance(name, str) and _SOUNDS_RECURRENT.search(name.lower()):
             raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, so its cache is not known")
 
 
@@ -384,7 +378,8 @@ def _is_empty(value: Any) -> bool:
 
 
 def _attention(c: _Config, kind: str) -> list[Layer]:
-    depth = _depth(c)
+    # Layers of LongCat have attention twice.
+    depth = 2 * c.number("num_layers") if kind == "longcat_flash" else _depth(c)
     # Qwen has windows only if `use_sliding_window` is set.
     used = c.flag("use_sliding_window", not kind.startswith("qwen"))
     window = c.number(*_KNOWN["windows"].get(kind, ("sliding_window",)), default=0, least=0)
@@ -441,20 +436,17 @@ def _others(c: _Config, kind: str, kinds: list[str]) -> list[Mapping[str, Any]]:
         for fields in found.values():
             c.update({f"per_layer_config.{key}": value for key, value in fields.items()})
         return [found.get(i, {}) for i in range(len(kinds))]
-    others: dict[str, Mapping[str, Any]] = {}
     if kind.startswith("gemma4"):
-        wide = others[FULL] = {"head_dim": c.number("global_head_dim", default=512)}
-        if c.flag("attention_k_eq_v", False) and c.get("num_global_key_value_heads") is not None:
-            wide["num_key_value_heads"] = c.number("num_global_key_value_heads")
-    elif kind.startswith("mimo_v2"):
+        c.setdefault("global_head_dim", 512)
+        if not c.flag("attention_k_eq_v", False):
+            c["num_global_key_value_heads"] = None
+    elif kind.startswith("mimo_v2") and c.get("swa_num_key_value_heads") is None:
         # Transformers doubles the heads of these layers without a field.
-        full = _heads(c)
-        others[SLIDING] = {
-            "num_attention_heads": c.number("swa_num_attention_heads", *_KNOWN["heads"]),
-            "num_key_value_heads": c.number("swa_num_key_value_heads", default=full.num_heads * 2),
-            "head_dim": c.number("swa_head_dim", default=full.head_dim),
-            "v_head_dim": c.number("swa_v_head_dim", default=0 if c.get("swa_head_dim") else full.v_head_dim, least=0),
-        }
+        c["swa_num_key_value_heads"] = 2 * c.number("num_key_value_heads")
+    others = {
+        layer: {field: c.number(own) for field, own in names.items() if c.get(own) is not None}
+        for layer, names in _KNOWN["others"].get(kind, {}).items()
+    }
     return [others.get(name, {}) for name in kinds]
 
 
@@ -463,16 +455,13 @@ def _indexes(c: _Config, kind: str, depth: int) -> list[Index | None]:
     if kind in _KNOWN["indexed"] and (kind != "deepseek_v3" or c.get("index_topk") is not None):
         # Some layers choose the tokens that the one before them chose.
         every, first = c.number("index_topk_freq", default=1), c.number("index_skip_topk_offset", default=2, least=0)
-        chosen = [max(i - first + 1, 0) % every == 0 for i in range(depth)]
-        if c.get("index_topk_pattern") is not None:
-            pattern = c["index_topk_pattern"]
-            if not isinstance(pattern, str) or len(pattern) != depth or set(pattern) - set("FS"):
-                raise ConfigError(
-                    f"index_topk_pattern is {_shown.repr(pattern)}, not F or S for each of {depth} layers"
-                )
-            chosen = [x == "F" for x in pattern]
-        elif c.get("indexer_types") is not None and "index_topk_freq" not in c:
-            chosen = [x == "full" for x in c.kinds("indexer_types", known=("full", "shared"), length=depth)]
+        pattern = c.get("index_topk_pattern")
+        if pattern is not None and (not isinstance(pattern, str) or not re.fullmatch(f"[FS]{{{depth},}}", pattern)):
+            raise ConfigError(f"index_topk_pattern is {_shown.repr(pattern)}, not F or S for each of {depth} layers")
+        chosen = [pattern[i] == "F" if pattern else max(i - first + 1, 0) % every == 0 for i in range(depth)]
+        names = ["full" if x else "shared" for x in chosen]
+        if c.get("indexer_types") is not None and c.listed("indexer_types", depth) != names:
+            raise ConfigError("indexer_types differs from index_topk_freq and index_topk_pattern, which vLLM reads")
         dim = c.number("index_head_dim")
         index = Index(dim, "float8_e4m3fn", dim // 128)
     elif kind.startswith("minimax_m3"):
@@ -487,86 +476,68 @@ def _indexes(c: _Config, kind: str, depth: int) -> list[Index | None]:
     return [index if x else None for x in chosen]
 
 
-def _mamba(c: _Config) -> list[Layer]:
-    channels = c.number("intermediate_size", default=0, least=0) or _expanded(c, "expand")
-    return [_mamba1(channels, c.number("state_size"), c.number("conv_kernel", least=2))] * _depth(c)
+def _hybrid(c: _Config, kind: str) -> list[Layer]:
+    """Read a model of which some or all layers are recurrent."""
+    kinds = _hybrid_kinds(c, kind)
+    state = _STATES[kind](c) if LINEAR in kinds else None
+    made = [state if k == LINEAR else _kept(c, kind) for k in kinds if k in (FULL, LINEAR)]
+    return [layer for layer in made if layer is not None]
 
 
-def _jamba(c: _Config) -> list[Layer]:
-    channels = _expanded(c, "mamba_expand")
-    state = _mamba1(channels, c.number("mamba_d_state"), c.number("mamba_d_conv", least=2))
-    period, offset = c.number("attn_layer_period"), c.number("attn_layer_offset", least=0)
-    if offset >= period:
-        raise ConfigError(f"attn_layer_offset {offset} is not below attn_layer_period {period}")
-    return [_heads(c) if i % period == offset else state for i in range(_depth(c))]
-
-
-def _bamba_state(c: _Config) -> State:
-    return _mamba2(c, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
-
-
-def _bamba(c: _Config) -> list[Layer]:
-    depth = _depth(c)
-    if c.get("layer_types") is not None or c.get("layers_block_type") is not None:
-        kinds = c.kinds("layer_types", "layers_block_type", known=(FULL, LINEAR), length=depth)
-    else:
-        chosen = c.numbers("attn_layer_indices", 0, range(depth)) if c.get("attn_layer_indices") is not None else []
-        kinds = [FULL if i in set(chosen) else LINEAR for i in range(depth)]
-    return [_heads(c) if k == FULL else _bamba_state(c) for k in kinds]
-
-
-def _nemotron_h(c: _Config) -> list[Layer]:
-    pattern = c.get("hybrid_override_pattern")
-    if isinstance(pattern, str):
+def _hybrid_kinds(c: _Config, kind: str) -> list[str]:
+    if (pattern := c.get("hybrid_override_pattern")) is not None:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"hybrid_override_pattern is {_shown.repr(pattern)}, not a string")
         if strange := sorted(set(pattern) - set("M*-E|")):
             raise ConfigError(f"hybrid_override_pattern has {strange[0]!r}; M, *, - and E are known")
         if len(pattern) > MOST_LAYERS:
             raise ConfigError(f"hybrid_override_pattern names {len(pattern)} layers, more than {MOST_LAYERS}")
-        kinds = [FULL if k == "*" else LINEAR for k in pattern if k in "M*"]
-    elif pattern is not None:
-        raise ConfigError(f"hybrid_override_pattern is {_shown.repr(pattern)}, not a string")
-    else:
-        kinds = c.kinds(
-            "hybrid_override_pattern", "layers_block_type", "layer_types", known=(FULL, LINEAR, "mlp", "moe")
-        )
-    state = _mamba2(c, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
-    # vLLM keeps it in float32 unless the configuration says otherwise (NemotronHForCausalLMConfig).
-    state = msgspec.structs.replace(state, dtype=state.dtype or "float32")
-    return [_heads(c) if k == FULL else state for k in kinds if k in (FULL, LINEAR)]
-
-
-def _qwen3_next(c: _Config) -> list[Layer]:
+        return [FULL if k == "*" else LINEAR for k in pattern if k in "M*"]
+    lists = ("layer_types", "layers_block_type")
+    if kind == "nemotron_h":
+        return c.kinds("hybrid_override_pattern", *lists[::-1], known=(FULL, LINEAR, "mlp", "moe"))
     depth = _depth(c)
-    key, value = ((c.number(f"linear_num_{x}_heads"), c.number(f"linear_{x}_head_dim")) for x in ("key", "value"))
-    net = _delta_net(key, value, c.number("linear_conv_kernel_dim", least=2), _state_dtype(c))
-    if c.get("layer_types") is not None:
-        kinds = c.kinds("layer_types", known=(FULL, LINEAR), length=depth)
-    else:
-        every = c.number("full_attention_interval", default=4)
-        kinds = [LINEAR if (i + 1) % every else FULL for i in range(depth)]
-    return [net if k == LINEAR else _heads(c) for k in kinds]
+    if kind in _KNOWN["pure"]:
+        return _KNOWN["pure"][kind] * depth
+    if any(c.get(key) is not None for key in lists):
+        return c.kinds(*lists, known=(FULL, LINEAR), length=depth)
+    if kind == "kimi_linear":
+        linear, full = (
+            c.numbers(f"linear_attn_config.{key}", 0, range(1, depth + 1)) for key in ("kda_layers", "full_attn_layers")
+        )
+        if sorted({*linear, *full}) != sorted([*linear, *full]) or len(linear) + len(full) != depth:
+            raise ConfigError(f"kda_layers and full_attn_layers do not name each of {depth} layers once")
+        return [LINEAR if i + 1 in linear else FULL for i in range(depth)]
+    if kind in ("bamba", "granitemoehybrid"):
+        chosen = c.numbers("attn_layer_indices", 0, range(depth)) if c.get("attn_layer_indices") is not None else []
+        return [FULL if i in chosen else LINEAR for i in range(depth)]
+    is_jamba = kind == "jamba"
+    period = c.number("attn_layer_period") if is_jamba else c.number("full_attention_interval", default=4)
+    offset = c.number("attn_layer_offset", least=0) if is_jamba else period - 1
+    if offset >= period:
+        raise ConfigError(f"attn_layer_offset {offset} is not below attn_layer_period {period}")
+    return [FULL if i % period == offset else LINEAR for i in range(depth)]
 
 
-def _kimi_linear(c: _Config) -> list[Layer]:
-    depth, inner = _depth(c), "linear_attn_config"
-    size = c.number(f"{inner}.num_heads", "linear_num_heads"), c.number(f"{inner}.head_dim", "linear_head_dim")
-    kernel = c.number(f"{inner}.short_conv_kernel_size", "linear_conv_kernel_dim", least=2)
-    net = _delta_net(size, size, kernel, "float32")
-    if c.get(f"{inner}.kda_layers") is not None:
-        linear = set(c.numbers(f"{inner}.kda_layers", 0, range(1, depth + 1)))
-        full = set(c.numbers(f"{inner}.full_attn_layers", 0, range(1, depth + 1)))
-        if linear & full or len(linear | full) != depth:
-            raise ConfigError(f"{inner} does not name each of {depth} layers once")
-        kinds = [LINEAR if i + 1 in linear else FULL for i in range(depth)]
-    else:
-        kinds = c.kinds("layer_types", known=(FULL, LINEAR), length=depth)
-    return [net if k == LINEAR else _kept(c, "kimi_linear") for k in kinds]
+def _mamba(c: _Config, channels: int, state: str, kernel: str) -> State:
+    return State((Projection("x", channels, 1),), c.number(kernel, least=2) - 1, channels, (c.number(state),))
 
 
-def _delta_net(key: tuple[int, int], value: tuple[int, int], kernel: int, dtype: str) -> State:
+def _delta_net(c: _Config, key: tuple[int, int], value: tuple[int, int], kernel: Sequence[str], dtype: str) -> State:
     """Return the state of a gated delta net with these heads and head dims."""
     conv = (Projection("q", *key), Projection("k", *key), Projection("v", *value))
-    return State(conv, kernel - 1, value[0], (key[1], value[1]), dtype)
+    return State(conv, c.number(*kernel, least=2) - 1, value[0], (key[1], value[1]), dtype)
+
+
+def _qwen3_next(c: _Config) -> State:
+    key, value = ((c.number(f"linear_num_{x}_heads"), c.number(f"linear_{x}_head_dim")) for x in ("key", "value"))
+    return _delta_net(c, key, value, ["linear_conv_kernel_dim"], _state_dtype(c))
+
+
+def _kimi_linear(c: _Config) -> State:
+    inner = "linear_attn_config"
+    size = c.number(f"{inner}.num_heads", "linear_num_heads"), c.number(f"{inner}.head_dim", "linear_head_dim")
+    return _delta_net(c, size, size, [f"{inner}.short_conv_kernel_size", "linear_conv_kernel_dim"], "float32")
 
 
 def _state_dtype(c: _Config) -> str:
@@ -577,7 +548,7 @@ def _state_dtype(c: _Config) -> str:
     return c.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 
-def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str) -> State:
+def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str, usual: str = "") -> State:
     num, size = c.number(heads), c.get(head_dim)
     if size in (None, "auto"):
         channels = c.number("mamba_d_ssm", default=0, least=0)
@@ -591,7 +562,7 @@ def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kern
     conv = [Projection("x", num, size)]
     if num_groups:
         conv += [Projection("b", num_groups, num_states), Projection("c", num_groups, num_states)]
-    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), _state_dtype(c))
+    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), _state_dtype(c) or usual)
 
 
 def _expanded(c: _Config, key: str) -> int:
@@ -608,17 +579,25 @@ def _depth(c: _Config) -> int:
     return depth
 
 
-_FAMILIES: Mapping[str, Callable[[_Config], list[Layer]]] = {
-    **dict.fromkeys(("mamba", "falcon_mamba"), _mamba),
-    "mamba2": lambda c: [_mamba2(c, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")] * _depth(c),
-    "jamba": _jamba,
-    **dict.fromkeys(("bamba", "granitemoehybrid"), _bamba),
-    "falcon_h1": lambda c: [layer for _ in range(_depth(c)) for layer in (_heads(c), _bamba_state(c))],
-    "nemotron_h": _nemotron_h,
+_STATES: Mapping[str, Callable[[_Config], State]] = {
+    **dict.fromkeys(
+        ("mamba", "falcon_mamba"),
+        lambda c: _mamba(
+            c, c.number("intermediate_size", default=0, least=0) or _expanded(c, "expand"), "state_size", "conv_kernel"
+        ),
+    ),
+    "jamba": lambda c: _mamba(c, _expanded(c, "mamba_expand"), "mamba_d_state", "mamba_d_conv"),
+    "mamba2": lambda c: _mamba2(c, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+    **dict.fromkeys(
+        ("bamba", "granitemoehybrid", "falcon_h1"),
+        lambda c: _mamba2(c, *(f"mamba_{x}" for x in ("n_heads", "d_head", "n_groups", "d_state", "d_conv"))),
+    ),
+    # vLLM keeps it in float32 unless the configuration says otherwise (NemotronHForCausalLMConfig).
+    "nemotron_h": lambda c: _mamba2(
+        c, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", usual="float32"
+    ),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _qwen3_next),
     "kimi_linear": _kimi_linear,
-    # Each of these layers has attention twice.
-    "longcat_flash": lambda c: [_kept(c, "longcat_flash")] * (2 * c.number("num_layers", least=1)),
 }
 _KNOWN = tomllib.loads(resources.files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 _DEFAULTS: Mapping[str, Mapping[str, int]] = _KNOWN["defaults"]
