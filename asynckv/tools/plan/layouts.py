@@ -149,10 +149,9 @@ def _parts(
 def _index_parts(index: Index, tokens: int) -> tuple[tuple[Part, ...], int]:
     key = dense_part("index", index.dtype, [("token", tokens), ("dim", index.dim)])
     size = tokens * index.dim * key.itemsize
-    if not index.scales:
-        return (key,), size
-    scale = dense_part("index_scale", "float32", [("token", tokens), ("dim", index.scales)], offset=size)
-    return (key, scale), size + tokens * index.scales * scale.itemsize
+    scales = [("token", tokens), ("dim", index.scales)]
+    parts = (dense_part("index_scale", "float32", scales, offset=size),) if index.scales else ()
+    return (key, *parts), size + tokens * index.scales * 4
 
 
 def _axes(layer: State) -> tuple[Mapping[str, str], str, Sequence[str]]:

@@ -9,7 +9,7 @@ import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,7 @@ _shown.maxstring = _shown.maxother = 80
 
 
 class Index(Struct, frozen=True):
-    """A key per token by which sparse attention chooses tokens, the same on all tensor-parallel ranks.
-
-    A block has the keys of all its tokens, and then their scales.
-    """
+    """Keys by which sparse attention chooses tokens, the same on all ranks. A block has keys before their scales."""
 
     dim: int
     dtype: str
@@ -95,10 +92,9 @@ class Model(Struct, frozen=True):
 
     def token_bytes(self) -> int:
         heads = [layer for layer in self.layers if isinstance(layer, Heads)]
-        latents = [layer for layer in self.layers if isinstance(layer, Latent)]
         elements = sum(x.num_heads * (x.head_dim + (x.v_head_dim or x.head_dim)) for x in heads)
-        elements += sum(x.rank + x.rope_dim for x in latents)
-        indexes = [x.index for x in (*heads, *latents) if x.index is not None]
+        elements += sum(layer.rank + layer.rope_dim for layer in self.layers if isinstance(layer, Latent))
+        indexes = [x.index for x in self.layers if not isinstance(x, State) and x.index is not None]
         return elements * ITEMSIZE[self.dtype] + sum(x.dim * ITEMSIZE[x.dtype] + x.scales * 4 for x in indexes)
 
     def state_bytes(self) -> int:
@@ -212,7 +208,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
         # The outer fields describe other models, such as a vision tower; only the element type is taken from them.
         around = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
         inner = _Config({**around, **defaults, **text})
-        if not defaults and kind not in _STATES and text.get("kv_lora_rank") is None:
+        if not defaults and kind not in _KNOWN["states"] and text.get("kv_lora_rank") is None:
             for field in (() if text.keys() & set(_KV_HEADS) else _KV_HEADS[2:3]) + ("head_dim",):
                 if field not in text:
                     raise ConfigError(
@@ -221,7 +217,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
                     )
     if kind in _KNOWN["encoders"] or any(inner.flag(x, False) for x in ("is_encoder_decoder", "add_cross_attention")):
         raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
-    layers = (_hybrid if kind in _STATES else _attention)(inner, kind)
+    layers = (_hybrid if kind in _KNOWN["states"] else _attention)(inner, kind)
     _refuse_unknown(inner, kind)
     if not layers:
         raise ConfigError("describes no layer with a cache")
@@ -283,35 +279,27 @@ class _Config(dict[str, Any]):
         except ConfigError as exc:
             raise ConfigError(f"{key.removesuffix('dtype')}{exc}") from None
 
-    def listed(self, key: str, length: int) -> list[Any]:
-        """Read a list, with an entry for each of `length` layers if that is given."""
+    def listed(self, key: str, length: int, known: Container[object]) -> list[Any]:
+        """Read a list of known entries, one for each of `length` layers if that is given."""
         value = self.get(key)
         if not isinstance(value, list) or len(value) < length:
             raise ConfigError(f"{key} is not a list of {length or 'all'} names or numbers, one per layer")
+        if len(value) > MOST_LAYERS:
+            raise ConfigError(f"{key} names {len(value)} layers, more than {MOST_LAYERS}")
         # Layers that predict more tokens at once come last; they belong to a draft model.
         if length and (more := len(value) - length) not in (0, self.get("num_nextn_predict_layers")):
             raise ConfigError(f"{key} names {len(value)} layers, {more} more than num_hidden_layers {length}")
+        if strange := [x for x in value if not isinstance(x, str | int) or x not in known]:
+            raise ConfigError(f"{key} has {_shown.repr(strange[0])}, so the cache of such a layer is not known")
         return value[: length or None]
-
-    def numbers(self, key: str, length: int, known: Container[int]) -> list[int]:
-        value = self.listed(key, length)
-        if strange := [x for x in value if not isinstance(x, int) or x not in known]:
-            raise ConfigError(f"{key} has {_shown.repr(strange[0])}, which is not known")
-        return value
 
     def kinds(self, *keys: str, known: tuple[str, ...], length: int = 0) -> list[str]:
         """Read the kind of each layer, and check that there are `length` of them if it is given."""
-        key = next((k for k in keys if self.get(k) is not None), keys[0])
-        if self.get(key) is None:
+        key = next((k for k in keys if self.get(k) is not None), "")
+        if not key:
             raise ConfigError(f"{' or '.join(keys)} is missing")
-        value = self.listed(key, length)
-        if not all(isinstance(x, str) for x in value):
-            raise ConfigError(f"{key} is not a list of {length or 'all'} names, one per layer")
-        if len(value) > MOST_LAYERS:
-            raise ConfigError(f"{key} names {len(value)} layers, more than {MOST_LAYERS}")
-        if strange := sorted({x for x in value if _OLD_NAMES.get(x, x) not in known}):
-            raise ConfigError(f"{key} has {_shown.repr(strange[0])}, so the cache of such a layer is not known")
-        return [_OLD_NAMES.get(x, x) for x in value]
+        names = [*known, *(old for old, name in _OLD_NAMES.items() if name in known)]
+        return [_OLD_NAMES.get(x, x) for x in self.listed(key, length, names)]
 
 
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
@@ -321,7 +309,6 @@ _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_gr
 def _kept(c: _Config, kind: str, window: int = 0, index: Index | None = None) -> Heads | Latent:
     """Return what a layer of attention keeps."""
     if c.get("kv_lora_rank") is not None and kind not in _KNOWN["unabsorbed"]:
-        c.read.update(_KNOWN["head_dims"], ("qk_head_dim", "qk_nope_head_dim", "v_head_dim"))
         return Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim", least=0), window, index)
     return msgspec.structs.replace(_heads(c, kind), window=window, index=index)
 
@@ -330,7 +317,6 @@ def _heads(c: _Config, kind: str = "") -> Heads:
     heads = c.number(*_KNOWN["heads"])
     if kind in _KNOWN["unabsorbed"]:
         # vLLM keeps what it computes from the latents, and pads values to the width of keys.
-        c.read.update(_KNOWN["head_dims"], ("qk_head_dim", "v_head_dim"))
         return Heads(heads, c.number("qk_nope_head_dim") + c.number("qk_rope_head_dim"))
     head_dim = c.number(*_KNOWN["head_dims"], default=0, least=0)
     if not head_dim:
@@ -356,8 +342,8 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
     """Refuse a field that may speak of a cache but was not read, so that a model is never taken for plain attention."""
     # All readers of heads read these names.
     harmless = [*_KNOWN["harmless"], *_KNOWN["harmless_in"].get(kind, ()), *_KNOWN["heads"], *_KV_HEADS]
-    if c.get("layer_types") is not None:
-        harmless += _KNOWN["derived"]
+    for settled, names in _KNOWN["settled"].items():
+        harmless += names if c.get(settled) is not None else []
     for key, value in sorted(c.items()):
         outer = next((x for x in ("per_layer_config", *_KNOWN["nested"]) if key.startswith(f"{x}.")), "")
         name = key.removeprefix(f"{outer}.")
@@ -369,7 +355,7 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
             raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so the cache of its layers is not known")
     names = c.get("architectures")
     for name in (kind, *(names if isinstance(names, list) else [])):
-        if kind not in _STATES and isinstance(name, str) and _SOUNDS_RECURRENT.search(name.lower()):
+        if kind not in _KNOWN["states"] and isinstance(name, str) and _SOUNDS_RECURRENT.search(name.lower()):
             raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, so its cache is not known")
 
 
@@ -402,7 +388,7 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
 def _kinds(c: _Config, kind: str, depth: int, window: int) -> list[str]:
     near = _KNOWN["near"].get(kind, "")
     if c.get(near):
-        kinds = [SLIDING if x and window else FULL for x in c.numbers(near, depth, (0, 1))]
+        kinds = [SLIDING if x and window else FULL for x in c.listed(near, depth, (0, 1))]
     elif c.get("layer_types") is not None:
         kinds = c.kinds("layer_types", known=(FULL, SLIDING), length=depth)
     elif near and kind not in _KNOWN["patterns"]:
@@ -410,13 +396,10 @@ def _kinds(c: _Config, kind: str, depth: int, window: int) -> list[str]:
     elif not window:
         kinds = [FULL] * depth
         c.read.update(_KNOWN["windowed"])
-    elif kind in ("qwen2", "qwen3"):
-        # Their first `max_window_layers` layers are full.
-        full = c.number("max_window_layers", default=28, least=0)
-        kinds = [FULL if i < full else SLIDING for i in range(depth)]
-    elif kind == "qwen2_moe":
-        before = c.number("max_window_layers", default=28, least=0)
-        kinds = [SLIDING if i % 2 == 0 and i < before else FULL for i in range(depth)]
+    elif kind in ("qwen2", "qwen3", "qwen2_moe"):
+        # The first `max_window_layers` layers are full, or every second of them has a window.
+        first, odd = c.number("max_window_layers", default=28, least=0), 2 if kind == "qwen2_moe" else 0
+        kinds = [SLIDING if (i < first and i % odd == 0 if odd else i >= first) else FULL for i in range(depth)]
     else:
         usual = _KNOWN["patterns"].get(kind, 0)
         names = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval")
@@ -459,14 +442,14 @@ def _indexes(c: _Config, kind: str, depth: int) -> list[Index | None]:
         if pattern is not None and (not isinstance(pattern, str) or not re.fullmatch(f"[FS]{{{depth},}}", pattern)):
             raise ConfigError(f"index_topk_pattern is {_shown.repr(pattern)}, not F or S for each of {depth} layers")
         chosen = [pattern[i] == "F" if pattern else max(i - first + 1, 0) % every == 0 for i in range(depth)]
-        names = ["full" if x else "shared" for x in chosen]
-        if c.get("indexer_types") is not None and c.listed("indexer_types", depth) != names:
+        types = ["full" if x else "shared" for x in chosen]
+        if c.get("indexer_types") not in (None, types):
             raise ConfigError("indexer_types differs from index_topk_freq and index_topk_pattern, which vLLM reads")
         dim = c.number("index_head_dim")
         index = Index(dim, "float8_e4m3fn", dim // 128)
     elif kind.startswith("minimax_m3"):
         if c.get("sparse_attention_config") is not None:
-            chosen = [bool(x) for x in c.numbers("sparse_attention_config.sparse_attention_freq", depth, (0, 1))]
+            chosen = [bool(x) for x in c.listed("sparse_attention_config.sparse_attention_freq", depth, (0, 1))]
         else:
             c.kinds("layer_types", known=(FULL,), length=depth)
             chosen = [x == "minimax_m3_sparse" for x in c["layer_types"]]
@@ -478,10 +461,9 @@ def _indexes(c: _Config, kind: str, depth: int) -> list[Index | None]:
 
 def _hybrid(c: _Config, kind: str) -> list[Layer]:
     """Read a model of which some or all layers are recurrent."""
-    kinds = _hybrid_kinds(c, kind)
-    state = _STATES[kind](c) if LINEAR in kinds else None
-    made = [state if k == LINEAR else _kept(c, kind) for k in kinds if k in (FULL, LINEAR)]
-    return [layer for layer in made if layer is not None]
+    kinds, (maker, *names) = _hybrid_kinds(c, kind), _KNOWN["states"][kind]
+    states = [_MAKERS[maker](c, *names)] if LINEAR in kinds else []
+    return [states[0] if k == LINEAR else _kept(c, kind) for k in kinds if k in (FULL, LINEAR)]
 
 
 def _hybrid_kinds(c: _Config, kind: str) -> list[str]:
@@ -497,47 +479,41 @@ def _hybrid_kinds(c: _Config, kind: str) -> list[str]:
     if kind == "nemotron_h":
         return c.kinds("hybrid_override_pattern", *lists[::-1], known=(FULL, LINEAR, "mlp", "moe"))
     depth = _depth(c)
-    if kind in _KNOWN["pure"]:
-        return _KNOWN["pure"][kind] * depth
+    if (each := _KNOWN["each"].get(kind)) is not None:
+        return [*each] * depth
     if any(c.get(key) is not None for key in lists):
         return c.kinds(*lists, known=(FULL, LINEAR), length=depth)
     if kind == "kimi_linear":
-        linear, full = (
-            c.numbers(f"linear_attn_config.{key}", 0, range(1, depth + 1)) for key in ("kda_layers", "full_attn_layers")
-        )
-        if sorted({*linear, *full}) != sorted([*linear, *full]) or len(linear) + len(full) != depth:
-            raise ConfigError(f"kda_layers and full_attn_layers do not name each of {depth} layers once")
+        names = [f"linear_attn_config.{key}" for key in ("kda_layers", "full_attn_layers")]
+        linear, full = (c.listed(name, 0, range(1, depth + 1)) for name in names)
+        if sorted([*linear, *full]) != list(range(1, depth + 1)):
+            raise ConfigError(f"{' and '.join(names)} do not name each of {depth} layers once")
         return [LINEAR if i + 1 in linear else FULL for i in range(depth)]
     if kind in ("bamba", "granitemoehybrid"):
-        chosen = c.numbers("attn_layer_indices", 0, range(depth)) if c.get("attn_layer_indices") is not None else []
+        chosen = c.listed("attn_layer_indices", 0, range(depth)) if c.get("attn_layer_indices") is not None else []
         return [FULL if i in chosen else LINEAR for i in range(depth)]
     is_jamba = kind == "jamba"
-    period = c.number("attn_layer_period") if is_jamba else c.number("full_attention_interval", default=4)
-    offset = c.number("attn_layer_offset", least=0) if is_jamba else period - 1
+    period = c.number("attn_layer_period", "full_attention_interval", default=None if is_jamba else 4)
+    offset = c.number("attn_layer_offset", default=None if is_jamba else period - 1, least=0)
     if offset >= period:
         raise ConfigError(f"attn_layer_offset {offset} is not below attn_layer_period {period}")
     return [FULL if i % period == offset else LINEAR for i in range(depth)]
 
 
-def _mamba(c: _Config, channels: int, state: str, kernel: str) -> State:
+def _mamba(c: _Config, width: str, state: str, kernel: str) -> State:
+    channels = c.number(width, default=0, least=0) or _expanded(c, "mamba_expand" if "mamba_expand" in c else "expand")
     return State((Projection("x", channels, 1),), c.number(kernel, least=2) - 1, channels, (c.number(state),))
 
 
-def _delta_net(c: _Config, key: tuple[int, int], value: tuple[int, int], kernel: Sequence[str], dtype: str) -> State:
-    """Return the state of a gated delta net with these heads and head dims."""
-    conv = (Projection("q", *key), Projection("k", *key), Projection("v", *value))
-    return State(conv, c.number(*kernel, least=2) - 1, value[0], (key[1], value[1]), dtype)
-
-
-def _qwen3_next(c: _Config) -> State:
-    key, value = ((c.number(f"linear_num_{x}_heads"), c.number(f"linear_{x}_head_dim")) for x in ("key", "value"))
-    return _delta_net(c, key, value, ["linear_conv_kernel_dim"], _state_dtype(c))
-
-
-def _kimi_linear(c: _Config) -> State:
+def _delta_net(c: _Config, key: str, value: str, usual: str) -> State:
     inner = "linear_attn_config"
-    size = c.number(f"{inner}.num_heads", "linear_num_heads"), c.number(f"{inner}.head_dim", "linear_head_dim")
-    return _delta_net(c, size, size, [f"{inner}.short_conv_kernel_size", "linear_conv_kernel_dim"], "float32")
+    kernel = c.number(f"{inner}.short_conv_kernel_size", "linear_conv_kernel_dim", least=2)
+    (k_heads, k_dim), (v_heads, v_dim) = (
+        (c.number(f"linear_num_{x}heads", f"{inner}.num_heads"), c.number(f"linear_{x}head_dim", f"{inner}.head_dim"))
+        for x in (key, value)
+    )
+    conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
+    return State(conv, kernel - 1, v_heads, (k_dim, v_dim), usual or _state_dtype(c))
 
 
 def _state_dtype(c: _Config) -> str:
@@ -548,7 +524,7 @@ def _state_dtype(c: _Config) -> str:
     return c.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 
-def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str, usual: str = "") -> State:
+def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str, usual: str) -> State:
     num, size = c.number(heads), c.get(head_dim)
     if size in (None, "auto"):
         channels = c.number("mamba_d_ssm", default=0, least=0)
@@ -579,28 +555,9 @@ def _depth(c: _Config) -> int:
     return depth
 
 
-_STATES: Mapping[str, Callable[[_Config], State]] = {
-    **dict.fromkeys(
-        ("mamba", "falcon_mamba"),
-        lambda c: _mamba(
-            c, c.number("intermediate_size", default=0, least=0) or _expanded(c, "expand"), "state_size", "conv_kernel"
-        ),
-    ),
-    "jamba": lambda c: _mamba(c, _expanded(c, "mamba_expand"), "mamba_d_state", "mamba_d_conv"),
-    "mamba2": lambda c: _mamba2(c, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
-    **dict.fromkeys(
-        ("bamba", "granitemoehybrid", "falcon_h1"),
-        lambda c: _mamba2(c, *(f"mamba_{x}" for x in ("n_heads", "d_head", "n_groups", "d_state", "d_conv"))),
-    ),
-    # vLLM keeps it in float32 unless the configuration says otherwise (NemotronHForCausalLMConfig).
-    "nemotron_h": lambda c: _mamba2(
-        c, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", usual="float32"
-    ),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _qwen3_next),
-    "kimi_linear": _kimi_linear,
-}
 _KNOWN = tomllib.loads(resources.files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 _DEFAULTS: Mapping[str, Mapping[str, int]] = _KNOWN["defaults"]
+_MAKERS: Mapping[str, Callable[..., State]] = {"mamba": _mamba, "mamba2": _mamba2, "delta_net": _delta_net}
 _SUSPICIOUS = re.compile("|".join(_KNOWN["suspicious"]))
 _SOUNDS_RECURRENT = re.compile("|".join(_KNOWN["recurrent"]))
 PRESETS = {name: model_of_config(config, name) for name, config in _KNOWN["presets"].items()}
