@@ -226,8 +226,8 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Names before Transformers 5, and kinds that differ from these in their other fields only.
-_OLD_NAMES = {"attention": FULL, "mamba": LINEAR, "indexed_attention": FULL, "minimax_m3_sparse": FULL}
-_OLD_NAMES["chunked_attention"] = SLIDING
+_OLD_NAMES = dict.fromkeys(("attention", "indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"), FULL)
+_OLD_NAMES |= {"mamba": LINEAR, "chunked_attention": SLIDING}
 
 
 class _Config(dict[str, Any]):
