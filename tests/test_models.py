@@ -308,6 +308,13 @@ KDA = State((Projection("q", 4, 8), Projection("k", 4, 8), Projection("v", 4, 8)
             [*[Heads(8, 128, window=64)] * 3, FULL] * 2,
         ),
         ({"model_type": "llama4_text", "attention_chunk_size": None, "no_rope_layers": [1] * 8}, [FULL] * 8),
+        (
+            {"model_type": "chatglm", "num_key_value_heads": None, "multi_query_group_num": 2}
+            | {"multi_query_attention": False},
+            [Heads(32, 128)] * 8,
+        ),
+        ({"model_type": "phi9", "multi_query": True, "num_key_value_heads": 4}, [Heads(4, 128)] * 8),
+        ({"model_type": "phi9", "use_gqa": True, "num_key_value_heads": 4}, [Heads(4, 128)] * 8),
         ({"model_type": "minicpm3", **MLA, "num_key_value_heads": 32}, [Heads(32, 192)] * 8),
         ({"model_type": "longcat_flash", **MLA, "num_hidden_layers": None, "num_layers": 2}, [Latent(512, 64)] * 4),
         ({"model_type": "opt", "num_key_value_heads": None, "do_layer_norm_before": True}, [Heads(32, 128)] * 8),
@@ -359,6 +366,7 @@ def test_fields_that_do_not_matter_are_accepted() -> None:
     [
         ({**STEP, "layer_types": [*NEAR_THREE, *["full_attention"] * 3]}, "3 more than num_hidden_layers 8"),
         ({"num_key_value_heads": None, "num_query_groups": 8}, "has num_query_groups"),
+        ({"num_key_value_heads": None, "use_gqa": True}, "has use_gqa"),
         ({"num_kv_heads": [4] * 8, "num_key_value_heads": None}, r"num_kv_heads is \[4"),
         ({"model_type": "deepseek_v9", **INDEXED}, "has index_head_dim"),
         ({"model_type": "glm_moe_dsa", **INDEXED, "indexer_types": ["shared"] * 8}, "indexer_types differs"),

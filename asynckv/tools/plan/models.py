@@ -327,10 +327,11 @@ def _heads(c: _Config, kind: str = "") -> Heads:
     # These have one KV head unless they say otherwise.
     has_one = kind in _KNOWN["multi_query"]
     is_one = c.flag("multi_query", has_one) and not c.flag("new_decoder_architecture", False)
-    kv_heads = c.number("attn_config.kv_n_heads", *_KV_HEADS, default=1 if is_one else heads)
+    is_grouped = c.get("multi_query_attention")  # of ChatGLM
+    kv_heads = c.number("attn_config.kv_n_heads", *_KV_HEADS, default=1 if is_one or is_grouped else heads)
     if is_one and has_one:
         kv_heads = 1
-    elif not c.flag("multi_query_attention", True):
+    elif is_grouped is False:
         kv_heads = heads
     if kv_heads > heads:
         raise ConfigError(f"num_key_value_heads {kv_heads} are more than the {heads} attention heads")
