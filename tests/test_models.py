@@ -332,6 +332,7 @@ def test_an_index_takes_its_keys_and_scales() -> None:
 
 
 WORDS = ("attention", "attn", "index", "sparse", "cache", "kv", "window", "compress", "group", "latent", "key_value")
+WORDS += ("conv", "key_head", "memory", "ngram", "sink", "head_dim")
 
 
 @pytest.mark.parametrize("word", WORDS)

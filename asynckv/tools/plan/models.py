@@ -360,7 +360,7 @@ def _is_empty(value: Any) -> bool:
 
 def _attention(c: _Config, kind: str) -> list[Layer]:
     # Each of LongCat's `num_layers` has attention twice.
-    depth = _depth(c) * (2 if kind == "longcat_flash" and c.get("num_hidden_layers") is None else 1)
+    depth = _depth(c) * (2 if kind.startswith("longcat_flash") and c.get("num_hidden_layers") is None else 1)
     # Qwen has windows only if `use_sliding_window` is set.
     used = c.flag("use_sliding_window", not kind.startswith("qwen"))
     window = c.number(*_KNOWN["windows"].get(kind, ("sliding_window",)), default=0, least=0) * used
