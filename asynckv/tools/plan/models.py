@@ -342,20 +342,16 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
     for key, value in sorted(c.items()):
         outer = next((x for x in ("per_layer_config", *_KNOWN["nested"]) if key.startswith(f"{x}.")), "")
         name = key.removeprefix(f"{outer}.")
-        values, plain = value if isinstance(value, list) else [value], _KNOWN["plain"].get(name, ())
+        plain = (None, False, 0, "", [], {}, *_KNOWN["plain"].get(name, ()))
         is_read = key in c.read or (outer == "per_layer_config" and name in c.read)
-        if is_read or _is_empty(value) or not _SUSPICIOUS.search(name.lower()) or all(x in plain for x in values):
+        if is_read or all(x in plain for x in (value if isinstance(value, list) else [value])):
             continue
-        if not re.fullmatch("|".join(harmless), name):
+        if _SUSPICIOUS.search(name.lower()) and not re.fullmatch("|".join(harmless), name):
             raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so the cache of its layers is not known")
     names = c.get("architectures")
     for name in (kind, *(names if isinstance(names, list) else [])):
         if kind not in _KNOWN["states"] and isinstance(name, str) and _SOUNDS_RECURRENT.search(name.lower()):
             raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, so its cache is not known")
-
-
-def _is_empty(value: Any) -> bool:
-    return all(map(_is_empty, value)) if isinstance(value, list) else value in (None, False, 0, "", {})
 
 
 def _attention(c: _Config, kind: str) -> list[Layer]:
