@@ -96,6 +96,10 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
         ({"model_type": "gpt2", "add_cross_attention": True}, "'gpt2' is not a decoder alone"),
         ({"text_config": {"model_type": "glm4v_text", "num_hidden_layers": 2}}, "leaves num_key_value_heads to"),
         ({"text_config": {**LLAMA, "model_type": "exaone4"}}, "leaves head_dim to the default"),
+        (
+            {"model_type": "step3p5", "attention_other_setting": {"head_dim": 64}, "head_dim": 128},
+            "has head_dim 64, not 128",
+        ),
         ({"model_type": "bert"}, "'bert' is not a decoder alone"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not a decoder alone"),
         ({"model_type": "llama9_text", "attention_chunk_size": 8192}, "'llama9' has attention_chunk_size"),
@@ -208,7 +212,7 @@ TWO32 = State(TWO.conv, 3, 16, (32, 64), "float32")
                 "linear_value_head_dim": 16,
                 "linear_conv_kernel_dim": 4,
             },
-            [State((Projection("q", 4, 8), Projection("k", 4, 8), Projection("v", 8, 16)), 3, 8, (8, 16))] * 3 + [WIDE],
+            [State((Projection("q", 4, 8), Projection("k", 4, 8), Projection("v", 8, 16)), 3, 8, (16, 8))] * 3 + [WIDE],
         ),
     ],
 )
@@ -308,6 +312,14 @@ KDA = State((Projection("q", 4, 8), Projection("k", 4, 8), Projection("v", 4, 8)
             [*[Heads(8, 128, window=64)] * 3, FULL] * 2,
         ),
         ({"model_type": "llama4_text", "attention_chunk_size": None, "no_rope_layers": [1] * 8}, [FULL] * 8),
+        ({"model_type": "llama4_text", "no_rope_layers": [1] * 8}, [Heads(8, 128, window=8192)] * 8),
+        ({"model_type": "cohere2", "sliding_window": 64}, [*[Heads(8, 128, window=65)] * 3, FULL] * 2),
+        (
+            {**MIMO, "swa_head_dim": 64, "layer_types": ["full_attention", "sliding_attention"] * 4},
+            [Heads(4, 192, 128), Heads(8, 64, window=128)] * 4,
+        ),
+        ({"model_type": "falcon", "multi_query": False, "num_key_value_heads": 4}, [Heads(32, 128)] * 8),
+        ({"model_type": "mamba2", **MAMBA2, "mamba_ssm_dtype": "float32"}, [TWO] * 8),
         (
             {"model_type": "chatglm", "num_key_value_heads": None, "multi_query_group_num": 2}
             | {"multi_query_attention": False},

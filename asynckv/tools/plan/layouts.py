@@ -157,7 +157,7 @@ def _index_parts(index: Index, tokens: int) -> tuple[tuple[Part, ...], int]:
 def _axes(layer: State) -> tuple[Mapping[str, str], str, Sequence[str]]:
     """Name the sharded axis of every sub-projection, that of the recurrent state, and the state's other dims."""
     if any(p.name == "q" for p in layer.conv):
-        return {"q": "key_head", "k": "key_head", "v": "value_head"}, "value_head", ("key_dim", "value_dim")
+        return {"q": "key_head", "k": "key_head", "v": "value_head"}, "value_head", ("value_dim", "key_dim")
     if len(layer.shape) == 1:
         return {"x": "channel"}, "channel", ("state",)
     return {"x": "head", "b": "group", "c": "group"}, "head", ("head_dim", "state")

@@ -203,7 +203,8 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
     kind = kind.removesuffix("_text")
     defaults = _DEFAULTS.get(kind, {})
     if text is None:
-        inner = _Config({**({"head_dim": defaults["head_dim"]} if "head_dim" in defaults else {}), **config})
+        # What the file leaves out is as in transformers' class; other numbers are never left out.
+        inner = _Config({**{k: defaults[k] for k in ("head_dim", "attention_chunk_size") if k in defaults}, **config})
     else:
         # The outer fields describe other models, such as a vision tower; only the element type is taken from them.
         around = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
@@ -321,12 +322,13 @@ def _kept(c: _Config, kind: str, window: int = 0, index: Index | None = None) ->
         if hidden % heads:
             raise ConfigError(f"has no head_dim, and hidden_size {hidden} is no multiple of {heads} attention heads")
         head_dim = hidden // heads
-    # These have one KV head unless they say otherwise.
-    has_one = kind in _KNOWN["multi_query"]
-    is_one = c.flag("multi_query", has_one) and not c.flag("new_decoder_architecture", False)
+    # These have one KV head or all of them, but for Falcon's new architecture.
+    has_flag, is_new = kind in _KNOWN["multi_query"], c.flag("new_decoder_architecture", False)
+    is_one = c.flag("multi_query", has_flag) and not is_new
     is_grouped = c.get("multi_query_attention")  # of ChatGLM
     kv_heads = c.number("attn_config.kv_n_heads", *_KV_HEADS, default=1 if is_one or is_grouped else heads)
-    kv_heads = 1 if is_one and has_one else heads if is_grouped is False else kv_heads
+    if is_grouped is False or (has_flag and not is_new):
+        kv_heads = 1 if is_one else heads
     if kv_heads > heads:
         raise ConfigError(f"num_key_value_heads {kv_heads} are more than the {heads} attention heads")
     v_head_dim = c.number("v_head_dim", default=0, least=0)
@@ -360,6 +362,7 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
     # Qwen has windows only if `use_sliding_window` is set.
     used = c.flag("use_sliding_window", not kind.startswith("qwen"))
     window = c.number(*_KNOWN["windows"].get(kind, ("sliding_window",)), default=0, least=0) * used
+    window += window > 0 and kind in _KNOWN["inclusive"]
     kinds = _kinds(c, kind, depth, window)
     if used and SLIDING in kinds and not window:
         raise ConfigError(f"layer_types has {SLIDING!r}, but sliding_window is missing")
@@ -416,6 +419,13 @@ def _others(c: _Config, kind: str, kinds: list[str]) -> list[Mapping[str, Any]]:
     elif kind.startswith("mimo_v2") and c.get("swa_num_key_value_heads") is None:
         # Transformers doubles the heads of these layers without a field.
         c["swa_num_key_value_heads"] = 2 * c.number("num_key_value_heads")
+    if kind.startswith("mimo_v2") and c.get("swa_v_head_dim") is None:
+        c["swa_v_head_dim"] = c.get("swa_head_dim")
+    if kind == "step3p5" and isinstance(other := c.get("attention_other_setting"), dict):
+        # Versions of vLLM differ in whether they read it.
+        for key in ("num_attention_groups", "head_dim"):
+            if other.get(key, c.get(key)) != c.get(key):
+                raise ConfigError(f"attention_other_setting has {key} {_shown.repr(other[key])}, not {c.get(key)}")
     others = {
         layer: {field: c.number(own) for field, own in names.items() if c.get(own) is not None}
         for layer, names in _KNOWN["others"].get(kind, {}).items()
@@ -485,16 +495,12 @@ def _hybrid_kinds(c: _Config, kind: str) -> list[str]:
     return [FULL if i % period == offset else LINEAR for i in range(depth)]
 
 
-_STATE_DTYPES = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
-"""Fields of Nemotron-H and Qwen 3.5. Without one, vLLM (`MambaStateDtypeCalculator`) takes the model's type."""
-
-
 def _mamba(c: _Config, width: str, state: str, kernel: str) -> State:
     channels = c.number(width, default=0, least=0) or _expanded(c, "mamba_expand" if "mamba_expand" in c else "expand")
     return State((Projection("x", channels, 1),), c.number(kernel, least=2) - 1, channels, (c.number(state),))
 
 
-def _delta_net(c: _Config, key: str, value: str, usual: str) -> State:
+def _delta_net(c: _Config, key: str, value: str, field: str, usual: str) -> State:
     inner = "linear_attn_config"
     kernel = c.number(f"{inner}.short_conv_kernel_size", "linear_conv_kernel_dim", least=2)
     (k_heads, k_dim), (v_heads, v_dim) = (
@@ -502,10 +508,12 @@ def _delta_net(c: _Config, key: str, value: str, usual: str) -> State:
         for x in (key, value)
     )
     conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
-    return State(conv, kernel - 1, v_heads, (k_dim, v_dim), usual or c.dtype(*_STATE_DTYPES))
+    return State(conv, kernel - 1, v_heads, (v_dim, k_dim), c.dtype(field) or usual)
 
 
-def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str, usual: str) -> State:
+def _mamba2(
+    c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str, field: str, usual: str
+) -> State:
     num, size = c.number(heads), c.get(head_dim)
     if size in (None, "auto"):
         channels = c.number("mamba_d_ssm", default=0, least=0)
@@ -519,7 +527,7 @@ def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kern
     conv = [Projection("x", num, size)]
     if num_groups:
         conv += [Projection("b", num_groups, num_states), Projection("c", num_groups, num_states)]
-    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), c.dtype(*_STATE_DTYPES) or usual)
+    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), c.dtype(field) or usual)
 
 
 def _expanded(c: _Config, key: str) -> int:
