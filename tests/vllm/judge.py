@@ -20,7 +20,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
@@ -85,8 +93,8 @@ class _Idle:
         pass
 
 
-def judge(config: Mapping[str, Any], folder: Path) -> Verdict:
-    """Build the model of a `config.json`, and ask its layers."""
+def judge(config: Mapping[str, Any], folder: Path, tp: int = 1) -> Verdict:
+    """Build the model of a `config.json` as the first rank of `tp`, and ask its layers."""
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patch, _imports():
         (name,) = config["architectures"]
@@ -95,8 +103,8 @@ def judge(config: Mapping[str, Any], folder: Path) -> Verdict:
         # Otherwise vLLM looks at each class in a process of its own, which takes ten seconds.
         patch.setitem(ModelRegistry.models, name, ModelRegistry.models[name])
         ModelRegistry.register_model(name, kind)
-        made = make_config(folder)
-        with _one_rank(made, folder), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+        made = make_config(folder, tp)
+        with _first_rank(made, folder), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
             initialize_model(made)
             specs = get_kv_cache_spec(made)
         layers = [made.compilation_config.static_forward_context[layer] for layer in specs]
@@ -108,7 +116,7 @@ def judge(config: Mapping[str, Any], folder: Path) -> Verdict:
     return Verdict(specs, groups, how, written)
 
 
-def make_config(folder: Path) -> Any:
+def make_config(folder: Path, tp: int = 1) -> Any:
     """vLLM's configuration of the model in a folder."""
     cache = CacheConfig(block_size=16, num_gpu_blocks_override=1000, mamba_block_size=MAX_LEN)
     cache.kv_cache_layout = "LBHNC"
@@ -120,6 +128,7 @@ def make_config(folder: Path) -> Any:
         scheduler_config=SchedulerConfig(
             max_num_seqs=4, max_num_batched_tokens=MAX_LEN, max_model_len=MAX_LEN, is_encoder_decoder=False
         ),
+        parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
         device_config=DeviceConfig("cpu"),
     )
 
@@ -162,11 +171,13 @@ def _be_an_accelerator(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def _one_rank(config: Any, folder: Path) -> Iterator[None]:
+def _first_rank(config: Any, folder: Path) -> Iterator[None]:
+    """Make the process the first rank. There need not be others, because models talk to them only when they compute."""
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder / 'rendezvous'}", 0, "gloo")
         try:
-            parallel_state.ensure_model_parallel_initialized(1, 1)
+            parallel_state.initialize_model_parallel()
+            parallel_state.get_tp_group().world_size = config.parallel_config.tensor_parallel_size
             yield
         finally:
             parallel_state.destroy_model_parallel()

@@ -21,8 +21,9 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
 
 from asynckv.geometry.layout import Group, Layout, View
-from asynckv.tools.plan.layouts import model_layout
-from asynckv.tools.plan.models import Heads, Model, State, model_of_config
+from asynckv.tools.plan.cli import layout as write_layouts
+from asynckv.tools.plan.layout_file import load_layouts
+from asynckv.tools.plan.models import Heads, Model, State, read_hf_config
 from tests.vllm.judge import Verdict, judge, make_config
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("families.json").read_text())
@@ -131,27 +132,35 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
         print(f"\n{table}")
 
 
-def compare(config: Mapping[str, Any], verdict: Verdict) -> Model:
-    model = model_of_config(config, "model")
-    layout = model_layout(model, block_size=BLOCK)
+def compare(verdict: Verdict, folder: Path, tp: int = 1) -> Model:
+    """Compare what `asynckv layout` writes about the `config.json` of a folder."""
+    write_layouts(hf_config=str(folder), block_size=BLOCK, tp=tp, output=str(folder / "layouts.json"))
+    layout = load_layouts(folder / "layouts.json")[0]
     assert described(layout) == Counter(map(kept_by_vllm, verdict.specs.values()))
     assert shared_by_layout(layout) == shared_by_vllm(verdict)
-    kept = [(spec, spec.state_content_size_bytes * spec.num_heads) for spec in verdict.specs.values()]
-    assert model.token_bytes() == sum(size for spec, size in kept if not isinstance(spec, MambaSpec))
-    assert model.state_bytes() == sum(size for spec, size in kept if isinstance(spec, MambaSpec))
-    return model
+    return read_hf_config(folder)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_SERVED])
 def test_a_layout_has_the_heads_sizes_groups_and_bytes_of_vllm(name: str, table: Table, tmp_path: Path) -> None:
     verdict = judge(FAMILIES[name], tmp_path)
-    table.add(name, compare(FAMILIES[name], verdict), len(verdict.specs), verdict.how)
+    model = compare(verdict, tmp_path)
+    kept = [(spec, spec.state_content_size_bytes * spec.num_heads) for spec in verdict.specs.values()]
+    assert model.token_bytes() == sum(size for spec, size in kept if not isinstance(spec, MambaSpec))
+    assert model.state_bytes() == sum(size for spec, size in kept if isinstance(spec, MambaSpec))
+    table.add(name, model, len(verdict.specs), verdict.how)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_SERVED])
+def test_a_rank_has_the_share_that_it_has_in_vllm(name: str, tmp_path: Path) -> None:
+    compare(judge(FAMILIES[name], tmp_path, tp=4), tmp_path, tp=4)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_SERVED])
 def test_a_configuration_that_transformers_wrote_has_the_same_layout(name: str, tmp_path: Path) -> None:
     verdict = judge(FAMILIES[name], tmp_path)
-    compare(verdict.written, verdict)
+    (tmp_path / "config.json").write_text(json.dumps(verdict.written))
+    compare(verdict, tmp_path)
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
@@ -160,7 +169,7 @@ def test_a_model_without_a_class_in_vllm_has_the_heads_that_vllm_reads(name: str
     assert not set(config["architectures"]) & set(ModelRegistry.models)
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = make_config(tmp_path).model_config
-    model = model_of_config(config, "model")
+    model = read_hf_config(tmp_path)
     heads = [(x.num_heads, x.head_dim) for x in model.layers if isinstance(x, Heads)]
     assert set(heads) == {(read.get_total_num_kv_heads(), read.get_head_size())}
     assert len(model.layers) == read.hf_config.num_hidden_layers
