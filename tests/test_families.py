@@ -14,7 +14,7 @@ from asynckv import Engine, EngineConfig, GeometryRefused, NixlConfig, PrefillRa
 from asynckv.layout import ONE_PER_REQUEST, Group, TensorPart, register_parts
 from asynckv.tools.bench.memory import Lists, Pool
 from asynckv.tools.plan.layouts import model_groups, model_layout
-from asynckv.tools.plan.models import Heads, Latent, Model, Projection, State
+from asynckv.tools.plan.models import Heads, Index, Latent, Model, Projection, State
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
 
@@ -28,6 +28,8 @@ MODELS = {
         Model("gqa", (GQA, GQA)),
         Model("mqa", (MQA, MQA)),
         Model("mla", (Latent(32, 8), Latent(32, 8))),
+        Model("mla-indexed", (Latent(32, 8, index=Index(16, "float8_e4m3fn", 1)), Latent(32, 8))),
+        Model("gqa-indexed", (GQA, Heads(12, 16, index=Index(16, "bfloat16")))),
         Model("window", (NEAR, GQA, NEAR)),
         Model("mamba-1", (MAMBA1, GQA)),
         Model("mamba-2", (MAMBA2, MAMBA2, GQA)),

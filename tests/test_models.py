@@ -13,6 +13,7 @@ from asynckv.tools.plan import models
 from asynckv.tools.plan.models import (
     PRESETS,
     Heads,
+    Index,
     Latent,
     Model,
     Projection,
@@ -74,7 +75,7 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"num_hidden_layers": ...}, "num_hidden_layers or n_layer is missing"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers or n_layer or num_layers or n_layers is missing"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
         ({"num_key_value_heads": True}, "num_key_value_heads is True"),
         ({"hidden_size": 4097}, "no multiple of 32"),
@@ -90,14 +91,14 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "hybrid_override_pattern has '?'"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*"}, "mamba_num_heads is missing"),
         ({"num_hidden_layers": 5000}, "more than 4096"),
-        ({"model_type": "mimo_v2_flash"}, "other heads in its sliding layers"),
+        ({"model_type": "mimo_v2_flash"}, "hybrid_layer_pattern and layer_types are missing"),
         ({"model_type": "mllama", "cross_attention_layers": [3]}, "'mllama' has cross_attention_layers"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "'gpt2' is not a decoder alone"),
         ({"text_config": {"model_type": "glm4v_text", "num_hidden_layers": 2}}, "leaves num_key_value_heads to"),
         ({"text_config": {**LLAMA, "model_type": "exaone4"}}, "leaves head_dim to the default"),
         ({"model_type": "bert"}, "'bert' is not a decoder alone"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not a decoder alone"),
-        ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "'llama4' has attention_chunk_size"),
+        ({"model_type": "llama9_text", "attention_chunk_size": 8192}, "'llama9' has attention_chunk_size"),
     ],
 )
 def test_a_wrong_config_names_file_and_field(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
@@ -213,6 +214,172 @@ TWO32 = State(TWO.conv, 3, 16, (32, 64), "float32")
 )
 def test_every_family_says_what_its_layers_keep(fields: dict[str, Any], layers: list[Any]) -> None:
     assert kinds(**fields) == layers
+
+
+KEYS = Index(128, "float8_e4m3fn", 1)
+SPARSE = Heads(4, 128, index=Index(128, "bfloat16"))
+# As the models' own files have these fields.
+STEP: dict[str, Any] = {
+    **{"model_type": "step3p5", "num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128},
+    **{"num_key_value_heads": None, "sliding_window": 512, "use_head_wise_attn_gate": True, "use_swa": True},
+    "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 96},
+}
+NEAR_THREE = ["full_attention", *["sliding_attention"] * 3] * 2
+STEP["layer_types"] = NEAR_THREE
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536}
+INDEXED = {**MLA, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+GEMMA = {
+    **{"model_type": "gemma4_text", "head_dim": 256, "sliding_window": 512, "attention_k_eq_v": True},
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+}
+MIMO = {
+    **{"model_type": "mimo_v2_flash", "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128},
+    **{"sliding_window": 128, "attention_chunk_size": 128, "attention_value_scale": 0.707},
+    "add_swa_attention_sink_bias": True,
+}
+SWA = {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 64, "swa_v_head_dim": 32}
+M3 = {
+    **{"use_sparse_attention": True, "sparse_index_dim": 128, "sparse_num_index_heads": 4, "sparse_topk_blocks": 16},
+    **{"sparse_attention_freq": [0] * 3 + [1] * 5, "sparse_block_size": 128},
+}
+KIMI = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4}
+KDA = State((Projection("q", 4, 8), Projection("k", 4, 8), Projection("v", 4, 8)), 3, 4, (8, 8), "float32")
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        (STEP, [Heads(8, 128), *[Heads(8, 128, window=512)] * 3] * 2),
+        (
+            {**STEP, "layer_types": [*NEAR_THREE, *["full_attention"] * 3], "num_nextn_predict_layers": 3},
+            [Heads(8, 128), *[Heads(8, 128, window=512)] * 3] * 2,
+        ),
+        (
+            {"model_type": "chatglm", "num_layers": 8, "num_hidden_layers": None, "num_key_value_heads": None}
+            | {"multi_query_attention": True, "multi_query_group_num": 2, "kv_channels": 128},
+            [Heads(2, 128)] * 8,
+        ),
+        (
+            {"model_type": "falcon", "n_head_kv": 8, "num_attention_heads": 128, "hidden_size": 8192}
+            | {"num_key_value_heads": None, "new_decoder_architecture": True, "multi_query": True},
+            [Heads(8, 64)] * 8,
+        ),
+        (
+            {"model_type": "dbrx", "n_layers": 8, "n_heads": 48, "d_model": 6144, "num_attention_heads": None}
+            | {"hidden_size": None, "num_key_value_heads": None, "attn_config": {"kv_n_heads": 8, "clip_qkv": 8}},
+            [Heads(8, 128)] * 8,
+        ),
+        ({"model_type": "deepseek_v32", **INDEXED}, [Latent(512, 64, index=KEYS)] * 8),
+        (
+            {"model_type": "glm_moe_dsa", **INDEXED, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+            | {"indexer_types": [*["full"] * 3, *["shared"] * 3, "full", "shared"]},
+            [Latent(512, 64, index=None if i in (3, 4, 5, 7) else KEYS) for i in range(8)],
+        ),
+        (
+            {"model_type": "kimi_linear", **MLA, "num_key_value_heads": 32}
+            | {"linear_attn_config": {**KIMI, "kda_layers": [1, 2, 3, 5, 6, 7], "full_attn_layers": [4, 8]}},
+            [KDA, KDA, KDA, Latent(512, 64)] * 2,
+        ),
+        (
+            {
+                "text_config": {**LLAMA, "model_type": "minimax_m3_text", "num_hidden_layers": 8, "head_dim": 128}
+                | {"num_key_value_heads": 4, "sparse_attention_config": M3}
+            },
+            [Heads(4, 128)] * 3 + [SPARSE] * 5,
+        ),
+        (
+            {**GEMMA, "global_head_dim": 512, "num_global_key_value_heads": 2, "num_kv_shared_layers": 2},
+            [Heads(8, 256, window=512), Heads(2, 512)] * 3,
+        ),
+        (
+            {**GEMMA, "per_layer_config": {f"0{i}": {"head_dim": 512, "num_key_value_heads": 2} for i in (1, 3, 5, 7)}},
+            [Heads(8, 256, window=512), Heads(2, 512)] * 4,
+        ),
+        (
+            {**MIMO, **SWA, "hybrid_layer_pattern": [0, 1, 1, 1] * 2, "sliding_window_size": 64},
+            [Heads(4, 192, 128), *[Heads(8, 64, 32, window=64)] * 3] * 2,
+        ),
+        (
+            {**MIMO, "layer_types": ["full_attention", "sliding_attention"] * 4},
+            [Heads(4, 192, 128), Heads(8, 192, 128, window=128)] * 4,
+        ),
+        (
+            {"model_type": "llama4_text", "attention_chunk_size": 64, "no_rope_layers": [1, 1, 1, 0] * 2},
+            [*[Heads(8, 128, window=64)] * 3, FULL] * 2,
+        ),
+        ({"model_type": "llama4_text", "attention_chunk_size": None, "no_rope_layers": [1] * 8}, [FULL] * 8),
+        ({"model_type": "minicpm3", **MLA, "num_key_value_heads": 32}, [Heads(32, 192)] * 8),
+        ({"model_type": "longcat_flash", **MLA, "num_hidden_layers": None, "num_layers": 2}, [Latent(512, 64)] * 4),
+        ({"model_type": "opt", "num_key_value_heads": None, "do_layer_norm_before": True}, [Heads(32, 128)] * 8),
+    ],
+)
+def test_models_that_people_disaggregate_have_a_layout(fields: dict[str, Any], layers: list[Any]) -> None:
+    assert kinds(**fields) == layers
+
+
+def test_an_index_takes_its_keys_and_scales() -> None:
+    model = model_of_config({**LLAMA, "model_type": "deepseek_v32", **INDEXED}, "m")
+    assert model.token_bytes() == 32 * (576 * 2 + 132)
+    assert Model("m", (SPARSE,)).token_bytes() == (2 * 4 * 128 + 128) * 2
+    assert Model("m", (Heads(4, 128), SPARSE, SPARSE)).resized(layers=2).layers == (Heads(4, 128), SPARSE)
+
+
+WORDS = ("attention", "attn", "index", "sparse", "cache", "kv", "window", "compress", "group", "latent", "key_value")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_field_that_may_speak_of_a_cache_is_refused_by_its_name(word: str) -> None:
+    for value in (64, True, [8] * 8, {"dim": 64}, "on"):
+        with pytest.raises(ConfigError, match=f"'llama' has foo{word}_rank"):
+            kinds(model_type="llama", **{f"foo{word}_rank": value})
+    assert kinds(model_type="llama", **dict.fromkeys((f"foo{word}_rank", f"{word}s"))) == [FULL] * 8
+    nothing: tuple[Any, ...] = (0, False, [], {}, "", [0, None])
+    for empty in nothing:
+        assert kinds(model_type="llama", **{f"foo{word}_rank": empty}) == [FULL] * 8
+
+
+def test_fields_that_do_not_matter_are_accepted() -> None:
+    names = ("attention_bias", "use_cache", "qkv_bias", "use_flash_attn", "interleaved_qkv", "attn_output_gate")
+    sizes = {
+        "n_group": 8,
+        "topk_group": 4,
+        "num_nextn_predict_layers": 1,
+        "moe_latent_size": 64,
+        "image_token_index": 9,
+    }
+    rates = {"attention_dropout": 0.1, "attn_pdrop": 0.1, "attention_multiplier": 0.5, "attn_logit_softcapping": 50.0}
+    texts = {"attn_implementation": "sdpa", "_attn_implementation": "eager", "cache_implementation": "hybrid"}
+    assert kinds(model_type="llama", **dict.fromkeys(names, True), **sizes, **rates, **texts) == [FULL] * 8
+    unused = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+    assert kinds(model_type="qwen2", **unused) == [FULL] * 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({**STEP, "layer_types": [*NEAR_THREE, *["full_attention"] * 3]}, "3 more than num_hidden_layers 8"),
+        ({"num_key_value_heads": None, "num_query_groups": 8}, "has num_query_groups"),
+        ({"num_kv_heads": [4] * 8, "num_key_value_heads": None}, r"num_kv_heads is \[4"),
+        ({"model_type": "deepseek_v9", **INDEXED}, "has index_head_dim"),
+        ({"model_type": "glm_moe_dsa", **INDEXED, "indexer_types": ["shared"] * 8}, "indexer_types differs"),
+        ({"model_type": "deepseek_v32", **INDEXED, "index_topk_pattern": "FX"}, "index_topk_pattern is 'FX'"),
+        ({"model_type": "glm_moe_dsa", **INDEXED, "index_kpool": 4}, "has index_kpool"),
+        ({**MIMO, "hybrid_layer_pattern": [0, 2] * 4}, "hybrid_layer_pattern has 2"),
+        ({**GEMMA, "per_layer_config": {"x": {}}}, "per_layer_config is"),
+        ({**GEMMA, "per_layer_config": {"01": {"skip": ["self_attn"]}}}, "has per_layer_config.skip"),
+        ({**GEMMA, "use_bidirectional_attention": "all"}, "has use_bidirectional_attention"),
+        (
+            {"model_type": "kimi_linear", "linear_attn_config": {**KIMI, "kda_layers": [1], "full_attn_layers": [1]}},
+            "kda_layers",
+        ),
+        ({"model_type": "minimax_m3", "head_dim": 128}, "layer_types is missing"),
+        ({"model_type": "jamba", "mamba_d_state": 16}, "attn_layer_period"),
+        ({"model_type": "mpt", "attn_config": {"attn_type": "multiquery_attention"}}, "has attn_config.attn_type"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_field(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        kinds(**fields)
 
 
 def test_a_smaller_model_keeps_one_layer_of_every_kind() -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import ITEMSIZE, ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, dense_part, shard
-from asynckv.tools.plan.models import Heads, Latent, Layer, Model, State
+from asynckv.tools.plan.models import Heads, Index, Latent, Layer, Model, State
 
 ORDERS = ("nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd")
 """Memory orders: `nhd` has tokens before heads, `hnd` heads before tokens. Keys of all blocks come first, then values.
@@ -73,24 +73,27 @@ def model_layout(
         group = _group(layer, index, block_size, ratio, counts[index])
         groups.append(group)
         here = [n for n in numbers if n in stage]
-        parts, size = _parts(model, layer, group.kernel_size, tp_rank, tp_size, order, conv_order)
         blocks = group.num_kernel_blocks
-        if order.startswith("cross-") and here:
-            views += [
-                View(len(lengths), index, f"layers.{n}", i * size, size * len(here), parts) for i, n in enumerate(here)
-            ]
-            lengths.append(size * len(here) * blocks)
-            continue
-        if order in ("nhd", "hnd") and isinstance(layer, Heads):
-            # Keys of all blocks precede the values, so each part has a region of its own.
-            steps = [p.itemsize * math.prod(d.size for d in p.dims) for p in parts]
-            if steps[0] == steps[1]:
-                size = steps[0]
-                parts = tuple(msgspec.structs.replace(p, offset=i * size * blocks) for i, p in enumerate(parts))
-        length = max(p.offset for p in parts) // (size * blocks) * size * blocks + size * blocks
-        for n in here:
-            views.append(View(len(lengths), index, f"layers.{n}", 0, size, parts))
-            lengths.append(length)
+        arrays = [_parts(model, layer, group.kernel_size, tp_rank, tp_size, order, conv_order)]
+        if not isinstance(layer, State) and layer.index is not None:
+            # An index has memory of its own, as in vLLM.
+            arrays.append(_index_parts(layer.index, group.kernel_size))
+        for parts, size in arrays:
+            if order.startswith("cross-") and here:
+                step = size * len(here)
+                views += [View(len(lengths), index, f"layers.{n}", i * size, step, parts) for i, n in enumerate(here)]
+                lengths.append(step * blocks)
+                continue
+            if order in ("nhd", "hnd") and parts[0].name == "k":
+                # Keys of all blocks precede the values, so each part has a region of its own.
+                steps = [p.itemsize * math.prod(d.size for d in p.dims) for p in parts]
+                if steps[0] == steps[1]:
+                    size = steps[0]
+                    parts = tuple(msgspec.structs.replace(p, offset=i * size * blocks) for i, p in enumerate(parts))
+            length = max(p.offset for p in parts) // (size * blocks) * size * blocks + size * blocks
+            for n in here:
+                views.append(View(len(lengths), index, f"layers.{n}", 0, size, parts))
+                lengths.append(length)
     bases = itertools.accumulate((-(-length // 4096) * 4096 for length in lengths), initial=0)
     return Layout(
         model=model.name,
@@ -141,6 +144,14 @@ def _parts(
             return (part,), tokens * width * part.itemsize
         case State():
             return _state_parts(model, layer, tp_rank, tp_size, conv_order)
+
+
+def _index_parts(index: Index, tokens: int) -> tuple[tuple[Part, ...], int]:
+    key = dense_part("index", index.dtype, [("token", tokens), ("dim", index.dim)])
+    size = tokens * index.dim * key.itemsize
+    scales = [("token", tokens), ("dim", index.scales)]
+    parts = (dense_part("index_scale", "float32", scales, offset=size),) if index.scales else ()
+    return (key, *parts), size + tokens * index.scales * 4
 
 
 def _axes(layer: State) -> tuple[Mapping[str, str], str, Sequence[str]]:

@@ -9,7 +9,7 @@ import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,26 @@ _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 80
 
 
+class Index(Struct, frozen=True):
+    """Keys by which sparse attention chooses tokens, the same on all ranks. A block has keys before their scales."""
+
+    dim: int
+    dtype: str
+    scales: int = 0  # float32 scales per token
+
+
 class Heads(Struct, frozen=True, tag="heads"):
     """Attention that keeps keys and values per KV head (MHA, GQA, MQA). A `v_head_dim` of 0 means `head_dim`.
 
-    With a `window`, the next token attends to itself and the `window - 1` tokens before it.
+    With a `window`, the next token attends to itself and the `window - 1` tokens before it. Attention in chunks keeps
+    at most a chunk, so it has a window of that size.
     """
 
     num_heads: int
     head_dim: int
     v_head_dim: int = 0
     window: int = 0
+    index: Index | None = None
 
 
 class Latent(Struct, frozen=True, tag="latent"):
@@ -47,6 +57,7 @@ class Latent(Struct, frozen=True, tag="latent"):
     rank: int
     rope_dim: int
     window: int = 0
+    index: Index | None = None
 
 
 class Projection(Struct, frozen=True):
@@ -83,7 +94,8 @@ class Model(Struct, frozen=True):
         heads = [layer for layer in self.layers if isinstance(layer, Heads)]
         elements = sum(x.num_heads * (x.head_dim + (x.v_head_dim or x.head_dim)) for x in heads)
         elements += sum(layer.rank + layer.rope_dim for layer in self.layers if isinstance(layer, Latent))
-        return elements * ITEMSIZE[self.dtype]
+        indexes = [x.index for x in self.layers if not isinstance(x, State) and x.index is not None]
+        return elements * ITEMSIZE[self.dtype] + sum(x.dim * ITEMSIZE[x.dtype] + x.scales * 4 for x in indexes)
 
     def state_bytes(self) -> int:
         """Return the bytes of one request's convolution and recurrent states in the whole model."""
@@ -120,16 +132,12 @@ def _pick(layers: tuple[Layer, ...], count: int) -> tuple[Layer, ...]:
     """Return `count` layers: first one of every kind, then of every shape; repeat layers if there are fewer."""
     if count >= len(layers):
         return tuple(layers[i % len(layers)] for i in range(count))
-    kinds: dict[tuple[type[Layer], int], int] = {}
+    kinds: dict[tuple[object, ...], int] = {}
     for i, layer in enumerate(layers):
-        kinds.setdefault((type(layer), 0 if isinstance(layer, State) else layer.window), i)
+        kinds.setdefault((State,) if isinstance(layer, State) else (type(layer), layer.window, layer.index), i)
     shapes = {layer: i for i, layer in reversed(list(enumerate(layers)))}
     order = dict.fromkeys([*kinds.values(), *sorted(shapes.values()), *range(len(layers))])
     return tuple(layers[i] for i in sorted(list(order)[:count]))
-
-
-def _mamba1(channels: int, state: int, kernel: int) -> State:
-    return State((Projection("x", channels, 1),), kernel - 1, channels, (state,))
 
 
 def preset(name: str) -> Model:
@@ -200,28 +208,52 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
         # The outer fields describe other models, such as a vision tower; only the element type is taken from them.
         around = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
         inner = _Config({**around, **defaults, **text})
-        if not defaults and kind not in _RECURRENT and text.get("kv_lora_rank") is None:
-            for field in ("num_key_value_heads", "head_dim"):
+        if not defaults and kind not in _KNOWN["states"] and text.get("kv_lora_rank") is None:
+            for field in (() if text.keys() & set(_KV_HEADS) else _KV_HEADS[2:3]) + ("head_dim",):
                 if field not in text:
                     raise ConfigError(
                         f"text_config leaves {field} to the default of model_type {_shown.repr(kind)}, which is not "
                         f"known here; write it out (config.to_dict() of transformers does)"
                     )
-    layers = _family(inner, kind)
+    if kind in _KNOWN["encoders"] or any(inner.flag(x, False) for x in ("is_encoder_decoder", "add_cross_attention")):
+        raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
+    layers = (_hybrid if kind in _KNOWN["states"] else _attention)(inner, kind)
+    _refuse_unknown(inner, kind)
     if not layers:
         raise ConfigError("describes no layer with a cache")
     return Model(name, tuple(layers), inner.dtype("dtype", "torch_dtype") or "bfloat16")
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_OLD_NAMES = {"attention": FULL, "mamba": LINEAR}  # before Transformers 5
+# Names before Transformers 5, and kinds that differ from these in their other fields only.
+_OLD_NAMES = {"attention": FULL, "mamba": LINEAR, "indexed_attention": FULL, "minimax_m3_sparse": FULL}
+_OLD_NAMES["chunked_attention"] = SLIDING
 
 
 class _Config(dict[str, Any]):
-    """An untrusted configuration."""
+    """An untrusted configuration, which notes the fields that are read.
+
+    Fields of the objects in `nested` are fields of the configuration too, such as `attn_config.kv_n_heads`.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], read: set[str] | None = None) -> None:
+        super().__init__(fields)
+        self.read = set[str]() if read is None else read
+        for outer in _KNOWN["nested"]:
+            if isinstance(inner := fields.get(outer), dict):
+                self.update({f"{outer}.{key}": value for key, value in inner.items()})
+                self.read.add(outer)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def but(self, changes: Mapping[str, Any]) -> _Config:
+        return _Config({**self, **changes}, self.read)
 
     def number(self, *keys: str, default: int | None = None, least: int = 1) -> int:
-        key = next((k for k in keys if self.get(k) is not None), keys[0])
+        # Another name of the same number is read too.
+        key = next(iter([k for k in keys if self.get(k) is not None]), keys[0])
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -247,79 +279,105 @@ class _Config(dict[str, Any]):
         except ConfigError as exc:
             raise ConfigError(f"{key.removesuffix('dtype')}{exc}") from None
 
-    def kinds(self, *keys: str, known: tuple[str, ...], length: int = 0) -> list[str]:
-        """Read the kind of each layer, and check that there are `length` of them if it is given."""
-        key = next((k for k in keys if self.get(k) is not None), keys[0])
+    def listed(self, key: str, length: int, known: Container[object]) -> list[Any]:
+        """Read a list of known entries, one for each of `length` layers if that is given."""
         value = self.get(key)
-        if value is None:
-            raise ConfigError(f"{' or '.join(keys)} is missing")
-        if not isinstance(value, list) or not all(isinstance(x, str) for x in value) or length not in (0, len(value)):
-            raise ConfigError(f"{key} is not a list of {length or 'all'} names, one per layer")
+        if not isinstance(value, list) or len(value) < length:
+            raise ConfigError(f"{key} is not a list of {length or 'all'} names or numbers, one per layer")
         if len(value) > MOST_LAYERS:
             raise ConfigError(f"{key} names {len(value)} layers, more than {MOST_LAYERS}")
-        if strange := sorted({x for x in value if _OLD_NAMES.get(x, x) not in known}):
+        # Layers that predict more tokens at once come last; they belong to a draft model.
+        if length and (more := len(value) - length) not in (0, self.get("num_nextn_predict_layers")):
+            raise ConfigError(f"{key} names {len(value)} layers, {more} more than num_hidden_layers {length}")
+        if strange := [x for x in value if not isinstance(x, str | int) or x not in known]:
             raise ConfigError(f"{key} has {_shown.repr(strange[0])}, so the cache of such a layer is not known")
-        names: list[str] = value
-        return [_OLD_NAMES.get(x, x) for x in names]
+        return value[: length or None]
+
+    def kinds(self, *keys: str, known: tuple[str, ...], length: int = 0) -> list[str]:
+        """Read the kind of each layer, and check that there are `length` of them if it is given."""
+        key = next((k for k in keys if self.get(k) is not None), "")
+        if not key:
+            raise ConfigError(f"{' or '.join(keys)} is missing")
+        names = [*known, *(old for old, name in _OLD_NAMES.items() if name in known)]
+        return [_OLD_NAMES.get(x, x) for x in self.listed(key, length, names)]
 
 
-def _heads(c: _Config, window: int = 0) -> Heads:
-    heads = c.number("num_attention_heads", "n_head")
-    head_dim = c.number("head_dim", "attention_head_dim", "kv_channels", default=0, least=0)
+_KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+"""vLLM's names for the number of KV heads, in its order."""
+
+
+def _kept(c: _Config, kind: str, window: int = 0, index: Index | None = None) -> Heads | Latent:
+    """Return what a layer of attention keeps."""
+    if c.get("kv_lora_rank") is not None and kind not in _KNOWN["unabsorbed"]:
+        return Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim", least=0), window, index)
+    return msgspec.structs.replace(_heads(c, kind), window=window, index=index)
+
+
+def _heads(c: _Config, kind: str = "") -> Heads:
+    heads = c.number(*_KNOWN["heads"])
+    if kind in _KNOWN["unabsorbed"]:
+        # vLLM keeps what it computes from the latents, and pads values to the width of keys.
+        return Heads(heads, c.number("qk_nope_head_dim") + c.number("qk_rope_head_dim"))
+    head_dim = c.number(*_KNOWN["head_dims"], default=0, least=0)
     if not head_dim:
-        hidden = c.number("hidden_size", "n_embd")
+        hidden = c.number(*_KNOWN["hidden_sizes"])
         if hidden % heads:
             raise ConfigError(f"has no head_dim, and hidden_size {hidden} is no multiple of {heads} attention heads")
         head_dim = hidden // heads
-    kv_heads = c.number("num_key_value_heads", "num_kv_heads", default=heads)
+    # These have one KV head unless they say otherwise.
+    has_one = kind in _KNOWN["multi_query"]
+    is_one = c.flag("multi_query", has_one) and not c.flag("new_decoder_architecture", False)
+    kv_heads = c.number("attn_config.kv_n_heads", *_KV_HEADS, default=1 if is_one else heads)
+    if is_one and has_one:
+        kv_heads = 1
+    elif not c.flag("multi_query_attention", True):
+        kv_heads = heads
     if kv_heads > heads:
         raise ConfigError(f"num_key_value_heads {kv_heads} are more than the {heads} attention heads")
     v_head_dim = c.number("v_head_dim", default=0, least=0)
-    return Heads(kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, window)
-
-
-def _family(c: _Config, kind: str) -> list[Layer]:
-    if (recurrent := _RECURRENT.get(kind)) is not None:
-        return recurrent(c)
-    _refuse_unknown(c, kind)
-    if kind in _KNOWN["encoders"] or c.flag("is_encoder_decoder", False) or c.flag("add_cross_attention", False):
-        raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
-    if c.get("kv_lora_rank") is not None:
-        return [Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim"))] * _depth(c)
-    # These have one KV head unless they say otherwise.
-    if c.flag("multi_query", kind in ("falcon", "gpt_bigcode")) and not c.flag("new_decoder_architecture", False):
-        return [_heads(_Config(c, num_key_value_heads=1))] * _depth(c)
-    return _attention(c, kind)
+    return Heads(kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim)
 
 
 def _refuse_unknown(c: _Config, kind: str) -> None:
-    """Refuse a model with an unknown cache, so that it is never taken for plain attention."""
-    for key in sorted(k for k in c if k.startswith(_STRANGE)):
-        value = c[key]
-        plain = key == "attn_type_list" and isinstance(value, list) and all(x == 1 for x in value)
-        if value not in (None, False, 0, [], {}) and not plain:
+    """Refuse a field that may speak of a cache but was not read, so that a model is never taken for plain attention."""
+    # All readers of heads read these names.
+    harmless = [*_KNOWN["harmless"], *_KNOWN["harmless_in"].get(kind, ()), *_KNOWN["heads"], *_KV_HEADS]
+    for settled, names in _KNOWN["settled"].items():
+        harmless += names if c.get(settled) is not None else []
+    for key, value in sorted(c.items()):
+        outer = next((x for x in ("per_layer_config", *_KNOWN["nested"]) if key.startswith(f"{x}.")), "")
+        name = key.removeprefix(f"{outer}.")
+        values, plain = value if isinstance(value, list) else [value], _KNOWN["plain"].get(name, ())
+        is_read = key in c.read or (outer == "per_layer_config" and name in c.read)
+        if is_read or _is_empty(value) or not _SUSPICIOUS.search(name.lower()) or all(x in plain for x in values):
+            continue
+        if not re.fullmatch("|".join(harmless), name):
             raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so the cache of its layers is not known")
     names = c.get("architectures")
-    if kind == "mimo_v2_flash":
-        raise ConfigError(f"model_type {kind!r} has other heads in its sliding layers, but no field for them")
     for name in (kind, *(names if isinstance(names, list) else [])):
-        if isinstance(name, str) and _SOUNDS_RECURRENT.search(name.lower()):
+        if kind not in _KNOWN["states"] and isinstance(name, str) and _SOUNDS_RECURRENT.search(name.lower()):
             raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, so its cache is not known")
 
 
+def _is_empty(value: Any) -> bool:
+    return all(map(_is_empty, value)) if isinstance(value, list) else value in (None, False, 0, "", {})
+
+
 def _attention(c: _Config, kind: str) -> list[Layer]:
-    depth = _depth(c)
-    window = c.number("sliding_window", default=0, least=0)
+    # Layers of LongCat have attention twice.
+    depth = 2 * c.number("num_layers") if kind == "longcat_flash" else _depth(c)
     # Qwen has windows only if `use_sliding_window` is set.
     used = c.flag("use_sliding_window", not kind.startswith("qwen"))
+    window = c.number(*_KNOWN["windows"].get(kind, ("sliding_window",)), default=0, least=0)
     window = window if used else 0
     kinds = _kinds(c, kind, depth, window)
     if used and SLIDING in kinds and not window:
         raise ConfigError(f"layer_types has {SLIDING!r}, but sliding_window is missing")
     made: list[Layer] = []
-    for name in kinds:
-        layer = _Config(c, **_override(c, kind, name))
-        made.append(_heads(layer, window if name == SLIDING else 0))
+    for name, other, index in zip(kinds, _others(c, kind, kinds), _indexes(c, kind, depth), strict=True):
+        layer = c.but(other)
+        near = layer.number("sliding_window", default=0, least=0) if "sliding_window" in other else window
+        made.append(_kept(layer, kind, near if name == SLIDING else 0, index))
     # The last layers of some models read the cache of earlier ones, so they have none.
     shared = c.number("num_kv_shared_layers", default=0, least=0)
     if shared >= depth:
@@ -328,98 +386,134 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
 
 
 def _kinds(c: _Config, kind: str, depth: int, window: int) -> list[str]:
-    if c.get("layer_types") is not None:
+    near = _KNOWN["near"].get(kind, "")
+    if c.get(near):
+        kinds = [SLIDING if x and window else FULL for x in c.listed(near, depth, (0, 1))]
+    elif c.get("layer_types") is not None:
         kinds = c.kinds("layer_types", known=(FULL, SLIDING), length=depth)
+    elif near and kind not in _KNOWN["patterns"]:
+        raise ConfigError(f"{near} and layer_types are missing")
     elif not window:
         kinds = [FULL] * depth
-    elif kind in ("qwen2", "qwen3"):
-        # Their first `max_window_layers` layers are full.
-        full = c.number("max_window_layers", default=28, least=0)
-        kinds = [FULL if i < full else SLIDING for i in range(depth)]
-    elif kind == "qwen2_moe":
-        near = c.number("max_window_layers", default=28, least=0)
-        kinds = [SLIDING if i % 2 == 0 and i < near else FULL for i in range(depth)]
+        c.read.update(_KNOWN["windowed"])
+    elif kind in ("qwen2", "qwen3", "qwen2_moe"):
+        # The first `max_window_layers` layers are full, or every second of them has a window.
+        first, odd = c.number("max_window_layers", default=28, least=0), 2 if kind == "qwen2_moe" else 0
+        kinds = [SLIDING if (i < first and i % odd == 0 if odd else i >= first) else FULL for i in range(depth)]
     else:
         usual = _KNOWN["patterns"].get(kind, 0)
-        pattern = c.number("sliding_window_pattern", "_sliding_window_pattern", default=usual, least=0)
+        names = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval")
+        pattern = c.number(*names, default=usual, least=0)
         kinds = [FULL if pattern and (i + 1) % pattern == 0 else SLIDING for i in range(depth)]
     # Gemma 4 makes its last layer full in any case.
-    return [*kinds[:-1], FULL] if kind == "gemma4" else kinds
+    return [*kinds[:-1], FULL] if kind.startswith("gemma4") else kinds
 
 
-def _override(c: _Config, kind: str, name: str) -> dict[str, Any]:
-    """Return the fields in which a layer differs from the rest."""
-    if kind != "gemma4" or name == SLIDING:
-        return {}
-    wide = {"head_dim": c.number("global_head_dim", default=512)}
-    if c.flag("attention_k_eq_v", False) and c.get("num_global_key_value_heads") is not None:
-        wide["num_key_value_heads"] = c.number("num_global_key_value_heads")
-    return wide
+def _others(c: _Config, kind: str, kinds: list[str]) -> list[Mapping[str, Any]]:
+    """Return the fields in which each layer differs from the rest."""
+    if (each := c.get("per_layer_config")) is not None:
+        try:
+            found = {int(key): dict(fields) for key, fields in each.items()}
+        except (AttributeError, OverflowError, TypeError, ValueError):
+            raise ConfigError(f"per_layer_config is {_shown.repr(each)}, not an object of layers") from None
+        for fields in found.values():
+            c.update({f"per_layer_config.{key}": value for key, value in fields.items()})
+        return [found.get(i, {}) for i in range(len(kinds))]
+    if kind.startswith("gemma4"):
+        c.setdefault("global_head_dim", 512)
+        if not c.flag("attention_k_eq_v", False):
+            c["num_global_key_value_heads"] = None
+    elif kind.startswith("mimo_v2") and c.get("swa_num_key_value_heads") is None:
+        # Transformers doubles the heads of these layers without a field.
+        c["swa_num_key_value_heads"] = 2 * c.number("num_key_value_heads")
+    others = {
+        layer: {field: c.number(own) for field, own in names.items() if c.get(own) is not None}
+        for layer, names in _KNOWN["others"].get(kind, {}).items()
+    }
+    return [others.get(name, {}) for name in kinds]
 
 
-def _mamba(c: _Config) -> list[Layer]:
-    channels = c.number("intermediate_size", default=0, least=0) or _expanded(c, "expand")
-    return [_mamba1(channels, c.number("state_size"), c.number("conv_kernel", least=2))] * _depth(c)
+def _indexes(c: _Config, kind: str, depth: int) -> list[Index | None]:
+    """Return the index of each layer, as vLLM keeps it."""
+    if kind in _KNOWN["indexed"] and (kind != "deepseek_v3" or c.get("index_topk") is not None):
+        # Some layers choose the tokens that the one before them chose.
+        every, first = c.number("index_topk_freq", default=1), c.number("index_skip_topk_offset", default=2, least=0)
+        pattern = c.get("index_topk_pattern")
+        if pattern is not None and (not isinstance(pattern, str) or not re.fullmatch(f"[FS]{{{depth},}}", pattern)):
+            raise ConfigError(f"index_topk_pattern is {_shown.repr(pattern)}, not F or S for each of {depth} layers")
+        chosen = [pattern[i] == "F" if pattern else max(i - first + 1, 0) % every == 0 for i in range(depth)]
+        types = ["full" if x else "shared" for x in chosen]
+        if c.get("indexer_types") not in (None, types):
+            raise ConfigError("indexer_types differs from index_topk_freq and index_topk_pattern, which vLLM reads")
+        dim = c.number("index_head_dim")
+        index = Index(dim, "float8_e4m3fn", dim // 128)
+    elif kind.startswith("minimax_m3"):
+        if c.get("sparse_attention_config") is not None:
+            chosen = [bool(x) for x in c.listed("sparse_attention_config.sparse_attention_freq", depth, (0, 1))]
+        else:
+            c.kinds("layer_types", known=(FULL,), length=depth)
+            chosen = [x == "minimax_m3_sparse" for x in c["layer_types"]]
+        index = Index(c.number("sparse_attention_config.sparse_index_dim", "index_head_dim"), "bfloat16")
+    else:
+        return [None] * depth
+    return [index if x else None for x in chosen]
 
 
-def _jamba(c: _Config) -> list[Layer]:
-    channels = _expanded(c, "mamba_expand")
-    state = _mamba1(channels, c.number("mamba_d_state"), c.number("mamba_d_conv", least=2))
-    period, offset = c.number("attn_layer_period"), c.number("attn_layer_offset", least=0)
-    if offset >= period:
-        raise ConfigError(f"attn_layer_offset {offset} is not below attn_layer_period {period}")
-    return [_heads(c) if i % period == offset else state for i in range(_depth(c))]
+def _hybrid(c: _Config, kind: str) -> list[Layer]:
+    """Read a model of which some or all layers are recurrent."""
+    kinds, (maker, *names) = _hybrid_kinds(c, kind), _KNOWN["states"][kind]
+    states = [_MAKERS[maker](c, *names)] if LINEAR in kinds else []
+    return [states[0] if k == LINEAR else _kept(c, kind) for k in kinds if k in (FULL, LINEAR)]
 
 
-def _bamba_state(c: _Config) -> State:
-    return _mamba2(c, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
-
-
-def _bamba(c: _Config) -> list[Layer]:
-    depth, state = _depth(c), _bamba_state(c)
-    if c.get("layer_types") is not None or c.get("layers_block_type") is not None:
-        kinds = c.kinds("layer_types", "layers_block_type", known=(FULL, LINEAR), length=depth)
-        return [_heads(c) if k == FULL else state for k in kinds]
-    chosen = [] if c.get("attn_layer_indices") is None else c["attn_layer_indices"]
-    if not isinstance(chosen, list) or not all(type(i) is int and 0 <= i < depth for i in chosen):
-        raise ConfigError(f"attn_layer_indices is {_shown.repr(chosen)}, not a list of layers below {depth}")
-    return [_heads(c) if i in set(chosen) else state for i in range(depth)]
-
-
-def _nemotron_h(c: _Config) -> list[Layer]:
-    pattern = c.get("hybrid_override_pattern")
-    if isinstance(pattern, str):
+def _hybrid_kinds(c: _Config, kind: str) -> list[str]:
+    if (pattern := c.get("hybrid_override_pattern")) is not None:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"hybrid_override_pattern is {_shown.repr(pattern)}, not a string")
         if strange := sorted(set(pattern) - set("M*-E|")):
             raise ConfigError(f"hybrid_override_pattern has {strange[0]!r}; M, *, - and E are known")
         if len(pattern) > MOST_LAYERS:
             raise ConfigError(f"hybrid_override_pattern names {len(pattern)} layers, more than {MOST_LAYERS}")
-        kinds = [FULL if k == "*" else LINEAR for k in pattern if k in "M*"]
-    elif pattern is not None:
-        raise ConfigError(f"hybrid_override_pattern is {_shown.repr(pattern)}, not a string")
-    else:
-        kinds = c.kinds(
-            "hybrid_override_pattern", "layers_block_type", "layer_types", known=(FULL, LINEAR, "mlp", "moe")
-        )
-    state = _mamba2(c, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
-    # vLLM keeps it in float32 unless the configuration says otherwise (NemotronHForCausalLMConfig).
-    state = msgspec.structs.replace(state, dtype=state.dtype or "float32")
-    return [_heads(c) if k == FULL else state for k in kinds if k in (FULL, LINEAR)]
-
-
-def _qwen3_next(c: _Config) -> list[Layer]:
+        return [FULL if k == "*" else LINEAR for k in pattern if k in "M*"]
+    lists = ("layer_types", "layers_block_type")
+    if kind == "nemotron_h":
+        return c.kinds("hybrid_override_pattern", *lists[::-1], known=(FULL, LINEAR, "mlp", "moe"))
     depth = _depth(c)
+    if (each := _KNOWN["each"].get(kind)) is not None:
+        return [*each] * depth
+    if any(c.get(key) is not None for key in lists):
+        return c.kinds(*lists, known=(FULL, LINEAR), length=depth)
+    if kind == "kimi_linear":
+        names = [f"linear_attn_config.{key}" for key in ("kda_layers", "full_attn_layers")]
+        linear, full = (c.listed(name, 0, range(1, depth + 1)) for name in names)
+        if sorted([*linear, *full]) != list(range(1, depth + 1)):
+            raise ConfigError(f"{' and '.join(names)} do not name each of {depth} layers once")
+        return [LINEAR if i + 1 in linear else FULL for i in range(depth)]
+    if kind in ("bamba", "granitemoehybrid"):
+        chosen = c.listed("attn_layer_indices", 0, range(depth)) if c.get("attn_layer_indices") is not None else []
+        return [FULL if i in chosen else LINEAR for i in range(depth)]
+    is_jamba = kind == "jamba"
+    period = c.number("attn_layer_period", "full_attention_interval", default=None if is_jamba else 4)
+    offset = c.number("attn_layer_offset", default=None if is_jamba else period - 1, least=0)
+    if offset >= period:
+        raise ConfigError(f"attn_layer_offset {offset} is not below attn_layer_period {period}")
+    return [FULL if i % period == offset else LINEAR for i in range(depth)]
+
+
+def _mamba(c: _Config, width: str, state: str, kernel: str) -> State:
+    channels = c.number(width, default=0, least=0) or _expanded(c, "mamba_expand" if "mamba_expand" in c else "expand")
+    return State((Projection("x", channels, 1),), c.number(kernel, least=2) - 1, channels, (c.number(state),))
+
+
+def _delta_net(c: _Config, key: str, value: str, usual: str) -> State:
+    inner = "linear_attn_config"
+    kernel = c.number(f"{inner}.short_conv_kernel_size", "linear_conv_kernel_dim", least=2)
     (k_heads, k_dim), (v_heads, v_dim) = (
-        (c.number(f"linear_num_{x}_heads"), c.number(f"linear_{x}_head_dim")) for x in ("key", "value")
+        (c.number(f"linear_num_{x}heads", f"{inner}.num_heads"), c.number(f"linear_{x}head_dim", f"{inner}.head_dim"))
+        for x in (key, value)
     )
     conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
-    kernel = c.number("linear_conv_kernel_dim", least=2)
-    net = State(conv, kernel - 1, v_heads, (k_dim, v_dim), _state_dtype(c))
-    if c.get("layer_types") is not None:
-        kinds = c.kinds("layer_types", known=(FULL, LINEAR), length=depth)
-    else:
-        every = c.number("full_attention_interval", default=4)
-        kinds = [LINEAR if (i + 1) % every else FULL for i in range(depth)]
-    return [net if k == LINEAR else _heads(c) for k in kinds]
+    return State(conv, kernel - 1, v_heads, (k_dim, v_dim), usual or _state_dtype(c))
 
 
 def _state_dtype(c: _Config) -> str:
@@ -430,7 +524,7 @@ def _state_dtype(c: _Config) -> str:
     return c.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 
-def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str) -> State:
+def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str, usual: str) -> State:
     num, size = c.number(heads), c.get(head_dim)
     if size in (None, "auto"):
         channels = c.number("mamba_d_ssm", default=0, least=0)
@@ -444,7 +538,7 @@ def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kern
     conv = [Projection("x", num, size)]
     if num_groups:
         conv += [Projection("b", num_groups, num_states), Projection("c", num_groups, num_states)]
-    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), _state_dtype(c))
+    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), _state_dtype(c) or usual)
 
 
 def _expanded(c: _Config, key: str) -> int:
@@ -455,23 +549,15 @@ def _expanded(c: _Config, key: str) -> int:
 
 
 def _depth(c: _Config) -> int:
-    depth = c.number("num_hidden_layers", "n_layer")
+    depth = c.number(*_KNOWN["depths"])
     if depth > MOST_LAYERS:
         raise ConfigError(f"num_hidden_layers {depth} is more than {MOST_LAYERS}")
     return depth
 
 
-_RECURRENT: Mapping[str, Callable[[_Config], list[Layer]]] = {
-    **dict.fromkeys(("mamba", "falcon_mamba"), _mamba),
-    "mamba2": lambda c: [_mamba2(c, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")] * _depth(c),
-    "jamba": _jamba,
-    **dict.fromkeys(("bamba", "granitemoehybrid"), _bamba),
-    "falcon_h1": lambda c: [layer for _ in range(_depth(c)) for layer in (_heads(c), _bamba_state(c))],
-    "nemotron_h": _nemotron_h,
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _qwen3_next),
-}
 _KNOWN = tomllib.loads(resources.files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 _DEFAULTS: Mapping[str, Mapping[str, int]] = _KNOWN["defaults"]
-_STRANGE = tuple(_KNOWN["strange"])
+_MAKERS: Mapping[str, Callable[..., State]] = {"mamba": _mamba, "mamba2": _mamba2, "delta_net": _delta_net}
+_SUSPICIOUS = re.compile("|".join(_KNOWN["suspicious"]))
 _SOUNDS_RECURRENT = re.compile("|".join(_KNOWN["recurrent"]))
 PRESETS = {name: model_of_config(config, name) for name, config in _KNOWN["presets"].items()}
