@@ -20,16 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-    set_current_vllm_config,
-)
+from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
@@ -117,20 +110,20 @@ def judge(config: Mapping[str, Any], folder: Path, tp: int = 1) -> Verdict:
 
 
 def make_config(folder: Path, tp: int = 1) -> Any:
-    """vLLM's configuration of the model in a folder."""
-    cache = CacheConfig(block_size=16, num_gpu_blocks_override=1000, mamba_block_size=MAX_LEN)
-    cache.kv_cache_layout = "LBHNC"
-    return VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=MAX_LEN
-        ),
-        cache_config=cache,
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=4, max_num_batched_tokens=MAX_LEN, max_model_len=MAX_LEN, is_encoder_decoder=False
-        ),
-        parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
-        device_config=DeviceConfig("cpu"),
-    )
+    """vLLM's configuration of the model in a folder, as its command line makes it."""
+    made = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=MAX_LEN,
+        block_size=16,
+        num_gpu_blocks_override=1000,
+        tensor_parallel_size=tp,
+        distributed_executor_backend="mp",
+        mamba_block_size=MAX_LEN,
+    ).create_engine_config()
+    made.cache_config.kv_cache_layout = "LBHNC"
+    return made
 
 
 def _class_of(name: str) -> Any:
