@@ -226,8 +226,8 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Names before Transformers 5, and kinds that differ from these in their other fields only.
-_OLD_NAMES = {"attention": FULL, "mamba": LINEAR, "indexed_attention": FULL, "minimax_m3_sparse": FULL}
-_OLD_NAMES["chunked_attention"] = SLIDING
+_OLD_NAMES = dict.fromkeys(("attention", "indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"), FULL)
+_OLD_NAMES |= {"mamba": LINEAR, "chunked_attention": SLIDING}
 
 
 class _Config(dict[str, Any]):
@@ -308,16 +308,13 @@ _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_gr
 
 def _kept(c: _Config, kind: str, window: int = 0, index: Index | None = None) -> Heads | Latent:
     """Return what a layer of attention keeps."""
-    if c.get("kv_lora_rank") is not None and kind not in _KNOWN["unabsorbed"]:
+    is_latent = c.get("kv_lora_rank") is not None
+    if is_latent and kind not in _KNOWN["unabsorbed"]:
         return Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim", least=0), window, index)
-    return msgspec.structs.replace(_heads(c, kind), window=window, index=index)
-
-
-def _heads(c: _Config, kind: str = "") -> Heads:
     heads = c.number(*_KNOWN["heads"])
-    if kind in _KNOWN["unabsorbed"]:
+    if is_latent:
         # vLLM keeps what it computes from the latents, and pads values to the width of keys.
-        return Heads(heads, c.number("qk_nope_head_dim") + c.number("qk_rope_head_dim"))
+        return Heads(heads, c.number("qk_nope_head_dim") + c.number("qk_rope_head_dim"), 0, window)
     head_dim = c.number(*_KNOWN["head_dims"], default=0, least=0)
     if not head_dim:
         hidden = c.number(*_KNOWN["hidden_sizes"])
@@ -327,15 +324,13 @@ def _heads(c: _Config, kind: str = "") -> Heads:
     # These have one KV head unless they say otherwise.
     has_one = kind in _KNOWN["multi_query"]
     is_one = c.flag("multi_query", has_one) and not c.flag("new_decoder_architecture", False)
-    kv_heads = c.number("attn_config.kv_n_heads", *_KV_HEADS, default=1 if is_one else heads)
-    if is_one and has_one:
-        kv_heads = 1
-    elif not c.flag("multi_query_attention", True):
-        kv_heads = heads
+    is_grouped = c.get("multi_query_attention")  # of ChatGLM
+    kv_heads = c.number("attn_config.kv_n_heads", *_KV_HEADS, default=1 if is_one or is_grouped else heads)
+    kv_heads = 1 if is_one and has_one else heads if is_grouped is False else kv_heads
     if kv_heads > heads:
         raise ConfigError(f"num_key_value_heads {kv_heads} are more than the {heads} attention heads")
     v_head_dim = c.number("v_head_dim", default=0, least=0)
-    return Heads(kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim)
+    return Heads(kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, window, index)
 
 
 def _refuse_unknown(c: _Config, kind: str) -> None:
@@ -364,12 +359,11 @@ def _is_empty(value: Any) -> bool:
 
 
 def _attention(c: _Config, kind: str) -> list[Layer]:
-    # Layers of LongCat have attention twice.
-    depth = 2 * c.number("num_layers") if kind == "longcat_flash" else _depth(c)
+    # Each of LongCat's `num_layers` has attention twice.
+    depth = _depth(c) * (2 if kind == "longcat_flash" and c.get("num_hidden_layers") is None else 1)
     # Qwen has windows only if `use_sliding_window` is set.
     used = c.flag("use_sliding_window", not kind.startswith("qwen"))
-    window = c.number(*_KNOWN["windows"].get(kind, ("sliding_window",)), default=0, least=0)
-    window = window if used else 0
+    window = c.number(*_KNOWN["windows"].get(kind, ("sliding_window",)), default=0, least=0) * used
     kinds = _kinds(c, kind, depth, window)
     if used and SLIDING in kinds and not window:
         raise ConfigError(f"layer_types has {SLIDING!r}, but sliding_window is missing")
@@ -448,12 +442,10 @@ def _indexes(c: _Config, kind: str, depth: int) -> list[Index | None]:
         dim = c.number("index_head_dim")
         index = Index(dim, "float8_e4m3fn", dim // 128)
     elif kind.startswith("minimax_m3"):
-        if c.get("sparse_attention_config") is not None:
-            chosen = [bool(x) for x in c.listed("sparse_attention_config.sparse_attention_freq", depth, (0, 1))]
-        else:
-            c.kinds("layer_types", known=(FULL,), length=depth)
-            chosen = [x == "minimax_m3_sparse" for x in c["layer_types"]]
-        index = Index(c.number("sparse_attention_config.sparse_index_dim", "index_head_dim"), "bfloat16")
+        nested = "sparse_attention_config"
+        key = "layer_types" if c.get(nested) is None else f"{nested}.sparse_attention_freq"
+        chosen = [x not in (0, FULL) for x in c.listed(key, depth, (0, 1, FULL, "minimax_m3_sparse"))]
+        index = Index(c.number(f"{nested}.sparse_index_dim", "index_head_dim"), "bfloat16")
     else:
         return [None] * depth
     return [index if x else None for x in chosen]
@@ -468,12 +460,9 @@ def _hybrid(c: _Config, kind: str) -> list[Layer]:
 
 def _hybrid_kinds(c: _Config, kind: str) -> list[str]:
     if (pattern := c.get("hybrid_override_pattern")) is not None:
-        if not isinstance(pattern, str):
-            raise ConfigError(f"hybrid_override_pattern is {_shown.repr(pattern)}, not a string")
-        if strange := sorted(set(pattern) - set("M*-E|")):
-            raise ConfigError(f"hybrid_override_pattern has {strange[0]!r}; M, *, - and E are known")
-        if len(pattern) > MOST_LAYERS:
-            raise ConfigError(f"hybrid_override_pattern names {len(pattern)} layers, more than {MOST_LAYERS}")
+        if not isinstance(pattern, str) or not re.fullmatch(f"[M*E|-]{{1,{MOST_LAYERS}}}", pattern):
+            what = f"1 to {MOST_LAYERS} of M, *, - and E"
+            raise ConfigError(f"hybrid_override_pattern is {_shown.repr(pattern)}, not {what}")
         return [FULL if k == "*" else LINEAR for k in pattern if k in "M*"]
     lists = ("layer_types", "layers_block_type")
     if kind == "nemotron_h":
@@ -500,6 +489,10 @@ def _hybrid_kinds(c: _Config, kind: str) -> list[str]:
     return [FULL if i % period == offset else LINEAR for i in range(depth)]
 
 
+_STATE_DTYPES = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
+"""Fields of Nemotron-H and Qwen 3.5. Without one, vLLM (`MambaStateDtypeCalculator`) takes the model's type."""
+
+
 def _mamba(c: _Config, width: str, state: str, kernel: str) -> State:
     channels = c.number(width, default=0, least=0) or _expanded(c, "mamba_expand" if "mamba_expand" in c else "expand")
     return State((Projection("x", channels, 1),), c.number(kernel, least=2) - 1, channels, (c.number(state),))
@@ -513,15 +506,7 @@ def _delta_net(c: _Config, key: str, value: str, usual: str) -> State:
         for x in (key, value)
     )
     conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
-    return State(conv, kernel - 1, v_heads, (k_dim, v_dim), usual or _state_dtype(c))
-
-
-def _state_dtype(c: _Config) -> str:
-    """Return the type of recurrent states, or "" for the model's type, which is vLLM's default.
-
-    vLLM (`MambaStateDtypeCalculator`) reads the first field for Nemotron-H, and the second for Qwen 3.5.
-    """
-    return c.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
+    return State(conv, kernel - 1, v_heads, (k_dim, v_dim), usual or c.dtype(*_STATE_DTYPES))
 
 
 def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str, usual: str) -> State:
@@ -538,7 +523,7 @@ def _mamba2(c: _Config, heads: str, head_dim: str, groups: str, state: str, kern
     conv = [Projection("x", num, size)]
     if num_groups:
         conv += [Projection("b", num_groups, num_states), Projection("c", num_groups, num_states)]
-    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), _state_dtype(c) or usual)
+    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), c.dtype(*_STATE_DTYPES) or usual)
 
 
 def _expanded(c: _Config, key: str) -> int:
