@@ -39,6 +39,46 @@ NOT_SERVED = ("Bamba",)
 """vLLM had a class of its own for these once. It now knows only their heads."""
 
 
+CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("Step-3.5", {"attention_other_setting": {"num_attention_heads": 16, "num_attention_groups": 2, "head_dim": 16}}),
+    ("Step-3.5", {"attention_other_setting": None}),
+    ("MiMo-V2-Flash", {"swa_num_key_value_heads": 2, "swa_head_dim": 128, "swa_v_head_dim": 64}),
+    ("MiMo-V2-Flash", {"sliding_window": None, "sliding_window_size": 64}),
+    ("GLM-5, shared top-k", {"index_topk_freq": None, "index_topk_pattern": "FSSFSF"}),
+    ("GLM-5, shared top-k", {"index_topk_freq": 3, "index_skip_topk_offset": 1}),
+    ("DeepSeek V3.2", {"index_head_dim": 64}),
+    ("Kimi Linear", {"linear_attn_config": {"full_attn_layers": [2, 4], "kda_layers": [1, 3]}}),
+    ("MiniMax-M3", {"sparse_attention_config": {"sparse_attention_freq": [1, 0, 0, 1]}}),
+    ("Llama 4", {"layer_types": None}),
+    ("Llama 4", {"layer_types": None, "no_rope_layers": None}),
+    ("Llama 4", {"layer_types": ["chunked_attention", "full_attention"] * 2}),
+    ("Llama 4", {"attention_chunk_size": 128}),
+    ("Gemma 4, shared layers", {"num_global_key_value_heads": None}),
+    ("Gemma 4, shared layers", {"attention_k_eq_v": False}),
+    ("Gemma 4", {"layer_types": [*["sliding_attention"] * 8, "sliding_attention"]}),
+    ("Qwen3-Next", {"full_attention_interval": 2}),
+    ("Qwen3.5", {"mamba_ssm_dtype": None}),
+    ("Nemotron-H", {"mamba_ssm_cache_dtype": "bfloat16"}),
+    ("Nemotron-H", {"hybrid_override_pattern": "M*M*-"}),
+    ("Falcon-H1", {"mamba_d_head": 16, "mamba_d_ssm": 128}),
+    ("Granite 4", {"mamba_n_groups": 2, "mamba_d_head": "auto"}),
+    ("Granite 4", {"layer_types": None}),
+    ("GPT-OSS", {"layer_types": None}),
+    ("Qwen3", {"use_sliding_window": False, "sliding_window": 64}),
+    ("Llama", {"head_dim": None, "sliding_window": 64}),
+    ("ChatGLM", {"multi_query_attention": False}),
+    ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
+)
+"""Fields of a family that have other values; None leaves the field out, and an object changes fields of an object."""
+
+
+def changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    if "text_config" in fields:
+        return {**fields, "text_config": changed(fields["text_config"], changes)}
+    inner = {k: {**fields[k], **v} if isinstance(v, dict) else v for k, v in changes.items()}
+    return {k: v for k, v in {**fields, **inner}.items() if k not in changes or v is not None}
+
+
 @dataclass(frozen=True, order=True)
 class Kept:
     """An array of one layer.
@@ -161,6 +201,11 @@ def test_a_configuration_that_transformers_wrote_has_the_same_layout(name: str, 
     verdict = judge(FAMILIES[name], tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(verdict.written))
     compare(verdict, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "changes"), CHANGES, ids=str)
+def test_other_values_change_both_alike(name: str, changes: Mapping[str, Any], tmp_path: Path) -> None:
+    compare(judge(changed(FAMILIES[name], changes), tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
