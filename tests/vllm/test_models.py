@@ -40,7 +40,7 @@ NOT_SERVED = ("Bamba",)
 
 
 CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("Step-3.5", {"attention_other_setting": {"num_attention_heads": 16, "num_attention_groups": 2, "head_dim": 16}}),
+    ("Step-3.5", {"attention_other_setting": {"num_attention_heads": 32}}),
     ("Step-3.5", {"attention_other_setting": None}),
     ("MiMo-V2-Flash", {"swa_num_key_value_heads": 2, "swa_head_dim": 128, "swa_v_head_dim": 64}),
     ("MiMo-V2-Flash", {"sliding_window": None, "sliding_window_size": 64}),
