@@ -331,7 +331,10 @@ def test_an_index_takes_its_keys_and_scales() -> None:
     assert Model("m", (Heads(4, 128), SPARSE, SPARSE)).resized(layers=2).layers == (Heads(4, 128), SPARSE)
 
 
-WORDS = ("attention", "attn", "index", "sparse", "cache", "kv", "window", "compress", "group", "latent", "key_value")
+WORDS = [
+    *("attention", "attn", "index", "sparse", "cache", "kv", "window", "compress"),
+    *("group", "latent", "key_value", "conv", "key_head", "memory", "ngram", "sink", "head_dim"),
+]
 
 
 @pytest.mark.parametrize("word", WORDS)

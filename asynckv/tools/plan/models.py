@@ -342,11 +342,11 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
     for key, value in sorted(c.items()):
         outer = next((x for x in ("per_layer_config", *_KNOWN["nested"]) if key.startswith(f"{x}.")), "")
         name = key.removeprefix(f"{outer}.")
-        values, plain = value if isinstance(value, list) else [value], _KNOWN["plain"].get(name, ())
+        plain = (None, False, 0, "", [], {}, *_KNOWN["plain"].get(name, ()))
         is_read = key in c.read or (outer == "per_layer_config" and name in c.read)
-        if is_read or _is_empty(value) or not _SUSPICIOUS.search(name.lower()) or all(x in plain for x in values):
+        if is_read or all(x in plain for x in (value if isinstance(value, list) else [value])):
             continue
-        if not re.fullmatch("|".join(harmless), name):
+        if _SUSPICIOUS.search(name.lower()) and not re.fullmatch("|".join(harmless), name):
             raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so the cache of its layers is not known")
     names = c.get("architectures")
     for name in (kind, *(names if isinstance(names, list) else [])):
@@ -354,13 +354,9 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
             raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, so its cache is not known")
 
 
-def _is_empty(value: Any) -> bool:
-    return all(map(_is_empty, value)) if isinstance(value, list) else value in (None, False, 0, "", {})
-
-
 def _attention(c: _Config, kind: str) -> list[Layer]:
     # Each of LongCat's `num_layers` has attention twice.
-    depth = _depth(c) * (2 if kind == "longcat_flash" and c.get("num_hidden_layers") is None else 1)
+    depth = _depth(c) * (2 if kind.startswith("longcat_flash") and c.get("num_hidden_layers") is None else 1)
     # Qwen has windows only if `use_sliding_window` is set.
     used = c.flag("use_sliding_window", not kind.startswith("qwen"))
     window = c.number(*_KNOWN["windows"].get(kind, ("sliding_window",)), default=0, least=0) * used
