@@ -247,8 +247,6 @@ class Keeper:
         self._ended.clear()
         self._loop.add_reader(process.link.fileno(), self._on_news, process)
         self._loop.add_reader(process.exit_fd, self._on_exit, process)
-        if not process.link.flush():
-            self._loop.add_writer(process.link.fileno(), self._on_writable, process)
         self._look(process)
         return process
 
@@ -262,7 +260,6 @@ class Keeper:
         if not self._loop.is_closed():
             for fd in (process.link.fileno(), process.exit_fd):
                 self._loop.remove_reader(fd)
-            self._loop.remove_writer(process.link.fileno())
         process.close()
         if process is self._current:
             self._current = None
@@ -496,11 +493,5 @@ class Keeper:
         if process is None or not self._orders:
             return
         self.frames_out += 1
-        is_sent = process.link.send(self._orders)
+        process.link.send(self._orders)
         self._orders.clear()
-        if not is_sent:
-            self._loop.add_writer(process.link.fileno(), self._on_writable, process)
-
-    def _on_writable(self, process: _Process) -> None:
-        if process.link.flush():
-            self._loop.remove_writer(process.link.fileno())

@@ -9,6 +9,7 @@ import asyncio
 import os
 import re
 import resource
+import socket
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -22,8 +23,8 @@ BROKEN = 70  # exit status: a bug; its traceback was printed
 
 
 class Child:
-    def __init__(self, link: wire.Link) -> None:
-        self._link = link
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
         self._plane: NixlPlane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: dict[str, int] = {}
@@ -33,6 +34,7 @@ class Child:
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_end_at_once)
+        self._link = wire.Link(self._end)
         self._loop.add_reader(self._link.fileno(), self._on_orders)
         await self._over.wait()
         self._loop.remove_reader(self._link.fileno())
@@ -112,12 +114,7 @@ class Child:
             self._say(wire.Stats(stats))
 
     def _say(self, news: wire.News) -> None:
-        if not self._link.send([news]):
-            self._loop.add_writer(self._link.fileno(), self._on_writable)
-
-    def _on_writable(self) -> None:
-        if self._link.flush():
-            self._loop.remove_writer(self._link.fileno())
+        self._link.send([news])
 
 
 def _bound_growth() -> None:

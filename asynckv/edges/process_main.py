@@ -35,9 +35,8 @@ def main() -> None:
     import asyncio
 
     from asynckv.edges.process_child import Child
-    from asynckv.edges.process_wire import Link
 
-    asyncio.run(Child(Link(end)).run())
+    asyncio.run(Child(end).run())
 
 
 def _exactly(end: socket.socket, size: int) -> bytes:
