@@ -47,6 +47,7 @@ DOUBT_S = 0.25  # seconds between two checks of a transfer in doubt when nothing
 TIGHT_POLLS = 200
 DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
 BESIDE = 0.25  # part of `bulk_bytes` from which a read that is not alone is bulk, where a post is a copy
+OF_POSTERS = ("posts", "joined", "batches", "wakeups", "rescued")  # counts of each posting thread
 MAX_KEPT = 64  # remote agents that stay connected without a reader
 
 
@@ -466,14 +467,8 @@ class NixlPlane:
         stages = [agent.stage for agent in agents if agent.stage is not None]
         of_posters: dict[str, int] = {}
         for number, poster in enumerate(self._posters, 1):
-            of_posters |= {
-                f"poster{number}.posts": poster.posts,
-                f"poster{number}.joined": poster.joined,
-                f"poster{number}.batches": poster.batches,
-                f"poster{number}.wakeups": poster.wakeups,
-                f"poster{number}.rescued": poster.rescued,
-                f"poster{number}.backlog_bytes": poster.backlog,
-            }
+            of_posters |= {f"poster{number}.{what}": getattr(poster, what) for what in OF_POSTERS}
+            of_posters[f"poster{number}.backlog_bytes"] = poster.backlog
         mine = self._agent
         return {
             **self._counts,
