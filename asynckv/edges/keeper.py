@@ -95,7 +95,7 @@ class _Process:
             theirs.close()
         self.link = wire.Link(ours, MAX_NEWS)
         self.link.send_bytes(json.dumps(shares).encode())
-        self.link.send([setup])
+        self.link.send(setup)
 
     @property
     def pid(self) -> int:
@@ -187,9 +187,8 @@ class Keeper:
         self._next: _Process | None = None  # the standby child
         self._ready = wire.Ready(AgentInfo("", b""))
         self.name = name  # the agent that serves, or served last
-        self._orders: list[wire.Order] = []
         self.is_closing = False  # True if no other child may follow
-        self._is_flush_due = self._has_settled = False
+        self._has_settled = False
         self._ended = asyncio.Event()  # set when there is no child
         self._deaths: deque[float] = deque()
         self._is_watched = False
@@ -306,11 +305,9 @@ class Keeper:
             self._beat_timer = None
         if self.is_closing:
             return
+        self.order(wire.Close())
         self.is_closing = True
         self._fail_start(EngineClosed("the engine was closed while it started"))
-        if self.is_serving:
-            self._orders.append(wire.Close())
-            self._flush()
         for process in (self._current, self._next):
             if process is not None and (process is self._next or process.ready is None):
                 process.kill()  # it has never served, so no transfer is in flight
@@ -348,7 +345,6 @@ class Keeper:
         if self._fail_start(BackendError(f"the data plane's process {process.end}")):
             return
         pause = self._note_death()
-        self._orders.clear()
         self._lost(f"the data plane's process {process.end}", pause)
         if pause:
             self._later(pause, self._replace)
@@ -420,19 +416,18 @@ class Keeper:
         for frame in frames:
             self.frames_in += 1
             try:
-                said = wire.news.decode(frame)
+                news = wire.news.decode(frame)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
                 # A child that sends such a frame is broken, so the rest of its messages is ignored.
                 process.cause = f"sent a message that cannot be decoded: {exc}"
                 process.kill()
                 return False
-            for news in said:
-                if isinstance(news, wire.Ready):
-                    self._on_ready(process, news)
-                elif isinstance(news, wire.Unready):
-                    process.cause = news.cause
-                elif process is self._current:
-                    self._hear(news)
+            if isinstance(news, wire.Ready):
+                self._on_ready(process, news)
+            elif isinstance(news, wire.Unready):
+                process.cause = news.cause
+            elif process is self._current:
+                self._hear(news)
         return is_there
 
     def _on_ready(self, process: _Process, ready: wire.Ready) -> None:
@@ -479,19 +474,7 @@ class Keeper:
         self._beat_timer = self._loop.call_later(BEAT_S, self._beat)
 
     def order(self, order: wire.Order) -> None:
-        """Send an order to the serving child, in one frame with all others of this turn; drop it if none serves."""
-        if not self.is_serving or self.is_closing:
-            return
-        self._orders.append(order)
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._is_flush_due = False
-        process = self._current
-        if process is None or not self._orders:
-            return
-        self.frames_out += 1
-        process.link.send(self._orders)
-        self._orders.clear()
+        """Send an order to the serving child; drop it if none serves."""
+        if self._current is not None and self.is_serving and not self.is_closing:
+            self.frames_out += 1
+            self._current.link.send(order)

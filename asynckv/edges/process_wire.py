@@ -1,6 +1,6 @@
 """Messages between the engine's process and its data plane's process, in frames over a socket pair.
 
-A frame is four bytes of length and a list of messages. Orders are obeyed in the order in which they are sent.
+A frame is four bytes of length and a message. Orders are obeyed in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Sequence
 
 import msgspec
 
@@ -47,7 +46,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 Order = Setup | Load | Drop | Watch | Close | Beat
-orders: msgspec.msgpack.Decoder[list[Order]] = msgspec.msgpack.Decoder(list[Order])
+orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -67,7 +66,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 News = Ready | Unready | Loaded | Stats
-news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(list[News])
+news: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 
 
 class Link:
@@ -84,8 +83,8 @@ class Link:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, messages: Sequence[Order] | Sequence[News]) -> None:
-        self.send_bytes(self._encoder.encode(messages))
+    def send(self, message: Order | News) -> None:
+        self.send_bytes(self._encoder.encode(message))
 
     def send_bytes(self, body: bytes) -> None:
         self._unsent += len(body).to_bytes(HEADER, "little") + body
