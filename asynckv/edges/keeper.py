@@ -158,7 +158,7 @@ class Keeper:
 
     Args:
         name: Name of the first agent; the next ones get a number.
-        hear: Called with each message of the serving child, and after that with None, once per turn.
+        hear: Called with each message of the serving child.
         lost: Called once that child was waited for after its end, with the reason and the seconds until another serves.
         deaths: Most ends within a minute that are followed by another child at once.
         has_spare: True to keep another child on standby.
@@ -170,7 +170,7 @@ class Keeper:
         self,
         config: NixlConfig,
         name: str,
-        hear: Callable[[wire.News | None], None],
+        hear: Callable[[wire.News], None],
         lost: Callable[[str, float], None],
         served: Callable[[], None],
         deaths: int = DEATHS,
@@ -178,7 +178,7 @@ class Keeper:
     ) -> None:
         self._config, self._base_name = config, name
         self._hear, self._lost, self._served = hear, lost, served
-        self._max_deaths, self._has_spare = deaths, has_spare
+        self._has_spare = has_spare
         self._starts = 0
         self._shares: Shares | None = None
         self._memories: tuple[Memory, ...] = ()
@@ -190,7 +190,7 @@ class Keeper:
         self.is_closing = False  # True if no other child may follow
         self._has_settled = False
         self._ended = asyncio.Event()  # set when there is no child
-        self._deaths: deque[float] = deque()
+        self._deaths: deque[float] = deque(maxlen=deaths + 1)
         self._is_watched = False
         self._beat_at = -math.inf
         self._beat_timer: asyncio.TimerHandle | None = None
@@ -323,8 +323,8 @@ class Keeper:
         if not self.num_processes:
             self._ended.set()
         if self.is_closing:
-            self._hear(None)
-        elif process.is_collision:
+            return
+        if process.is_collision:
             self._place(process.collisions + 1, is_current=is_current)
         elif is_current:
             self._die(process)
@@ -335,11 +335,8 @@ class Keeper:
         """Count one death, and return the seconds until another child may serve."""
         now = time.monotonic()
         self._deaths.append(now)
-        while len(self._deaths) > self._max_deaths + 1:
-            self._deaths.popleft()
-        if len(self._deaths) <= self._max_deaths:
-            return 0.0
-        return max(0.0, self._deaths[0] + DEATHS_S - now)
+        are_many = len(self._deaths) == self._deaths.maxlen
+        return max(0.0, self._deaths[0] + DEATHS_S - now) if are_many else 0.0
 
     def _die(self, process: _Process) -> None:
         if self._fail_start(BackendError(f"the data plane's process {process.end}")):
@@ -350,7 +347,6 @@ class Keeper:
             self._later(pause, self._replace)
         else:
             self._replace()
-        self._hear(None)
 
     def _replace(self) -> None:
         if self.is_closing or self._current is not None:
@@ -360,7 +356,6 @@ class Keeper:
             self._place(0, is_current=True)
         elif self._current.ready is not None:
             self._serve(self._current.name, self._current.ready)
-            self._hear(None)
 
     def _place(self, collisions: int, *, is_current: bool) -> None:
         if self.is_closing or (self._current if is_current else self._next) is not None:
@@ -372,7 +367,6 @@ class Keeper:
             self._later(pause, lambda: self._place(0, is_current=is_current))
             if is_current and not self._fail_start(exc):
                 self._lost(str(exc), pause)
-                self._hear(None)
             return
         if is_current:
             self._current = process
@@ -407,8 +401,6 @@ class Keeper:
             self._loop.remove_reader(process.link.fileno())
             if not self.is_closing:
                 process.kill()
-        if process is self._current:
-            self._hear(None)
 
     def _take_news(self, process: _Process) -> bool:
         frames, is_there = process.link.receive()
