@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -113,14 +112,9 @@ class _Process:
         self._popen.kill()
 
     def wait(self, seconds: float) -> bool:
-        if self._popen.returncode is not None:
-            return True
-        poll = select.poll()  # unlike `select`, it takes descriptors of any number
-        poll.register(self.exit_fd, select.POLLIN)
-        if not poll.poll(max(0.0, seconds) * 1e3):
-            return False
-        self._popen.wait()
-        return True
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(max(0.0, seconds))
+        return self._popen.returncode is not None
 
     @property
     def is_collision(self) -> bool:

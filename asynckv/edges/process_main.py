@@ -40,11 +40,9 @@ def main() -> None:
 
 
 def _exactly(end: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (more := end.recv(size - len(data))):
-            sys.exit(0)  # the engine's process has ended
-        data += more
+    data = end.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        sys.exit(0)  # the engine's process has ended
     return data
 
 
