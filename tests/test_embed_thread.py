@@ -30,9 +30,9 @@ from asynckv import (
     PullConfig,
     WrongThread,
 )
+from asynckv.edges.bell import Bell
 from asynckv.edges.nixl import NixlPlane
 from asynckv.embed import Cancel, EngineThread, Finished, Lend, Pull
-from asynckv.embed.bell import Bell
 from asynckv.embed.thread import MAX_CRASHES
 from asynckv.ports import AgentInfo
 from tests.engines import memory

@@ -17,7 +17,6 @@ from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import Item, Job, JobEnded, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.offload.keys import StoredGroup, block_hashes
 from asynckv.offload.tier import SLICE, Place, Tier
-from asynckv.offload.traffic import Budgets
 from tests.lab.offload_audit import audit
 
 KIB = 1024
@@ -389,7 +388,7 @@ def test_promotions_do_not_evict_what_their_job_needs() -> None:
 
 
 def test_loads_that_wait_for_room_are_not_all_looked_at_in_every_turn() -> None:
-    catalogue = with_file(blocks=8, stored=16, budgets=Budgets(move_bytes=KIB, promotion_bytes=KIB))
+    catalogue = with_file(blocks=8, stored=16, budgets={MoveKind.PROMOTION: KIB}, move_bytes=KIB)
     looks, look = 0, catalogue._cutting._next_absent
 
     def count(job: Job, full: set[int]) -> list[Item]:
@@ -428,7 +427,7 @@ def test_a_load_fails_that_could_only_wait_for_pins() -> None:
 
 
 def test_of_loads_that_pin_what_they_load_the_last_gives_way() -> None:
-    catalogue = Catalogue([FULL], 16, 10 * KIB, 100 * KIB, budgets=Budgets(move_bytes=2 * KIB, promotion_bytes=2 * KIB))
+    catalogue = Catalogue([FULL], 16, 10 * KIB, 100 * KIB, budgets={MoveKind.PROMOTION: 2 * KIB}, move_bytes=2 * KIB)
     for name in "pqrs":
         catalogue.store(name, prompt(4, name))
         carry_out(catalogue)
@@ -525,7 +524,7 @@ def test_a_block_is_stored_again_while_its_old_slot_is_written_back() -> None:
 
 
 def test_a_job_that_is_not_carried_out_in_time_ends() -> None:
-    catalogue = Catalogue([FULL], 16, 10 * KIB, budgets=Budgets(store_bytes=KIB, move_bytes=KIB))
+    catalogue = Catalogue([FULL], 16, 10 * KIB, budgets={MoveKind.STORE: KIB}, move_bytes=KIB)
     catalogue.store("a", prompt(2), until=5.0)
     [move] = catalogue.moves(0.0)
     assert catalogue.wake_at == 5.0
@@ -575,7 +574,7 @@ def test_loads_come_before_stores_promotions_and_write_backs() -> None:
 
 
 def test_many_jobs_take_turns() -> None:
-    catalogue = Catalogue([FULL], 16, 1 << 20, budgets=Budgets(move_bytes=2 * KIB))
+    catalogue = Catalogue([FULL], 16, 1 << 20, move_bytes=2 * KIB)
     catalogue.store("a", prompt(6))
     catalogue.store("b", prompt(4, "q"))
     assert [move.job_id for move in catalogue.moves(0.0)] == ["a", "b", "a", "b", "a"]
@@ -593,7 +592,7 @@ def test_a_file_tier_that_is_switched_off_is_a_miss() -> None:
 
 
 def test_what_a_file_tier_takes_no_more_is_counted() -> None:
-    catalogue = Catalogue([FULL], 16, 100 * KIB, 100 * KIB, budgets=Budgets(write_back_bytes=2 * KIB))
+    catalogue = Catalogue([FULL], 16, 100 * KIB, 100 * KIB, budgets={MoveKind.WRITE_BACK: 2 * KIB})
     catalogue.store("a", prompt(10))
     carry_out(catalogue, only(MoveKind.WRITE_BACK, None))
     [back] = [move_id for move_id, running in catalogue.traffic.running.items() if running.move.num_blocks == 2]

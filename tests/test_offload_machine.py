@@ -29,7 +29,6 @@ from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Place
-from asynckv.offload.traffic import Budgets
 from tests.lab.offload_audit import audit
 
 PAGE = 1024
@@ -98,7 +97,7 @@ class Machine(RuleBasedStateMachine):
         self.groups, self.policy = model, policy
         self.num_bytes = [PAGE * pages for pages in SIZES[len(model)]]
         n = 4 * PAGE if small else 1 << 20
-        self.budgets = Budgets(move_bytes=n, load_bytes=n, store_bytes=2 * n, promotion_bytes=n, write_back_bytes=n)
+        self.budgets, self.move_bytes = dict.fromkeys(MoveKind, n) | {MoveKind.STORE: 2 * n}, n
         self.has_file = has_file
         self.memories = [Memory(model, n) for n in self.num_bytes]
         self.now = 0.0
@@ -123,7 +122,13 @@ class Machine(RuleBasedStateMachine):
     def boot(self) -> None:
         host, file = self.num_bytes
         self.catalogue = Catalogue(
-            self.groups, 2, host, file if self.has_file else 0, policy=self.policy, budgets=self.budgets
+            self.groups,
+            2,
+            host,
+            file if self.has_file else 0,
+            policy=self.policy,
+            budgets=self.budgets,
+            move_bytes=self.move_bytes,
         )
         self.posted: dict[int, Move] = {}
         self.doubtful: set[int] = set()
@@ -391,7 +396,7 @@ class Machine(RuleBasedStateMachine):
         for move_id, move in self.posted.items():
             if move_id not in self.doubtful:
                 by_kind.setdefault(move.kind, []).append(move.num_bytes)
-            assert move.num_bytes <= self.budgets.move_bytes or move.num_blocks == 1
+            assert move.num_bytes <= self.move_bytes or move.num_blocks == 1
         for kind, sizes in by_kind.items():
             assert len(sizes) == 1 or sum(sizes) <= self.catalogue.traffic.limits[kind]
 

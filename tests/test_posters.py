@@ -542,7 +542,7 @@ async def test_what_is_ordered_as_a_thread_breaks_is_refused_not_forgotten(
         def append(self, order: Any) -> None:
             if not is_broken.is_set():
                 is_broken.set()
-                poster._wake()
+                poster._bell.ring()
                 poster._thread.join(0.3)
             super().append(order)
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 
+from asynckv.edges.bell import Bell
 from asynckv.errors import ConfigError
 
 TICK_S = 0.02
@@ -153,10 +154,10 @@ class Door:
         self._busy: set[Connection] = set()  # connections from which bytes have arrived lately
         self._sweeps: list[float] = []  # times of checks for descriptors that libzmq closed without an event
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._is_closed = False
         self._fd = fd
-        for each in (fd, self._bell):
+        for each in (fd, self._bell.fileno()):
             self._epoll.register(each, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="asynckv-door", daemon=True)
         self._thread.start()
@@ -184,7 +185,7 @@ class Door:
         self.ring()
 
     def ring(self) -> None:
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
     def close(self) -> None:
         self._is_closed = True
@@ -195,7 +196,6 @@ class Door:
         if self._listener is not None:
             self._listener.close()
         self._epoll.close()
-        os.close(self._bell)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -221,8 +221,8 @@ class Door:
             )
             wait_s = None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0)
             for fd, _ in self._epoll.poll(wait_s):
-                if fd == self._bell:
-                    os.eventfd_read(fd)
+                if fd == self._bell.fileno():
+                    self._bell.silence()
                 elif fd in self._watched and self._watched[fd].has_news():
                     self._attend(self._watched[fd])
             for opened in self._take():

@@ -263,18 +263,18 @@ class Segments:
                 f"{folder}: {num_bytes} bytes in files of {segment_bytes} are more than {MAX_SEGMENTS} files; use "
                 f"larger ones (segment_bytes), in a new directory"
             )
-        if not is_owned:
-            self._open_to_read(direct)
-            return
-        self.is_direct = direct and _takes_direct(folder)
+        self.is_direct = direct and (_takes_direct(folder) if is_owned else _reads_direct(folder))
         created: list[Path] = []
         try:
             for number, start in enumerate(range(0, num_bytes, segment_bytes)):
                 path, length = self.path(number), min(segment_bytes, num_bytes - start)
+                if not is_owned:
+                    self._open_to_read(path, length)
+                    continue
                 if not path.exists():
                     created.append(path)
                 self._open(path, length)
-            for path in folder.glob("segment-*.kv"):
+            for path in folder.glob("segment-*.kv") if is_owned else ():
                 if path.name >= self.path(len(self.fds)).name:
                     path.unlink()
         except OSError as exc:
@@ -303,22 +303,16 @@ class Segments:
         if found.st_size < length or found.st_blocks * 512 < length:
             os.posix_fallocate(fd, 0, length)
 
-    def _open_to_read(self, direct: bool) -> None:
-        self.is_direct = direct and _reads_direct(self._folder)
+    def _open_to_read(self, path: Path, length: int) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if self.is_direct else 0)
-        try:
-            for number, start in enumerate(range(0, self.num_bytes, self.segment_bytes)):
-                self.fds.append(-1)
-                self.lengths.append(min(self.segment_bytes, self.num_bytes - start))
-                self.kept.append(0)
-                with suppress(FileNotFoundError):
-                    self.fds[-1] = os.open(self.path(number), flags)
-                    found = os.fstat(self.fds[-1])
-                    if stat.S_ISREG(found.st_mode):
-                        self.kept[-1] = min(found.st_size, self.lengths[-1])
-        except OSError as exc:
-            self.close()
-            raise self._refused(exc) from None
+        self.fds.append(-1)
+        self.lengths.append(length)
+        self.kept.append(0)
+        with suppress(FileNotFoundError):
+            self.fds[-1] = os.open(path, flags)
+            found = os.fstat(self.fds[-1])
+            if stat.S_ISREG(found.st_mode):
+                self.kept[-1] = min(found.st_size, length)
 
     def _refused(self, exc: OSError) -> BackendError:
         return BackendError(f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory")

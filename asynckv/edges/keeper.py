@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -95,7 +94,7 @@ class _Process:
             theirs.close()
         self.link = wire.Link(ours, MAX_NEWS)
         self.link.send_bytes(json.dumps(shares).encode())
-        self.link.send([setup])
+        self.link.send(setup)
 
     @property
     def pid(self) -> int:
@@ -113,14 +112,9 @@ class _Process:
         self._popen.kill()
 
     def wait(self, seconds: float) -> bool:
-        if self._popen.returncode is not None:
-            return True
-        poll = select.poll()  # unlike `select`, it takes descriptors of any number
-        poll.register(self.exit_fd, select.POLLIN)
-        if not poll.poll(max(0.0, seconds) * 1e3):
-            return False
-        self._popen.wait()
-        return True
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(max(0.0, seconds))
+        return self._popen.returncode is not None
 
     @property
     def is_collision(self) -> bool:
@@ -158,7 +152,7 @@ class Keeper:
 
     Args:
         name: Name of the first agent; the next ones get a number.
-        hear: Called with each message of the serving child, and after that with None, once per turn.
+        hear: Called with each message of the serving child.
         lost: Called once that child was waited for after its end, with the reason and the seconds until another serves.
         deaths: Most ends within a minute that are followed by another child at once.
         has_spare: True to keep another child on standby.
@@ -170,7 +164,7 @@ class Keeper:
         self,
         config: NixlConfig,
         name: str,
-        hear: Callable[[wire.News | None], None],
+        hear: Callable[[wire.News], None],
         lost: Callable[[str, float], None],
         served: Callable[[], None],
         deaths: int = DEATHS,
@@ -178,7 +172,7 @@ class Keeper:
     ) -> None:
         self._config, self._base_name = config, name
         self._hear, self._lost, self._served = hear, lost, served
-        self._max_deaths, self._has_spare = deaths, has_spare
+        self._has_spare = has_spare
         self._starts = 0
         self._shares: Shares | None = None
         self._memories: tuple[Memory, ...] = ()
@@ -187,11 +181,10 @@ class Keeper:
         self._next: _Process | None = None  # the standby child
         self._ready = wire.Ready(AgentInfo("", b""))
         self.name = name  # the agent that serves, or served last
-        self._orders: list[wire.Order] = []
         self.is_closing = False  # True if no other child may follow
-        self._is_flush_due = self._has_settled = False
+        self._has_settled = False
         self._ended = asyncio.Event()  # set when there is no child
-        self._deaths: deque[float] = deque()
+        self._deaths: deque[float] = deque(maxlen=deaths + 1)
         self._is_watched = False
         self._beat_at = -math.inf
         self._beat_timer: asyncio.TimerHandle | None = None
@@ -247,8 +240,6 @@ class Keeper:
         self._ended.clear()
         self._loop.add_reader(process.link.fileno(), self._on_news, process)
         self._loop.add_reader(process.exit_fd, self._on_exit, process)
-        if not process.link.flush():
-            self._loop.add_writer(process.link.fileno(), self._on_writable, process)
         self._look(process)
         return process
 
@@ -262,7 +253,6 @@ class Keeper:
         if not self._loop.is_closed():
             for fd in (process.link.fileno(), process.exit_fd):
                 self._loop.remove_reader(fd)
-            self._loop.remove_writer(process.link.fileno())
         process.close()
         if process is self._current:
             self._current = None
@@ -309,11 +299,9 @@ class Keeper:
             self._beat_timer = None
         if self.is_closing:
             return
+        self.order(wire.Close())
         self.is_closing = True
         self._fail_start(EngineClosed("the engine was closed while it started"))
-        if self.is_serving:
-            self._orders.append(wire.Close())
-            self._flush()
         for process in (self._current, self._next):
             if process is not None and (process is self._next or process.ready is None):
                 process.kill()  # it has never served, so no transfer is in flight
@@ -329,8 +317,8 @@ class Keeper:
         if not self.num_processes:
             self._ended.set()
         if self.is_closing:
-            self._hear(None)
-        elif process.is_collision:
+            return
+        if process.is_collision:
             self._place(process.collisions + 1, is_current=is_current)
         elif is_current:
             self._die(process)
@@ -341,23 +329,18 @@ class Keeper:
         """Count one death, and return the seconds until another child may serve."""
         now = time.monotonic()
         self._deaths.append(now)
-        while len(self._deaths) > self._max_deaths + 1:
-            self._deaths.popleft()
-        if len(self._deaths) <= self._max_deaths:
-            return 0.0
-        return max(0.0, self._deaths[0] + DEATHS_S - now)
+        are_many = len(self._deaths) == self._deaths.maxlen
+        return max(0.0, self._deaths[0] + DEATHS_S - now) if are_many else 0.0
 
     def _die(self, process: _Process) -> None:
         if self._fail_start(BackendError(f"the data plane's process {process.end}")):
             return
         pause = self._note_death()
-        self._orders.clear()
         self._lost(f"the data plane's process {process.end}", pause)
         if pause:
             self._later(pause, self._replace)
         else:
             self._replace()
-        self._hear(None)
 
     def _replace(self) -> None:
         if self.is_closing or self._current is not None:
@@ -367,7 +350,6 @@ class Keeper:
             self._place(0, is_current=True)
         elif self._current.ready is not None:
             self._serve(self._current.name, self._current.ready)
-            self._hear(None)
 
     def _place(self, collisions: int, *, is_current: bool) -> None:
         if self.is_closing or (self._current if is_current else self._next) is not None:
@@ -379,7 +361,6 @@ class Keeper:
             self._later(pause, lambda: self._place(0, is_current=is_current))
             if is_current and not self._fail_start(exc):
                 self._lost(str(exc), pause)
-                self._hear(None)
             return
         if is_current:
             self._current = process
@@ -414,8 +395,6 @@ class Keeper:
             self._loop.remove_reader(process.link.fileno())
             if not self.is_closing:
                 process.kill()
-        if process is self._current:
-            self._hear(None)
 
     def _take_news(self, process: _Process) -> bool:
         frames, is_there = process.link.receive()
@@ -423,19 +402,18 @@ class Keeper:
         for frame in frames:
             self.frames_in += 1
             try:
-                said = wire.news.decode(frame)
+                news = wire.news.decode(frame)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
                 # A child that sends such a frame is broken, so the rest of its messages is ignored.
                 process.cause = f"sent a message that cannot be decoded: {exc}"
                 process.kill()
                 return False
-            for news in said:
-                if isinstance(news, wire.Ready):
-                    self._on_ready(process, news)
-                elif isinstance(news, wire.Unready):
-                    process.cause = news.cause
-                elif process is self._current:
-                    self._hear(news)
+            if isinstance(news, wire.Ready):
+                self._on_ready(process, news)
+            elif isinstance(news, wire.Unready):
+                process.cause = news.cause
+            elif process is self._current:
+                self._hear(news)
         return is_there
 
     def _on_ready(self, process: _Process, ready: wire.Ready) -> None:
@@ -482,25 +460,7 @@ class Keeper:
         self._beat_timer = self._loop.call_later(BEAT_S, self._beat)
 
     def order(self, order: wire.Order) -> None:
-        """Send an order to the serving child, in one frame with all others of this turn; drop it if none serves."""
-        if not self.is_serving or self.is_closing:
-            return
-        self._orders.append(order)
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._is_flush_due = False
-        process = self._current
-        if process is None or not self._orders:
-            return
-        self.frames_out += 1
-        is_sent = process.link.send(self._orders)
-        self._orders.clear()
-        if not is_sent:
-            self._loop.add_writer(process.link.fileno(), self._on_writable, process)
-
-    def _on_writable(self, process: _Process) -> None:
-        if process.link.flush():
-            self._loop.remove_writer(process.link.fileno())
+        """Send an order to the serving child; drop it if none serves."""
+        if self._current is not None and self.is_serving and not self.is_closing:
+            self.frames_out += 1
+            self._current.link.send(order)

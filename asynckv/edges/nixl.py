@@ -47,6 +47,7 @@ DOUBT_S = 0.25  # seconds between two checks of a transfer in doubt when nothing
 TIGHT_POLLS = 200
 DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
 BESIDE = 0.25  # part of `bulk_bytes` from which a read that is not alone is bulk, where a post is a copy
+OF_POSTERS = ("posts", "joined", "batches", "wakeups", "rescued")  # counts of each posting thread
 MAX_KEPT = 64  # remote agents that stay connected without a reader
 
 
@@ -55,17 +56,23 @@ def _variant() -> str:
     for name in ("nixl_cu13", "nixl_cu12"):
         if f"{name}._bindings" in sys.modules:
             return name
-    order = ["nixl_cu13", "nixl_cu12"]
-    torch = importlib.util.find_spec("torch")
-    if torch is not None and torch.origin:
-        with suppress(OSError):
-            text = (Path(torch.origin).parent / "version.py").read_text()
-            if found := re.search(r"^cuda\b.*=\s*['\"](\d+)", text, re.MULTILINE):
-                order.sort(key=lambda name: name != f"nixl_cu{found[1]}")
-    for name in order:
+    wanted = f"nixl_cu{torch_versions()[1].partition('.')[0]}"
+    for name in sorted(["nixl_cu13", "nixl_cu12"], key=lambda name: name != wanted):
         if importlib.util.find_spec(name) is not None:
             return name
     raise BackendError("NIXL is not installed; `pip install nixl` brings it")
+
+
+def torch_versions() -> tuple[str, str]:
+    """Return torch's version and that of its CUDA, from its files, because importing it takes seconds; else empty."""
+    with suppress(ImportError, ValueError, OSError):
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.origin:
+            text = (Path(spec.origin).parent / "version.py").read_text()
+            name = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", text)
+            cuda = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)", text, re.MULTILINE)
+            return name[1] if name else "", cuda[1] if cuda else ""
+    return "", ""
 
 
 def load_nixl() -> Any:
@@ -466,14 +473,8 @@ class NixlPlane:
         stages = [agent.stage for agent in agents if agent.stage is not None]
         of_posters: dict[str, int] = {}
         for number, poster in enumerate(self._posters, 1):
-            of_posters |= {
-                f"poster{number}.posts": poster.posts,
-                f"poster{number}.joined": poster.joined,
-                f"poster{number}.batches": poster.batches,
-                f"poster{number}.wakeups": poster.wakeups,
-                f"poster{number}.rescued": poster.rescued,
-                f"poster{number}.backlog_bytes": poster.backlog,
-            }
+            of_posters |= {f"poster{number}.{what}": getattr(poster, what) for what in OF_POSTERS}
+            of_posters[f"poster{number}.backlog_bytes"] = poster.backlog
         mine = self._agent
         return {
             **self._counts,

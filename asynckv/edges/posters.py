@@ -3,7 +3,7 @@
 Each thread has a NIXL agent of its own: its own UCX worker, connections and lock. (Several workers in one agent copy no
 faster, and share a lock on which the loop would wait.) It publishes no metadata, so remote readers never reach it.
 
-The thread posts reads, checks transfers, and sleeps in epoll on UCX's descriptors and an eventfd. Orders arrive by a
+The thread posts reads, checks transfers, and sleeps in epoll on UCX's descriptors and a bell. Orders arrive by a
 queue. Reads that wait there behind one another for the same peer and table become one transfer, and end together, which
 saves NIXL calls and waits for Python's lock. News leaves in batches, the first at once and then one per `TELL_S`. The
 thread's end destroys its agent, and nothing writes after that.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import os
 import select
 import threading
 import time
@@ -23,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import assert_never
 
 import anyio.to_thread
@@ -32,6 +32,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.agent import Agent, make_epoll
 from asynckv.edges.aside import end_at_exit
+from asynckv.edges.bell import Bell
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -51,16 +52,11 @@ CLOSE_S = 10.0  # seconds that `close` of a plane waits for its threads; one pos
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
-    remote: AgentInfo
-    memories: Sequence[Memory]
-    loaded: Future[None]
+class _Change:
+    """A change of the agent's, with the future of the caller, who may wait for it."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Drop:
-    name: str
-    keep: bool
+    make: Callable[[Agent], None]
+    made: Future[None] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class _Post:
     is_off: Callable[[], bool]
 
 
-_Order = _Load | _Drop | _Post
+_Order = _Change | _Post
 
 
 @dataclass(slots=True)
@@ -114,7 +110,7 @@ class Poster:
         self._orders: deque[_Order] = deque()
         self._lines: dict[str, _Line] = {}  # staged reads that wait for a slot, by the agent that they read
         self._gate = threading.Lock()  # held to order and to end, so that every order is either obeyed or refused
-        self._loading: Future[None] | None = None
+        self._changing: Future[None] | None = None
         self._joined: dict[TransferId, list[TransferId]] = {}  # reads that end with the one whose transfer they joined
         self._mine: dict[TransferId, int] = {}  # bytes of the reads that were posted; 0 for those in doubt
         self._news: list[TransferEnded] = []
@@ -127,7 +123,7 @@ class Poster:
         self._is_asleep = self._is_stopping = False
         self._is_alive = True
         self.posts = self.joined = self.batches = self.wakeups = self.rescued = 0
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         # The thread is a daemon, because the interpreter would otherwise wait for it before `atexit` tells it to end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         end_at_exit(self)
@@ -145,14 +141,17 @@ class Poster:
         return self._queued_bytes - self._ended_bytes
 
     def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> Future[None]:
-        loaded: Future[None] = Future()
-        if not self._order(_Load(remote, memories, loaded)):
-            loaded.set_exception(BackendError(f"{self.name} has ended"))
-        return loaded
+        return self._change(partial(_load, remote, memories))
 
     def drop(self, name: str, *, keep: bool = False) -> None:
         """Forget a remote agent, or with `keep` only its descriptor lists, after all earlier orders."""
-        self._order(_Drop(name, keep))
+        self._change(lambda agent: agent.drop_lists(name) if keep else self._drop(agent, name))
+
+    def _change(self, make: Callable[[Agent], None]) -> Future[None]:
+        change = _Change(make)
+        if not self._order(change):
+            change.made.set_exception(BackendError(f"{self.name} has ended"))
+        return change.made
 
     def post(
         self, transfer_id: TransferId, name: str, read: ReadRequest, is_off: Callable[[], bool] = lambda: False
@@ -181,7 +180,7 @@ class Poster:
 
     def stop(self) -> None:
         self._is_stopping = True
-        self._wake()
+        self._bell.ring()
 
     def wait(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -191,9 +190,6 @@ class Poster:
         """Wait for the thread's end, and raise `BackendError` unless its agent is gone."""
         if not self.wait(timeout_s):
             raise BackendError(f"{self.name} did not return from NIXL in time")
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
         if not self._is_alive:
             # If it is alive, a fork left the thread behind, perhaps with its agent locked.
             self.agent.close()
@@ -204,13 +200,8 @@ class Poster:
                 return False
             self._orders.append(order)
         if self._is_asleep:
-            self._wake()
+            self._bell.ring()
         return True
-
-    def _wake(self) -> None:
-        if self._wake_fd >= 0:
-            with suppress(OSError):
-                os.eventfd_write(self._wake_fd, 1)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -228,7 +219,7 @@ class Poster:
         agent, why = self.agent, _Woken.BY_ORDER
         sleeper = make_epoll()
         try:
-            for fd in (self._wake_fd, *agent.fds):
+            for fd in (self._bell.fileno(), *agent.fds):
                 sleeper.register(fd, select.EPOLLIN)
             while not self._is_stopping:
                 self._obey(agent)
@@ -295,16 +286,11 @@ class Poster:
                 case _Post():
                     if reads := self._take(order):
                         self._post(agent, reads)
-                case _Load(remote, memories, loaded):
-                    if loaded.set_running_or_notify_cancel():
-                        self._loading = loaded
-                        self._load(agent, remote, memories, loaded)
-                        self._loading = None
-                case _Drop(name, keep=True):
-                    agent.drop_lists(name)
-                case _Drop(name):
-                    agent.drop(name)
-                    self._restless_until = time.monotonic() + RESTLESS_S
+                case _Change(make, made):
+                    if made.set_running_or_notify_cancel():
+                        self._changing = made
+                        _carry_out(make, agent, made)
+                        self._changing = None
                 case _:
                     assert_never(order)
             now = time.monotonic()
@@ -357,19 +343,9 @@ class Poster:
                 num_bytes, seconds = self._copied
                 self._copied = (num_bytes + read.num_bytes, seconds + time.monotonic() - began)
 
-    def _load(self, agent: Agent, remote: AgentInfo, memories: Sequence[Memory], loaded: Future[None]) -> None:
-        refused = ""
-        try:
-            if not agent.is_connected(remote.name):
-                agent.forget_broken(remote.name)
-                agent.load(remote, memories)
-        except BackendError as exc:
-            refused = str(exc)
-        if refused:
-            # A new exception, because the first one's traceback refers to this frame, which refers to it.
-            loaded.set_exception(BackendError(refused))
-        else:
-            loaded.set_result(None)
+    def _drop(self, agent: Agent, name: str) -> None:
+        agent.drop(name)
+        self._restless_until = time.monotonic() + RESTLESS_S
 
     def _flush(self) -> None:
         news, self._news = self._news, []
@@ -399,8 +375,8 @@ class Poster:
             self._is_asleep = False
         why = _Woken.BY_ORDER if events else _Woken.BY_TIME
         for fd, _ in events:
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
+            if fd == self._bell.fileno():
+                self._bell.silence()
             else:
                 self.wakeups += 1
                 why = _Woken.BY_UCX
@@ -420,17 +396,17 @@ class Poster:
                 case _Post(transfer_id, read=read):
                     self._mine[transfer_id] = read.num_bytes
                     self._news.append(TransferEnded(transfer_id, Ending.FAILED, str(cause)))
-                case _Load(loaded=loaded):
-                    if loaded.set_running_or_notify_cancel():
-                        loaded.set_exception(cause)
+                case _Change(made=made):
+                    if made.set_running_or_notify_cancel():
+                        made.set_exception(cause)
                 case _:
-                    pass
+                    assert_never(order)
 
     def _fail(self, exc: BaseException) -> None:
         """End by an exception: report every transfer, then again those that had been posted once the agent is gone."""
         cause = f"{self.name} ended by {exc!r}"
-        if self._loading is not None and not self._loading.done():
-            self._loading.set_exception(BackendError(cause))
+        if self._changing is not None and not self._changing.done():
+            self._changing.set_exception(BackendError(cause))
         ended = {news.transfer_id for news in self._news if news.ending not in (Ending.IN_DOUBT, Ending.DETACHED)}
         posted = sorted(self._mine.keys() - ended)
         self._refuse(BackendError(cause))
@@ -447,6 +423,25 @@ class Poster:
         # Posted reads can no longer write.
         self._news = [TransferEnded(transfer_id, Ending.FAILED, cause) for transfer_id in posted]
         self._flush()
+
+
+def _load(remote: AgentInfo, memories: Sequence[Memory], agent: Agent) -> None:
+    if not agent.is_connected(remote.name):
+        agent.forget_broken(remote.name)
+        agent.load(remote, memories)
+
+
+def _carry_out(make: Callable[[Agent], None], agent: Agent, made: Future[None]) -> None:
+    refused = ""
+    try:
+        make(agent)
+    except BackendError as exc:
+        refused = str(exc)
+    if refused:
+        # A new exception, because the first one's traceback refers to this frame, which refers to it.
+        made.set_exception(BackendError(refused))
+    else:
+        made.set_result(None)
 
 
 def _clear_frames(exc: BaseException) -> None:

@@ -55,22 +55,24 @@ class ServingPlane:
     def pid(self) -> int:
         return self._keeper.pid
 
-    def _hear(self, news: wire.News | None) -> None:
+    def _hear(self, news: wire.News) -> None:
         if isinstance(news, wire.Stats):
             self._stats = news.values
-        elif news is None and self._inbox:
-            self._on_ready()
 
     def _lost(self, cause: str, pause_s: float) -> None:
         self._cause = cause
         self._lost_at = self._lost_at or time.monotonic()
-        self._inbox.append(AgentLost(cause, pause_s, reads=False))
+        self._tell(AgentLost(cause, pause_s, reads=False))
 
     def _served(self) -> None:
         if self._lost_at:
             seconds, self._lost_at = time.monotonic() - self._lost_at, 0.0
             self._num_restarts += 1
-            self._inbox.append(AgentReplaced(self._keeper.agent, self._cause, seconds, 0))
+            self._tell(AgentReplaced(self._keeper.agent, self._cause, seconds, 0))
+
+    def _tell(self, news: DataNews) -> None:
+        self._inbox.append(news)
+        asyncio.get_running_loop().call_soon(self._on_ready)
 
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         self._on_ready, self._is_alone = on_ready, False

@@ -9,6 +9,7 @@ import asyncio
 import os
 import re
 import resource
+import socket
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -22,8 +23,8 @@ BROKEN = 70  # exit status: a bug; its traceback was printed
 
 
 class Child:
-    def __init__(self, link: wire.Link) -> None:
-        self._link = link
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
         self._plane: NixlPlane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: dict[str, int] = {}
@@ -33,6 +34,7 @@ class Child:
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_end_at_once)
+        self._link = wire.Link(self._end)
         self._loop.add_reader(self._link.fileno(), self._on_orders)
         await self._over.wait()
         self._loop.remove_reader(self._link.fileno())
@@ -47,8 +49,7 @@ class Child:
     def _on_orders(self) -> None:
         frames, is_there = self._link.receive()
         for frame in frames:
-            for order in wire.orders.decode(frame):
-                self._obey(order)
+            self._obey(wire.orders.decode(frame))
         self._tell_soon()
         if not is_there:
             self._over.set()
@@ -68,7 +69,7 @@ class Child:
             case wire.Setup():
                 self._set_up(order)
             case wire.Beat():
-                self._say(wire.Stats(self._plane.statistics() if self._plane is not None else {}))
+                self._link.send(wire.Stats(self._plane.statistics() if self._plane is not None else {}))
             case wire.Close():
                 self._over.set()
             case _:
@@ -79,12 +80,12 @@ class Child:
         try:
             agent = plane.begin(order.memories, self._on_ready)
         except BackendError as exc:
-            self._say(wire.Unready(str(exc)))
+            self._link.send(wire.Unready(str(exc)))
             self._over.set()
             return
         self._plane = plane
         _bound_growth()
-        self._say(wire.Ready(agent))
+        self._link.send(wire.Ready(agent))
 
     async def _load(self, order: wire.Load) -> None:
         assert self._plane is not None
@@ -93,7 +94,7 @@ class Child:
             await self._plane.add_remote_agent(order.remote, order.memories)
         except Exception as exc:
             cause = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)  # an empty cause means success
-        self._say(wire.Loaded(cause))
+        self._link.send(wire.Loaded(cause))
 
     def _on_ready(self) -> None:
         if self._plane is not None:
@@ -109,15 +110,7 @@ class Child:
         stats = self._plane.statistics() if self._plane is not None else {}
         if stats != self._stats:
             self._stats = stats
-            self._say(wire.Stats(stats))
-
-    def _say(self, news: wire.News) -> None:
-        if not self._link.send([news]):
-            self._loop.add_writer(self._link.fileno(), self._on_writable)
-
-    def _on_writable(self) -> None:
-        if self._link.flush():
-            self._loop.remove_writer(self._link.fileno())
+            self._link.send(wire.Stats(stats))
 
 
 def _bound_growth() -> None:

@@ -35,17 +35,14 @@ def main() -> None:
     import asyncio
 
     from asynckv.edges.process_child import Child
-    from asynckv.edges.process_wire import Link
 
-    asyncio.run(Child(Link(end)).run())
+    asyncio.run(Child(end).run())
 
 
 def _exactly(end: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (more := end.recv(size - len(data))):
-            sys.exit(0)  # the engine's process has ended
-        data += more
+    data = end.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        sys.exit(0)  # the engine's process has ended
     return data
 
 

@@ -1,14 +1,13 @@
 """Messages between the engine's process and its data plane's process, in frames over a socket pair.
 
-A frame is four bytes of length and a list of messages. Orders are obeyed in the order in which they are sent.
+A frame is four bytes of length and a message. Orders are obeyed in the order in which they are sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-from collections import deque
-from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -47,7 +46,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 Order = Setup | Load | Drop | Watch | Close | Beat
-orders: msgspec.msgpack.Decoder[list[Order]] = msgspec.msgpack.Decoder(list[Order])
+orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -67,78 +66,74 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 News = Ready | Unready | Loaded | Stats
-news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(list[News])
+news: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 
 
 class Link:
-    """One end of the socket pair; never blocks. After a frame of more than `most` bytes it takes nothing more."""
+    """One end of the socket pair, on the running event loop; never blocks. What does not fit is sent as there is room.
+    After a frame of more than `most` bytes it takes nothing more.
+    """
 
     def __init__(self, end: socket.socket, most: int = (1 << 32) - 1) -> None:
         end.setblocking(False)
-        self._most = most
-        self._socket = end
-        self._unsent: deque[memoryview] = deque()
-        self._received = bytearray()
-        self._chunk = memoryview(bytearray(CHUNK))
+        self._socket, self._most, self._loop = end, most, asyncio.get_running_loop()
+        self._unsent, self._received = bytearray(), bytearray()
         self._encoder = msgspec.msgpack.Encoder()
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, messages: Sequence[Order] | Sequence[News]) -> bool:
-        return self.send_bytes(self._encoder.encode(messages))
+    def send(self, message: Order | News) -> None:
+        self.send_bytes(self._encoder.encode(message))
 
-    def send_bytes(self, body: bytes) -> bool:
-        self._unsent.append(memoryview(len(body).to_bytes(HEADER, "little") + body))
-        return self.flush()
+    def send_bytes(self, body: bytes) -> None:
+        self._unsent += len(body).to_bytes(HEADER, "little") + body
+        if not self._has_sent_all():
+            self._loop.add_writer(self.fileno(), self._on_writable)
 
-    def flush(self) -> bool:
-        """Send kept bytes; return False if some are left. Drop them if the other end has gone."""
-        while self._unsent:
-            try:
+    def _on_writable(self) -> None:
+        if self._has_sent_all():
+            self._loop.remove_writer(self.fileno())
+
+    def _has_sent_all(self) -> bool:
+        """Send what there is room for; drop all of it if the other end has gone."""
+        try:
+            while self._unsent:
                 # The application may not ignore SIGPIPE.
-                num_sent = self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return False
-            except OSError:
-                self._unsent.clear()  # the other end has gone, which `receive` reports
-                return True
-            if num_sent < len(self._unsent[0]):
-                self._unsent[0] = self._unsent[0][num_sent:]
-            else:
-                self._unsent.popleft()
+                del self._unsent[: self._socket.send(self._unsent, socket.MSG_NOSIGNAL)]
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._unsent.clear()  # the other end has gone, which `receive` reports
         return True
 
     def receive(self) -> tuple[list[bytes], bool]:
         """Return the bodies of all frames that have arrived, and whether the other end is still there."""
-        is_there = True
-        while True:
-            try:
-                count = self._socket.recv_into(self._chunk)
-            except BlockingIOError:
-                break
-            except OSError:
-                count = 0
-            if not count:
+        frames, is_there = list[bytes](), True
+        try:
+            while data := self._socket.recv(CHUNK):
+                self._received += data
+                if len(data) < CHUNK:
+                    break
+            else:
                 is_there = False
-                break
-            self._received += self._chunk[:count]
-            if count < CHUNK:
-                break
-        frames = list(self._frames())
-        return frames, is_there and int.from_bytes(self._received[:HEADER], "little") <= self._most
+        except BlockingIOError:
+            pass
+        except OSError:
+            is_there = False
+        while (size := self._size) <= min(self._most, len(self._received) - HEADER):
+            frames.append(bytes(self._received[HEADER : HEADER + size]))
+            del self._received[: HEADER + size]
+        return frames, is_there and size <= self._most
 
-    def _frames(self) -> Iterator[bytes]:
-        at, received = 0, self._received
-        while len(received) - at >= HEADER:
-            end = at + HEADER + int.from_bytes(received[at : at + HEADER], "little")
-            if len(received) < end or end - at - HEADER > self._most:
-                break
-            yield bytes(received[at + HEADER : end])
-            at = end
-        if at:
-            del received[:at]
+    @property
+    def _size(self) -> int:
+        """Return the length of the next frame, or a part of it if not all of its header has arrived."""
+        return int.from_bytes(self._received[:HEADER], "little")
 
     def close(self) -> None:
+        if self._unsent and not self._loop.is_closed():
+            self._loop.remove_writer(self.fileno())
+        self._unsent.clear()
         with contextlib.suppress(OSError):
             self._socket.close()

@@ -44,7 +44,7 @@ class _Child:
         self.keeper.order(wire.Drop(remote.name))
         return cause
 
-    def _hear(self, news: wire.News | None) -> None:
+    def _hear(self, news: wire.News) -> None:
         if isinstance(news, wire.Loaded):
             self._end(news.cause)
 

@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from asynckv.arguments import number, seconds, shown
 from asynckv.config import EngineConfig
 from asynckv.core.inspect import HeldBlocks
-from asynckv.embed.bell import Bell
+from asynckv.edges.bell import Bell
 from asynckv.embed.desk import EngineDesk
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine

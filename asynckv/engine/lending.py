@@ -52,8 +52,6 @@ class Lending:
         pin, is_text = f"{job.job_id}-lent", all(isinstance(h, str) for h in hashes)
         try:
             ended = await mover.outcome(job)
-            if ended.outcome is JobOutcome.CANCELLED:
-                raise job.error()
             if ended.outcome is JobOutcome.NO_ROOM:
                 raise Overloaded(
                     f"request {request_id[:200]!r}: its {tokens} tokens cannot be brought to host memory: "

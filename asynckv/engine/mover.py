@@ -167,13 +167,18 @@ class Mover:
             self.soon()
 
     async def outcome(self, job: OffloadJob) -> JobEnded:
-        """Wait until a job has ended; a cancelled caller gives it up."""
+        """Wait until a job has ended; raise its error if it was given up, or its blocks are held. A cancelled caller
+        gives it up.
+        """
         try:
-            return await job.outcome
+            ended = await job.outcome
         except asyncio.CancelledError:
             if job.ended is None:
                 self.give_up([job])
             raise
+        if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
+            raise job.error()
+        return ended
 
     def give_up(self, jobs: Iterable[OffloadJob]) -> None:
         """Begin nothing more of some jobs, and wait for what runs."""

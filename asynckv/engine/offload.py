@@ -25,7 +25,7 @@ from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRe
 from asynckv.geometry.blocks import BlockList, check_block_ids
 from asynckv.geometry.bounds import MAX_TOKENS, NULL, Int64s
 from asynckv.offload.found import Found
-from asynckv.offload.job import JobKind, JobOutcome
+from asynckv.offload.job import JobKind
 from asynckv.offload.keys import as_hashes, needed
 from asynckv.ports import CopyPlane, RecordPlane
 from asynckv.results import Evicted, Loaded, Statistics, Stored
@@ -242,8 +242,6 @@ class Offload:
         used, where = self._ids(blocks, wanted), {self._own: wanted}
         job = self._mover.begin(JobKind.STORE, request_id, blocks, used, self.config.timeout_s, chain, tokens, where)
         ended = await self._mover.outcome(job)
-        if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
-            raise job.error()
         missed = sum(map(len, ended.missing))
         took = self._tiers.driver.clock.now() - job.begun_at
         return Stored(request_id, ended.known + ended.blocks, ended.blocks, missed, job.num_bytes, took)
@@ -308,8 +306,6 @@ class Offload:
         shorter = partial(self._tiers.shorter, wanted)
         job = self._mover.begin(JobKind.LOAD, request_id, blocks, used, timeout, chain, tokens, where, shorter)
         ended = await self._mover.outcome(job)
-        if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
-            raise job.error()
         loaded = self._tiers.loaded(job)
         self._mover.counts["tokens.loaded"] += loaded
         self._mover.counts["tokens.missed"] += tokens - loaded

@@ -19,11 +19,10 @@ from asynckv.edges.host_pool import HostPool
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import placed, record_sizes
 from asynckv.offload.catalogue import Catalogue
+from asynckv.offload.job import MoveKind
 from asynckv.offload.keys import stored_groups
-from asynckv.offload.traffic import Budgets
+from asynckv.offload.traffic import MOVE_BYTES
 from asynckv.ports import RecordPlane
-
-MOVE_BYTES = 64 << 20  # bytes in one move at most, which then has one ending for all of it
 
 
 class Shelf:
@@ -65,13 +64,8 @@ class Shelf:
             host_bytes,
             file_bytes,
             policy=config.policy,
-            budgets=Budgets(
-                move_bytes=min(config.max_bytes, MOVE_BYTES),
-                load_bytes=config.max_bytes,
-                store_bytes=config.max_bytes,
-                promotion_bytes=config.max_bytes,
-                write_back_bytes=config.max_bytes,
-            ),
+            budgets=dict.fromkeys(MoveKind, config.max_bytes),
+            move_bytes=min(config.max_bytes, MOVE_BYTES),
         )
         self.unfit = 0
         self.memory: HostPool | None = None

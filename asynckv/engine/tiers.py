@@ -106,7 +106,7 @@ class Tiers:
         """Another thread takes memory and opens files: until it has ended, they are its own."""
         self._is_left = False
         """True once that thread did not come back in time. It is waited for no longer, and lets go of all by itself."""
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._leaving: asyncio.Future[None] | None = None  # what all that wait for that thread now wait for as well
         self._tidying: asyncio.Task[None] | None = None
 
     # -- beginning -----------------------------------------------------------------------------------
@@ -194,13 +194,11 @@ class Tiers:
         work, clock = self._opening, self.driver.clock
         if work is None or work.done():
             return
-        over = asyncio.get_running_loop().create_future()
-        self._waiting.add(over)
+        over = self._leaving = self._leaving or asyncio.get_running_loop().create_future()
         handle = clock.call_at(clock.now() + timeout_s, self._leave) if timeout_s < math.inf else None
         try:
             await asyncio.wait([work, over], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._waiting.discard(over)
             if handle is not None:
                 handle.cancel()
         if not work.done():
@@ -220,9 +218,9 @@ class Tiers:
         if not self._is_left:
             self._is_left = True
             self.driver.recorder.log(told.OffloadBroken(self._hangs))
-        for over in self._waiting:
-            if not over.done():
-                over.set_result(None)
+        over, self._leaving = self._leaving, None
+        if over is not None:
+            over.set_result(None)
 
     def _came_back(self, work: asyncio.Future[int]) -> None:
         """Note that opening has ended; release the shelves if no caller has waited for them."""

@@ -16,9 +16,7 @@ predecessor is found by no lookup, so it is not used any more, and leaves.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-
-from msgspec.structs import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
@@ -29,7 +27,7 @@ from asynckv.offload.found import Found, known, longest, make_room
 from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Jobs, JobState, Move, MoveKind, Piece
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
 from asynckv.offload.tier import Place, Tier
-from asynckv.offload.traffic import Budgets, Running, Traffic, piece_of
+from asynckv.offload.traffic import BUDGETS, MOVE_BYTES, Running, Traffic, piece_of
 
 MAX_NAME = 16 * 1024  # characters of a job's id, and of a pin's name
 Positions = Sequence[Iterable[int]]
@@ -42,7 +40,8 @@ class Catalogue:
         hash_tokens: Tokens per hash.
         file_bytes: Size of the file tier; 0 if there is none.
         policy: Name of the eviction policy, see `asynckv.offload.eviction`.
-        budgets: Most bytes in flight.
+        budgets: Most bytes in flight, by kind of move; those of `BUDGETS` for other kinds.
+        move_bytes: Most bytes of one move.
     """
 
     def __init__(
@@ -53,7 +52,8 @@ class Catalogue:
         file_bytes: int = 0,
         *,
         policy: str = "lru",
-        budgets: Budgets = Budgets(),  # noqa: B008  # frozen
+        budgets: Mapping[MoveKind, int] = BUDGETS,
+        move_bytes: int = MOVE_BYTES,
     ) -> None:
         self.groups = tuple(groups)
         self.hash_tokens = integer("hash_tokens", hash_tokens, 1, error=ConfigError)
@@ -63,12 +63,13 @@ class Catalogue:
                     f"group {shown(group.name)} has blocks of {group.block_size} tokens, but hashes cover {hash_tokens}"
                 )
         # Blocks that are being written to files cannot be evicted, so a disk that stalls must not hold all of them.
-        budgets = replace(budgets, write_back_bytes=min(budgets.write_back_bytes, host_bytes // 4))
+        limits = {**BUDGETS, **budgets}
+        limits[MoveKind.WRITE_BACK] = min(limits[MoveKind.WRITE_BACK], host_bytes // 4)
         self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
         self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
         self.wake_at = math.inf  # when to call `moves` again though nothing else happens
         self.corrupt_or_unread = 0
-        self.traffic = Traffic(budgets)
+        self.traffic = Traffic(limits, move_bytes)
         self._jobs = Jobs(len(self.groups), self.host, self.file)
         self.jobs, self.pins = self._jobs.by_name, self._jobs.pins
         self._cutting = Cutting(self.groups, self.host, self.file, self._jobs, self.traffic)

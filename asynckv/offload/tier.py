@@ -276,8 +276,7 @@ class Tier:
     def _settle(self, entry: Entry) -> None:
         """Count a READY entry as idle if it has no holders and moves any more."""
         if not entry.holders and not entry.moves:
-            self._idle[entry.kind] += 1
-            self._idle_in[entry.chunk] += 1
+            self._count(entry, 1)
             self.policies[entry.kind].idle(entry)
 
     def _forget(self, entry: Entry) -> None:

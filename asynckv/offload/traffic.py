@@ -1,33 +1,18 @@
 """Moves in flight, within budgets of bytes.
 
-Every kind of move has a budget of its own. One move of a kind may always run. A move in doubt counts for no budget,
-because it may stay in doubt for ever.
+Every kind of move has a budget of its own, and so has a single move. One move of a kind may always run, and one block
+may always move. A move in doubt counts for no budget, because it may stay in doubt for ever.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from msgspec import Struct
 
 from asynckv.errors import LocalProtocolError
 from asynckv.offload.entry import Entry
 from asynckv.offload.job import Item, Job, Move, MoveKind, Piece
 from asynckv.offload.tier import Tier
-
-
-class Budgets(Struct, frozen=True, kw_only=True):
-    """Most bytes in flight at a time.
-
-    Attributes:
-        load_bytes, store_bytes, promotion_bytes, write_back_bytes: Most bytes of all moves of a kind together.
-    """
-
-    move_bytes: int = 64 << 20  # most bytes of one move, which has one block at least
-    load_bytes: int = 1 << 30
-    store_bytes: int = 1 << 30
-    promotion_bytes: int = 256 << 20
-    write_back_bytes: int = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -41,19 +26,26 @@ class Running:
     is_doubtful: bool = False
 
 
+MOVE_BYTES = 64 << 20  # most bytes of one move
+BUDGETS: Mapping[MoveKind, int] = {
+    **dict.fromkeys((MoveKind.LOAD, MoveKind.STORE), 1 << 30),
+    **dict.fromkeys((MoveKind.PROMOTION, MoveKind.WRITE_BACK), 256 << 20),
+}
+"""Most bytes of all moves of a kind that are in flight."""
+
+
 class Traffic:
-    def __init__(self, budgets: Budgets) -> None:
-        self.budgets = budgets
+    def __init__(self, limits: Mapping[MoveKind, int], move_bytes: int) -> None:
+        self.limits, self._move_bytes = limits, move_bytes
         self.running: dict[int, Running] = {}
         self.under_way = dict.fromkeys(MoveKind, 0)  # bytes by kind, without moves in doubt
-        self.limits: dict[MoveKind, int] = {kind: getattr(budgets, f"{kind}_bytes") for kind in MoveKind}
         self._last_id = 0
 
     def fits(self, kind: MoveKind, num_bytes: int, more: int) -> bool:
         under_way = self.under_way[kind] + num_bytes
         if under_way == 0:
             return True
-        return under_way + more <= self.limits[kind] and (num_bytes == 0 or num_bytes + more <= self.budgets.move_bytes)
+        return under_way + more <= self.limits[kind] and (num_bytes == 0 or num_bytes + more <= self._move_bytes)
 
     def is_idle(self) -> bool:
         return all(running.is_doubtful for running in self.running.values())

@@ -14,9 +14,11 @@ import struct
 import subprocess
 import sys
 import threading
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 
+from asynckv.edges.aside import Aside
 from asynckv.edges.keeper import check_processes
 from asynckv.edges.transports import copy_from, rdma_devices
 from asynckv.errors import BackendError
@@ -204,19 +206,13 @@ def network(system: Path = Path("/sys")) -> Network:
 
 def resolve(name: str) -> tuple[tuple[str, ...], str]:
     """Resolve a name: its addresses, or what was said. A resolver may take minutes, so it gets a deadline."""
-    found: list[tuple[tuple[str, ...], str]] = []
-
-    def ask() -> None:
-        try:
-            infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            found.append((tuple(dict.fromkeys(str(info[4][0]) for info in infos)), ""))
-        except (OSError, UnicodeError) as exc:
-            found.append(((), getattr(exc, "strerror", None) or str(exc)))
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(RESOLVE_S)
-    return found[0] if found else ((), f"no answer within {RESOLVE_S:g} s")
+    asked = Aside("asynckv-name").submit(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
+    if not wait([asked], RESOLVE_S).done:
+        return (), f"no answer within {RESOLVE_S:g} s"
+    try:
+        return tuple(dict.fromkeys(str(info[4][0]) for info in asked.result())), ""
+    except (OSError, UnicodeError) as exc:
+        return (), getattr(exc, "strerror", None) or str(exc)
 
 
 def _interfaces(root: Path) -> tuple[Interface, ...]:

@@ -6,12 +6,12 @@ import importlib
 import importlib.util
 import os
 import platform
-import re
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from asynckv.edges import nixl
 from asynckv.errors import BackendError
 from asynckv.tools.doctor.facts import Software
 from asynckv.version import VERSION
@@ -22,7 +22,7 @@ SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
 
 def software() -> Software:
     variants = {name: _version(name.replace("_", "-")) for name in ("nixl_cu12", "nixl_cu13") if _is_there(name)}
-    torch, cuda = _torch()
+    torch, cuda = nixl.torch_versions()
     # Only asked for its version: the control plane's file is the only one that uses it.
     zmq: Any = importlib.import_module("zmq")
     return Software(
@@ -31,7 +31,7 @@ def software() -> Software:
         nixl=_version("nixl"),
         variants=variants,
         variant=_chosen(),
-        torch=torch,
+        torch=torch or _version("torch"),
         torch_cuda=cuda,
         pyzmq=str(zmq.__version__),
         libzmq=str(zmq.zmq_version()),
@@ -55,24 +55,10 @@ def _is_there(name: str) -> bool:
 
 
 def _chosen() -> str:
-    from asynckv.edges import nixl
-
     try:
         return nixl._variant()  # the one truth, and it loads nothing
     except BackendError:
         return ""
-
-
-def _torch() -> tuple[str, str]:
-    """Return torch's version and that of its CUDA, from its files: importing it takes seconds."""
-    with suppress(ImportError, ValueError, OSError):
-        spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.origin:
-            text = (Path(spec.origin).parent / "version.py").read_text()
-            name = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", text)
-            cuda = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)", text, re.MULTILINE)
-            return name[1] if name else _version("torch"), cuda[1] if cuda else ""
-    return "", ""
 
 
 def _shown(name: str, value: str) -> str:

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,11 +47,8 @@ class LoopThread:
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
 
-    def call(self, function: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-        async def run() -> T:
-            return await function()
-
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout_s)
+    def call(self, function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+        return asyncio.run_coroutine_threadsafe(function(), self.loop).result(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         self.is_closed = True

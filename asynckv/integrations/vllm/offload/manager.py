@@ -50,7 +50,6 @@ from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
-from asynckv.offload.traffic import Budgets
 from asynckv.ports import FOUND_DAMAGED, CopyOp, RecordNews, RecordPlane, RecordsEnded
 
 log = logging.getLogger("vllm.asynckv")
@@ -114,13 +113,8 @@ class Manager(OffloadingManager):
             shape.slots * shape.slot_bytes,
             offload.file_bytes,
             policy=offload.policy,
-            budgets=Budgets(
-                move_bytes=offload.max_bytes,
-                load_bytes=ALL,
-                store_bytes=ALL,
-                promotion_bytes=offload.max_bytes,
-                write_back_bytes=offload.max_bytes,
-            ),
+            budgets=dict.fromkeys(MoveKind, offload.max_bytes) | {MoveKind.LOAD: ALL, MoveKind.STORE: ALL},
+            move_bytes=offload.max_bytes,
         )
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._told: Counter[str] = Counter()

@@ -133,7 +133,7 @@ class Worker(compat.OffloadingWorker):
             event.record(torch.cuda.current_stream())
         with self._changed:
             self._jobs[job_id] = _Job(op, plan.num_bytes, time.monotonic())
-        self._thread.soon(self._post, job_id, op, plan, event)
+        self._thread.soon(lambda: asyncio.ensure_future(self._post(job_id, op, plan, event)))
         return True
 
     def _pairs(self, device: compat.GPULoadStoreSpec, slots: compat.CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
@@ -154,24 +154,13 @@ class Worker(compat.OffloadingWorker):
             ids, mine = ids[count:], mine[some:]
         return out
 
-    def _post(self, job_id: int, op: CopyOp, plan: Plan, event: Any) -> None:
+    async def _post(self, job_id: int, op: CopyOp, plan: Plan, event: Any) -> None:
+        """Post a job once its event was reached in the stream, or break if either failed."""
         try:
-            is_due = event is None or event.query()
-            if is_due:
-                self._copies.post(TransferId(job_id), op, HOST, plan.posts(self._max, MAX_DESCRIPTORS))
+            if event is not None:
+                await synchronize(event)
+            self._copies.post(TransferId(job_id), op, HOST, plan.posts(self._max, MAX_DESCRIPTORS))
         except Exception as exc:  # the loop would only log it
-            self._break(exc)
-            return
-        if not is_due:
-            task = asyncio.ensure_future(synchronize(event))
-            task.add_done_callback(lambda task: self._after(task, job_id, op, plan))
-
-    def _after(self, task: asyncio.Future[None], job_id: int, op: CopyOp, plan: Plan) -> None:
-        """Post the job once its event was reached in the stream, or break if it failed."""
-        exc = task.exception() if not task.cancelled() else None
-        if exc is None:
-            self._post(job_id, op, plan, None)
-        else:
             self._break(exc)
 
     def _on_copies(self) -> None:
