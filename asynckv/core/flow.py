@@ -91,10 +91,18 @@ class Admission:
     def enter(self, key: FlowKey, pull_id: PullId) -> bool:
         if self.turns or self._num_counted >= self._total:
             return False
-        flow = self._flow(key)
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = Flow(key)
         if flow.num[WAITING] or flow.num[READING] >= self._window:
             return False
-        self._move(pull_id, flow, READING)
+        if pull_id in self._places:
+            self._move(pull_id, flow, READING)
+            return True
+        flow.num[READING] += 1
+        self.num[READING] += 1
+        self._num_counted += 1
+        self._places[pull_id] = PullPlace(flow, READING, True)
         return True
 
     def ask(self, key: FlowKey, pull_id: PullId, priority: int, arrival: int) -> None:
