@@ -28,7 +28,8 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         options = Options.parse(transfer.kv_connector_extra_config)
         options.check_addresses()
-        for remark in remarks(options, compat.version(), os.environ, compat.lacking()):
+        has_adapters = getattr(vllm_config, "lora_config", None) is not None
+        for remark in remarks(options, compat.version(), os.environ, compat.lacking(), has_adapters):
             logger.warning("%s", remark)
         self._groups = compat.transfer_group_ids(kv_cache_config)
         self._scheduler: Any = None
@@ -86,7 +87,9 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        return StepOrders(self._scheduler.take_orders(), self._scheduler.take_failing())
+        return StepOrders(
+            self._scheduler.take_orders(), self._scheduler.take_failing(), self._scheduler.tally.take_total()
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.loaded(
@@ -140,7 +143,8 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return self._worker.take_results()
 
     def get_kv_connector_stats(self) -> Any:
-        return self._worker.statistics() if self._worker is not None else self._scheduler.tally.take()
+        # The scheduler's counts go at once, because no later step may come.
+        return self._worker.statistics() if self._worker is not None else self._scheduler.tally.take(at_once=True)
 
     def shutdown(self) -> None:
         if self._worker is not None:
