@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from asynckv.core.inspect import HeldBlocks, RequestStatus
-from asynckv.core.told import PromptsCounted
 from asynckv.errors import RemoteProtocolError
 
 MAX_ACCOUNT = 4 * 1024 * 1024  # largest account in bytes that `decode_account` takes
@@ -82,7 +81,6 @@ class Facts(Struct, frozen=True, kw_only=True):
     lag: Lag = Lag()
     retrying: tuple[RequestStatus, ...] = ()
     num_retrying: Count = 0
-    prompts: PromptsCounted | None = None
 
 
 class Account(Struct, frozen=True, kw_only=True):

@@ -223,7 +223,10 @@ class Driver:
         self.prompts = counted
 
     def guest_gauges(self) -> dict[str, int]:
-        return {name: value for guest in self.guests for name, value in guest.gauges().items()}
+        gauges = {name: value for guest in self.guests for name, value in guest.gauges().items()}
+        if (seen := self.prompts) is not None:
+            gauges |= {"prompts.in_a_row": seen.in_a_row, "prompts.in_a_row_s": int(seen.in_a_row_s)}
+        return gauges
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:
         """Tell the log and all other observers something, by the `Observer`'s method for it."""

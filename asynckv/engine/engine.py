@@ -679,7 +679,6 @@ class Engine:
             lag=Lag(last_s=lag.last_s, most_s=lag.most_s, was_away=lag.num_away, counts=lag.counts()),
             retrying=tuple(map(retry_status, between[:MAX_RETRYING])),
             num_retrying=len(between),
-            prompts=driver.prompts,
         )
 
     def holds(self) -> tuple[HeldBlocks, ...]:
