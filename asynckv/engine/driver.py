@@ -225,7 +225,7 @@ class Driver:
     def guest_gauges(self) -> dict[str, int]:
         gauges = {name: value for guest in self.guests for name, value in guest.gauges().items()}
         if (seen := self.prompts) is not None:
-            gauges |= {"prompts.in_a_row": seen.in_a_row, "prompts.in_a_row_s": int(seen.in_a_row_s)}
+            gauges |= {"prompts_in_a_row": seen.in_a_row, "prompts_in_a_row_s": int(seen.in_a_row_s)}
         return gauges
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:

@@ -53,10 +53,9 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
             yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
-        if "prompts.in_a_row" in answer.gauges:
-            computed = _below("computed_locally.", counted)
-            figures = {**counted, **answer.gauges}
-            yield say(told.PromptsCounted, **_below("prompts.", figures), computed_locally=computed)
+        if "prompts_in_a_row" in answer.gauges:
+            seen = _below("prompts.", counted) | _below("prompts_", answer.gauges)
+            yield say(told.PromptsCounted, **seen, computed_locally=_below("computed_locally.", counted))
         if "offload.jobs" in answer.gauges:
             yield say(told.OffloadStarted, began)
         for since, is_retired, copy in _copies(answer, came):

@@ -331,9 +331,6 @@ def _holds(answer: Answer) -> Iterator[str]:
     for name in ("offload.off", "offload.files_off"):
         if why := account.facts.planes.get(name):
             yield f"{name}: {why}"
-    if (row := gauges.get("prompts.in_a_row")) is not None:
-        seen = {name: account.facts.counters.get(f"prompts.{name}", 0) for name in ("with_params", "without_params")}
-        yield f"prompts {seen['with_params']:,} with params, {seen['without_params']:,} without ({row:,} in a row)"
     if account.num_peers:
         yield "peers " + ", ".join(f"{state} {number:,}" for state, number in account.num_peers.items())
     for peer in account.peers[: 4 * MAX_NAMES]:
