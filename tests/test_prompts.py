@@ -180,6 +180,14 @@ def test_params_that_are_not_read_are_found_by_their_causes() -> None:
     assert [(x.heading, x.code) for x in wrong] == [(HEADING.DROPPED, "of_next_year"), (HEADING.DROPPED, "not_lent")]
 
 
+def test_a_cause_that_began_after_long_good_times_is_found_in_the_log() -> None:
+    lines = [counted(5.0, 100_000, 0, {"spent": 3}), counted(60.0, 100_100, 0, {"spent": 3, "not_asked": 90})]
+    wrong, limits = found(*lines, counted(80.0, 200_000, 0, {"spent": 5, "not_asked": 90}))
+    assert [x.code for x in wrong] == ["not_asked"]
+    assert "90 of 200,000 prompts itself (0.0%)" in wrong[0].what
+    assert [x.code for x in limits] == ["spent"]
+
+
 def test_hostile_counts_are_bounded_and_say_nothing() -> None:
     strange = say(9.0, "prompts_counted", with_params="many", without_params=-3, computed_locally=[1], in_a_row=1e400)
     many = say(8.0, "prompts_counted", computed_locally={f"c{i}": 5 for i in range(10_000)} | {"x": "y"})

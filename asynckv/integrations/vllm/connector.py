@@ -28,8 +28,7 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         options = Options.parse(transfer.kv_connector_extra_config)
         options.check_addresses()
-        has_adapters = getattr(vllm_config, "lora_config", None) is not None
-        for remark in remarks(options, compat.version(), os.environ, compat.lacking(), has_adapters):
+        for remark in remarks(options, compat.version(), os.environ, compat.lacking()):
             logger.warning("%s", remark)
         self._groups = compat.transfer_group_ids(kv_cache_config)
         self._scheduler: Any = None

@@ -165,15 +165,8 @@ class Options:
 _ENGINE = tuple(f.name for f in fields(EngineConfig) if f.name != "engine_id")
 
 
-def remarks(
-    options: Options,
-    version: str,
-    environment: Mapping[str, str],
-    missing: Sequence[str] = (),
-    has_adapters: bool = False,
-) -> list[str]:
-    """Return warnings about a start: an untested vLLM, names that it lacks (`compat`), ignored variables, and adapters
-    that may be loaded again."""
+def remarks(options: Options, version: str, environment: Mapping[str, str], missing: Sequence[str] = ()) -> list[str]:
+    """Return warnings about a start: an untested vLLM, names that it lacks (`compat`), and variables."""
     out = []
     if version.split("+")[0] not in TESTED_VERSIONS:
         out.append(
@@ -186,7 +179,7 @@ def remarks(
             f"{NIXL_HOST}={shown(host)} is read only by NixlConnector, and AsyncKVConnector listens on "
             f'{options.bind}; set "bind": "tcp://{host}:0" in {WHERE}, and give keys'
         )
-    if has_adapters and environment.get(UPDATING, "").strip().lower() in ("1", "true"):
+    if environment.get(UPDATING, "").strip().lower() in ("1", "true"):
         out.append(f"{UPDATING} is set: {WORDS['adapters']['reloaded']}")
     return out
 

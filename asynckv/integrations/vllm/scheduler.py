@@ -77,7 +77,6 @@ class SchedulerHalf:
 
         self.tally = SchedulerTally()
         self._adapters: dict[tuple[str, str], int] = {}  # name and path of each adapter, and its number; 0: reloaded
-        self._told: set[str] = set()
         self._pool: Any = None
         self._queued: dict[str, tuple[Any, float]] = {}  # without blocks, and since when; the oldest first
         self._reclaimed_at = -math.inf
@@ -177,9 +176,7 @@ class SchedulerHalf:
         """Count a prompt that is computed instead of a transfer, and log the first of each cause; returns False."""
         if _is_marker(request):
             return False
-        self.tally.computed_locally(cause)
-        if cause not in self._told:
-            self._told.add(cause)
+        if self.tally.computed_locally(cause):
             logger.warning(
                 "asynckv: request %s is computed without a transfer: %s. Further requests are only counted "
                 "(computed_locally, cause %s)",

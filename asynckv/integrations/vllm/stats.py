@@ -123,11 +123,12 @@ class SchedulerTally(Tally):
         super().__init__(clock)
         self._total, self._is_told, self._since = PromptsCounted(), True, 0.0
 
-    def computed_locally(self, cause: str) -> None:
-        """Count a request with a prompt that is computed here, at least in part, instead of a transfer."""
+    def computed_locally(self, cause: str) -> bool:
+        """Count a request that is computed here, at least in part, instead of a transfer; True if it is the first."""
         self._count("computed_locally", cause)
         counts = self._total.computed_locally
         counts[cause] = counts.get(cause, 0) + 1
+        return counts[cause] == 1
 
     def prompt(self, has_params: bool) -> str:
         """Count a prompt; return words to log if now many in a row have lacked params, once until one has some."""

@@ -6,9 +6,10 @@ they are foreign, and are escaped before they are shown.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asynckv.core import told
@@ -58,7 +59,8 @@ SAID_ELSEWHERE = {
 """Warnings that other findings report."""
 
 
-LEAST_SHARE = 0.05  # of prompts that are computed locally for one cause, from which on that is wrong
+LEAST_SHARE, LEAST = 0.05, 10
+"""Share of the prompts from which on a cause of computing them locally is wrong; between two lines also a number."""
 PARAMS_CAUSES = ("without_params", "no_params", "not_asked")
 """Causes of prompts computed locally for which the router is the place to look."""
 READ_MORE = "See docs/vllm.md, 'Computed locally'."
@@ -255,27 +257,33 @@ def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
         new = [x for x in lines if not seen.axis.at(process, x.at) < seen.since]
         if not new:
             continue
-        counts = Counter(_counts(new[-1]))
-        counts.subtract(_counts(lines[-len(new) - 1]) if len(new) < len(lines) else {})
+        each = [*([Counter()] if len(new) == len(lines) else []), *map(_counts, lines[-len(new) - 1 :])]
+        steps = [after - before for before, after in itertools.pairwise(each)]
+        counts = each[-1] - each[0]
         rows = [x for x in new if x.integer("in_a_row", 0) >= told.MANY_PROMPTS]
         rows = [x for x in rows if x.number("in_a_row_s", 0.0) >= told.LONG_S or x.integer("with_params", 0) == 0]
-        total = counts.pop("with_params") + counts["without_params"]
+        total = _total(counts)
+        del counts["with_params"]
         for cause, count in counts.most_common(MOST):
             of, share = max(total, count), f"{count:,} of {counted(max(total, count), 'prompt')}"
             what = f"{process.rank} computed {share} itself ({count / max(of, 1):.1%}): {cause}"
             text, is_wrong = WORDS["computed_locally"].get(cause, ""), count >= LEAST_SHARE * of
+            is_wrong |= any(x[cause] >= max(LEAST, LEAST_SHARE * _total(x)) for x in steps)
             if cause == "without_params":
                 text, is_wrong = WORDS["prompts"][cause], bool(rows)
                 what += f", at most {max(x.integer('in_a_row', 0) for x in new):,} in a row"
             heading = HEADING.NEVER_CAME if cause in PARAMS_CAUSES else HEADING.DROPPED
-            if count > 0:
-                yield is_wrong and cause != "prompt_logprobs", Finding(heading, cause, what, text, READ_MORE)
+            yield is_wrong and cause != "prompt_logprobs", Finding(heading, cause, what, text, READ_MORE)
 
 
-def _counts(line: Record) -> dict[str, int]:
+def _counts(line: Record) -> Counter[str]:
     """Return a line's prompts with and without params, and those that were computed locally by cause."""
     computed = {cause: max(integer(n), 0) for cause, n in line.mapping("computed_locally").items()}
-    return computed | {name: line.integer(name, 0) for name in ("with_params", "without_params")}
+    return Counter(computed | {name: line.integer(name, 0) for name in ("with_params", "without_params")})
+
+
+def _total(counts: Mapping[str, int]) -> int:
+    return counts.get("with_params", 0) + counts.get("without_params", 0)
 
 
 def _away(seen: Seen) -> Iterator[Finding]:

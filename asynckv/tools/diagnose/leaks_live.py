@@ -54,8 +54,9 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         for peer in account.peers:
             yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
         if "prompts_in_a_row" in answer.gauges:
-            seen = _below("prompts.", counted) | _below("prompts_", answer.gauges)
-            yield say(told.PromptsCounted, **seen, computed_locally=_below("computed_locally.", counted))
+            computed = _below("computed_locally.", counted)
+            seen = _below("prompts.", counted) | _below("prompts_", answer.gauges) | {"computed_locally": computed}
+            yield say(told.PromptsCounted, **seen)
         if "offload.jobs" in answer.gauges:
             yield say(told.OffloadStarted, began)
         for since, is_retired, copy in _copies(answer, came):
@@ -125,7 +126,7 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
             service.not_here.append(process.rank)
 
 
-def _below(prefix: str, figures: Mapping[str, int]) -> dict[str, int]:
+def _below(prefix: str, figures: Mapping[str, int]) -> dict[str, Any]:
     return {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix)}
 
 
