@@ -607,9 +607,8 @@ class OffloadBroken(Told):
 
 
 class PromptsCounted(Told):
-    """Prompts that the scheduler above this engine has seen since its start. Logged while they change, at most once a
-    minute, and at once, as a warning, for the first prompt of each cause and for many prompts in a row without params.
-    Behind vLLM the first worker logs it.
+    """Prompts that the scheduler has seen since its start; behind vLLM the first worker logs them. While they change,
+    there are six lines at once, then one per minute; also a warning of each new cause, and of many without params.
     """
 
     levels = ("info", "warning")

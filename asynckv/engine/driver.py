@@ -219,8 +219,8 @@ class Driver:
         return counters
 
     def count_prompts(self, counted: told.PromptsCounted) -> None:
-        self.recorder.prompts_counted(counted, self.clock.now())
         self.prompts = counted
+        self.recorder.prompts_counted(counted)
 
     def guest_gauges(self) -> dict[str, int]:
         gauges = {name: value for guest in self.guests for name, value in guest.gauges().items()}

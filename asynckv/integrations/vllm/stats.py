@@ -84,14 +84,12 @@ class Tally:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stats = AsyncKVStats()
-        self._is_empty = True
         self._taken_at = clock()
 
     def received(self, result: PullResult) -> None:
         data = self._stats.data
         if len(data["bytes"]) >= MAX_SAMPLES:
             return
-        self._is_empty = False
         data["duration_s"].append(sum(s for phase, s in result.phases.items() if phase in _PHASES))
         data["bytes"].append(result.num_bytes)
         data["descriptors"].append(result.descriptors_posted)
@@ -103,16 +101,14 @@ class Tally:
         self._count("leases", cause)
 
     def _count(self, kind: str, cause: str) -> None:
-        self._is_empty = False
         counts = self._stats.data[kind]
         counts[cause] = counts.get(cause, 0) + 1
 
     def take(self, at_once: bool = False) -> AsyncKVStats | None:
         """Return the counts and reset them; None if there are none, or if the last call was less than a second ago."""
-        if self._is_empty or ((now := self._clock()) - self._taken_at < EVERY_S and not at_once):
+        if self._stats.is_empty() or ((now := self._clock()) - self._taken_at < EVERY_S and not at_once):
             return None
-        stats, self._stats = self._stats, AsyncKVStats()
-        self._is_empty, self._taken_at = True, now
+        stats, self._stats, self._taken_at = self._stats, AsyncKVStats(), now
         return stats
 
 
@@ -121,7 +117,8 @@ class SchedulerTally(Tally):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
-        self._total, self._is_told, self._since = PromptsCounted(), True, 0.0
+        self._total, self._since = PromptsCounted(), 0.0
+        self.has_total = False  # True if the totals have changed since they were taken
 
     def computed_locally(self, cause: str) -> bool:
         """Count a request that is computed here, at least in part, instead of a transfer; True if it is the first."""
@@ -132,33 +129,25 @@ class SchedulerTally(Tally):
 
     def prompt(self, has_params: bool) -> str:
         """Count a prompt; return words to log if now many in a row have lacked params, once until one has some."""
-        total = self._total
+        total, was_alarming, now = self._total, self._total.is_alarming, self._clock()
         self._count("prompts", "with_params" if has_params else "without_params")
-        if has_params:
-            total.with_params += 1
-            total.in_a_row, total.in_a_row_s = 0, 0.0
-            return ""
-        was_alarming = total.is_alarming
-        self._since = self._since if total.in_a_row else self._clock()
-        total.without_params += 1
-        total.in_a_row, total.in_a_row_s = total.in_a_row + 1, round(self._clock() - self._since, 3)
+        total.with_params += has_params
+        total.without_params += not has_params
+        self._since = self._since if total.in_a_row else now
+        total.in_a_row = 0 if has_params else total.in_a_row + 1
+        total.in_a_row_s = 0.0 if has_params else round(now - self._since, 3)
         said = f"all {total.in_a_row} prompts of the last {total.in_a_row_s:.0f} s came without params: "
-        return said + WORDS["prompts"]["without_params"] if total.is_alarming and not was_alarming else ""
+        return said + WORDS["prompts"]["without_params"] if total.is_alarming > was_alarming else ""
 
     def _count(self, kind: str, cause: str) -> None:
         super()._count(kind, cause)
-        self._is_told = False
-
-    @property
-    def has_total(self) -> bool:
-        """True if the totals have changed since they were taken."""
-        return not self._is_told
+        self.has_total = True
 
     def take_total(self) -> PromptsCounted | None:
         """Return a copy of the totals, or None if they have not changed."""
-        if self._is_told:
+        if not self.has_total:
             return None
-        self._is_told = True
+        self.has_total = False
         return msgspec.structs.replace(self._total, computed_locally=self._total.computed_locally.copy())
 
 

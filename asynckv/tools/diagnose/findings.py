@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from asynckv.core import told
@@ -63,6 +63,7 @@ LEAST_SHARE, LEAST = 0.05, 10
 """Share of the prompts from which on a cause of computing them locally is wrong; between two lines also a number."""
 PARAMS_CAUSES = ("without_params", "no_params", "not_asked")
 """Causes of prompts computed locally for which the router is the place to look."""
+ALL = ""  # all prompts, among the causes
 READ_MORE = "See docs/vllm.md, 'Computed locally'."
 
 
@@ -255,20 +256,17 @@ def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
     for process in seen.axis.service.processes.values():
         lines = list(process.of(told.PromptsCounted))
         new = [x for x in lines if not seen.axis.at(process, x.at) < seen.since]
-        if not new:
-            continue
-        each = [*([Counter()] if len(new) == len(lines) else []), *map(_counts, lines[-len(new) - 1 :])]
-        steps = [after - before for before, after in itertools.pairwise(each)]
-        counts = each[-1] - each[0]
+        so_far = [Counter(), *map(_counts, lines)][-len(new) - 1 :]
+        steps = [after - before for before, after in itertools.pairwise(so_far)]
         rows = [x for x in new if x.integer("in_a_row", 0) >= told.MANY_PROMPTS]
         rows = [x for x in rows if x.number("in_a_row_s", 0.0) >= told.LONG_S or x.integer("with_params", 0) == 0]
-        total = _total(counts)
-        del counts["with_params"]
+        total = (counts := so_far[-1] - so_far[0]).pop(ALL, 0)
         for cause, count in counts.most_common(MOST):
-            of, share = max(total, count), f"{count:,} of {counted(max(total, count), 'prompt')}"
-            what = f"{process.rank} computed {share} itself ({count / max(of, 1):.1%}): {cause}"
+            of = max(total, count)
+            share = f"{count:,} of {counted(of, 'prompt')} itself ({count / of:.1%})"
+            what = f"{process.rank} computed {share}: {cause}"
             text, is_wrong = WORDS["computed_locally"].get(cause, ""), count >= LEAST_SHARE * of
-            is_wrong |= any(x[cause] >= max(LEAST, LEAST_SHARE * _total(x)) for x in steps)
+            is_wrong |= any(x[cause] >= max(LEAST, LEAST_SHARE * x[ALL]) for x in steps)
             if cause == "without_params":
                 text, is_wrong = WORDS["prompts"][cause], bool(rows)
                 what += f", at most {max(x.integer('in_a_row', 0) for x in new):,} in a row"
@@ -277,13 +275,10 @@ def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
 
 
 def _counts(line: Record) -> Counter[str]:
-    """Return a line's prompts with and without params, and those that were computed locally by cause."""
-    computed = {cause: max(integer(n), 0) for cause, n in line.mapping("computed_locally").items()}
-    return Counter(computed | {name: line.integer(name, 0) for name in ("with_params", "without_params")})
-
-
-def _total(counts: Mapping[str, int]) -> int:
-    return counts.get("with_params", 0) + counts.get("without_params", 0)
+    """Return the number of a line's prompts (`ALL`), and those that were computed locally by cause."""
+    found = {cause: max(integer(n), 0) for cause, n in line.mapping("computed_locally").items()}
+    found["without_params"] = line.integer("without_params", 0)
+    return Counter(found | {ALL: found["without_params"] + line.integer("with_params", 0)})
 
 
 def _away(seen: Seen) -> Iterator[Finding]:
