@@ -158,7 +158,7 @@ class Process:
         self.core = EngineCore(config, executor, log_stats=True)
         self.is_held, self.is_closed = False, False
         self.steps = 0
-        self.counts: dict[str, Counter[str]] = {}
+        self.counts = {kind: Counter[str]() for kind in ("prompts", "computed_locally")}
         self.cpu_s = sum(os.times()[:2])
 
     def serve(self) -> None:
@@ -192,9 +192,8 @@ class Process:
         self.steps += 1
         for each in (outputs or {}).values():
             if each.scheduler_stats is not None and (sent := each.scheduler_stats.kv_connector_stats):
-                for kind, counts in sent.items():
-                    if isinstance(counts, dict):
-                        self.counts.setdefault(kind, Counter()).update(counts)
+                for kind, counts in self.counts.items():
+                    counts.update(sent.get(kind, {}))
             for output in each.outputs:
                 told = {
                     "tokens": list(output.new_token_ids),

@@ -81,7 +81,7 @@ class DualConnector(MultiConnector):
         given = request.kv_transfer_params
         if not isinstance(given, dict) or PARAMS in given:
             return 0
-        if not given.get(READS):
+        if not given.get(READS) or (given[READS] is not True and given.get(LENDS)):
             if not given.get(LENDS) or not self._lender:
                 return 0
             request.kv_transfer_params = {"do_remote_decode": True}
