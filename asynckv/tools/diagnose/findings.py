@@ -64,7 +64,7 @@ LEAST_SHARE, LEAST = 0.05, 10
 PARAMS_CAUSES = ("without_params", "no_params", "not_asked")
 """Causes of prompts computed locally for which the router is the place to look."""
 ALL = ""  # all prompts, among the causes
-READ_MORE = "See docs/vllm.md, 'Computed locally'."
+READ_MORE = "See 'Prompts without params' and 'Computed locally' in docs/vllm.md."
 
 
 @dataclass(frozen=True, slots=True)
