@@ -33,6 +33,8 @@ needs_promtool = pytest.mark.skipif(
 HERE = 'engine_id="e",rank="tp0"'
 ROUTER = 'job="pd_proxy",instance="r:80"'
 ENGINE = 'job="asynckv",instance="e:9400"'
+PROMPTS, COMPUTED = (f'vllm:asynckv_{name}_total{{job="vllm",engine="0",' for name in ("prompts", "computed_locally"))
+VLLM = {"job": "vllm", "engine": "0"}
 MINUTE = "1m"
 
 CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
@@ -76,6 +78,26 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
         },
         15,
         {"job": "pd_proxy", "instance": "r:80", "cause": "transfer_failed"},
+    ),
+    "AsynckvPromptsWithoutParams": (
+        {f'{PROMPTS}params="without_params"}}': "0 100 200x20", f'{PROMPTS}params="with_params"}}': "0x20"},
+        {f'{PROMPTS}params="without_params"}}': "0+100x20", f'{PROMPTS}params="with_params"}}': "0+1x20"},
+        5,
+        VLLM,
+    ),
+    "AsynckvComputedLocally": (
+        {
+            f'{PROMPTS}params="with_params"}}': "0 30x20",  # and then silence
+            f'{PROMPTS}params="without_params"}}': "0x20",
+            f'{COMPUTED}cause="no_params"}}': "0 30x20",
+        },
+        {
+            f'{PROMPTS}params="with_params"}}': "0+100x20",
+            f'{COMPUTED}cause="malformed"}}': "0+4x20",
+            f'{COMPUTED}cause="prompt_logprobs"}}': "0+50x20",
+        },
+        5,
+        VLLM | {"cause": "no_params"},
     ),
     "AsynckvBlocksRetired": (
         {f'asynckv_blocks{{{HERE},state="retired"}}': "0 0 3x9"},
@@ -202,6 +224,15 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
         },
         125,
         {},
+    ),
+    "AsynckvOffloadNeverAsked": (
+        {f"asynckv:kv_offload_stored_blocks_total{{{ENGINE}}}": "9x20"},
+        {
+            f"asynckv:kv_offload_stored_blocks_total{{{ENGINE}}}": "9x20",
+            f"asynckv:kv_offload_asked_blocks_total{{{ENGINE}}}": "9x20",
+        },
+        15,
+        {"job": "asynckv", "instance": "e:9400"},
     ),
     "AsynckvOffloadLoadsMiss": (
         {

@@ -146,6 +146,13 @@ def test_the_address_that_was_for_nixl_connector_is_not_taken_in_silence() -> No
     assert remarks(Options.parse({"bind": "tcp://10.1.2.3:0"}), TESTED_VERSIONS[0], environment) == []
 
 
+@pytest.mark.parametrize(("value", "is_warned"), [("1", True), (" True", True), ("0", False), ("", False)])
+def test_a_start_that_lets_adapters_be_loaded_again_is_warned_of(value: str, is_warned: bool) -> None:
+    said = remarks(Options(), TESTED_VERSIONS[0], {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": value})
+    assert len(said) == is_warned
+    assert not said or "load them from a new path" in said[0]
+
+
 def test_reading_options_imports_no_vllm() -> None:
     code = "import sys; from asynckv.integrations.vllm import options, scheduler; print('vllm' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -25,6 +25,7 @@ Level = Literal["debug", "info", "warning", "error"]
 
 MAX_TEXT = 512  # characters that are kept of a text from another process
 MAX_NAMED = 64  # ranks that the line about one ended request names at most
+MANY_PROMPTS, LONG_S = 50, 30.0  # so many prompts in a row without params, over so many seconds, are a warning
 MAX_GRANTS = 8  # grants of one lease to one reader that are logged at most; also of those given while it was lent
 RequestText = Annotated[str, "This side's id of the request."]
 PrefillText = Annotated[str, "The prefill side's id of the request; empty if the params cannot be read."]
@@ -603,6 +604,25 @@ class OffloadBroken(Told):
 
     levels = ("error",)
     cause: Annotated[str, "The reason."]
+
+
+class PromptsCounted(Told):
+    """Prompts that the scheduler has seen since its start; behind vLLM the first worker logs them. While they change,
+    there are six lines at once, then one per minute; also a warning of each new cause, and of many without params.
+    """
+
+    levels = ("info", "warning")
+    with_params: Annotated[int, "Prompts with params for a transfer, or whose router asked for one."] = 0
+    without_params: Annotated[int, "Prompts without any. Requests that are to be lent do not count."] = 0
+    computed_locally: Annotated[
+        dict[str, int], "Cause -> requests that were computed instead of a transfer (`docs/vllm.md`)."
+    ] = {}
+    in_a_row: Annotated[int, "Prompts without params since the last one that had some."] = 0
+    in_a_row_s: Annotated[float, "Time from the first to the last of these."] = 0.0
+
+    @property
+    def is_alarming(self) -> bool:
+        return self.in_a_row >= MANY_PROMPTS and self.in_a_row_s >= LONG_S
 
 
 class LoopWasAway(Told):

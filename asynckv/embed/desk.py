@@ -20,6 +20,7 @@ from asynckv.core.types import decode_params
 from asynckv.embed.orders import (
     Announce,
     Cancel,
+    CountPrompts,
     Failed,
     Finished,
     Lend,
@@ -229,6 +230,8 @@ class EngineDesk:
                 engine.withdraw(**given)
             case Reclaim():
                 engine.reclaim(**given)
+            case CountPrompts(counted):
+                engine._driver.count_prompts(counted)
             case _:
                 raise LocalProtocolError(
                     f"{shown(order)} is not an order; give Announce, Pull, Cancel, Lend, Withdraw, Reclaim, "

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from asynckv.core.told import PromptsCounted
 from asynckv.errors import PullError
 from asynckv.offload.found import Found
 from asynckv.results import LeaseEnd, Loaded, PullResult, Stored
@@ -86,6 +87,13 @@ class Reclaim(Order, frozen=True):
     """
 
     num_blocks: int
+
+
+class CountPrompts(Order, frozen=True):
+    """Pass on what the scheduler counts, for logs, metrics and `asynckv why`. Reported in `Finished.refused` if it was
+    refused, and not reported otherwise."""
+
+    counted: PromptsCounted
 
 
 class Lookup(Order, frozen=True, kw_only=True):

@@ -53,6 +53,9 @@ MAX_RANKS = 8
 MAX_TOLD = 32
 """Number of similar ends that get a line each, at once and then one per second; the others share lines."""
 
+PROMPTS_PER_S, MAX_PROMPTS = 1 / 60, 6.0
+"""Rate and burst of the lines about prompts that were counted, except warnings."""
+
 NEVER = logging.CRITICAL + 1
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
 MAX_FIELD = 4096
@@ -123,6 +126,8 @@ class Recorder(Observer):
         self._rates: dict[type[Told], Rate] = {}
         self._failures: dict[tuple[Reason | None, str], tuple[float, str]] = {}
         self._told, self._groups = Limiter(1.0, MAX_TOLD), dict[tuple[Any, str, str], list[dict[str, Any]]]()
+        self._prompts, self._is_due = told.PromptsCounted(), False
+        self._prompts_rate = Rate(PROMPTS_PER_S, MAX_PROMPTS)
         self._away, self._away_s, self._away_said_s = Rate(AWAY_PER_S, MAX_AWAY), 0.0, 0.0
 
     def bind(self, **bound: Any) -> None:
@@ -251,7 +256,10 @@ class Recorder(Observer):
             self.tell_groups(now)
 
     def tell_groups(self, now: float, waited_s: float = 0.0) -> None:
-        """Log the ends that wait to share a line, if the first has waited for `waited_s`."""
+        """Log the ends that wait to share a line, if the first has waited for `waited_s`, and the prompts' counts."""
+        if self._is_due and (not waited_s or self._prompts_rate.take(now)):
+            self._is_due = False
+            self.log(self._prompts)
         if not self._groups or now - next(iter(self._groups.values()))[0]["ago_s"] < waited_s:
             return
         groups, self._groups = self._groups, {}
@@ -261,6 +269,14 @@ class Recorder(Observer):
             alike = {name: x[0] for name, x in each.items() if x == x[:1] * len(x) and name != "request_id"}
             each = {name: x for name, x in each.items() if name not in alike}
             self.log(many(cause, len(rows), alike, each))
+
+    def prompts_counted(self, counted: told.PromptsCounted) -> None:
+        """Log the counts soon, or at once if there is something new to warn of."""
+        before, self._prompts = self._prompts, counted
+        is_new = counted.is_alarming > before.is_alarming
+        self._is_due = not is_new and counted.computed_locally.keys() <= before.computed_locally.keys()
+        if not self._is_due:
+            self.log(counted, level="warning")
 
     def pull_refused(
         self, request_id: str, params: KVTransferParams | Mapping[str, Any], exc: Exception, now: float

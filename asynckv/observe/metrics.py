@@ -201,7 +201,7 @@ def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
 
 
 def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    gauges, limits = reading.gauges, reading.limits
+    gauges = reading.gauges
     states: tuple[tuple[str, Any, Mapping[str, int]], ...] = (
         ("pulls", PullState, reading.pulls),
         ("peers", PeerState, reading.peers),
@@ -224,27 +224,13 @@ def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
         yield "transfers", (state,), number_of
     for age_s in AGES_S:
         yield "leases_older_than", (str(age_s),), sum(age > age_s for age in reading.lease_ages_s)
-    plain = {
-        "data_plane_up": not reading.data_down,
-        "pulls_waiting": reading.waiting,
-        "pulls_waiting_limit": limits["queued"],
-        "pulls_queued": gauges["pulls_queued"],
-        "pulls_admitted": gauges["pulls_admitted"],
-        "pulls_admitted_limit": limits["requests"],
-        "pulls_retrying": reading.retrying,
-        "pull_oldest_seconds": reading.oldest_s["pull"],
-        "lease_oldest_seconds": reading.oldest_s["lease"],
-        "quarantined_oldest_seconds": reading.oldest_s["quarantined"],
-        "in_flight_bytes": gauges["bytes_in_flight"],
-        "in_flight_limit_bytes": limits["bytes"],
-        "in_flight_descriptors": reading.descriptors_in_flight,
-        "in_flight_descriptors_limit": limits["descriptors"],
-        "parked_messages": gauges["parked"],
-        "parked_messages_limit": limits["parked"],
-    }
-    for name, value in plain.items():
-        yield name, (), value
-    for gauge, amount in gauges.items():
+    yield "data_plane_up", (), not reading.data_down
+    yield "pulls_waiting", (), reading.waiting
+    yield "pulls_retrying", (), reading.retrying
+    yield "in_flight_descriptors", (), reading.descriptors_in_flight
+    more = {f"limit.{name}": most for name, most in reading.limits.items()}
+    more |= {f"oldest.{name}": age_s for name, age_s in reading.oldest_s.items()}
+    for gauge, amount in (*gauges.items(), *more.items()):
         if (where := place_of(gauge)) is not None:
             yield *where, amount
 
@@ -252,7 +238,7 @@ def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
 def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...], float]]:
     found: dict[tuple[str, tuple[str, ...]], int] = {}
     for name, family in FAMILIES.items():
-        if family.of and not name.startswith("offload_"):  # an engine may have no offload
+        if family.of and family.kind == "counter" and not name.startswith("offload_"):  # an engine may have no offload
             zeros = [(str(cause),) for cause in _FROM_ZERO.get(name, ())] if family.labels else [()]
             found |= {(name, labels): 0 for labels in zeros}
     for counter, count in counters.items():
@@ -263,7 +249,7 @@ def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...
 
 
 def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
-    """Return metric and labels of an engine's counter or an offload's gauge; None if it is not shown."""
+    """Return metric and labels of a counter or gauge of an engine or its offload; None if it is not shown."""
     if counter in NOT_SHOWN:
         return None
     name, source = _SOURCES.get(counter, ("", "*"))

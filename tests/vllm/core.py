@@ -15,6 +15,7 @@ import os
 import socket
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -157,6 +158,7 @@ class Process:
         self.core = EngineCore(config, executor, log_stats=True)
         self.is_held, self.is_closed = False, False
         self.steps = 0
+        self.counts = {kind: Counter[str]() for kind in ("prompts", "computed_locally")}
         self.cpu_s = sum(os.times()[:2])
 
     def serve(self) -> None:
@@ -189,6 +191,9 @@ class Process:
         self.core.post_step(is_executed)
         self.steps += 1
         for each in (outputs or {}).values():
+            if each.scheduler_stats is not None and (sent := each.scheduler_stats.kv_connector_stats):
+                for kind, counts in self.counts.items():
+                    counts.update(sent.get(kind, {}))
             for output in each.outputs:
                 told = {
                     "tokens": list(output.new_token_ids),
@@ -304,6 +309,10 @@ class Process:
     def judge(self, is_judged: bool) -> None:
         """Have ranks write and compare the model's bytes, or not, so that steps are only the connector's."""
         self.core.collective_rpc("judge", args=(is_judged,))
+
+    def counted(self) -> dict[str, dict[str, int]]:
+        """What vLLM's frontend has been told to count, by kind."""
+        return {kind: dict(counts) for kind, counts in self.counts.items()}
 
     def times(self) -> dict[str, Any]:
         """Since the last question: seconds that each step held the first rank's thread, and of the process's CPU."""

@@ -119,3 +119,16 @@ def test_requests_leave_among_many_and_the_rest_are_right(server: Server, connec
     pair.decode.finish(*(replies[i] for i in stay))
     assert [replies[i].tokens for i in stay] == [continued(prompts[i], 12) for i in stay]
     pair.settle()
+
+
+@pytest.mark.parametrize("flag", [{}, {"do_remote_prefill": None}], ids=["missing", "null"])
+def test_blocks_that_nothing_asks_to_read_return_long_before_their_lease_ends(
+    server: Server, flag: dict[str, None]
+) -> None:
+    pair = start(server, Connector(), "dense")
+    (params,) = pair.prefilled(tokens := pair.prompt(100))
+    reply = pair.ask(tokens, {"asynckv": params["asynckv"], **flag})
+    pair.decode.finish(reply)
+    assert reply.tokens == continued(tokens, 6)
+    pair.settle(within_s=10.0)  # of 30 s
+    assert pair.decode.ask("counted")["computed_locally"] == {"not_asked": 1}

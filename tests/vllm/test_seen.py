@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import queue
+import random
 import socket
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.vllm.engines import Server, continued
+from tests.vllm.engines import Server, continued, prompt
 from tests.vllm.pairs import ASKED, Pair
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.zoo import MODELS
@@ -154,6 +156,44 @@ def test_each_worker_shows_its_metrics_and_writes_its_log(server: Server, tmp_pa
     assert {events[-1] for events in said.values()} == {"engine_stopped"}
     assert said["prefill-tp0.jsonl"].count("lease_ended") == said["decode-tp1.jsonl"].count("pull_ended") == 2
     subprocess.run([sys.executable, "-m", "asynckv", "why", *map(str, logs)], check=True, timeout=60)
+
+
+def why(*arguments: str | Path) -> dict[str, Any]:
+    """What `asynckv why` finds, by code."""
+    command = [sys.executable, "-m", "asynckv", "why", *map(str, arguments), "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (not found["is_well"]), done.stderr
+    return {each["code"]: each for each in found["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("params", "number", "code", "kind"),
+    [(None, 200, "without_params", "prompts"), ({"do_remote_prefill": True}, 30, "no_params", "computed_locally")],
+)
+def test_an_engine_that_computes_all_prompts_by_itself_is_found_while_it_runs_and_by_its_log(
+    server: Server, tmp_path: Path, params: Any, number: int, code: str, kind: str
+) -> None:
+    seen, log, port = tmp_path / "seen", tmp_path / "log.jsonl", free_ports(1)
+    extra = {"inspect": {"directory": str(seen)}, "log": {"file": str(log)}, "metrics": {"port": port}}
+    (engine,) = server.start(Setup("decode", MODELS["dense"], Connector(extra=extra)))
+    began = time.monotonic()
+    replies = [engine.add(f"r{i}", prompt(random.Random(i), 20), 2, params) for i in range(number)]
+    engine.finish(*replies)
+    ended = time.monotonic()
+    while engine.ask("counted").get(kind) != {code: number}:  # and nothing more comes
+        assert time.monotonic() - ended < 2.0, engine.ask("counted")
+        engine.pause()
+    while shown(port, f"{kind}_total") != number:
+        assert time.monotonic() - ended < 2.0
+        engine.pause()
+    live = why(seen)
+    assert list(live) == [code]
+    assert f"{number} of {number} prompts itself (100.0%)" in live[code]["what"]
+    engine.ask("close")
+    logged = why(log)
+    assert [each["what"] for each in logged.values()] == [live[code]["what"]]
+    assert time.monotonic() - began < 60.0
 
 
 def test_spans_are_below_what_asked_the_engine_for_them(server: Server) -> None:

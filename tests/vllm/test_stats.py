@@ -140,6 +140,10 @@ def test_prometheus_counts_per_engine_and_cause(registry: CollectorRegistry) -> 
     metrics.observe(data, engine_idx=1)
     metrics.observe({"leases": {"expired": 3}}, engine_idx=0)
     text = prometheus_client.generate_latest(registry).decode()
+    for engine in "01":  # an increase from nothing would not be seen
+        labels = f'engine="{engine}",model_name="m"'
+        assert f'vllm:asynckv_computed_locally_total{{cause="no_params",{labels}}} 0.0' in text
+        assert f'vllm:asynckv_prompts_total{{{labels},params="without_params"}} 0.0' in text
     assert 'vllm:asynckv_pull_seconds_count{engine="1",model_name="m"} 2.0' in text
     assert 'vllm:asynckv_failed_pulls_total{cause="peer_lost",engine="1",model_name="m"} 2.0' in text
     assert 'vllm:asynckv_ended_leases_total{cause="expired",engine="0",model_name="m"} 3.0' in text

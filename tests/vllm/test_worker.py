@@ -20,6 +20,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from asynckv import PrefillRanks
 from asynckv.config import LeaseConfig, PullConfig
+from asynckv.core.told import PromptsCounted
 from asynckv.edges.process import ServingPlane
 from asynckv.embed import Announce, Cancel, Failed, Finished, Lend, Pull
 from asynckv.errors import BlocksRetired, ConfigError, LocalProtocolError, PeerUnreachable, ReadFailed
@@ -268,6 +269,33 @@ def test_whoever_waits_for_a_lend_that_was_refused_hears_of_it_at_once(make: Mak
     decode.until(lambda: decode.received == ["d"])
     assert decode.failed == ["d"]
     assert time.monotonic() - began < Options().pull.timeout_s / 2
+
+
+def test_the_first_worker_alone_takes_the_schedulers_counts(make: Make) -> None:
+    names = list(LAYERS)
+    side = make("decode", stages=[names[:1], names[1:]])
+    counts = PromptsCounted(3, 2, {"no_params": 1})
+    for worker in side.workers:
+        worker.half.start_load(StepOrders((), (), counts))
+
+    def counted(worker: Worker) -> dict[str, int]:
+        assert worker.half._thread is not None
+        counters = worker.half._thread.statistics(0.0).counters
+        return {name: n for name, n in counters.items() if name.startswith(("prompts.", "computed_locally."))}
+
+    first, other = side.workers
+    expected = {"prompts.with_params": 3, "prompts.without_params": 2, "computed_locally.no_params": 1}
+    first.until(lambda: counted(first) == expected)
+    assert counted(other) == {}
+    first.half.unregister_kv_caches()
+    first.half.restore_kv_caches()
+    assert first.half._thread is not None
+    first.half._thread.statistics(0.0)
+    first.until(lambda: counted(first) == expected)  # and they outlive a sleep
+
+
+def test_counts_that_come_before_the_memory_or_after_the_end_are_dropped(half: WorkerHalf) -> None:
+    half.start_load(StepOrders((), (), PromptsCounted(1)))
 
 
 def test_sleep_and_wake_up_do_nothing_twice(make: Make) -> None:

@@ -86,7 +86,9 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        return StepOrders(self._scheduler.take_orders(), self._scheduler.take_failing())
+        return StepOrders(
+            self._scheduler.take_orders(), self._scheduler.take_failing(), self._scheduler.tally.take_total()
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.loaded(
@@ -140,7 +142,8 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return self._worker.take_results()
 
     def get_kv_connector_stats(self) -> Any:
-        return self._worker.statistics() if self._worker is not None else self._scheduler.tally.take()
+        # The scheduler's counts go at once, because no later step may come.
+        return self._worker.statistics() if self._worker is not None else self._scheduler.tally.take(at_once=True)
 
     def shutdown(self) -> None:
         if self._worker is not None:

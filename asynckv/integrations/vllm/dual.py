@@ -20,7 +20,7 @@ from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVTransferConfig, MultiConnector
 from asynckv.integrations.vllm.connector import AsyncKVConnector
 from asynckv.integrations.vllm.options import WHERE
-from asynckv.integrations.vllm.scheduler import PARAMS
+from asynckv.integrations.vllm.scheduler import LENDS, PARAMS, READS
 
 SECTIONS = ("asynckv", "nixl")  # the options of the two connectors, in the order of `_connectors`
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -81,8 +81,8 @@ class DualConnector(MultiConnector):
         given = request.kv_transfer_params
         if not isinstance(given, dict) or PARAMS in given:
             return 0
-        if given.get("do_remote_prefill") is not True:
-            if given.get("do_remote_decode") is not True or not self._lender:
+        if not given.get(READS) or (given[READS] is not True and given.get(LENDS)):
+            if not given.get(LENDS) or not self._lender:
                 return 0
             request.kv_transfer_params = {"do_remote_decode": True}
             return 1
@@ -94,6 +94,7 @@ class DualConnector(MultiConnector):
             logger.warning("asynckv: the params of request %s are not NixlConnector's either: %s", name, exc)
             return 0
         request.kv_transfer_params = {"do_remote_prefill": True, **msgspec.structs.asdict(params)}
+        self._connectors[0]._scheduler.tally.prompt(has_params=True)
         return 1
 
     def _check(self, params: NixlParams, num_prompt_tokens: int) -> None:

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asynckv.core.told import PromptsCounted
 from asynckv.embed.orders import Order
 from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """Orders of one step for every worker. `failing` are loads that fail because the load that they waited for did."""
+    """Orders of one step for every worker. `failing` are loads that fail because the load that they waited for did.
+    `prompts` are counts for the first worker's engine, if they have changed.
+    """
 
     orders: Sequence[Order] = field(default_factory=tuple)
     failing: Sequence[str] = ()
+    prompts: PromptsCounted | None = None
 
 
 @dataclass

@@ -70,7 +70,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Defaults of the connector that differ from the engine's."""
 
-NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+NIXL_HOST, UPDATING = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 WORDS = tomllib.loads(files(__package__).joinpath("words.toml").read_text(encoding="utf-8"))
 OF_NIXL_CONNECTOR: Mapping[str, str] = WORDS["of_nixl_connector"]
@@ -166,7 +166,7 @@ _ENGINE = tuple(f.name for f in fields(EngineConfig) if f.name != "engine_id")
 
 
 def remarks(options: Options, version: str, environment: Mapping[str, str], missing: Sequence[str] = ()) -> list[str]:
-    """Return warnings about a start: an untested vLLM, names that it lacks (`compat`), and ignored variables."""
+    """Return warnings about a start: an untested vLLM, names that it lacks (`compat`), and variables."""
     out = []
     if version.split("+")[0] not in TESTED_VERSIONS:
         out.append(
@@ -179,6 +179,8 @@ def remarks(options: Options, version: str, environment: Mapping[str, str], miss
             f"{NIXL_HOST}={shown(host)} is read only by NixlConnector, and AsyncKVConnector listens on "
             f'{options.bind}; set "bind": "tcp://{host}:0" in {WHERE}, and give keys'
         )
+    if environment.get(UPDATING, "").strip().lower() in ("1", "true"):
+        out.append(f"{UPDATING} is set: {WORDS['adapters']['reloaded']}")
     return out
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from asynckv.integrations.vllm.handover import WorkerAddress
 
 PARAMS = "asynckv"  # our key in `kv_transfer_params`; vLLM and routers use others
+READS, LENDS = "do_remote_prefill", "do_remote_decode"
 NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid", "remote_port": None}
 """Fields that `NixlConnector` reads. It waits for ever if one is missing, but fails at once to connect to no host."""
 
@@ -72,10 +73,10 @@ class SchedulerHalf:
         self._failing: list[str] = []
         self._erred: set[str] = set()  # requests that ended with an error while they were loaded
         self._first: dict[str, int] = {}  # the first token that the local prefix cache lacks
-        from asynckv.integrations.vllm.stats import Tally
+        from asynckv.integrations.vllm.stats import SchedulerTally
 
-        self.tally = Tally()
-        self._told: set[str] = set()
+        self.tally = SchedulerTally()
+        self._adapters: dict[tuple[str, str], int] = {}  # name and path of each adapter, and its number; 0: reloaded
         self._pool: Any = None
         self._queued: dict[str, tuple[Any, float]] = {}  # without blocks, and since when; the oldest first
         self._reclaimed_at = -math.inf
@@ -115,21 +116,40 @@ class SchedulerHalf:
 
     def add(self, request: Any) -> None:
         self._queued[request.request_id] = request, monotonic()
+        self._look_at_adapter(request)
         given = request.kv_transfer_params
-        if given is None:
-            return
-        if not isinstance(given, dict):
+        if given is not None and not isinstance(given, dict):
+            self._count(request, has_params=True)
             self._computes(request, "malformed", f"they are {shown(given)}, but must be an object")
             request.kv_transfer_params = None  # because vLLM reads it next, and would raise
             return
-        reads = given.get("do_remote_prefill") is True
-        if given.get("do_remote_decode") is True:
+        given = given or {}
+        # vLLM's own connectors test both for truth.
+        params, reads, lends = given.get(PARAMS), bool(given.get(READS)), bool(given.get(LENDS))
+        if (has_params := reads or params is not None) or not lends:
+            self._count(request, has_params)
+        if lends:
             # If the request also reads, this may be the engine that generates, so truncation is optional.
             self._truncate(request, must=not reads)
-        if reads and not self._fetch(request, given.get(PARAMS)):
+        if has_params and given.get(READS) is not False and not self._fetch(request, params, reads):
             _reads_no_more(request)
 
-    def _fetch(self, request: Any, given: Any) -> bool:
+    def _count(self, request: Any, has_params: bool) -> None:
+        """Count a prompt, unless no engine could have computed it in advance."""
+        if not (_is_marker(request) or _needs_all(request) or request.pooling_params is not None):
+            if said := self.tally.prompt(has_params):
+                logger.warning("asynckv: %s", said)
+
+    def _look_at_adapter(self, request: Any) -> None:
+        """Warn once of each adapter that was loaded again, perhaps with other weights."""
+        if (adapter := getattr(request, "lora_request", None)) is not None:
+            name, number = (adapter.lora_name, adapter.lora_path), adapter.lora_int_id
+            known = self._adapters.setdefault(name, number)
+            if known and (known != number or getattr(adapter, "load_inplace", False)):
+                self._adapters[name] = 0
+                logger.warning("asynckv: adapter %s was loaded again: %s", shown(name), WORDS["adapters"]["reloaded"])
+
+    def _fetch(self, request: Any, given: Any, is_asked: bool) -> bool:
         if given is None:
             return self._computes(request, "no_params")
         fetch: Fetch | None = None
@@ -138,7 +158,8 @@ class SchedulerHalf:
             fetch = self.pulls.announce(request.request_id, given, trace=trace_context(_headers(request)))
             if fetch is None:
                 return self._computes(request, "spent")
-            cause, end = self._readable(request, fetch.params)
+            is_wanted = is_asked and not _is_marker(request)
+            cause, end = self._readable(request, fetch.params) if is_wanted else ("not_asked", 0)
         except AsyncKVError as exc:
             if fetch is not None:
                 self.spare(request)
@@ -153,9 +174,9 @@ class SchedulerHalf:
 
     def _computes(self, request: Any, cause: str, why: str = "") -> bool:
         """Count a prompt that is computed instead of a transfer, and log the first of each cause; returns False."""
-        self.tally.computed_locally(cause)
-        if cause not in self._told:
-            self._told.add(cause)
+        if _is_marker(request):
+            return False
+        if self.tally.computed_locally(cause):
             logger.warning(
                 "asynckv: request %s is computed without a transfer: %s. Further requests are only counted "
                 "(computed_locally, cause %s)",
@@ -165,7 +186,7 @@ class SchedulerHalf:
 
     def _readable(self, request: Any, params: KVTransferParams) -> tuple[str, int]:
         """Return how many tokens of this prompt can be read, and the cause if not all of them can."""
-        if getattr(request, "skip_reading_prefix_cache", False):
+        if _needs_all(request):
             return "prompt_logprobs", 0  # vLLM computes every token itself
         most, every = min(params.num_tokens, request.num_tokens), params.hash_tokens
         end: int = request.num_prompt_tokens - self.shape.back_off
@@ -191,7 +212,7 @@ class SchedulerHalf:
         fewer = self.shape.back_off
         if not fewer or request.num_prompt_tokens <= fewer or not (must or request.max_tokens == 1):
             return
-        if getattr(request, "skip_reading_prefix_cache", False):
+        if _needs_all(request):
             return  # the other engine computes the whole prompt as well
         # A prompt may come as ids, as embeddings, or as both, and vLLM's workers end if these differ in length. Lists
         # are replaced, not shortened, because all completions of a prompt may share one.
@@ -254,6 +275,7 @@ class SchedulerHalf:
             self._reclaims
             or self._failing
             or self._erred
+            or self.tally.has_total
             or self.pulls.has_orders
             or (self.loans is not None and self.loans.has_orders)
         )
@@ -307,7 +329,7 @@ class SchedulerHalf:
         if not given:
             return False, None
         _reads_no_more(request)
-        if given.get("do_remote_decode") is not True or request.status.name not in FINISHED_WELL:
+        if not given.get(LENDS) or request.status.name not in FINISHED_WELL:
             return False, None
         try:
             lists, num_tokens = self._lists(request, block_ids)
@@ -385,6 +407,16 @@ def _headers(request: Any) -> Mapping[str, str]:
     """Return the trace context of a request; vLLM keeps it only if it traces."""
     given = getattr(request, "trace_headers", None)
     return given if isinstance(given, Mapping) else {}
+
+
+def _is_marker(request: Any) -> bool:
+    """Return True if vLLM adds a request, with any prompt, only to give back what was lent to it."""
+    return bool(getattr(request, "abort_immediately", False))
+
+
+def _needs_all(request: Any) -> bool:
+    """Return True if vLLM computes every token of a prompt itself, for log-probabilities or pooling."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 def _reads_no_more(request: Any) -> None:

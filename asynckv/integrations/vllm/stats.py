@@ -8,10 +8,14 @@ from the data alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
+from asynckv.core.told import PromptsCounted
 from asynckv.integrations.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
+from asynckv.integrations.vllm.options import WORDS
 from asynckv.results import PullResult
 
 EVERY_S = 1.0
@@ -21,8 +25,8 @@ MAX_SAMPLES = 4096  # durations per interval and worker, because vLLM sends them
 class AsyncKVStats(KVConnectorStats):
     """Statistics of one interval, of one worker or of several together.
 
-    `data` is plain JSON. `duration_s`, `bytes` and `descriptors` have an entry per successful pull. `failed`, `leases`
-    and `computed_locally` (from the scheduler) count by cause.
+    `data` is plain JSON. `duration_s`, `bytes` and `descriptors` have an entry per successful pull. `failed`, `leases`,
+    `computed_locally` and `prompts` (both from the scheduler) count by cause or kind.
     """
 
     data: dict[str, Any]
@@ -41,6 +45,7 @@ class AsyncKVStats(KVConnectorStats):
             "failed": {},
             "leases": {},
             "computed_locally": {},
+            "prompts": {},
         }
 
     def aggregate(self, other: Any) -> AsyncKVStats:
@@ -79,14 +84,12 @@ class Tally:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stats = AsyncKVStats()
-        self._is_empty = True
         self._taken_at = clock()
 
     def received(self, result: PullResult) -> None:
         data = self._stats.data
         if len(data["bytes"]) >= MAX_SAMPLES:
             return
-        self._is_empty = False
         data["duration_s"].append(sum(s for phase, s in result.phases.items() if phase in _PHASES))
         data["bytes"].append(result.num_bytes)
         data["descriptors"].append(result.descriptors_posted)
@@ -97,23 +100,70 @@ class Tally:
     def lease(self, cause: str) -> None:
         self._count("leases", cause)
 
-    def computed_locally(self, cause: str) -> None:
-        """Count a request with a prompt that is computed here, at least in part, instead of a transfer."""
-        self._count("computed_locally", cause)
-
     def _count(self, kind: str, cause: str) -> None:
-        self._is_empty = False
         counts = self._stats.data[kind]
         counts[cause] = counts.get(cause, 0) + 1
 
     def take(self, at_once: bool = False) -> AsyncKVStats | None:
         """Return the counts and reset them; None if there are none, or if the last call was less than a second ago."""
-        if self._is_empty or ((now := self._clock()) - self._taken_at < EVERY_S and not at_once):
+        if self._stats.is_empty() or ((now := self._clock()) - self._taken_at < EVERY_S and not at_once):
             return None
-        stats, self._stats = self._stats, AsyncKVStats()
-        self._is_empty, self._taken_at = True, now
+        stats, self._stats, self._taken_at = self._stats, AsyncKVStats(), now
         return stats
 
+
+class SchedulerTally(Tally):
+    """Counts of the scheduler's half, which also go to the first worker's engine as totals."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self._total, self._since = PromptsCounted(), 0.0
+        self.has_total = False  # True if the totals have changed since they were taken
+
+    def computed_locally(self, cause: str) -> bool:
+        """Count a request that is computed here, at least in part, instead of a transfer; True if it is the first."""
+        self._count("computed_locally", cause)
+        counts = self._total.computed_locally
+        counts[cause] = counts.get(cause, 0) + 1
+        return counts[cause] == 1
+
+    def prompt(self, has_params: bool) -> str:
+        """Count a prompt; return words to log if now many in a row have lacked params, once until one has some."""
+        total, was_alarming, now = self._total, self._total.is_alarming, self._clock()
+        self._count("prompts", "with_params" if has_params else "without_params")
+        total.with_params += has_params
+        total.without_params += not has_params
+        self._since = self._since if total.in_a_row else now
+        total.in_a_row = 0 if has_params else total.in_a_row + 1
+        total.in_a_row_s = 0.0 if has_params else round(now - self._since, 3)
+        said = f"all {total.in_a_row} prompts of the last {total.in_a_row_s:.0f} s came without params: "
+        return said + WORDS["prompts"]["without_params"] if total.is_alarming > was_alarming else ""
+
+    def _count(self, kind: str, cause: str) -> None:
+        super()._count(kind, cause)
+        self.has_total = True
+
+    def take_total(self) -> PromptsCounted | None:
+        """Return a copy of the totals, or None if they have not changed."""
+        if not self.has_total:
+            return None
+        self.has_total = False
+        return msgspec.structs.replace(self._total, computed_locally=self._total.computed_locally.copy())
+
+
+_COUNTERS: dict[str, tuple[str, str, str, Iterable[str]]] = {
+    "failed": ("failed_pulls", "cause", "Requests with a failed read, by cause.", ()),
+    "computed_locally": (
+        *("computed_locally", "cause", "Prompts that were computed instead of a transfer, by cause."),
+        WORDS["computed_locally"],
+    ),
+    "leases": ("ended_leases", "cause", "Leases that have ended, by cause.", ()),
+    "prompts": (
+        *("prompts", "params", "Prompts with and without params of a prefill engine; those to be lent do not count."),
+        ("with_params", "without_params"),
+    ),
+}
+"""Counters by their place in the data: name, last label, help text, and values of the label that are shown from 0."""
 
 _PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})  # the consecutive phases of a pull
 
@@ -143,14 +193,13 @@ class AsyncKVPromMetrics(KVConnectorPromMetrics):
             ),
         }
         self._counters = {}
-        for kind, name, documentation in (
-            ("failed", "failed_pulls", "Requests with a failed read, by cause."),
-            ("computed_locally", "computed_locally", "Prompts that were computed instead of a transfer, by cause."),
-            ("leases", "ended_leases", "Leases that have ended, by cause."),
-        ):
-            self._counters[kind] = self._counter_cls(
-                name=f"vllm:asynckv_{name}", documentation=documentation, labelnames=[*labelnames, "cause"]
+        for kind, (name, label, documentation, from_zero) in _COUNTERS.items():
+            counter = self._counters[kind] = self._counter_cls(
+                name=f"vllm:asynckv_{name}", documentation=documentation, labelnames=[*labelnames, label]
             )
+            for values in per_engine_labelvalues.values():
+                for cause in from_zero:  # otherwise Prometheus would not see the first increase
+                    counter.labels(*values, cause)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, histogram in self._histograms.items():

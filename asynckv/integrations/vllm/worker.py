@@ -22,6 +22,7 @@ import msgspec
 
 from asynckv.edges.torch import shared_zeros
 from asynckv.embed import Cancel, EngineThread, Finished, Lend, Order, Pull, Withdraw
+from asynckv.embed.orders import CountPrompts
 from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError
 from asynckv.geometry.check import Registration
 from asynckv.integrations.vllm.compat import KVConnectorTransferResults, current_platform
@@ -46,6 +47,7 @@ class WorkerHalf:
         use_vllm_logging()
         place, replica = place_of(vllm_config), getattr(vllm_config.parallel_config, "data_parallel_index", 0)
         number = (replica * place.pp_size + place.pp_stage) * place.tp_size + place.tp_rank
+        self._is_first = place.pp_stage == place.tp_rank == 0
         self._config = options.engine_config(str(vllm_config.kv_transfer_config.engine_id), number)
         self._metrics, self._number = options.metrics, number
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
@@ -121,6 +123,8 @@ class WorkerHalf:
 
     def start_load(self, step: StepOrders) -> None:
         self._failing.update(step.failing)
+        if step.prompts is not None and self._is_first and self._thread is not None:
+            self._thread.submit([CountPrompts(step.prompts)])
         if not step.orders:
             return
         if self._thread is None:

@@ -6,12 +6,14 @@ they are foreign, and are escaped before they are shown.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from asynckv.core import told
+from asynckv.integrations.vllm.options import WORDS
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
@@ -20,7 +22,7 @@ from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.presence import Presence
-from asynckv.tools.diagnose.records import Logs, Record
+from asynckv.tools.diagnose.records import Logs, Record, integer
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
 MOST = 12  # findings of a kind
@@ -51,10 +53,18 @@ SAID_ELSEWHERE = {
     for x in (
         *(told.PullEnded, told.PullsEndedAlike, told.LeaseEnded, told.LeasesEndedAlike, told.LeaseHeld, told.PullHeld),
         *(told.LoopWasAway, told.PullRefused, told.OffloadRetired, told.BlocksRetired, told.PeerChanged),
-        *(told.ReleaseRefused, told.ReleaseUnanswered),
+        *(told.ReleaseRefused, told.ReleaseUnanswered, told.PromptsCounted),
     )
 }
 """Warnings that other findings report."""
+
+
+LEAST_SHARE, LEAST = 0.05, 10
+"""Share of the prompts from which on a cause of computing them locally is wrong; between two lines also a number."""
+PARAMS_CAUSES = ("without_params", "no_params", "not_asked")
+"""Causes of prompts computed locally for which the router is the place to look."""
+ALL = ""  # all prompts, among the causes
+READ_MORE = "See 'Prompts without params' and 'Computed locally' in docs/vllm.md."
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +110,11 @@ def find(seen: Seen) -> Findings:
     late = _late([x for x in asked if not (_key(x) in told and _hangs_on_processes(x))])
     failed = [*_refused(seen), *_failed(seen, set(map(_key, seen.late)))]
     first, then = ([x for x in there if bool(x.requests) is is_first] for is_first in (True, False))
+    computed = [*_prompts(seen)]
+    failed += [x for is_wrong, x in computed if is_wrong]
     wrong = [*first, *late, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
-    return Findings(wrong, [*_limits(seen), *_logged(seen, "warning")], asked, seen.copies)
+    limits = [*_limits(seen), *(x for is_wrong, x in computed if not is_wrong), *_logged(seen, "warning")]
+    return Findings(wrong, limits, asked, seen.copies)
 
 
 def _key(leak: Leak) -> tuple[str, str, int]:
@@ -236,6 +249,36 @@ def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Findi
 def _span(each: Failure) -> str:
     first, last = clock_time(each.since), clock_time(each.until)
     return f"{counted(each.pulls, 'pull')}, {first}" + (f" to {last}" if each.pulls > 1 else "")
+
+
+def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
+    """Find the shares of prompts that engines computed by themselves, by cause; True with those that are wrong."""
+    for process in seen.axis.service.processes.values():
+        lines = list(process.of(told.PromptsCounted))
+        new = [x for x in lines if not seen.axis.at(process, x.at) < seen.since]
+        so_far = [Counter(), *map(_counts, lines)][-len(new) - 1 :]
+        steps = [after - before for before, after in itertools.pairwise(so_far)]
+        rows = [x for x in new if x.integer("in_a_row", 0) >= told.MANY_PROMPTS]
+        rows = [x for x in rows if x.number("in_a_row_s", 0.0) >= told.LONG_S or x.integer("with_params", 0) == 0]
+        total = (counts := so_far[-1] - so_far[0]).pop(ALL, 0)
+        for cause, count in counts.most_common(MOST):
+            of = max(total, count)
+            share = f"{count:,} of {counted(of, 'prompt')} itself ({count / of:.1%})"
+            what = f"{process.rank} computed {share}: {cause}"
+            text, is_wrong = WORDS["computed_locally"].get(cause, ""), count >= LEAST_SHARE * of
+            is_wrong |= any(x[cause] >= max(LEAST, LEAST_SHARE * x[ALL]) for x in steps)
+            if cause == "without_params":
+                text, is_wrong = WORDS["prompts"][cause], bool(rows)
+                what += f", at most {max(x.integer('in_a_row', 0) for x in new):,} in a row"
+            heading = HEADING.NEVER_CAME if cause in PARAMS_CAUSES else HEADING.DROPPED
+            yield is_wrong and cause != "prompt_logprobs", Finding(heading, cause, what, text, READ_MORE)
+
+
+def _counts(line: Record) -> Counter[str]:
+    """Return the number of a line's prompts (`ALL`), and those that were computed locally by cause."""
+    found = {cause: max(integer(n), 0) for cause, n in line.mapping("computed_locally").items()}
+    found["without_params"] = line.integer("without_params", 0)
+    return Counter(found | {ALL: found["without_params"] + line.integer("with_params", 0)})
 
 
 def _away(seen: Seen) -> Iterator[Finding]:

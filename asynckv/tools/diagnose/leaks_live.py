@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,10 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
             yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
+        if "prompts_in_a_row" in answer.gauges:
+            computed = _below("computed_locally.", counted)
+            seen = _below("prompts.", counted) | _below("prompts_", answer.gauges) | {"computed_locally": computed}
+            yield say(told.PromptsCounted, **seen)
         if "offload.jobs" in answer.gauges:
             yield say(told.OffloadStarted, began)
         for since, is_retired, copy in _copies(answer, came):
@@ -120,6 +124,10 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
             service.gone.setdefault(process.start, f"pid {pid} is not there any more")
         else:
             service.not_here.append(process.rank)
+
+
+def _below(prefix: str, figures: Mapping[str, int]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix)}
 
 
 def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:

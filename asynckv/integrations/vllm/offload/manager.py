@@ -60,6 +60,7 @@ READY = EntryState.READY
 
 COUNTED = {
     "stored_blocks": "Blocks that workers have copied to host memory.",
+    "asked_blocks": "Questions of vLLM's scheduler for a block, whether or not it was found.",
     "loaded_blocks": "Blocks that workers have copied from host memory.",
     "fetched_blocks": "Blocks that were brought from files to host memory.",
     "written_back_blocks": "Blocks that were copied from host memory to files.",
@@ -169,6 +170,7 @@ class Manager(OffloadingManager):
         return self._places[get_offload_group_idx(key)], key
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self.counts["asked_blocks"] += 1
         place, hash_ = self._find(key)
         allows = req_context.load_tier_filter.allows
         entry = self.catalogue.host.index[place].get(hash_)
