@@ -22,11 +22,17 @@ class Bell:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd).atexit = False
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False
 
     def fileno(self) -> int:
-        """Return the descriptor, which stays open as long as this object lives."""
+        """Return the descriptor, which stays open until `close`, or as long as this object lives."""
         return self._fd
+
+    def close(self) -> None:
+        """Close the descriptor. A later `ring` does nothing, so that it never writes to another file of that number."""
+        self._fd = -1
+        self._close()
 
     def ring(self) -> None:
         """Make the descriptor readable."""

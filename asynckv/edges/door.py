@@ -196,6 +196,7 @@ class Door:
         if self._listener is not None:
             self._listener.close()
         self._epoll.close()
+        self._bell.close()
 
     # -- the thread --------------------------------------------------------------------------------
 

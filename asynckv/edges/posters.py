@@ -190,6 +190,7 @@ class Poster:
         """Wait for the thread's end, and raise `BackendError` unless its agent is gone."""
         if not self.wait(timeout_s):
             raise BackendError(f"{self.name} did not return from NIXL in time")
+        self._bell.close()
         if not self._is_alive:
             # If it is alive, a fork left the thread behind, perhaps with its agent locked.
             self.agent.close()
