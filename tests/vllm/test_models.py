@@ -7,6 +7,7 @@ not on the model, so numbers of groups are not compared.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -21,10 +22,13 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
 
 from asynckv.geometry.layout import Group, Layout, View
+from asynckv.geometry.match import assign, remote_ranks
+from asynckv.integrations.vllm.memory import ModelFacts, register
 from asynckv.tools.plan.cli import layout as write_layouts
 from asynckv.tools.plan.layout_file import load_layouts
 from asynckv.tools.plan.models import Heads, Model, State, read_hf_config
 from tests.vllm.judge import Verdict, judge, make_config
+from tests.vllm.planned import plan
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("families.json").read_text())
 """Small versions of published models: a `config.json` by name, with all fields that say what layers keep.
@@ -206,6 +210,31 @@ def test_a_configuration_that_transformers_wrote_has_the_same_layout(name: str, 
 @pytest.mark.parametrize(("name", "changes"), CHANGES, ids=str)
 def test_other_values_change_both_alike(name: str, changes: Mapping[str, Any], tmp_path: Path) -> None:
     compare(judge(changed(FAMILIES[name], changes), tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("is_written", [False, True], ids=["own-file", "by-transformers"])
+@pytest.mark.parametrize("name", ["Gemma 4", "MiMo-V2-Flash", "Step-3.5"])
+def test_the_connector_and_a_plan_read_the_same_ranks(name: str, is_written: bool, tmp_path: Path) -> None:
+    engines = {}
+    for tp in (2, 4):
+        folder = tmp_path / str(tp)
+        folder.mkdir()
+        verdict = judge(FAMILIES[name], folder, tp=tp)
+        if is_written:
+            (folder / "config.json").write_text(json.dumps(verdict.written))
+        write_layouts(hf_config=str(folder), block_size=BLOCK, tp=tp, output=str(folder / "layouts.json"))
+        config = make_config(folder, tp)
+        facts = dataclasses.replace(ModelFacts.of(config), name=name)
+        ranks = plan(config, [verdict.specs] * tp)
+        registered = [register(rank.config, rank.tensors, rank.place, facts).layout for rank in ranks]
+        engines[tp] = load_layouts(folder / "layouts.json"), registered
+    for one, other in ((2, 4), (4, 2)):
+        for rank in range(one):
+            planned, connected = (
+                assign(here[rank], [there[i] for i in remote_ranks(rank, one, other)])
+                for here, there in zip(engines[one], engines[other], strict=True)
+            )
+            assert [bool(shares) for shares in planned] == [bool(shares) for shares in connected]
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
