@@ -94,8 +94,16 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
         ({"model_type": "mimo_v2_flash"}, "hybrid_layer_pattern and layer_types are missing"),
         ({"model_type": "mllama", "cross_attention_layers": [3]}, "'mllama' has cross_attention_layers"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "'gpt2' is not a decoder alone"),
-        ({"text_config": {"model_type": "glm4v_text", "num_hidden_layers": 2}}, "leaves num_key_value_heads to"),
-        ({"text_config": {**LLAMA, "model_type": "exaone4"}}, "leaves head_dim to the default"),
+        ({"text_config": {"model_type": "foo9_text", "num_hidden_layers": 2}}, "leaves num_key_value_heads to"),
+        ({"text_config": {**LLAMA, "model_type": "foo9"}}, "leaves head_dim to the default"),
+        ({"model_type": "hrm_text", "H_cycles": 2, "L_cycles": 3}, "'hrm' has H_cycles"),
+        ({"model_type": "phi9", "token_mixer": "rwkv"}, "'phi9' has token_mixer"),
+        ({"model_type": "iquestloopcoder"}, "'iquestloopcoder' has loop_num"),
+        ({"num_hidden_layers": ..., "thinker": {"num_hidden_layers": 2}}, "; thinker has one"),
+        (
+            {"quantization_config": {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}},
+            "quantization_config has the KV cache scheme",
+        ),
         (
             {"model_type": "step3p5", "attention_other_setting": {"head_dim": 64}, "head_dim": 128},
             "has head_dim 64, not 128",
@@ -334,6 +342,48 @@ KDA = State((Projection("q", 4, 8), Projection("k", 4, 8), Projection("v", 4, 8)
 )
 def test_models_that_people_disaggregate_have_a_layout(fields: dict[str, Any], layers: list[Any]) -> None:
     assert kinds(**fields) == layers
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads", "window"),
+    [
+        ({"model_type": "mistral"}, 8, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, 8, 0),
+        ({"model_type": "glm4"}, 2, 0),
+        ({"model_type": "glm4", "multi_query_group_num": 4}, 4, 0),
+        ({"text_config": {**LLAMA, "model_type": "qwen2_vl_text", "num_key_value_heads": 8}}, 8, 0),
+        ({"model_type": "gemma2", "sliding_window": 64, "sliding_window_size": 64, "head_dim": 128}, 4, 64),
+    ],
+)
+def test_a_field_that_is_left_out_has_the_value_of_transformers(
+    fields: dict[str, Any], heads: int, window: int
+) -> None:
+    layers = kinds(**{"num_key_value_heads": None, **fields}) if "text_config" in fields else kinds_without(**fields)
+    assert {(x.num_heads, x.head_dim, x.window) for x in layers if x.window == window} == {(heads, 128, window)}
+
+
+def kinds_without(**fields: Any) -> list[Any]:
+    given = {k: v for k, v in {**LLAMA, **fields}.items() if k != "num_key_value_heads"}
+    return list(model_of_config(given, "m").layers)
+
+
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "fp8"}},
+    ],
+)
+def test_a_quantised_cache_has_its_own_type(quantised: dict[str, Any]) -> None:
+    model = model_of_config({**LLAMA, "quantization_config": quantised}, "m")
+    assert (model.dtype, model.token_bytes()) == ("float8_e4m3fn", 2 * 32 * 8 * 128)
+    plain = model_of_config({**LLAMA, "quantization_config": {"quant_method": "awq", "kv_cache_scheme": None}}, "m")
+    assert plain.dtype == "bfloat16"
+
+
+def test_what_was_saved_in_32_bits_is_served_in_16() -> None:
+    assert model_of_config({**LLAMA, "torch_dtype": "float32"}, "m").dtype == "bfloat16"
 
 
 def test_an_index_takes_its_keys_and_scales() -> None:

@@ -33,7 +33,7 @@ LATENT = {
 # Nothing but states, with the states of Falcon-H1 before its heads.
 STATES = {"mamba", "mamba2", "falcon_mamba"}
 REFUSED = {
-    *("axk2", "bailing_hybrid", "blt", "deepseek_v4", "dots3_note", "dots3_note_text", "emu3", "fuyu"),
+    *("axk2", "bailing_hybrid", "blt", "deepseek_v4", "dots3_note", "dots3_note_text"),
     *("gemma4_unified_assistant", "glm4_moe", "gpt_neo", "hy_v4", "inkling2_text", "inkling_text", "lfm2", "lfm2_moe"),
     *("lfm3", "minimax", "mllama", "olmo_hybrid", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer"),
     *("rwkv", "trocr", "xlm", "xlnet", "xlstm", "zamba", "zamba2", "zaya"),

@@ -201,20 +201,23 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
     if not isinstance(kind, str):
         raise ConfigError(f"model_type is {_shown.repr(kind)}, not a name")
     kind = kind.removesuffix("_text")
-    defaults = _DEFAULTS.get(kind, {})
+    # Fields that transformers' class adds, but for the number of KV heads if the file has it by another name.
+    has_heads = any(name in (text or config) for name in _KV_HEADS)
+    defaults = {k: v for k, v in _DEFAULTS.get(kind, {}).items() if not (has_heads and k in _KV_HEADS)}
     if text is None:
-        # What the file leaves out is as in transformers' class; other numbers are never left out.
-        inner = _Config({**{k: defaults[k] for k in ("head_dim", "attention_chunk_size") if k in defaults}, **config})
+        # Sizes of the whole model are never left out.
+        inner = _Config({**{k: v for k, v in defaults.items() if k not in _SIZES}, **config})
     else:
         # The outer fields describe other models, such as a vision tower; only the element type is taken from them.
         around = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
         inner = _Config({**around, **defaults, **text})
-        if not defaults and kind not in _KNOWN["states"] and text.get("kv_lora_rank") is None:
-            for field in (() if text.keys() & set(_KV_HEADS) else _KV_HEADS[2:3]) + ("head_dim",):
+        is_known = kind in _DEFAULTS or kind in _KNOWN["derived"] or kind in _KNOWN["states"]
+        if not is_known and text.get("kv_lora_rank") is None:
+            for field in (() if has_heads else _KV_HEADS[2:3]) + ("head_dim",):
                 if field not in text:
                     raise ConfigError(
                         f"text_config leaves {field} to the default of model_type {_shown.repr(kind)}, which is not "
-                        f"known here; write it out (config.to_dict() of transformers does)"
+                        f"known here; write it out"
                     )
     if kind in _KNOWN["encoders"] or any(inner.flag(x, False) for x in ("is_encoder_decoder", "add_cross_attention")):
         raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
@@ -222,7 +225,24 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
     _refuse_unknown(inner, kind)
     if not layers:
         raise ConfigError("describes no layer with a cache")
-    return Model(name, tuple(layers), inner.dtype("dtype", "torch_dtype") or "bfloat16")
+    dtype = inner.dtype("dtype", "torch_dtype")
+    # vLLM computes in 16 bits what was saved in 32.
+    return Model(name, tuple(layers), _quantised(config, layers) or ("bfloat16" if dtype in ("", "float32") else dtype))
+
+
+def _quantised(config: Mapping[str, Any], layers: list[Layer]) -> str:
+    """Return the type of the cache that a quantised model asks for, or "" if it asks for none."""
+    quantised = config.get("quantization_config")
+    inner = quantised.get("quantization") if isinstance(quantised, dict) else None
+    objects = [x for x in (inner, quantised) if isinstance(x, dict)]
+    schemes = [x.get(key) for x in objects for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
+    if (scheme := next((x for x in schemes if x), None)) is None:
+        return ""
+    bits, kind = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, dict) else (8, "float")
+    is_fp8 = (bits, kind) == (8, "float") and (isinstance(scheme, dict) or str(scheme).lower() == "fp8")
+    if not is_fp8 or any(isinstance(x, State) or x.index is not None for x in layers):
+        raise ConfigError(f"quantization_config has the KV cache scheme {_shown.repr(scheme)}, which is not known here")
+    return "float8_e4m3fn"
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -303,6 +323,7 @@ class _Config(dict[str, Any]):
         return [_OLD_NAMES.get(x, x) for x in self.listed(key, length, names)]
 
 
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_kv_shared_layers")
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 """vLLM's names for the number of KV heads, in its order."""
 
@@ -538,6 +559,10 @@ def _expanded(c: _Config, key: str) -> int:
 
 
 def _depth(c: _Config) -> int:
+    if all(c.get(name) is None for name in _KNOWN["depths"]):
+        for key, value in c.items():
+            if isinstance(value, dict) and value.keys() & set(_KNOWN["depths"]):
+                raise ConfigError(f"has no number of layers; {key} has one: give that object as the configuration")
     depth = c.number(*_KNOWN["depths"])
     if depth > MOST_LAYERS:
         raise ConfigError(f"num_hidden_layers {depth} is more than {MOST_LAYERS}")
