@@ -79,6 +79,9 @@ class AsyncKVStats(KVConnectorStats):
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
+    def to_dict(self) -> dict[str, Any]:
+        return self.data  # as vLLM's class, which a version may lack
+
 
 class Tally:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
