@@ -377,8 +377,8 @@ class Manager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats:
         stats = OffloadingConnectorStats()
-        for name, count in (self.counts - self._told).items():
-            stats.increase_counter(PREFIX + name, count)
+        for name, count in self.counts.items():  # also 0, so that a metric is there before its first count
+            stats.increase_counter(PREFIX + name, count - self._told[name])
         self._told = self.counts.copy()
         said = self.catalogue.statistics()
         for name in GAUGES:
