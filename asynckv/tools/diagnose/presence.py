@@ -83,9 +83,7 @@ class Presence:
         self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
-        self._ranks: dict[str, list[Process]] = defaultdict(list)
         for process in processes:
-            self._ranks[process.engine_id].append(process)
             for record in process.of(told.PeerChanged):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
