@@ -32,7 +32,6 @@ from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.records import Logs, Record, integer, number
 
-Refusal = RefusedMessage
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
 
@@ -165,10 +164,9 @@ class Lease:
     @property
     def blocks(self) -> int:
         """Number of blocks; -1 if it is not known."""
-        for record in (self.ended, self.lent):
-            if record is not None and (blocks := record.integer("blocks")) >= 0:
-                return blocks
-        return next((n for _, x in reversed(self.held) if (n := integer(x.get("blocks"))) >= 0), -1)
+        said = [x.fields for x in (self.ended, self.lent) if x is not None]
+        said += [entry for _, entry in reversed(self.held)]
+        return next((n for x in said if (n := integer(x.get("blocks"))) >= 0), -1)
 
     @property
     def lease_s(self) -> float:
@@ -236,13 +234,14 @@ class Lease:
         return frozenset(name for name, retries in last.items() if retries)
 
     @property
-    def refused(self) -> list[Refusal]:
+    def refused(self) -> list[RefusedMessage]:
         """Messages for this very key that were refused."""
         values = [self.ended.fields.get("refused")] if self.ended is not None else []
         values += [entry.get("refused") for _, entry in reversed(self.held)]
         for value in values:
             if isinstance(value, list):
-                return [Refusal(number(x[0]), *map(str, x[1:5])) for x in value if isinstance(x, list) and len(x) >= 4]
+                rows = (x for x in value if isinstance(x, list) and len(x) >= 4)
+                return [RefusedMessage(number(x[0]), *map(str, x[1:5])) for x in rows]
         return []
 
     @property
@@ -698,8 +697,7 @@ class _Joiner:
                         return request
             if ours and lent:  # of several that one counts alike, whichever has no reader yet
                 return min(lent, key=lambda x: bool(x.pulls))
-        elif (
-            len(named := [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]) == 1
-        ):
+        named = [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]
+        if pull.sequence < 0 and len(named) == 1:
             return named[0]
         return self._new(peer, pull.sequence, pull.prefill_request_id)

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from asynckv.core.told import RefusedMessage
 from asynckv.tools.diagnose import leaks_between as between
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, Reader
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Refusal, Request, base_name, start_of
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
@@ -73,12 +74,10 @@ class _Debt:
         self.heard_s = claim.heard_s if claim is not None else math.nan
         self.pulls = between.pulls_of(request, lease, name)
         mine = (x for x in self.pulls if claim is not None and x.pull_id == claim.pull_id and not x.retried)
-        self.pull = next(
-            mine, self.pulls[-1] if self.pulls else None
-        )  # otherwise the last attempt, although this rank received no message of it
-        self.process = presence.service.process_named(name) or presence.service.process_of(
-            claim.pull_id if claim else ""
-        )
+        # Otherwise the last attempt counts, although this rank received no message of it.
+        self.pull = next(mine, self.pulls[-1] if self.pulls else None)
+        service, pull_id = presence.service, claim.pull_id if claim is not None else ""
+        self.process = service.process_named(name) or service.process_of(pull_id)
         self.is_claimed = claim is not None or start_of(name) != ""
         self.owner = W.CLAIMED if self.is_claimed else W.UNCLAIMED
         if name in lease.retrying and not self._is_followed():
@@ -142,7 +141,7 @@ class _Debt:
             for record in pull.refused:
                 if any(start_of(x) in ("", lease.process.start) for x in record.texts("ranks") or ("",)):
                     said = record.text("cause"), pull.process.rank, record.text("detail")
-                    found.append(Refusal(math.inf, "release", *said))
+                    found.append(RefusedMessage(math.inf, "release", *said))
         for refusal in found:
             state = between.refused_as(refusal.reason, refusal.detail)
             if state is None or (state is R.REFUSED and refusal.message != "release" and name in self.claims):
@@ -271,13 +270,10 @@ class _Debt:
         if lost and pull.failed_in == "announced" and "was silent" in pull.detail:  # an announcement promised no pull
             return self._is(R.BROKEN)
         said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
-        if self.owner is W.RETRYING or (
-            self.is_claimed and self.pulls[-1] is pull and ("retry" in said or pull.retried)
-        ):
+        if self.owner is W.RETRYING or (self.is_claimed and last is pull and ("retry" in said or pull.retried)):
             return self._is(R.DIED, fate.why, gone=fate.gone) if fate.kind == "died" else self._is(R.RETRIES)
-        if (
-            pull.held_transfers and self.is_claimed and high < presence.over(lease)
-        ):  # the release waits for the end of these transfers
+        # A release waits for the end of these transfers.
+        if pull.held_transfers and self.is_claimed and high < presence.over(lease):
             if pull.returned is None or presence.when(pull.process.incarnation, pull.returned.at)[0] > self.until:
                 return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
         if lost and low > self.until:
