@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from asynckv.arguments import without_control
@@ -433,11 +434,7 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
         phase = _STATES.get(record.text("state"))
         if phase is not None and math.isfinite(seconds):
             found.append((record.at - seconds, phase))
-    found.sort()
-    merged: list[tuple[float, str]] = []
-    for at, phase in found:
-        if not merged or merged[-1][1] != phase:
-            merged.append((at, phase))
+    merged = [next(alike) for _, alike in itertools.groupby(sorted(found), key=itemgetter(1))]
     for (at, phase), (until, _) in itertools.pairwise([*merged, (max(last, merged[-1][0] if merged else last), "")]):
         yield Bar(phase, at, until, is_open=until >= last)
 
