@@ -52,13 +52,11 @@ def plain(value: Any) -> Any:
             return [plain(x) for x in value]
         case Mapping():
             return {name: plain(x) for name, x in value.items()}
-        case _ if not is_dataclass(value):
-            return value
-        case _:
-            pass
-    every = ((x.name, getattr(value, x.name)) for x in fields(value))
-    said = {"rank" if isinstance(x, Process) else name: plain(x) for name, x in every}
-    return said | ({"blocks": None} if said.get("blocks", 0) == -1 else {})
+        case _ if is_dataclass(value):
+            every = ((x.name, getattr(value, x.name)) for x in fields(value))
+            said = {"rank" if isinstance(x, Process) else name: plain(x) for name, x in every}
+            return said | ({"blocks": None} if said.get("blocks", 0) == -1 else {})
+    return value
 
 
 def _leak(leak: Leak) -> dict[str, Any]:
