@@ -100,16 +100,13 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
-    ranks, there = list[str](), list[Finding]()
-    for rank, finding in (*_gone(seen), *_silent(seen), *_stopped(seen)):
-        ranks.append(rank)
-        there.append(finding)
-    told = {_key(x) for x in seen.late for rank in ranks if _is_about(x, rank)}
+    there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
+    told = {_key(x) for x in seen.late for rank, _ in there if _is_about(x, rank)}
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
     late = _late([x for x in asked if not (_key(x) in told and _hangs_on_processes(x))])
     failed = [*_refused(seen), *_failed(seen, set(map(_key, seen.late)))]
-    first, then = ([x for x in there if bool(x.requests) is is_first] for is_first in (True, False))
+    first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
     failed += [x for is_wrong, x in computed if is_wrong]
     wrong = [*first, *late, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
