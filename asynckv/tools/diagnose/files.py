@@ -50,11 +50,9 @@ def found(names: Sequence[str]) -> Iterator[str]:
     """List files, each once, under any of its names."""
     seen: set[object] = set()
     left = MAX_FILES
-    for name in names:
+    for name in dict.fromkeys(names):
         if name == "-":
-            if "-" not in seen:
-                yield name
-            seen.add("-")
+            yield name
             continue
         try:
             is_directory = stat.S_ISDIR(os.stat(name).st_mode)
