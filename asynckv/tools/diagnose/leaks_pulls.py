@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, Owner, Reader
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner, Reader
 from asynckv.tools.diagnose.join import Process, Pull, Request, Service, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
@@ -53,14 +53,6 @@ class Failure:
     since: float  # when the first of them failed, by its reader's clock
     until: float  # when the last did
     requests: tuple[str, ...]  # ids on the decode side
-
-    @property
-    def heading(self) -> HEADING:
-        return CATALOGUE[self.cause].heading
-
-    @property
-    def remedy(self) -> str:
-        return CATALOGUE[self.cause].remedy
 
 
 def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
