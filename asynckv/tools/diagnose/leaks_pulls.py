@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner, Reader
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, Owner, Reader
 from asynckv.tools.diagnose.join import Process, Pull, Request, Service, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
@@ -26,20 +26,6 @@ W, R = Owner, Reader
 
 WELL = frozenset({"", "complete", "discharged", "cancelled", "withdrawn", "revoked"})
 """Ends of a pull that are no failures."""
-
-FAILED_AS = {
-    **dict.fromkeys(("geometry_refused", "unplannable", "remote_too_short", "queue_full"), R.REFUSED_HERE),
-    **dict.fromkeys(("standstill", "blocks_differ"), R.REFUSED_HERE),
-    **dict.fromkeys(("lease_lost", "expired"), R.LATE),
-    **dict.fromkeys(("restarted", "stale_memory"), R.STALE),
-    **dict.fromkeys(("peer_lost", "read_failed"), R.BROKEN),
-    "consumed": R.REFUSED,
-    "wrong_target": R.WRONG_TARGET,
-    "wrong_request": R.RENAMED,
-    "peer_unreachable": R.UNMET,
-    "engine_closed": R.CLOSED,
-}
-"""Evidence of a pull's cause, if no other event explains it; causes that are not listed are not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from asynckv.core.told import RefusedMessage
 from asynckv.tools.diagnose import leaks_between as between
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, Reader
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
@@ -222,9 +222,8 @@ class _Debt:
                 return self._is(R.EARLY)
         if cause == "wrong_target":
             return self._is(R.WRONG_TARGET)
-        if cause in between.STALE or (
-            (cause == "engine_closed" or pull.failed_in == "handshake") and self._names_another_start(pull)
-        ):
+        is_old = (cause == "engine_closed" or pull.failed_in == "handshake") and self._names_another_start(pull)
+        if is_old or FAILED_AS.get(cause) is R.STALE:
             return self._is(R.STALE)
         if keys := between.refused_keys(presence, pull, lease):
             return self._is(R.KEYS, keys)
