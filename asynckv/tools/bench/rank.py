@@ -93,11 +93,9 @@ class Worker:
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
         for work in lent:
             # Blocks that requests share are written once.
-            new = [
-                (first, [None if b in there else b for b in blocks])
-                for there, (first, blocks) in zip(filled, work.lists, strict=True)
-            ]
-            for there, (_, blocks) in zip(filled, work.lists, strict=True):
+            new = []
+            for there, (first, blocks) in zip(filled, work.lists, strict=True):
+                new.append((first, [None if b in there else b for b in blocks]))
                 there.update(b for b in blocks if b is not None)
             self.pool.fill(work.number, new, work.tokens, (work.chunk_tokens, work.chunks))
         for work in pulled:
