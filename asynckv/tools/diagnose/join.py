@@ -554,8 +554,7 @@ class _Builder:
         return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._before)))
 
     def speaks(self, record: Record) -> Process:
-        process = self._processes.get(record.incarnation)
-        if process is None:
+        if (process := self._processes.get(record.incarnation)) is None:
             process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
         process.first_at, process.last_at = min(process.first_at, record.at), max(process.last_at, record.at)
         process.num_records += 1
@@ -581,8 +580,7 @@ class _Builder:
         if number_ < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
             return known
         key = (process.incarnation, number_, name)
-        lease = self._leases.get(key)
-        if lease is None:
+        if (lease := self._leases.get(key)) is None:
             lease = self._leases[key] = Lease(process, name, number_)
         self._unnamed[process.incarnation, name] = lease
         return lease
@@ -590,8 +588,7 @@ class _Builder:
     def _pull(self, process: Process, fields: Mapping[str, Any]) -> Pull:
         pull_id = fields.get("pull_id")
         name = pull_id if isinstance(pull_id, str) and pull_id else f"{process.start}-?{fields.get('request_id')}"
-        pull = self._pulls.get(name)
-        if pull is None:
+        if (pull := self._pulls.get(name)) is None:
             pull = self._pulls[name] = Pull(process, name)
         for attribute in ("request_id", "prefill_request_id", "peer"):
             if isinstance(value := fields.get(attribute), str) and value and not getattr(pull, attribute):
