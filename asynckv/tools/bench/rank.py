@@ -227,8 +227,8 @@ class Worker:
         )
 
 
-async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
-    options = setup.options
+async def run(setup: p.Setup, stdout: int, folder: Path) -> None:
+    pipe, options = await p.Pipe.open(0, stdout), setup.options
     stream = open(setup.log, "a", buffering=1, encoding="utf-8") if setup.log else sys.stderr  # noqa: ASYNC230, SIM115
     configure_logging(options.level, form="json", stream=stream)
     try:
