@@ -160,8 +160,7 @@ class Experiment:
                 max(1, *(self._wanted(sorted(c[g], reverse=True), size) for c in columns))
                 for g, size in enumerate(sizes)
             ]
-        engines = {role: sum(place.role == role for place in self.engines.places) for role in self.sides}
-        processes = {role: side.tp * side.pp * engines[role] for role, side in self.sides.items()}
+        processes = {role: side.tp * side.pp * getattr(self.engines, role) for role, side in self.sides.items()}
         ranks = sum(processes.values())
         have = memory_available() if available is None else available
         room = max(0, have - ranks * PROCESS_BYTES - 512 * MiB)
@@ -169,9 +168,6 @@ class Experiment:
         share = min(1.0, room / total)
         if self.options.pool_mb is not None:
             share = min(share, *(self.options.pool_mb * MiB / self._pool(role, wanted[role]) for role in self.sides))
-        out = {}
-        for role in self.sides:
-            out[role] = [max(a, int(b * share)) for a, b in zip(least[role], wanted[role], strict=True)]
         need = {role: self._pool(role, least[role]) for role in self.sides}
         if not room:
             raise ConfigError(
@@ -188,7 +184,10 @@ class Experiment:
                     f"available for each of {ranks} processes; shorten it with --max-prompt-tokens, use fewer --layers "
                     f"or ranks, or {'raise --pool-mb' if limit < room // ranks else 'free memory'}"
                 )
-        return out
+        return {
+            role: [max(a, int(b * share)) for a, b in zip(least[role], wanted[role], strict=True)]
+            for role in self.sides
+        }
 
     def _wanted(self, needs: Sequence[int], block_bytes: int) -> int:
         """Return the size of one engine's pool of one group; `needs` are those of its requests, largest first."""
