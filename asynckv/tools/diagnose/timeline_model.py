@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -48,22 +50,8 @@ class Phase(NamedTuple):
     about: str
 
 
-PHASES: Mapping[str, Phase] = {
-    "lent": Phase("-", "#9aa3ae", "#6d7783", "lent, and not claimed yet"),
-    "granted": Phase("=", "#7fb2d0", "#3f6f8c", "promised to a reader"),
-    "ending": Phase("e", "#c79bbd", "#7d5274", "revoked; what was promised is kept"),
-    "announced": Phase("a", "#424a57", "#9da1b1", "announced, and not pulled yet"),
-    "handshake": Phase("h", "#691a9f", "#a63aa8", "until the peers were ready"),
-    "queue": Phase("q", "#6e5306", "#fdc97a", "until it might read, and until its first post"),
-    "plan": Phase("p", "#f2099c", "#b83c55", "planning what to read"),
-    "read": Phase("R", "#0380f5", "#0c56fd", "from the first post to the last completion"),
-    "confirm": Phase("c", "#0ea560", "#a0fdd1", "until its bytes were proven"),
-    "drain": Phase("d", "#4c0701", "#ea2a06", "failed, and waiting for transfers that run"),
-    "release": Phase("r", "#7e9a11", "#d1e419", "its outcome told, until the prefill side had heard"),
-    "quarantine": Phase("X", "#a3262a", "#ff5a5f", "failed, and its blocks may still be written"),
-    "pause": Phase(".", "#d8c9a8", "#6f6448", "between two attempts"),
-    "pull": Phase("#", "#6b6ecf", "#8a8df0", "a pull of which the log says no more"),
-}
+_ROWS = tomllib.loads(files(__package__).joinpath("phases.toml").read_text(encoding="utf-8"))
+PHASES = {name: Phase(*row) for name, row in _ROWS.items()}
 """Phases in the order of the protocol."""
 
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
@@ -185,9 +173,8 @@ class Ground:
 
 def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
     """Make the story of every request, by time, or only of some, as `families` groups them."""
-    out = [_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of)]
-    out = [x for x in out if x.lanes or x.marks]
-    out.sort(key=lambda x: (x.group, x.start))
+    every = (_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of))
+    out = sorted((x for x in every if x.lanes or x.marks), key=lambda x: (x.group, x.start))
     for i, each in enumerate(out):
         each.number = i
     return out
