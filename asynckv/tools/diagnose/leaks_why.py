@@ -7,6 +7,7 @@ obstacle to its messages, and a message that came too late.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,12 +44,8 @@ class Verdict:
     @property
     def sentence(self) -> str:
         entry = CATALOGUE[self.cause]
-        return entry.of.get(self.owner, entry.sentence).format_map(_Names(self.names))
-
-
-class _Names(dict[str, Any]):
-    def __missing__(self, key: str) -> str:
-        return {"gone": "died", "also": "", "waited": ""}.get(key, "?")
+        names = defaultdict(lambda: "?", {"gone": "died", "also": "", "waited": ""} | self.names)
+        return entry.of.get(self.owner, entry.sentence).format_map(names)
 
 
 def verdicts(presence: Presence, request: Request, lease: Lease, state: str) -> list[Verdict]:
