@@ -69,7 +69,7 @@ def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[
 
     The earliest beginning counts, because every line with a beginning was written a little late.
     """
-    lived = list(itertools.islice(history(ended), MAX_STEPS)) if ended is not None else []
+    lived = list(itertools.islice(history(ended), MAX_STEPS))
     told = [(x.number("at_s"), note_of(x.text("to"))) for x in transitions[:MAX_STEPS]]
     begun = [*begun, *(record.at - at for record, (at, _) in zip(transitions, told, strict=False))]
     if ended is not None and not transitions and lived:

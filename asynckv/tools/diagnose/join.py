@@ -112,20 +112,20 @@ class Claim:
     heard_s: float = math.nan
 
 
+Held = list[tuple[Record, Mapping[str, Any]]]
+"""Warnings that named a request, with its entry in each."""
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One request on one prefill rank.
-
-    Attributes:
-        held: Warnings that named it, with its entry in each.
-    """
+    """One request on one prefill rank."""
 
     process: Process
     request_id: str
     sequence: int
     lent: Record | None = None
     granted: list[Record] = field(default_factory=list)
-    held: list[tuple[Record, Mapping[str, Any]]] = field(default_factory=list)
+    held: Held = field(default_factory=list)
     ended: Record | None = None
     transitions: list[Record] = field(default_factory=list)
 
@@ -224,13 +224,8 @@ class Lease:
     @property
     def retrying(self) -> frozenset[str]:
         """Readers that released for now, and announced another attempt."""
-        last: dict[str, bool] = {}
-        if self.ended is not None:
-            for _, note in history(self.ended):
-                if isinstance(note, Granted):
-                    last[note.reader] = False
-                elif isinstance(note, Released):
-                    last[note.reader] = note.outcome == "retry"
+        notes = (x for _, x in history(self.ended) if isinstance(x, Granted | Released))
+        last = {x.reader: isinstance(x, Released) and x.outcome == "retry" for x in notes}
         return frozenset(name for name, retries in last.items() if retries)
 
     @property
@@ -238,11 +233,9 @@ class Lease:
         """Messages for this very key that were refused."""
         values = [self.ended.fields.get("refused")] if self.ended is not None else []
         values += [entry.get("refused") for _, entry in reversed(self.held)]
-        for value in values:
-            if isinstance(value, list):
-                rows = (x for x in value if isinstance(x, list) and len(x) >= 4)
-                return [RefusedMessage(number(x[0]), *map(str, x[1:5])) for x in rows]
-        return []
+        said: list[Any] = next((x for x in values if isinstance(x, list)), [])
+        rows = (x for x in said if isinstance(x, list) and len(x) >= 4)
+        return [RefusedMessage(number(x[0]), *map(str, x[1:5])) for x in rows]
 
     @property
     def pull_ids(self) -> frozenset[str]:
@@ -277,9 +270,9 @@ def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield str(name), inner
 
 
-def history(record: Record) -> Iterator[tuple[float, str | Note]]:
-    """Yield the steps of a request's life in its last line."""
-    value = record.fields.get("history")
+def history(ended: Record | None) -> Iterator[tuple[float, str | Note]]:
+    """Yield the steps of a request's life in its last line, if there is one."""
+    value = ended.fields.get("history") if ended is not None else None
     for x in value if isinstance(value, list) else ():
         if isinstance(x, list) and len(x) == 2 and isinstance(x[1], str):
             yield number(x[0]), note_of(x[1])
@@ -287,11 +280,7 @@ def history(record: Record) -> Iterator[tuple[float, str | Note]]:
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """One attempt of one decode rank, or an announcement.
-
-    Attributes:
-        held: Warnings that named it, with its entry in each.
-    """
+    """One attempt of one decode rank, or an announcement."""
 
     process: Process
     pull_id: str
@@ -300,7 +289,7 @@ class Pull:
     sequence: int = -1
     peer: str = ""
     ended: Record | None = None
-    held: list[tuple[Record, Mapping[str, Any]]] = field(default_factory=list)
+    held: Held = field(default_factory=list)
     retried: list[Record] = field(default_factory=list)
     unanswered: list[Record] = field(default_factory=list)
     refused: list[Record] = field(default_factory=list)
@@ -368,14 +357,12 @@ class Pull:
         for _, entry in reversed(self.held):
             if isinstance(ranks := entry.get("ranks"), dict):
                 return tuple(str(x) for x in ranks)
-        for record in (*self.unanswered, *self.refused):
-            if names := record.texts("ranks"):
-                return names
-        return ()
+        of_releases = (x.texts("ranks") for x in (*self.unanswered, *self.refused))
+        return next(filter(None, of_releases), ())
 
     def was_granted_by(self, rank: str) -> bool:
         """True if a prefill rank granted its blocks, by its own history."""
-        told_by = (x.rank for _, x in history(self.ended) if isinstance(x, Promised)) if self.ended is not None else ()
+        told_by = (x.rank for _, x in history(self.ended) if isinstance(x, Promised))
         return any(x in (base_name(rank), rank) for x in told_by)
 
     @property
@@ -469,11 +456,6 @@ class Service:
         found = self.process_named(f"x/tp0@{start[:SHOWN_LETTERS]}") if start else None
         return found if found is not None and found.incarnation.startswith(start) else None
 
-    @property
-    def sides(self) -> tuple[list[Process], list[Process]]:
-        both = sorted(self.processes.values(), key=lambda x: (x.rank, x.first_at))
-        return [x for x in both if x.lends], [x for x in both if x.pulls]
-
     def missing(self) -> list[str]:
         """Name the starts of ranks that other logs mention, and that have no log."""
         leases = (lease for request in self.requests for lease in request.leases.values())
@@ -484,10 +466,8 @@ class Service:
         return sorted(x for x in named if start_of(x) and self.process_named(x) is None)
 
 
-LEASE_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)) - {
-    told.RequestWithdrawn.event
-}
-PULL_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull))
+LEASE_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)} - {told.RequestWithdrawn.event}
+PULL_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull)}
 PLACES = {
     told.LeaseLent.event: "lent",
     told.LeaseGranted.event: "granted",
