@@ -206,13 +206,12 @@ class Axis:
     def group(self, process: Process) -> int:
         return self._groups[_clock(process)]
 
-    def when(self, incarnation: str, at: float) -> tuple[float, float]:
+    def when(self, process: Process, at: float) -> tuple[float, float]:
         """Return the interval of an event on the first group's axis.
 
         For a process without exchanges with that group, the clocks are taken to differ by at most `CLOCKS_S`, because
         clocks are seldom further apart.
         """
-        process = self.service.processes[incarnation]
         seconds, within_s = self.offset(process) if self.group(process) == 0 else (0.0, CLOCKS_S)
         within_s = min(within_s, CLOCKS_S)
         return at - seconds - within_s, at - seconds + within_s

@@ -54,7 +54,7 @@ def shook_hands(presence: Presence, reader: Process, lease: Lease) -> bool:
     owner, until = lease.process, lease.lent_at + lease.seconds
     for record in said_of(reader, owner.rank):
         if record.text("state") in ("loading", "ready", "suspect"):
-            return presence.when(reader.incarnation, record.at)[0] <= presence.span(lease)[1]
+            return presence.when(reader, record.at)[0] <= presence.span(lease)[1]
     met = (x for x in owner.of(told.ReaderMet) if x.text("reader_incarnation") == reader.incarnation)
     return any(x.at <= until for x in met)
 
@@ -103,7 +103,7 @@ def would_be_given_up(presence: Presence, pull: Pull) -> bool:
         case "died":
             return pull.process.last_at >= given_up_at
         case _:
-            return presence.last >= presence.when(pull.process.incarnation, given_up_at)[1]
+            return presence.last >= presence.when(pull.process, given_up_at)[1]
 
 
 def unanswered_ranks(pull: Pull) -> list[str]:

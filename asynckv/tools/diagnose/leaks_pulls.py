@@ -122,13 +122,13 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
     """Return an event during a pull that explains it: a dead data plane or process, or a blocked loop."""
     reader = pull.process
     owners = [x for x in map(presence.service.process_named, _read_ranks(pull)) if x is not None]
-    low = presence.when(reader.incarnation, pull.begun_at)[0]
-    high = presence.when(reader.incarnation, until.at if until is not None else pull.last_at)[1]
+    low = presence.when(reader, pull.begun_at)[0]
+    high = presence.when(reader, until.at if until is not None else pull.last_at)[1]
     failed = presence.near(reader, pull.ended.at) if pull.ended is not None else high
     for process in (reader, *owners):
         for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
             # The death is logged once another process runs. A death after the failure did not cause it.
-            at = presence.when(process.incarnation, record.at - record.number("seconds", 0.0))
+            at = presence.when(process, record.at - record.number("seconds", 0.0))
             if at[1] >= low and sum(at) / 2 <= failed + AT_ONCE_S:
                 return R.PLANE_DIED, {"by": process.rank, "holder": process.rank, "why": record.text("cause")}
     for owner in owners:
@@ -145,7 +145,7 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
 
 def _away_s(presence: Presence, process: Process, since: float, until: float) -> float:
     """Return the longest absence of a process's loop between two moments of common time."""
-    spans = [(seconds, presence.when(process.incarnation, at)) for seconds, at in presence.absences(process)]
+    spans = [(seconds, presence.when(process, at)) for seconds, at in presence.absences(process)]
     return max((s for s, at in spans if at[1] >= since and at[0] - s <= until), default=0.0)
 
 
@@ -165,7 +165,7 @@ def why_kept(presence: Presence, pull: Pull) -> Verdict:
     until = pull.returned or pull.retired or pull.ended or pull.held[-1][0]
     state, more = _befell(presence, pull, until)
     if state in (None, R.AWAY):
-        high = presence.when(pull.process.incarnation, until.at)[1]
+        high = presence.when(pull.process, until.at)[1]
         fates = [presence.fate(x) for x in map(presence.service.process_named, ranks) if x is not None]
         may_be_dead = not fates or any(x.kind != "stopped" and x.after < high for x in fates)
         is_lost = pull.cause in ("peer_lost", "restarted") and may_be_dead

@@ -192,7 +192,7 @@ class _Debt:
             if not (fate.kind == "died" and fate.is_proved) and presence.last <= self.until + quiet_s:
                 return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
             why = fate.why
-            if fate.after < presence.when(lease.process.incarnation, lease.lent_at + self.heard_s)[0]:
+            if fate.after < presence.when(lease.process, lease.lent_at + self.heard_s)[0]:
                 why += f"; what it did after {moment(process.last_at)} is not in its log"
             return self._is(R.DIED, why, gone=fate.gone)
         begun_at = self.pull.begun_at if self.pull is not None else math.nan
@@ -206,7 +206,7 @@ class _Debt:
     def _of_unmet(self, pull: Pull) -> Verdict | None:
         """Return a cause that keeps a reader from meeting the rank, or from asking it for this request."""
         presence, lease, cause, fate = self.presence, self.lease, pull.cause, self.presence.fate(pull.process)
-        begun = presence.when(pull.process.incarnation, pull.begun_at)[0]
+        begun = presence.when(pull.process, pull.begun_at)[0]
         if cause != "peer_unreachable" and lease.request_id and pull.prefill_request_id not in ("", lease.request_id):
             return self._is(R.RENAMED, message="claim", **other_id(pull.prefill_request_id))
         if pull.ended is None and fate.kind == "died":
@@ -215,7 +215,7 @@ class _Debt:
             return self._late(pull)
         if pull.ended is not None and not between.is_unanswered(pull, lease):
             parked_s = lease.process.durations.get("parked_s", LATE_S)
-            if presence.when(pull.process.incarnation, pull.ended.at)[1] + parked_s < self.since:
+            if presence.when(pull.process, pull.ended.at)[1] + parked_s < self.since:
                 return self._is(R.EARLY)
         if cause == "wrong_target":
             return self._is(R.WRONG_TARGET)
@@ -259,7 +259,7 @@ class _Debt:
         for owner in owners if lost else ():
             if presence.fate(owner).hangs and (away_s := presence.away_s(owner, owner.last_at, math.inf)):
                 return self._is(R.OWNER_AWAY, holder=owner.rank, away_s=in_seconds(away_s))
-        low, high = presence.when(pull.process.incarnation, pull.ended.at)
+        low, high = presence.when(pull.process, pull.ended.at)
         closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
         if (last := self.pulls[-1]) is not pull and between.is_unanswered(last, lease):
             return self._is(R.UNANSWERED, between.how_unanswered(last))
@@ -270,7 +270,7 @@ class _Debt:
             return self._is(R.DIED, fate.why, gone=fate.gone) if fate.kind == "died" else self._is(R.RETRIES)
         # A release waits for the end of these transfers.
         if pull.held_transfers and self.is_claimed and high < presence.over(lease):
-            if pull.returned is None or presence.when(pull.process.incarnation, pull.returned.at)[0] > self.until:
+            if pull.returned is None or presence.when(pull.process, pull.returned.at)[0] > self.until:
                 return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
         if lost and low > self.until:
             died = next((x for x in owners if presence.fate(x).kind == "died"), None)
@@ -296,12 +296,12 @@ class _Debt:
         long = 0.5 * min(x for x in (owner.durations.get("grant_s", 10.0), lease.lease_s, 10.0) if not math.isnan(x))
         until = max((x.at for x in (pull.ended, *pull.unanswered) if x is not None), default=pull.last_at)
         # A blocked loop after the end of the lease does not count.
-        until += min(self.until - presence.when(pull.process.incarnation, until)[0], 0.0)
+        until += min(self.until - presence.when(pull.process, until)[0], 0.0)
         since = pull.begun_at
         for claim in self.claims.values():
             if claim.pull_id == pull.pull_id and not math.isnan(claim.claimed_s):  # a short line omits the announcement
-                claimed = presence.when(owner.incarnation, lease.lent_at + claim.claimed_s)[1]
-                since -= max(presence.when(pull.process.incarnation, since)[0] - claimed, 0.0)
+                claimed = presence.when(owner, lease.lent_at + claim.claimed_s)[1]
+                since -= max(presence.when(pull.process, since)[0] - claimed, 0.0)
         here = presence.away_s(pull.process, since, until)
         # A blocked loop before the lend does not count.
         there = presence.away_s(owner, lease.lent_at + AT_ONCE_S, lease.lent_at + lease.seconds)
@@ -328,7 +328,7 @@ class _Debt:
         bound = {engine_of(x) for x in (*lease.owed, *self.claims, *lease.released)}
         spoke = [x for x in dict.fromkeys(x.process for x in self.request.all_pulls) if engine_of(x.rank) not in bound]
         readers = presence.decoders(lease.process.engine_id)
-        readers = [x for x in readers if not presence.when(x.incarnation, x.first_at)[0] > self.until]
+        readers = [x for x in readers if not presence.when(x, x.first_at)[0] > self.until]
         if name != "*":
             readers = [x for x in readers if x.base == base_name(name)]
         elif spoke:  # others of its engine, to this rank or another
