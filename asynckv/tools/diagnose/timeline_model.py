@@ -352,7 +352,6 @@ def _lease_marks(lease: Lease) -> Iterator[Said]:
 
 
 def _pull_lane(axis: Axis, pull: Pull) -> Lane:
-    bars = list(_pull_bars(pull))
     fields = {"request_id": pull.request_id, "prefill_request_id": pull.prefill_request_id, "pull_id": pull.pull_id}
     if pull.ended is not None:
         fields["outcome"] = pull.cause
@@ -364,7 +363,7 @@ def _pull_lane(axis: Axis, pull: Pull) -> Lane:
     if pull.like is not None:
         fields["same_as"] = pull.like.pull_id
     what = f"attempt {pull.attempt}" if pull.attempt > 1 or pull.retried else "pull"
-    return _lane(axis, pull.process, "decode", what, bars, fields)
+    return _lane(axis, pull.process, "decode", what, list(_pull_bars(pull)), fields)
 
 
 def _pull_bars(pull: Pull) -> Iterator[Bar]:
@@ -396,12 +395,10 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
 
 def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
     """Yield the bars after an outcome: its release, and blocks that may still be written."""
-    steps = pull_steps(pull)
-    over = next((s.at for s in steps if s.what in ("released", "quarantined")), math.nan)
-    given_up = [x.at for x in pull.unanswered]
-    if math.isfinite(over) or given_up:
-        until = over if math.isfinite(over) else given_up[0]
-        yield Bar("release", outcome, until, note="given up" if given_up else "")
+    ends = [s.at for s in pull_steps(pull) if s.what in ("released", "quarantined")]
+    ends += [x.at for x in pull.unanswered]
+    if ends:
+        yield Bar("release", outcome, ends[0], note="given up" if pull.unanswered else "")
     for record in pull.retried:
         yield Bar("pause", record.at, record.at + max(record.number("after_s", 0.0), 0.0))
     back = pull.returned or pull.retired
