@@ -50,7 +50,6 @@ class _Answer(msgspec.Struct):
 def found(names: Sequence[str]) -> Iterator[str]:
     """List files, each once, under any of its names."""
     seen: set[object] = set()
-    left = MAX_FILES
     for name in dict.fromkeys(names):
         if name == "-":
             yield name
@@ -67,8 +66,7 @@ def found(names: Sequence[str]) -> Iterator[str]:
             if (is_directory and not stat.S_ISREG(status.st_mode)) or (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
-            left -= 1
-            if left < 0:
+            if len(seen) > MAX_FILES:
                 raise ConfigError(f"{name}: more than {MAX_FILES:,} files; name those that matter")
             yield str(path)
 
