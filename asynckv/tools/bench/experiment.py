@@ -86,10 +86,6 @@ class Experiment:
     def schedule(self) -> list[Request]:
         return make_schedule(self.workload, self.options, self.engines)
 
-    def num_needed(self, role: str, tokens: int, cached: int = 0) -> list[int]:
-        """Return the number of blocks of each group that one request takes on one side."""
-        return [sum(there) for _, there in self.places(role, tokens, cached)]
-
     def places(self, role: str, tokens: int, cached: int = 0) -> list[tuple[int, list[bool]]]:
         """Return per group the first token, and for every place of its list whether there is a block.
 
@@ -150,7 +146,8 @@ class Experiment:
         uses: dict[str, dict[Place, list[list[int]]]] = {role: {} for role in self.sides}
         for r in self.schedule():
             for place, cached in ((r.lender, 0), (r.reader, r.cached)):
-                uses[place.role].setdefault(place, []).append(self.num_needed(place.role, r.tokens, cached))
+                needed = [sum(there) for _, there in self.places(place.role, r.tokens, cached)]
+                uses[place.role].setdefault(place, []).append(needed)
         wanted, least = {}, {}
         for role in self.sides:
             sizes = self.block_bytes(role)

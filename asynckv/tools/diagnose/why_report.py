@@ -83,7 +83,7 @@ def _read(seen: Seen) -> dict[str, Any]:
         "files": len(logs.sources),
         "lines": total.num_lines,
         "bytes": total.num_bytes,
-        "events": logs.num_events,
+        "events": len(logs.records) + sum(logs.counted.values()),
         "requests": len(service.requests) + logs.num_well,
         "lent_now": sum(x.number for x in counts if x.kind == "lease"),
         "pulled_now": sum(x.number for x in counts if x.kind != "lease"),
