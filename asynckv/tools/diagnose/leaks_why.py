@@ -269,7 +269,8 @@ class _Debt:
         if self.owner is W.RETRYING or (self.is_claimed and last is pull and ("retry" in said or pull.retried)):
             return self._is(R.DIED, fate.why, gone=fate.gone) if fate.kind == "died" else self._is(R.RETRIES)
         # A release waits for the end of these transfers.
-        if pull.held_transfers and self.is_claimed and high < presence.over(lease):
+        over = presence.when(lease.process, lease.lent_at + lease.seconds)[0]
+        if pull.held_transfers and self.is_claimed and high < over:
             if pull.returned is None or presence.when(pull.process, pull.returned.at)[0] > self.until:
                 return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
         if lost and low > self.until:
@@ -344,8 +345,7 @@ class _Debt:
             # A rank that lives claims as soon as others of its engine did.
             claimed = presence.near(lease.process, lease.lent_at) + presence.claims_take_s
             by = self.until if is_nobody else claimed
-            died = [x for x, fate in fates if fate.kind == "died" and fate.after <= by]
-            if died:
+            if died := [x for x, fate in fates if fate.kind == "died" and fate.after <= by]:
                 dead, fate = listed(x.rank for x in died), presence.fate(died[0])
                 if fate.is_proved and len(died) == len(alive) and not strangers:  # no other reader could have got it
                     return self._is(R.DIED, fate.why, reader=dead, gone=fate.gone)
@@ -375,8 +375,7 @@ class _Debt:
         lease = self.lease
         if absent := self.presence.absent(lease, alive):
             rank = next(iter(absent))
-            away_s = self.presence.long_away(lease, next(x for x in alive if x.rank == rank))[0]
-            if away_s:
+            if away_s := self.presence.long_away(lease, next(x for x in alive if x.rank == rank))[0]:
                 return self._is(R.AWAY, reader=rank, away_s=in_seconds(away_s))
             return self._absent(absent, "was given it, as other ranks of its engine were")
         others = [x for x in (*self.claims, *lease.released, *(x.rank for x in spoke)) if x != self.name]

@@ -192,10 +192,6 @@ class Presence:
         """Return the interval of common time in which a lease was lent, at most."""
         return self.when(lease.process, lease.lent_at)[0], self.when(lease.process, lease.lent_at + lease.seconds)[1]
 
-    def over(self, lease: Lease) -> float:
-        """Return the earliest common time of a lease's end."""
-        return self.when(lease.process, lease.lent_at + lease.seconds)[0]
-
     def _decoders(self, engine_id: str) -> list[Process]:
         """List the processes that may have read from a prefill engine."""
         others = [x for x in self.service.processes.values() if x.engine_id != engine_id]
