@@ -369,8 +369,7 @@ def _pull_lane(axis: Axis, pull: Pull) -> Lane:
 def _pull_bars(pull: Pull) -> Iterator[Bar]:
     """Make the bars of one attempt, by its process's clock."""
     steps = pull_steps(pull)
-    ended = pull.ended
-    if ended is None:
+    if (ended := pull.ended) is None:
         yield from _open_bars(pull)
         return
     sums = {name: max(number(x), 0.0) for name, x in ended.mapping("phases").items() if math.isfinite(number(x))}
