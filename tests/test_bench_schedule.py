@@ -192,7 +192,7 @@ def fits(options: Experiment, sizes: dict[str, list[int]], taken: list[Allocatio
             for at, lists in ((other.lender, lent), (other.reader, pulled)):
                 for group, (_, blocks) in enumerate(lists if at == place else ()):
                     used[group] |= {b for b in blocks if b is not None}
-        needs = options.num_needed(place.role, request.tokens, cached)
+        needs = [sum(there) for _, there in options.places(place.role, request.tokens, cached)]
         if any(n > size - len(u) for n, size, u in zip(needs, sizes[place.role], used, strict=True)):
             return False
     return True

@@ -116,7 +116,7 @@ def test_who_never_met_cannot_be_compared() -> None:
     axis, processes = aligned({"a": 0.0, "b": 1.0, "c": 2.0, "d": 3.0}, talked("", random.Random(7), ways=ways))
     assert [axis.group(x) for x in processes.values()] == [0, 0, 1, 1]
     assert axis.references == [processes["a"], processes["c"]]
-    assert axis.when("d", 50.0) == (50.0 - CLOCKS_S, 50.0 + CLOCKS_S)
+    assert axis.when(processes["d"], 50.0) == (50.0 - CLOCKS_S, 50.0 + CLOCKS_S)
     # Of a process that was only heard, and never answered, nothing is known.
     one_way, _ = aligned({"a": 0.0, "b": 1.0}, talked("", random.Random(8), ways=[("a", "b")]))
     assert len(one_way.references) == 2

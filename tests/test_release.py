@@ -145,6 +145,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
             for x in (
                 "diagnose/why.html",
                 "diagnose/causes.toml",
+                "diagnose/phases.toml",
                 "doctor/findings.toml",
                 "help.toml",
                 "plan/models.toml",

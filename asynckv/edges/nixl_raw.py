@@ -11,10 +11,19 @@ from typing import Any
 
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.ports import AgentInfo
 
 
 class RawLoop(NixlPlane):
+    def open(self, memories: Sequence[Memory]) -> AgentInfo:
+        """Begin, and make progress for remote readers when UCX wakes this agent, as an engine does."""
+        return self.begin(memories, self._progress)
+
+    def _progress(self) -> None:
+        self.poll()
+
     def prepare_lists(self, name: str, requests: Sequence[Sequence[ReadRequest]]) -> Mapping[int, Any]:
         """Prepare all descriptor lists that the posts of these requests need, for `read_all`."""
         assert self._agent is not None

@@ -126,7 +126,6 @@ def sweep(
     made = sweeps.expand(typer.main.get_command(bench_app), context.args)
     command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    say = partial(errors.print, markup=False, soft_wrap=True)
     with contextlib.closing(table.Journal(target)) as book:
         book.begin(made.head(command, rounds))
         rounds = book.sweep.head.rounds
@@ -147,7 +146,8 @@ def sweep(
     latest = book.sweep.latest()
     sweeps.show(book.sweep, console)
     if was_interrupted:
-        say(f"interrupted after {len(latest)} of {total} runs; to continue, repeat the command:\n  {command}")
+        text = f"interrupted after {len(latest)} of {total} runs; to continue, repeat the command:\n  {command}"
+        errors.print(text, markup=False, soft_wrap=True)
         raise typer.Exit(130)
     console.print(str(target), markup=False, soft_wrap=True)
     raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)

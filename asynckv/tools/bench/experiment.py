@@ -86,10 +86,6 @@ class Experiment:
     def schedule(self) -> list[Request]:
         return make_schedule(self.workload, self.options, self.engines)
 
-    def num_needed(self, role: str, tokens: int, cached: int = 0) -> list[int]:
-        """Return the number of blocks of each group that one request takes on one side."""
-        return [sum(there) for _, there in self.places(role, tokens, cached)]
-
     def places(self, role: str, tokens: int, cached: int = 0) -> list[tuple[int, list[bool]]]:
         """Return per group the first token, and for every place of its list whether there is a block.
 
@@ -150,7 +146,8 @@ class Experiment:
         uses: dict[str, dict[Place, list[list[int]]]] = {role: {} for role in self.sides}
         for r in self.schedule():
             for place, cached in ((r.lender, 0), (r.reader, r.cached)):
-                uses[place.role].setdefault(place, []).append(self.num_needed(place.role, r.tokens, cached))
+                needed = [sum(there) for _, there in self.places(place.role, r.tokens, cached)]
+                uses[place.role].setdefault(place, []).append(needed)
         wanted, least = {}, {}
         for role in self.sides:
             sizes = self.block_bytes(role)
@@ -160,8 +157,7 @@ class Experiment:
                 max(1, *(self._wanted(sorted(c[g], reverse=True), size) for c in columns))
                 for g, size in enumerate(sizes)
             ]
-        engines = {role: sum(place.role == role for place in self.engines.places) for role in self.sides}
-        processes = {role: side.tp * side.pp * engines[role] for role, side in self.sides.items()}
+        processes = {role: side.tp * side.pp * getattr(self.engines, role) for role, side in self.sides.items()}
         ranks = sum(processes.values())
         have = memory_available() if available is None else available
         room = max(0, have - ranks * PROCESS_BYTES - 512 * MiB)
@@ -169,9 +165,6 @@ class Experiment:
         share = min(1.0, room / total)
         if self.options.pool_mb is not None:
             share = min(share, *(self.options.pool_mb * MiB / self._pool(role, wanted[role]) for role in self.sides))
-        out = {}
-        for role in self.sides:
-            out[role] = [max(a, int(b * share)) for a, b in zip(least[role], wanted[role], strict=True)]
         need = {role: self._pool(role, least[role]) for role in self.sides}
         if not room:
             raise ConfigError(
@@ -188,7 +181,10 @@ class Experiment:
                     f"available for each of {ranks} processes; shorten it with --max-prompt-tokens, use fewer --layers "
                     f"or ranks, or {'raise --pool-mb' if limit < room // ranks else 'free memory'}"
                 )
-        return out
+        return {
+            role: [max(a, int(b * share)) for a, b in zip(least[role], wanted[role], strict=True)]
+            for role in self.sides
+        }
 
     def _wanted(self, needs: Sequence[int], block_bytes: int) -> int:
         """Return the size of one engine's pool of one group; `needs` are those of its requests, largest first."""

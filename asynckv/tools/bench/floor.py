@@ -68,13 +68,8 @@ class Floor:
         """Start, and return the agent and layout by which the other side reads."""
         from asynckv.edges.nixl_raw import RawLoop
 
-        self._raw = plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
-
-        def progress() -> None:
-            plane.poll()
-
-        # Like the engine, this agent must make progress for its remote readers when UCX wakes it.
-        agent = plane.begin(self._here.memories, progress)
+        self._raw = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
+        agent = self._raw.open(self._here.memories)
         return p.Opened(agent.name, agent.metadata, self._here)
 
     def serve(self, on: bool) -> None:

@@ -117,17 +117,14 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 
 def _sizes(name: str, text: str, least: int) -> list[int]:
-    found = []
-    for part in text.split(","):
-        if not part.strip().isdecimal() or not least <= int(part) <= MOST_MB:
-            raise ConfigError(f"{name} {text!r}: {part!r} is no number of MiB from {least} to {MOST_MB}")
-        found.append(int(part))
-    return list(dict.fromkeys(found))
+    parts = text.split(",")
+    if wrong := [x for x in parts if not x.strip().isdecimal() or not least <= int(x) <= MOST_MB]:
+        raise ConfigError(f"{name} {text!r}: {wrong[0]!r} is no number of MiB from {least} to {MOST_MB}")
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def _policies(text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",")]
-    for part in found:
-        if part not in POLICIES:
-            raise ConfigError(f"--policy {text!r}: {part!r} is none of {', '.join(POLICIES)}")
-    return list(dict.fromkeys(found))
+    found = dict.fromkeys(part.strip() for part in text.split(","))
+    if wrong := [x for x in found if x not in POLICIES]:
+        raise ConfigError(f"--policy {text!r}: {wrong[0]!r} is none of {', '.join(POLICIES)}")
+    return list(found)

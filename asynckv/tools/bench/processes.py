@@ -109,10 +109,7 @@ class Processes:
     async def stop(self) -> list[int]:
         """Kill every process; return the ids of grandchildren that outlived them and were killed as well."""
         for process in reversed(self._children):
-            if process.status is None:
-                await process.kill()
-            else:
-                await process.close()
+            await process.kill()
         left: list[int] = []
         for _ in range(30):  # a worker's own child soon ends by itself
             if not (left := _marked(self._mark)):

@@ -93,11 +93,9 @@ class Worker:
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
         for work in lent:
             # Blocks that requests share are written once.
-            new = [
-                (first, [None if b in there else b for b in blocks])
-                for there, (first, blocks) in zip(filled, work.lists, strict=True)
-            ]
-            for there, (_, blocks) in zip(filled, work.lists, strict=True):
+            new = []
+            for there, (first, blocks) in zip(filled, work.lists, strict=True):
+                new.append((first, [None if b in there else b for b in blocks]))
                 there.update(b for b in blocks if b is not None)
             self.pool.fill(work.number, new, work.tokens, (work.chunk_tokens, work.chunks))
         for work in pulled:
@@ -229,8 +227,8 @@ class Worker:
         )
 
 
-async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
-    options = setup.options
+async def run(setup: p.Setup, stdout: int, folder: Path) -> None:
+    pipe, options = await p.Pipe.open(0, stdout), setup.options
     stream = open(setup.log, "a", buffering=1, encoding="utf-8") if setup.log else sys.stderr  # noqa: ASYNC230, SIM115
     configure_logging(options.level, form="json", stream=stream)
     try:

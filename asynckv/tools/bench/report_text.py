@@ -176,8 +176,7 @@ def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
             load = f"{kind} arrivals at {config['rate']:g}/s"
     engines = config["engines"]
     announced = "; announced: claims are granted before each measurement window opens" if config["announced"] else ""
-    many = engines["prefill"] + engines["decode"] > 2
-    several = f"; engines: {Engines(**engines)}" if many else ""
+    several = f"; engines: {Engines(**engines)}" if sum(engines.values()) > 2 else ""
     return (
         f"{config['prompt_tokens']} tokens{hit}{cached}; {load}, blocks {config['block_order']}, seed "
         f"{config['seed']}{several}{announced}"

@@ -31,7 +31,7 @@ class Engines:
         return [Place(r, i) for r, n in (("prefill", self.prefill), ("decode", self.decode)) for i in range(n)]
 
     def name(self, place: Place) -> str:
-        is_alone = (self.prefill if place.role == "prefill" else self.decode) == 1
+        is_alone = getattr(self, place.role) == 1
         return place.role if is_alone else f"{place.role}-{place.number}"
 
     def route(self, number: int) -> tuple[Place, Place]:

@@ -72,6 +72,12 @@ class Sweep:
     rows: list[Row] = field(default_factory=list)
     torn: int = 0
 
+    def take(self, line: Head | Row) -> None:
+        if isinstance(line, Head):
+            self.heads.append(line)
+        else:
+            self.rows.append(line)
+
     @property
     def head(self) -> Head:
         return self.heads[-1]
@@ -125,13 +131,9 @@ def read(data: bytes, name: str) -> Sweep:
     sweep = Sweep(torn=len(torn))
     for number, line in enumerate(lines, 1):
         try:
-            entry = _decoder.decode(line)
+            sweep.take(_decoder.decode(line))
         except _MALFORMED as exc:
             raise ConfigError(f"{name} line {number}: is damaged: {exc}") from exc
-        if isinstance(entry, Head):
-            sweep.heads.append(entry)
-        else:
-            sweep.rows.append(entry)
     return sweep
 
 
@@ -164,13 +166,15 @@ class Journal:
             self._check(head)
             if self.sweep.head.rounds >= head.rounds:
                 return
-        self._append(head)
-        self.sweep.heads.append(head)
+        self.add(head)
 
-    def add(self, row: Row) -> None:
-        """Append a row, and return when it is on disk."""
-        self._append(row)
-        self.sweep.rows.append(row)
+    def add(self, line: Head | Row) -> None:
+        """Append a line, and return when it is on disk."""
+        data = _encoder.encode(line) + b"\n"
+        while data:
+            data = data[self._file.write(data) :]
+        os.fsync(self._file)
+        self.sweep.take(line)
 
     def close(self) -> None:
         self._file.close()
@@ -184,12 +188,6 @@ class Journal:
         if names := sorted(name for name in was.keys() | now if was.get(name) != now.get(name)):
             changes = ", ".join(f"{n} was {was.get(n, 'unknown')}, is {now.get(n, 'unknown')}" for n in names)
             raise ConfigError(f"{self._name}: was started in another environment: {changes}; {remedy}")
-
-    def _append(self, line: Head | Row) -> None:
-        data = _encoder.encode(line) + b"\n"
-        while data:
-            data = data[self._file.write(data) :]
-        os.fsync(self._file)
 
 
 # -- what is compared ------------------------------------------------------------------------------

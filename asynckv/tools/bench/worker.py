@@ -51,13 +51,10 @@ def main() -> None:
 def _run(setup: p.Setup, stdout: int, folder: Path) -> None:
     from asynckv.tools.bench import rank
 
-    async def run() -> None:
-        pipe = await p.Pipe.open(0, stdout)
-        await rank.run(pipe, setup, folder)
-
+    work = rank.run(setup, stdout, folder)
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 
-        uvloop.run(run())
+        uvloop.run(work)
     else:
-        asyncio.run(run())
+        asyncio.run(work)

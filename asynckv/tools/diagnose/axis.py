@@ -69,7 +69,7 @@ def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[
 
     The earliest beginning counts, because every line with a beginning was written a little late.
     """
-    lived = list(itertools.islice(history(ended), MAX_STEPS)) if ended is not None else []
+    lived = list(itertools.islice(history(ended), MAX_STEPS))
     told = [(x.number("at_s"), note_of(x.text("to"))) for x in transitions[:MAX_STEPS]]
     begun = [*begun, *(record.at - at for record, (at, _) in zip(transitions, told, strict=False))]
     if ended is not None and not transitions and lived:
@@ -206,13 +206,12 @@ class Axis:
     def group(self, process: Process) -> int:
         return self._groups[_clock(process)]
 
-    def when(self, incarnation: str, at: float) -> tuple[float, float]:
+    def when(self, process: Process, at: float) -> tuple[float, float]:
         """Return the interval of an event on the first group's axis.
 
         For a process without exchanges with that group, the clocks are taken to differ by at most `CLOCKS_S`, because
         clocks are seldom further apart.
         """
-        process = self.service.processes[incarnation]
         seconds, within_s = self.offset(process) if self.group(process) == 0 else (0.0, CLOCKS_S)
         within_s = min(within_s, CLOCKS_S)
         return at - seconds - within_s, at - seconds + within_s

@@ -103,6 +103,12 @@ SAID: dict[Owner | Reader, str] = {Owner[name]: words for name, words in _ROWS.p
 SAID |= {Reader[name]: words for name, words in _ROWS.pop("readers").items()}
 """The views in words."""
 
+FAILED_AS = {reason: Reader[name] for name, reasons in _ROWS.pop("failed_as").items() for reason in reasons}
+"""Evidence of a pull's cause, if no other event explains it; causes that are not listed are not known."""
+REFUSED_AS = {reason: Reader[name] for name, reasons in _ROWS.pop("refused_as").items() for reason in reasons}
+"""The reader's view that a refusal shows by its reason. It is `ANY` for reasons that add nothing about the missing
+release of the lease, and `REFUSED` for reasons that are not listed."""
+
 CATALOGUE: dict[CAUSE, Entry] = {}
 WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
 """Causes of late leases, of late blocks of pulls, and of failed pulls."""

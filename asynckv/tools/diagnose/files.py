@@ -28,6 +28,7 @@ PIECE = 1 << 14  # bytes of all pieces but the last into which Docker's runtime 
 MAX_DOCUMENT = 256 << 20  # bytes of one JSON document, which is decoded as a whole
 MAX_FILES = 10_000  # in all directories that were named
 ZSTD = b"\x28\xb5\x2f\xfd"
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 _DOCUMENT = re.compile(rb'\s*(\[\s*\{|\{\s*"(status"\s*:\s*"success"\s*,\s*"data|data"\s*:\s*\{\s*"result\w*)")')
 _CRI = re.compile(rb"(\d{4}-\d\d-\d\dT\S+) (stdout|stderr) ([PF])(?::\S*)? ")
 
@@ -49,12 +50,9 @@ class _Answer(msgspec.Struct):
 def found(names: Sequence[str]) -> Iterator[str]:
     """List files, each once, under any of its names."""
     seen: set[object] = set()
-    left = MAX_FILES
-    for name in names:
+    for name in dict.fromkeys(names):
         if name == "-":
-            if "-" not in seen:
-                yield name
-            seen.add("-")
+            yield name
             continue
         try:
             is_directory = stat.S_ISDIR(os.stat(name).st_mode)
@@ -68,8 +66,7 @@ def found(names: Sequence[str]) -> Iterator[str]:
             if (is_directory and not stat.S_ISREG(status.st_mode)) or (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
-            left -= 1
-            if left < 0:
+            if len(seen) > MAX_FILES:
                 raise ConfigError(f"{name}: more than {MAX_FILES:,} files; name those that matter")
             yield str(path)
 
@@ -99,10 +96,9 @@ def lines_of(raw: io.BufferedReader[io.FileIO], failed: Callable[[str], None]) -
             while not last.endswith(b"\n") and (last := file.readline(MAX_LINE)):
                 length += len(last)
             yield line, length
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as exc:
-        failed(f"compressed, and cut short or damaged ({exc})")
     except Exception as exc:
-        if type(exc).__name__ != "ZstdError":  # no module that defines it need be there
+        # No module that defines zstd's error need be there.
+        if not isinstance(exc, DAMAGE) and type(exc).__name__ != "ZstdError":
             raise
         failed(f"compressed, and cut short or damaged ({exc})")
 
@@ -114,10 +110,8 @@ def _unpacked(raw: io.BufferedReader[io.FileIO]) -> Any:
         return gzip.GzipFile(fileobj=raw)
     if begin.startswith(b"\xfd7zXZ\0"):
         return lzma.LZMAFile(raw)
-    return _zstd(raw) if begin.startswith(ZSTD) else raw
-
-
-def _zstd(raw: io.BufferedReader[io.FileIO]) -> Any:
+    if not begin.startswith(ZSTD):
+        return raw
     for name in ("compression.zstd", "backports.zstd"):
         try:
             return importlib.import_module(name).ZstdFile(raw)

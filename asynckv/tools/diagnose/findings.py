@@ -19,7 +19,7 @@ from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
 from asynckv.tools.diagnose.join import Process, Pull, base_name
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
-from asynckv.tools.diagnose.leaks_pulls import Failure, failures
+from asynckv.tools.diagnose.leaks_pulls import failures
 from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record, integer
@@ -31,18 +31,15 @@ DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?)
 UNSURE = "See whether it lives (`asynckv why` of its socket or address, `ps -o pid,stat`): its log may be cut off."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
-HEADINGS = {
-    Trouble.GONE: HEADING.GONE,
-    Trouble.AWAY: HEADING.STOPPED,
-    Trouble.NETWORK: HEADING.NETWORK,
-    Trouble.KEYS: HEADING.WRONG,
+LET_IT_RUN = "Let it run on, or end it: docs/why.md, 'Continue it or kill it'."
+CONNECT = "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`."
+TROUBLES = {
+    Trouble.GONE: (HEADING.GONE, DIED),
+    Trouble.AWAY: (HEADING.STOPPED, LET_IT_RUN),
+    Trouble.NETWORK: (HEADING.NETWORK, CONNECT),
+    Trouble.KEYS: (HEADING.WRONG, "Give --keys and --authorized, and the address with its key: docs/why.md."),
 }
-REMEDIES = {
-    Trouble.GONE: DIED,
-    Trouble.AWAY: "Let it run on, or end it: docs/why.md, 'Continue it or kill it'.",
-    Trouble.NETWORK: "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`.",
-    Trouble.KEYS: "Give --keys and --authorized, and the address with its key: docs/why.md.",
-}
+"""Headings and remedies of engines that did not answer."""
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
 OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
 """Headings of late requests that are reported with their process."""
@@ -100,16 +97,13 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
-    ranks, there = list[str](), list[Finding]()
-    for rank, finding in (*_gone(seen), *_silent(seen), *_stopped(seen)):
-        ranks.append(rank)
-        there.append(finding)
-    told = {_key(x) for x in seen.late for rank in ranks if _is_about(x, rank)}
+    there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
+    told = {_key(x) for x in seen.late for rank, _ in there if _is_about(x, rank)}
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
     late = _late([x for x in asked if not (_key(x) in told and _hangs_on_processes(x))])
     failed = [*_refused(seen), *_failed(seen, set(map(_key, seen.late)))]
-    first, then = ([x for x in there if bool(x.requests) is is_first] for is_first in (True, False))
+    first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
     failed += [x for is_wrong, x in computed if is_wrong]
     wrong = [*first, *late, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
@@ -157,10 +151,10 @@ def _silent(seen: Seen) -> Iterator[tuple[str, Finding]]:
         if answer.error and not is_left and not (rank and rank in told):
             told.add(rank)
             mine = [x for x in seen.late if rank and _is_about(x, rank)]
-            heading, remedy = HEADINGS.get(answer.trouble, HEADING.UNKNOWN), REMEDIES.get(answer.trouble, "")
+            heading, remedy = TROUBLES.get(answer.trouble, (HEADING.UNKNOWN, ""))
             what = f"{rank or answer.rank} does not answer"
             if rank and base_name(rank) in there:  # over another way
-                heading, remedy = HEADING.NETWORK, REMEDIES[Trouble.NETWORK]
+                heading, remedy = HEADING.NETWORK, CONNECT
                 what += f" at {answer.address}, where its readers look for it"
             yield rank or answer.rank, Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
 
@@ -173,7 +167,7 @@ def _stopped(seen: Seen) -> Iterator[tuple[str, Finding]]:
         if process.rank not in asked:
             mine = [x for x in seen.late if _is_about(x, process.rank)]
             what = f"{process.rank} is stopped or paused"
-            yield process.rank, Finding(HEADING.STOPPED, "stopped", what, why, REMEDIES[Trouble.AWAY], *_of(mine))
+            yield process.rank, Finding(HEADING.STOPPED, "stopped", what, why, LET_IT_RUN, *_of(mine))
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
@@ -243,12 +237,9 @@ def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Findi
         return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
     for each in failures(axis.service, Presence(axis.service, axis), counts):
-        yield Finding(each.heading, each.cause.value, each.sentence[:MAX_TEXT], _span(each), each.remedy, each.requests)
-
-
-def _span(each: Failure) -> str:
-    first, last = clock_time(each.since), clock_time(each.until)
-    return f"{counted(each.pulls, 'pull')}, {first}" + (f" to {last}" if each.pulls > 1 else "")
+        entry, span = CATALOGUE[each.cause], f"{counted(each.pulls, 'pull')}, {clock_time(each.since)}"
+        span += f" to {clock_time(each.until)}" if each.pulls > 1 else ""
+        yield Finding(entry.heading, each.cause.value, each.sentence[:MAX_TEXT], span, entry.remedy, each.requests)
 
 
 def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:

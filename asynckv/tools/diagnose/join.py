@@ -32,7 +32,6 @@ from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.records import Logs, Record, integer, number
 
-Refusal = RefusedMessage
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
 
@@ -113,20 +112,20 @@ class Claim:
     heard_s: float = math.nan
 
 
+Held = list[tuple[Record, Mapping[str, Any]]]
+"""Warnings that named a request, with its entry in each."""
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One request on one prefill rank.
-
-    Attributes:
-        held: Warnings that named it, with its entry in each.
-    """
+    """One request on one prefill rank."""
 
     process: Process
     request_id: str
     sequence: int
     lent: Record | None = None
     granted: list[Record] = field(default_factory=list)
-    held: list[tuple[Record, Mapping[str, Any]]] = field(default_factory=list)
+    held: Held = field(default_factory=list)
     ended: Record | None = None
     transitions: list[Record] = field(default_factory=list)
 
@@ -165,10 +164,9 @@ class Lease:
     @property
     def blocks(self) -> int:
         """Number of blocks; -1 if it is not known."""
-        for record in (self.ended, self.lent):
-            if record is not None and (blocks := record.integer("blocks")) >= 0:
-                return blocks
-        return next((n for _, x in reversed(self.held) if (n := integer(x.get("blocks"))) >= 0), -1)
+        said = [x.fields for x in (self.ended, self.lent) if x is not None]
+        said += [entry for _, entry in reversed(self.held)]
+        return next((n for x in said if (n := integer(x.get("blocks"))) >= 0), -1)
 
     @property
     def lease_s(self) -> float:
@@ -226,24 +224,18 @@ class Lease:
     @property
     def retrying(self) -> frozenset[str]:
         """Readers that released for now, and announced another attempt."""
-        last: dict[str, bool] = {}
-        if self.ended is not None:
-            for _, note in history(self.ended):
-                if isinstance(note, Granted):
-                    last[note.reader] = False
-                elif isinstance(note, Released):
-                    last[note.reader] = note.outcome == "retry"
+        notes = (x for _, x in history(self.ended) if isinstance(x, Granted | Released))
+        last = {x.reader: isinstance(x, Released) and x.outcome == "retry" for x in notes}
         return frozenset(name for name, retries in last.items() if retries)
 
     @property
-    def refused(self) -> list[Refusal]:
+    def refused(self) -> list[RefusedMessage]:
         """Messages for this very key that were refused."""
         values = [self.ended.fields.get("refused")] if self.ended is not None else []
         values += [entry.get("refused") for _, entry in reversed(self.held)]
-        for value in values:
-            if isinstance(value, list):
-                return [Refusal(number(x[0]), *map(str, x[1:5])) for x in value if isinstance(x, list) and len(x) >= 4]
-        return []
+        said: list[Any] = next((x for x in values if isinstance(x, list)), [])
+        rows = (x for x in said if isinstance(x, list) and len(x) >= 4)
+        return [RefusedMessage(number(x[0]), *map(str, x[1:5])) for x in rows]
 
     @property
     def pull_ids(self) -> frozenset[str]:
@@ -278,9 +270,9 @@ def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield str(name), inner
 
 
-def history(record: Record) -> Iterator[tuple[float, str | Note]]:
-    """Yield the steps of a request's life in its last line."""
-    value = record.fields.get("history")
+def history(ended: Record | None) -> Iterator[tuple[float, str | Note]]:
+    """Yield the steps of a request's life in its last line, if there is one."""
+    value = ended.fields.get("history") if ended is not None else None
     for x in value if isinstance(value, list) else ():
         if isinstance(x, list) and len(x) == 2 and isinstance(x[1], str):
             yield number(x[0]), note_of(x[1])
@@ -288,11 +280,7 @@ def history(record: Record) -> Iterator[tuple[float, str | Note]]:
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """One attempt of one decode rank, or an announcement.
-
-    Attributes:
-        held: Warnings that named it, with its entry in each.
-    """
+    """One attempt of one decode rank, or an announcement."""
 
     process: Process
     pull_id: str
@@ -301,7 +289,7 @@ class Pull:
     sequence: int = -1
     peer: str = ""
     ended: Record | None = None
-    held: list[tuple[Record, Mapping[str, Any]]] = field(default_factory=list)
+    held: Held = field(default_factory=list)
     retried: list[Record] = field(default_factory=list)
     unanswered: list[Record] = field(default_factory=list)
     refused: list[Record] = field(default_factory=list)
@@ -369,14 +357,12 @@ class Pull:
         for _, entry in reversed(self.held):
             if isinstance(ranks := entry.get("ranks"), dict):
                 return tuple(str(x) for x in ranks)
-        for record in (*self.unanswered, *self.refused):
-            if names := record.texts("ranks"):
-                return names
-        return ()
+        of_releases = (x.texts("ranks") for x in (*self.unanswered, *self.refused))
+        return next(filter(None, of_releases), ())
 
     def was_granted_by(self, rank: str) -> bool:
         """True if a prefill rank granted its blocks, by its own history."""
-        told_by = (x.rank for _, x in history(self.ended) if isinstance(x, Promised)) if self.ended is not None else ()
+        told_by = (x.rank for _, x in history(self.ended) if isinstance(x, Promised))
         return any(x in (base_name(rank), rank) for x in told_by)
 
     @property
@@ -470,11 +456,6 @@ class Service:
         found = self.process_named(f"x/tp0@{start[:SHOWN_LETTERS]}") if start else None
         return found if found is not None and found.incarnation.startswith(start) else None
 
-    @property
-    def sides(self) -> tuple[list[Process], list[Process]]:
-        both = sorted(self.processes.values(), key=lambda x: (x.rank, x.first_at))
-        return [x for x in both if x.lends], [x for x in both if x.pulls]
-
     def missing(self) -> list[str]:
         """Name the starts of ranks that other logs mention, and that have no log."""
         leases = (lease for request in self.requests for lease in request.leases.values())
@@ -485,10 +466,8 @@ class Service:
         return sorted(x for x in named if start_of(x) and self.process_named(x) is None)
 
 
-LEASE_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)) - {
-    told.RequestWithdrawn.event
-}
-PULL_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull))
+LEASE_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)} - {told.RequestWithdrawn.event}
+PULL_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull)}
 PLACES = {
     told.LeaseLent.event: "lent",
     told.LeaseGranted.event: "granted",
@@ -555,8 +534,7 @@ class _Builder:
         return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._before)))
 
     def speaks(self, record: Record) -> Process:
-        process = self._processes.get(record.incarnation)
-        if process is None:
+        if (process := self._processes.get(record.incarnation)) is None:
             process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
         process.first_at, process.last_at = min(process.first_at, record.at), max(process.last_at, record.at)
         process.num_records += 1
@@ -582,8 +560,7 @@ class _Builder:
         if number_ < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
             return known
         key = (process.incarnation, number_, name)
-        lease = self._leases.get(key)
-        if lease is None:
+        if (lease := self._leases.get(key)) is None:
             lease = self._leases[key] = Lease(process, name, number_)
         self._unnamed[process.incarnation, name] = lease
         return lease
@@ -591,8 +568,7 @@ class _Builder:
     def _pull(self, process: Process, fields: Mapping[str, Any]) -> Pull:
         pull_id = fields.get("pull_id")
         name = pull_id if isinstance(pull_id, str) and pull_id else f"{process.start}-?{fields.get('request_id')}"
-        pull = self._pulls.get(name)
-        if pull is None:
+        if (pull := self._pulls.get(name)) is None:
             pull = self._pulls[name] = Pull(process, name)
         for attribute in ("request_id", "prefill_request_id", "peer"):
             if isinstance(value := fields.get(attribute), str) and value and not getattr(pull, attribute):
@@ -698,8 +674,7 @@ class _Joiner:
                         return request
             if ours and lent:  # of several that one counts alike, whichever has no reader yet
                 return min(lent, key=lambda x: bool(x.pulls))
-        elif (
-            len(named := [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]) == 1
-        ):
+        named = [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]
+        if pull.sequence < 0 and len(named) == 1:
             return named[0]
         return self._new(peer, pull.sequence, pull.prefill_request_id)

@@ -10,20 +10,11 @@ import math
 from collections.abc import Iterator
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import Reader
+from asynckv.tools.diagnose.causes import REFUSED_AS, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record, number
-
-STALE = frozenset({"restarted", "stale_memory"})
-"""Reasons of refusals for a reader that asks for an earlier start."""
-
-HARMLESS = frozenset(
-    {"expired", "revoked", "released_already", "consumed", "withdrawn", "unknown_key", "engine_closed"}
-)
-"""Reasons of refusals that add nothing about the missing release of the lease."""
-
 
 GATHERED_S = 11.0
 """Most seconds by which a warning may be late."""
@@ -31,13 +22,10 @@ GATHERED_S = 11.0
 
 def refused_as(reason: str, detail: str) -> Reader | None:
     """Return the reader's view that a refusal shows; None if it adds nothing."""
-    if reason == "wrong_request":
-        return Reader.RENAMED
-    if reason == "parked_too_long":
-        return Reader.EARLY
     if reason == "expired" and "max_lease_s" in detail:
         return Reader.OVERSTAYED
-    return Reader.STALE if reason in STALE else None if reason in HARMLESS else Reader.REFUSED
+    found = REFUSED_AS.get(reason, Reader.REFUSED)
+    return found if found is not Reader.ANY else None
 
 
 def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
@@ -66,7 +54,7 @@ def shook_hands(presence: Presence, reader: Process, lease: Lease) -> bool:
     owner, until = lease.process, lease.lent_at + lease.seconds
     for record in said_of(reader, owner.rank):
         if record.text("state") in ("loading", "ready", "suspect"):
-            return presence.when(reader.incarnation, record.at)[0] <= presence.span(lease)[1]
+            return presence.when(reader, record.at)[0] <= presence.span(lease)[1]
     met = (x for x in owner.of(told.ReaderMet) if x.text("reader_incarnation") == reader.incarnation)
     return any(x.at <= until for x in met)
 
@@ -115,7 +103,7 @@ def would_be_given_up(presence: Presence, pull: Pull) -> bool:
         case "died":
             return pull.process.last_at >= given_up_at
         case _:
-            return presence.last >= presence.when(pull.process.incarnation, given_up_at)[1]
+            return presence.last >= presence.when(pull.process, given_up_at)[1]
 
 
 def unanswered_ranks(pull: Pull) -> list[str]:

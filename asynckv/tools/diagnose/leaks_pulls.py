@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, Owner, Reader
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, Owner, Reader
 from asynckv.tools.diagnose.join import Process, Pull, Request, Service, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
@@ -27,20 +27,6 @@ W, R = Owner, Reader
 WELL = frozenset({"", "complete", "discharged", "cancelled", "withdrawn", "revoked"})
 """Ends of a pull that are no failures."""
 
-FAILED_AS = {
-    **dict.fromkeys(("geometry_refused", "unplannable", "remote_too_short", "queue_full"), R.REFUSED_HERE),
-    **dict.fromkeys(("standstill", "blocks_differ"), R.REFUSED_HERE),
-    **dict.fromkeys(("lease_lost", "expired"), R.LATE),
-    **dict.fromkeys(("restarted", "stale_memory"), R.STALE),
-    **dict.fromkeys(("peer_lost", "read_failed"), R.BROKEN),
-    "consumed": R.REFUSED,
-    "wrong_target": R.WRONG_TARGET,
-    "wrong_request": R.RENAMED,
-    "peer_unreachable": R.UNMET,
-    "engine_closed": R.CLOSED,
-}
-"""Evidence of a pull's cause, if no other event explains it; causes that are not listed are not known."""
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -53,14 +39,6 @@ class Failure:
     since: float  # when the first of them failed, by its reader's clock
     until: float  # when the last did
     requests: tuple[str, ...]  # ids on the decode side
-
-    @property
-    def heading(self) -> HEADING:
-        return CATALOGUE[self.cause].heading
-
-    @property
-    def remedy(self) -> str:
-        return CATALOGUE[self.cause].remedy
 
 
 def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
@@ -144,13 +122,13 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
     """Return an event during a pull that explains it: a dead data plane or process, or a blocked loop."""
     reader = pull.process
     owners = [x for x in map(presence.service.process_named, _read_ranks(pull)) if x is not None]
-    low = presence.when(reader.incarnation, pull.begun_at)[0]
-    high = presence.when(reader.incarnation, until.at if until is not None else pull.last_at)[1]
+    low = presence.when(reader, pull.begun_at)[0]
+    high = presence.when(reader, until.at if until is not None else pull.last_at)[1]
     failed = presence.near(reader, pull.ended.at) if pull.ended is not None else high
     for process in (reader, *owners):
         for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
             # The death is logged once another process runs. A death after the failure did not cause it.
-            at = presence.when(process.incarnation, record.at - record.number("seconds", 0.0))
+            at = presence.when(process, record.at - record.number("seconds", 0.0))
             if at[1] >= low and sum(at) / 2 <= failed + AT_ONCE_S:
                 return R.PLANE_DIED, {"by": process.rank, "holder": process.rank, "why": record.text("cause")}
     for owner in owners:
@@ -167,7 +145,7 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
 
 def _away_s(presence: Presence, process: Process, since: float, until: float) -> float:
     """Return the longest absence of a process's loop between two moments of common time."""
-    spans = [(seconds, presence.when(process.incarnation, at)) for seconds, at in presence.absences(process)]
+    spans = [(seconds, presence.when(process, at)) for seconds, at in presence.absences(process)]
     return max((s for s, at in spans if at[1] >= since and at[0] - s <= until), default=0.0)
 
 
@@ -187,7 +165,7 @@ def why_kept(presence: Presence, pull: Pull) -> Verdict:
     until = pull.returned or pull.retired or pull.ended or pull.held[-1][0]
     state, more = _befell(presence, pull, until)
     if state in (None, R.AWAY):
-        high = presence.when(pull.process.incarnation, until.at)[1]
+        high = presence.when(pull.process, until.at)[1]
         fates = [presence.fate(x) for x in map(presence.service.process_named, ranks) if x is not None]
         may_be_dead = not fates or any(x.kind != "stopped" and x.after < high for x in fates)
         is_lost = pull.cause in ("peer_lost", "restarted") and may_be_dead

@@ -7,13 +7,15 @@ obstacle to its messages, and a message that came too late.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from asynckv.core.told import RefusedMessage
 from asynckv.tools.diagnose import leaks_between as between
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, Reader
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Refusal, Request, base_name, start_of
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, Owner, Reader
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
@@ -42,12 +44,8 @@ class Verdict:
     @property
     def sentence(self) -> str:
         entry = CATALOGUE[self.cause]
-        return entry.of.get(self.owner, entry.sentence).format_map(_Names(self.names))
-
-
-class _Names(dict[str, Any]):
-    def __missing__(self, key: str) -> str:
-        return {"gone": "died", "also": "", "waited": ""}.get(key, "?")
+        names = defaultdict(lambda: "?", {"gone": "died", "also": "", "waited": ""} | self.names)
+        return entry.of.get(self.owner, entry.sentence).format_map(names)
 
 
 def verdicts(presence: Presence, request: Request, lease: Lease, state: str) -> list[Verdict]:
@@ -73,12 +71,10 @@ class _Debt:
         self.heard_s = claim.heard_s if claim is not None else math.nan
         self.pulls = between.pulls_of(request, lease, name)
         mine = (x for x in self.pulls if claim is not None and x.pull_id == claim.pull_id and not x.retried)
-        self.pull = next(
-            mine, self.pulls[-1] if self.pulls else None
-        )  # otherwise the last attempt, although this rank received no message of it
-        self.process = presence.service.process_named(name) or presence.service.process_of(
-            claim.pull_id if claim else ""
-        )
+        # Otherwise the last attempt counts, although this rank received no message of it.
+        self.pull = next(mine, self.pulls[-1] if self.pulls else None)
+        service, pull_id = presence.service, claim.pull_id if claim is not None else ""
+        self.process = service.process_named(name) or service.process_of(pull_id)
         self.is_claimed = claim is not None or start_of(name) != ""
         self.owner = W.CLAIMED if self.is_claimed else W.UNCLAIMED
         if name in lease.retrying and not self._is_followed():
@@ -142,7 +138,7 @@ class _Debt:
             for record in pull.refused:
                 if any(start_of(x) in ("", lease.process.start) for x in record.texts("ranks") or ("",)):
                     said = record.text("cause"), pull.process.rank, record.text("detail")
-                    found.append(Refusal(math.inf, "release", *said))
+                    found.append(RefusedMessage(math.inf, "release", *said))
         for refusal in found:
             state = between.refused_as(refusal.reason, refusal.detail)
             if state is None or (state is R.REFUSED and refusal.message != "release" and name in self.claims):
@@ -196,7 +192,7 @@ class _Debt:
             if not (fate.kind == "died" and fate.is_proved) and presence.last <= self.until + quiet_s:
                 return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
             why = fate.why
-            if fate.after < presence.when(lease.process.incarnation, lease.lent_at + self.heard_s)[0]:
+            if fate.after < presence.when(lease.process, lease.lent_at + self.heard_s)[0]:
                 why += f"; what it did after {moment(process.last_at)} is not in its log"
             return self._is(R.DIED, why, gone=fate.gone)
         begun_at = self.pull.begun_at if self.pull is not None else math.nan
@@ -210,7 +206,7 @@ class _Debt:
     def _of_unmet(self, pull: Pull) -> Verdict | None:
         """Return a cause that keeps a reader from meeting the rank, or from asking it for this request."""
         presence, lease, cause, fate = self.presence, self.lease, pull.cause, self.presence.fate(pull.process)
-        begun = presence.when(pull.process.incarnation, pull.begun_at)[0]
+        begun = presence.when(pull.process, pull.begun_at)[0]
         if cause != "peer_unreachable" and lease.request_id and pull.prefill_request_id not in ("", lease.request_id):
             return self._is(R.RENAMED, message="claim", **other_id(pull.prefill_request_id))
         if pull.ended is None and fate.kind == "died":
@@ -219,13 +215,12 @@ class _Debt:
             return self._late(pull)
         if pull.ended is not None and not between.is_unanswered(pull, lease):
             parked_s = lease.process.durations.get("parked_s", LATE_S)
-            if presence.when(pull.process.incarnation, pull.ended.at)[1] + parked_s < self.since:
+            if presence.when(pull.process, pull.ended.at)[1] + parked_s < self.since:
                 return self._is(R.EARLY)
         if cause == "wrong_target":
             return self._is(R.WRONG_TARGET)
-        if cause in between.STALE or (
-            (cause == "engine_closed" or pull.failed_in == "handshake") and self._names_another_start(pull)
-        ):
+        is_old = (cause == "engine_closed" or pull.failed_in == "handshake") and self._names_another_start(pull)
+        if is_old or FAILED_AS.get(cause) is R.STALE:
             return self._is(R.STALE)
         if keys := between.refused_keys(presence, pull, lease):
             return self._is(R.KEYS, keys)
@@ -264,21 +259,19 @@ class _Debt:
         for owner in owners if lost else ():
             if presence.fate(owner).hangs and (away_s := presence.away_s(owner, owner.last_at, math.inf)):
                 return self._is(R.OWNER_AWAY, holder=owner.rank, away_s=in_seconds(away_s))
-        low, high = presence.when(pull.process.incarnation, pull.ended.at)
+        low, high = presence.when(pull.process, pull.ended.at)
         closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
         if (last := self.pulls[-1]) is not pull and between.is_unanswered(last, lease):
             return self._is(R.UNANSWERED, between.how_unanswered(last))
         if lost and pull.failed_in == "announced" and "was silent" in pull.detail:  # an announcement promised no pull
             return self._is(R.BROKEN)
         said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
-        if self.owner is W.RETRYING or (
-            self.is_claimed and self.pulls[-1] is pull and ("retry" in said or pull.retried)
-        ):
+        if self.owner is W.RETRYING or (self.is_claimed and last is pull and ("retry" in said or pull.retried)):
             return self._is(R.DIED, fate.why, gone=fate.gone) if fate.kind == "died" else self._is(R.RETRIES)
-        if (
-            pull.held_transfers and self.is_claimed and high < presence.over(lease)
-        ):  # the release waits for the end of these transfers
-            if pull.returned is None or presence.when(pull.process.incarnation, pull.returned.at)[0] > self.until:
+        # A release waits for the end of these transfers.
+        over = presence.when(lease.process, lease.lent_at + lease.seconds)[0]
+        if pull.held_transfers and self.is_claimed and high < over:
+            if pull.returned is None or presence.when(pull.process, pull.returned.at)[0] > self.until:
                 return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
         if lost and low > self.until:
             died = next((x for x in owners if presence.fate(x).kind == "died"), None)
@@ -304,12 +297,12 @@ class _Debt:
         long = 0.5 * min(x for x in (owner.durations.get("grant_s", 10.0), lease.lease_s, 10.0) if not math.isnan(x))
         until = max((x.at for x in (pull.ended, *pull.unanswered) if x is not None), default=pull.last_at)
         # A blocked loop after the end of the lease does not count.
-        until += min(self.until - presence.when(pull.process.incarnation, until)[0], 0.0)
+        until += min(self.until - presence.when(pull.process, until)[0], 0.0)
         since = pull.begun_at
         for claim in self.claims.values():
             if claim.pull_id == pull.pull_id and not math.isnan(claim.claimed_s):  # a short line omits the announcement
-                claimed = presence.when(owner.incarnation, lease.lent_at + claim.claimed_s)[1]
-                since -= max(presence.when(pull.process.incarnation, since)[0] - claimed, 0.0)
+                claimed = presence.when(owner, lease.lent_at + claim.claimed_s)[1]
+                since -= max(presence.when(pull.process, since)[0] - claimed, 0.0)
         here = presence.away_s(pull.process, since, until)
         # A blocked loop before the lend does not count.
         there = presence.away_s(owner, lease.lent_at + AT_ONCE_S, lease.lent_at + lease.seconds)
@@ -336,7 +329,7 @@ class _Debt:
         bound = {engine_of(x) for x in (*lease.owed, *self.claims, *lease.released)}
         spoke = [x for x in dict.fromkeys(x.process for x in self.request.all_pulls) if engine_of(x.rank) not in bound]
         readers = presence.decoders(lease.process.engine_id)
-        readers = [x for x in readers if not presence.when(x.incarnation, x.first_at)[0] > self.until]
+        readers = [x for x in readers if not presence.when(x, x.first_at)[0] > self.until]
         if name != "*":
             readers = [x for x in readers if x.base == base_name(name)]
         elif spoke:  # others of its engine, to this rank or another
@@ -352,8 +345,7 @@ class _Debt:
             # A rank that lives claims as soon as others of its engine did.
             claimed = presence.near(lease.process, lease.lent_at) + presence.claims_take_s
             by = self.until if is_nobody else claimed
-            died = [x for x, fate in fates if fate.kind == "died" and fate.after <= by]
-            if died:
+            if died := [x for x, fate in fates if fate.kind == "died" and fate.after <= by]:
                 dead, fate = listed(x.rank for x in died), presence.fate(died[0])
                 if fate.is_proved and len(died) == len(alive) and not strangers:  # no other reader could have got it
                     return self._is(R.DIED, fate.why, reader=dead, gone=fate.gone)
@@ -383,8 +375,7 @@ class _Debt:
         lease = self.lease
         if absent := self.presence.absent(lease, alive):
             rank = next(iter(absent))
-            away_s = self.presence.long_away(lease, next(x for x in alive if x.rank == rank))[0]
-            if away_s:
+            if away_s := self.presence.long_away(lease, next(x for x in alive if x.rank == rank))[0]:
                 return self._is(R.AWAY, reader=rank, away_s=in_seconds(away_s))
             return self._absent(absent, "was given it, as other ranks of its engine were")
         others = [x for x in (*self.claims, *lease.released, *(x.rank for x in spoke)) if x != self.name]

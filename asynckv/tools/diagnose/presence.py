@@ -76,16 +76,14 @@ class Presence:
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
         # Clocks that cannot be compared do not show which process goes on after another.
-        told_at = (when(x.incarnation, x.last_at)[0] for x in processes if self._axis.group(x) == 0)
+        told_at = (when(x, x.last_at)[0] for x in processes if self._axis.group(x) == 0)
         self.last = max(told_at, default=0.0)
         """Time until which logs continue, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
         self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
-        self._ranks: dict[str, list[Process]] = defaultdict(list)
         for process in processes:
-            self._ranks[process.engine_id].append(process)
             for record in process.of(told.PeerChanged):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
@@ -110,11 +108,11 @@ class Presence:
         process = self.service.process_named(rank)
         if process is not None and self._axis.group(other) == self._axis.group(process) and not math.isnan(at):
             known = self._heard[process.incarnation]
-            self._heard[process.incarnation] = max(known, self.when(other.incarnation, at)[0])
+            self._heard[process.incarnation] = max(known, self.when(other, at)[0])
 
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
-        low, high = self.when(process.incarnation, process.last_at)
+        low, high = self.when(process, process.last_at)
         ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
         if not process.num_records:
             low, ends = -math.inf, "there is no log of it"
@@ -136,12 +134,12 @@ class Presence:
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
         if (after := process.successor) is not None:
-            began = self.when(after.incarnation, after.first_at)[1]
+            began = self.when(after, after.first_at)[1]
             # Otherwise both use one name at once, perhaps on two hosts, and neither proves anything about the other.
             if began >= low and process.host == after.host:
                 return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
-            at, detail = self.when(other.incarnation, record.at), record.text("detail")
+            at, detail = self.when(other, record.at), record.text("detail")
             if detail == "failed" and at[0] <= low:
                 continue  # a transfer has failed, and the process may have said more since
             waits_s = SILENCE_S
@@ -168,7 +166,7 @@ class Presence:
         bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S) + SIGN_S
         fate = self.fate(process)
         is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
-        return is_silent and self.last - self.when(process.incarnation, process.last_at)[1] > bound
+        return is_silent and self.last - self.when(process, process.last_at)[1] > bound
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
         """Return True if a prefill rank's log continues for as long as a pull's blocks may have been lent, or ends in a
@@ -188,16 +186,11 @@ class Presence:
 
     def near(self, process: Process, at: float) -> float:
         """Convert a moment of a process's clock to common time, in the middle of the uncertainty."""
-        return sum(self.when(process.incarnation, at)) / 2
+        return sum(self.when(process, at)) / 2
 
     def span(self, lease: Lease) -> tuple[float, float]:
         """Return the interval of common time in which a lease was lent, at most."""
-        name, ended = lease.process.incarnation, lease.lent_at + lease.seconds
-        return self.when(name, lease.lent_at)[0], self.when(name, ended)[1]
-
-    def over(self, lease: Lease) -> float:
-        """Return the earliest common time of a lease's end."""
-        return self.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
+        return self.when(lease.process, lease.lent_at)[0], self.when(lease.process, lease.lent_at + lease.seconds)[1]
 
     def _decoders(self, engine_id: str) -> list[Process]:
         """List the processes that may have read from a prefill engine."""

@@ -161,11 +161,6 @@ class Logs:
         return Source("", *(sum(getattr(x, name) for x in self.sources) for name in names))
 
     @property
-    def num_events(self) -> int:
-        """Number of asynckv's lines, including those that were only counted."""
-        return len(self.records) + sum(self.counted.values())
-
-    @property
     def nothing(self) -> str:
         """Return the reason for which there is no record; empty if there is one."""
         if self.records:

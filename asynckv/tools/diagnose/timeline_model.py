@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
+from operator import itemgetter
 from typing import NamedTuple
 
 from asynckv.arguments import without_control
@@ -47,22 +50,8 @@ class Phase(NamedTuple):
     about: str
 
 
-PHASES: Mapping[str, Phase] = {
-    "lent": Phase("-", "#9aa3ae", "#6d7783", "lent, and not claimed yet"),
-    "granted": Phase("=", "#7fb2d0", "#3f6f8c", "promised to a reader"),
-    "ending": Phase("e", "#c79bbd", "#7d5274", "revoked; what was promised is kept"),
-    "announced": Phase("a", "#424a57", "#9da1b1", "announced, and not pulled yet"),
-    "handshake": Phase("h", "#691a9f", "#a63aa8", "until the peers were ready"),
-    "queue": Phase("q", "#6e5306", "#fdc97a", "until it might read, and until its first post"),
-    "plan": Phase("p", "#f2099c", "#b83c55", "planning what to read"),
-    "read": Phase("R", "#0380f5", "#0c56fd", "from the first post to the last completion"),
-    "confirm": Phase("c", "#0ea560", "#a0fdd1", "until its bytes were proven"),
-    "drain": Phase("d", "#4c0701", "#ea2a06", "failed, and waiting for transfers that run"),
-    "release": Phase("r", "#7e9a11", "#d1e419", "its outcome told, until the prefill side had heard"),
-    "quarantine": Phase("X", "#a3262a", "#ff5a5f", "failed, and its blocks may still be written"),
-    "pause": Phase(".", "#d8c9a8", "#6f6448", "between two attempts"),
-    "pull": Phase("#", "#6b6ecf", "#8a8df0", "a pull of which the log says no more"),
-}
+_ROWS = tomllib.loads(files(__package__).joinpath("phases.toml").read_text(encoding="utf-8"))
+PHASES = {name: Phase(*row) for name, row in _ROWS.items()}
 """Phases in the order of the protocol."""
 
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
@@ -184,9 +173,8 @@ class Ground:
 
 def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
     """Make the story of every request, by time, or only of some, as `families` groups them."""
-    out = [_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of)]
-    out = [x for x in out if x.lanes or x.marks]
-    out.sort(key=lambda x: (x.group, x.start))
+    every = (_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of))
+    out = sorted((x for x in every if x.lanes or x.marks), key=lambda x: (x.group, x.start))
     for i, each in enumerate(out):
         each.number = i
     return out
@@ -364,7 +352,6 @@ def _lease_marks(lease: Lease) -> Iterator[Said]:
 
 
 def _pull_lane(axis: Axis, pull: Pull) -> Lane:
-    bars = list(_pull_bars(pull))
     fields = {"request_id": pull.request_id, "prefill_request_id": pull.prefill_request_id, "pull_id": pull.pull_id}
     if pull.ended is not None:
         fields["outcome"] = pull.cause
@@ -376,14 +363,13 @@ def _pull_lane(axis: Axis, pull: Pull) -> Lane:
     if pull.like is not None:
         fields["same_as"] = pull.like.pull_id
     what = f"attempt {pull.attempt}" if pull.attempt > 1 or pull.retried else "pull"
-    return _lane(axis, pull.process, "decode", what, bars, fields)
+    return _lane(axis, pull.process, "decode", what, list(_pull_bars(pull)), fields)
 
 
 def _pull_bars(pull: Pull) -> Iterator[Bar]:
     """Make the bars of one attempt, by its process's clock."""
     steps = pull_steps(pull)
-    ended = pull.ended
-    if ended is None:
+    if (ended := pull.ended) is None:
         yield from _open_bars(pull)
         return
     sums = {name: max(number(x), 0.0) for name, x in ended.mapping("phases").items() if math.isfinite(number(x))}
@@ -408,12 +394,10 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
 
 def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
     """Yield the bars after an outcome: its release, and blocks that may still be written."""
-    steps = pull_steps(pull)
-    over = next((s.at for s in steps if s.what in ("released", "quarantined")), math.nan)
-    given_up = [x.at for x in pull.unanswered]
-    if math.isfinite(over) or given_up:
-        until = over if math.isfinite(over) else given_up[0]
-        yield Bar("release", outcome, until, note="given up" if given_up else "")
+    ends = [s.at for s in pull_steps(pull) if s.what in ("released", "quarantined")]
+    ends += [x.at for x in pull.unanswered]
+    if ends:
+        yield Bar("release", outcome, ends[0], note="given up" if pull.unanswered else "")
     for record in pull.retried:
         yield Bar("pause", record.at, record.at + max(record.number("after_s", 0.0), 0.0))
     back = pull.returned or pull.retired
@@ -433,11 +417,7 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
         phase = _STATES.get(record.text("state"))
         if phase is not None and math.isfinite(seconds):
             found.append((record.at - seconds, phase))
-    found.sort()
-    merged: list[tuple[float, str]] = []
-    for at, phase in found:
-        if not merged or merged[-1][1] != phase:
-            merged.append((at, phase))
+    merged = [next(alike) for _, alike in itertools.groupby(sorted(found), key=itemgetter(1))]
     for (at, phase), (until, _) in itertools.pairwise([*merged, (max(last, merged[-1][0] if merged else last), "")]):
         yield Bar(phase, at, until, is_open=until >= last)
 

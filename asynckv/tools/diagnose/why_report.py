@@ -52,13 +52,12 @@ def plain(value: Any) -> Any:
             return [plain(x) for x in value]
         case Mapping():
             return {name: plain(x) for name, x in value.items()}
-        case _ if not is_dataclass(value):
-            return value
+        case _ if is_dataclass(value):
+            every = ((x.name, getattr(value, x.name)) for x in fields(value))
+            said = {"rank" if isinstance(x, Process) else name: plain(x) for name, x in every}
+            return said | ({"blocks": None} if said.get("blocks", 0) == -1 else {})
         case _:
-            pass
-    every = ((x.name, getattr(value, x.name)) for x in fields(value))
-    said = {"rank" if isinstance(x, Process) else name: plain(x) for name, x in every}
-    return said | ({"blocks": None} if said.get("blocks", 0) == -1 else {})
+            return value
 
 
 def _leak(leak: Leak) -> dict[str, Any]:
@@ -75,16 +74,16 @@ def _leak(leak: Leak) -> dict[str, Any]:
 
 def _read(seen: Seen) -> dict[str, Any]:
     logs, total, service = seen.logs, seen.logs.total, seen.axis.service
-    prefill, decode = service.sides
-    others = [x for x in service.processes.values() if not x.lends and not x.pulls]
+    every = sorted(service.processes.values(), key=lambda x: (x.rank, x.first_at))
+    others = [x for x in every if not x.lends and not x.pulls]
     counts = [x for answer in seen.answers for x in answer.account.counts]
     keeps = {x.rank for x in others if has_offload(x)}
-    times = [t for x in service.processes.values() for t in (x.first_at, x.last_at)]
+    times = [t for x in every for t in (x.first_at, x.last_at)]
     return {
         "files": len(logs.sources),
         "lines": total.num_lines,
         "bytes": total.num_bytes,
-        "events": logs.num_events,
+        "events": len(logs.records) + sum(logs.counted.values()),
         "requests": len(service.requests) + logs.num_well,
         "lent_now": sum(x.number for x in counts if x.kind == "lease"),
         "pulled_now": sum(x.number for x in counts if x.kind != "lease"),
@@ -94,8 +93,8 @@ def _read(seen: Seen) -> dict[str, Any]:
         "others": total.num_others,
         "others_in": [{"path": x.path, "lines": x.num_others} for x in logs.sources if x.num_others][:MAX_FILES],
         "repeated": total.num_repeated,
-        "prefill": [x.rank for x in prefill],
-        "decode": [x.rank for x in decode],
+        "prefill": [x.rank for x in every if x.lends],
+        "decode": [x.rank for x in every if x.pulls],
         "offload": sorted(keeps),
         "quiet": sorted({x.rank for x in others} - keeps),
     }

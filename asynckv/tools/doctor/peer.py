@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -128,7 +127,7 @@ class _Asking:
 
     async def _talk(self) -> None:
         self._note(f"asking {self._number}")
-        status = await self._answer(wire.StatusRequest, SILENCE_S)
+        status = await self._answer(wire.StatusRequest(0), SILENCE_S)
         if status is None and not self._foreign:
             self._note("no answer; looking at the port itself")
             seen = await asyncio.to_thread(look_at_port, self._number, self._port, CONNECT_S, GREETING_S)
@@ -136,7 +135,8 @@ class _Asking:
             self._know(stage=stage, mechanism=seen.mechanism, error=seen.error, errno=seen.errno)
             if seen.mechanism and not self.facts.turned_away:
                 # The listener speaks ZMQ, so it may be slow; if it asks for keys, a hang-up is the likelier cause.
-                status = await self._answer(wire.StatusRequest, SILENCE_S if seen.mechanism == "CURVE" else SLOW_S)
+                seconds = SILENCE_S if seen.mechanism == "CURVE" else SLOW_S
+                status = await self._answer(wire.StatusRequest(0), seconds)
         if isinstance(status, wire.Status):
             rank = f"tp{status.tp_rank} of {status.tp_size}"
             self._know(stage="hello", engine_id=status.engine_id, rank=rank, gauges=dict(status.gauges))
@@ -147,7 +147,7 @@ class _Asking:
 
     async def _ask_account(self) -> None:
         """Ask for versions and settings, which an engine tells if it is asked for an account (`asynckv why`)."""
-        answer = await self._answer(lambda nonce: wire.StatusRequest(nonce, most=1), SILENCE_S)
+        answer = await self._answer(wire.StatusRequest(0, most=1), SILENCE_S)
         if not isinstance(answer, wire.Status) or not answer.account:
             return  # it is older, or does not want to
         with suppress(RemoteProtocolError):
@@ -159,7 +159,7 @@ class _Asking:
     async def _shake_hands(self, status: wire.Status) -> None:
         stage, cohort = 0, Cohort(f"{DOCTOR}{os.getpid()}")
         for _ in range(2):
-            hello = partial(_hello, status, stage, cohort)
+            hello = wire.Hello(0, wire.MAJOR, wire.MINOR, status.engine_id, status.tp_rank, cohort, stage)
             answer = await self._answer(hello, ANSWER_S)
             found = re.search(r"/pp(\d+)/", answer.detail) if isinstance(answer, wire.Unwelcome) else None
             if found is None or int(found[1]) == stage:
@@ -192,10 +192,10 @@ class _Asking:
         if is_whole:
             self.place = Place(AgentInfo(answer.agent_name, answer.metadata), layout.memories[:1])
 
-    async def _answer(self, make: Callable[[int], wire.Message], seconds: float) -> wire.Message | None:
-        """Ask until an answer comes, the time is up, or it is clear that no answer will come."""
+    async def _answer(self, question: wire.StatusRequest | wire.Hello, seconds: float) -> wire.Message | None:
+        """Ask under a nonce of its own until an answer comes, the time is up, or it is clear that none will come."""
         nonce = next(self._nonces)
-        packet = wire.encode_packet(self._sender, "", [make(nonce)])
+        packet = wire.encode_packet(self._sender, "", [replace(question, nonce=nonce)])
         future: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
         self._waiting[nonce] = future
         try:
@@ -229,7 +229,3 @@ class _Asking:
     def _refused(self, cause: str, peer: str) -> None:
         if cause == "turned_away":
             self._know(turned_away=True)
-
-
-def _hello(status: wire.Status, stage: int, cohort: Cohort, nonce: int) -> wire.Hello:
-    return wire.Hello(nonce, wire.MAJOR, wire.MINOR, status.engine_id, status.tp_rank, cohort, stage)

@@ -89,7 +89,7 @@ async def _obey(order: Order, link: socket.socket) -> None:
     raw = np.frombuffer(mmap.mmap(-1, SIZE if order.read else PIECE), np.uint8)
     memory = Memory(int(raw.ctypes.data), len(raw))
     plane = RawLoop(NixlConfig(posting_threads=0), order.name)
-    agent = plane.begin([memory], lambda: _progress(plane))
+    agent = plane.open([memory])
     try:
         if order.place is None:
             raw[:] = _pattern()
@@ -115,10 +115,6 @@ async def _obey(order: Order, link: socket.socket) -> None:
         _say(link, Result(wrong, plugins, facts))
     finally:
         plane.close()
-
-
-def _progress(plane: RawLoop) -> None:
-    plane.poll()
 
 
 def _pattern() -> npt.NDArray[np.uint8]:

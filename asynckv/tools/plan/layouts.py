@@ -113,13 +113,11 @@ def with_addresses(layout: Layout, bases: Sequence[int]) -> Layout:
 
 
 def _group(layer: Layer, index: int, block_size: int, ratio: int, num_blocks: int) -> Group:
-    match layer:
-        case State():
-            return Group(f"{index}: states", ONE_PER_REQUEST, num_blocks, kind="state")
-        case Heads(window=window) | Latent(window=window):
-            what = "latents" if isinstance(layer, Latent) else "attention"
-            name = f"{index}: {what}, window {window}" if window else f"{index}: {what}"
-            return Group(name, block_size, num_blocks, ratio, window=window)
+    if isinstance(layer, State):
+        return Group(f"{index}: states", ONE_PER_REQUEST, num_blocks, kind="state")
+    what = "latents" if isinstance(layer, Latent) else "attention"
+    name = f"{index}: {what}" + (f", window {layer.window}" if layer.window else "")
+    return Group(name, block_size, num_blocks, ratio, window=layer.window)
 
 
 def _parts(

@@ -517,7 +517,7 @@ def _hybrid_kinds(c: _Config, kind: str) -> list[str]:
 
 
 def _mamba(c: _Config, width: str, state: str, kernel: str) -> State:
-    channels = c.number(width, default=0, least=0) or _expanded(c, "mamba_expand" if "mamba_expand" in c else "expand")
+    channels = _channels(c, width)
     return State((Projection("x", channels, 1),), c.number(kernel, least=2) - 1, channels, (c.number(state),))
 
 
@@ -537,8 +537,7 @@ def _mamba2(
 ) -> State:
     num, size = c.number(heads), c.get(head_dim)
     if size in (None, "auto"):
-        channels = c.number("mamba_d_ssm", default=0, least=0)
-        channels = channels or _expanded(c, "mamba_expand" if "mamba_expand" in c else "expand")
+        channels = _channels(c, "mamba_d_ssm")
         if channels % num:
             raise ConfigError(f"has no {head_dim}, and {channels} channels are no multiple of {heads} {num}")
         size = channels // num
@@ -551,7 +550,11 @@ def _mamba2(
     return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), c.dtype(field) or usual)
 
 
-def _expanded(c: _Config, key: str) -> int:
+def _channels(c: _Config, field: str) -> int:
+    """Return the channels that a field gives, or those into which the hidden size is expanded."""
+    if given := c.number(field, default=0, least=0):
+        return given
+    key = "mamba_expand" if "mamba_expand" in c else "expand"
     hidden, expand = c.number("hidden_size"), c.number(key, default=2)
     if hidden * expand > MOST:
         raise ConfigError(f"{key} {expand} makes more than {MOST} channels of hidden_size {hidden}")
