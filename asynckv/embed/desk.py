@@ -231,7 +231,7 @@ class EngineDesk:
             case Reclaim():
                 engine.reclaim(**given)
             case CountPrompts(counted):
-                engine._driver.count_prompts(counted)
+                engine._driver.recorder.prompts_counted(counted)
             case _:
                 raise LocalProtocolError(
                     f"{shown(order)} is not an order; give Announce, Pull, Cancel, Lend, Withdraw, Reclaim, "

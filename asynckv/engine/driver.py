@@ -162,7 +162,6 @@ class Driver:
         self.observers: tuple[Observer, ...] = (recorder,)
         self.guests: list[Guest] = []
         self.data_down = self.control_down = ""
-        self.prompts: told.PromptsCounted | None = None  # None if no scheduler counts them
         self._held: set[PullId] = set()
         self._loading: set[asyncio.Task[None]] = set()
         self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
@@ -211,20 +210,16 @@ class Driver:
         counters["keys.forgotten"] = core.prefill.spent.num_forgotten
         counters["log.failed"] = self.recorder.num_failed
         counters["log.dropped"] = self.recorder.num_dropped
-        if (seen := self.prompts) is not None:
+        if (seen := self.recorder.prompts) is not None:
             counters |= {"prompts.with_params": seen.with_params, "prompts.without_params": seen.without_params}
             counters |= {f"computed_locally.{cause}": count for cause, count in seen.computed_locally.items()}
         for guest in self.guests:
             counters |= guest.counters()
         return counters
 
-    def count_prompts(self, counted: told.PromptsCounted) -> None:
-        self.prompts = counted
-        self.recorder.prompts_counted(counted)
-
     def guest_gauges(self) -> dict[str, int]:
         gauges = {name: value for guest in self.guests for name, value in guest.gauges().items()}
-        if (seen := self.prompts) is not None:
+        if (seen := self.recorder.prompts) is not None:
             gauges |= {"prompts_in_a_row": seen.in_a_row, "prompts_in_a_row_s": int(seen.in_a_row_s)}
         return gauges
 
