@@ -21,6 +21,7 @@ from asynckv.core import told, wire
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
+from asynckv.core.limits import remember
 from asynckv.core.outbox import BlocksRetired, BlocksReturned, DetachRead, Outbox, PostRead, PullEnded, PullOver, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
@@ -615,9 +616,7 @@ class DecodeSide:
             f"the embedder took no results and sent no commands for {now - self.alive_at:.0f} s, so the request was "
             f"let go; compute it or prefill it anew, and call take_finished in every step"
         )
-        self.abandoned[pull.params.key] = text
-        if len(self.abandoned) > MAX_ABANDONED:
-            del self.abandoned[next(iter(self.abandoned))]
+        remember(self.abandoned, pull.params.key, text, MAX_ABANDONED)
         self.fail(pull, Reason.STANDSTILL, text, now)
 
     def _make_room(self, source: Source) -> None:
