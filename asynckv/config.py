@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from string import Formatter
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, is_text, number, seconds, shown, text
 from asynckv.errors import ConfigError
@@ -377,10 +377,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         flag("allow_insecure", self.allow_insecure, ConfigError)
-        kinds: dict[str, Any] = {"engine_id": str, "bind": str, "advertise": str, "keys": KeysConfig | None}
-        kinds |= {"lease": LeaseConfig, "pull": PullConfig, "nixl": NixlConfig}
-        kinds |= {"log": LogConfig, "limits": LimitsConfig, "inspect": InspectConfig}
-        for name, kind in kinds.items():
+        for name, kind in get_type_hints(EngineConfig).items():
             if not isinstance(value := getattr(self, name), kind):
                 wanted = getattr(kind, "__name__", str(kind))
                 raise ConfigError(f"{name} is {shown(value)}; it must be a {wanted}")

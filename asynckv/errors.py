@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 
@@ -101,11 +102,7 @@ class PullError(AsyncKVError):
     def __reduce__(self) -> tuple[Any, ...]:
         names = ("request_id", "pull_id", "reason", "is_retryable", "attempts", "failed_in")
         fields = {name: getattr(self, name) for name in names}
-        return _rebuild, (type(self), str(self), fields | {"held": dict(self.held)})
-
-
-def _rebuild(kind: type[PullError], message: str, fields: dict[str, Any]) -> PullError:
-    return kind(message, **fields)
+        return partial(type(self), str(self), held=dict(self.held), **fields), ()
 
 
 class Overloaded(PullError):

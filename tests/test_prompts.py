@@ -57,7 +57,7 @@ def said(stream: io.StringIO) -> list[dict[str, Any]]:
 
 async def count(engine: Engine, counted: PromptsCounted) -> None:
     EngineDesk(engine).submit([CountPrompts(counted)])
-    await until(lambda: engine._driver.prompts is counted)
+    await until(lambda: engine._driver.recorder.prompts is counted)
 
 
 async def pass_by(sim: Bench, seconds: float) -> None:

@@ -16,13 +16,13 @@ from asynckv.config import EngineConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import (
-    BlocksReturned,
     DetachRead,
     HeldForLong,
     LeaseEnded,
     LoadPeer,
+    Milestone,
     PackBlocks,
-    PullEnded,
+    PullReached,
     RemovePeer,
 )
 from asynckv.core.peer import Peer
@@ -297,10 +297,10 @@ class World(Fabric):
                         rank.making[slot] = gathered
                         if self.auto_pack:
                             self.finish_copy(rank, slot)
-                    case PullEnded(pull):
+                    case PullReached(pull, Milestone.ENDED):
                         assert pull not in rank.ended, "two outcomes"
                         rank.ended.append(pull)
-                    case BlocksReturned(pull):
+                    case PullReached(pull, Milestone.RETURNED):
                         assert pull not in rank.returned, "returned twice"
                         mine = {t for source in pull.sources for t in source.running | source.doubtful}
                         assert not mine & rank.reads.keys(), "returned while something can write"

@@ -15,8 +15,7 @@ import math
 from collections.abc import Mapping
 
 from asynckv.core.pull import Pull, PullRequest
-from asynckv.core.types import Reason
-from asynckv.errors import LocalProtocolError
+from asynckv.core.types import Reason, impossible
 from asynckv.geometry.bounds import NULL
 
 RETRYABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
@@ -127,12 +126,8 @@ class Request:
     # -- inside ------------------------------------------------------------------------------------
 
     def _allow(self, event: RequestEvent) -> RequestState:
-        after = ON_EVENT[self.state].get(event)
-        if after is None:
-            raise LocalProtocolError(
-                f"{event.name} while request {self.wanted.request_id[:200]!r} is {self.state.name}"
-            )
-        return after
+        what = f"request {self.wanted.request_id[:200]!r}"
+        return ON_EVENT[self.state].get(event) or impossible(event, what, self.state)
 
     def _enter(self, after: RequestState) -> None:
         self.state = after

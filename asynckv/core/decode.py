@@ -21,7 +21,8 @@ from asynckv.core import told, wire
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
-from asynckv.core.outbox import BlocksRetired, BlocksReturned, DetachRead, Outbox, PostRead, PullEnded, PullOver, Traced
+from asynckv.core.limits import remember
+from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullReached, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
@@ -39,7 +40,7 @@ from asynckv.geometry.plan import Plan, plan_read
 from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
 
-S, P = members(PeerState), members(PullState)
+S, P, M = members(PeerState), members(PullState), members(Milestone)
 
 MAX_ABANDONED = 1024
 """Requests that are remembered as abandoned during a standstill; beyond that the oldest is forgotten."""
@@ -447,7 +448,7 @@ class DecodeSide:
             self._outbox.commands.append(told.release_unanswered(pull, silent, Reason.TIMEOUT, now))
         if pull.is_retired and not was_retired:
             self._outbox.counters["blocks.retired"] += 1
-            self._outbox.commands.append(BlocksRetired(pull))
+            self._outbox.commands.append(PullReached(pull, M.RETIRED))
         for source in pull.sources:
             self._let_go(pull, source, now)
         if now >= pull.warn_at and not pull.is_over and pull.take_warning(now):
@@ -550,7 +551,7 @@ class DecodeSide:
                         del self.by_request[pull.request_id]
                     if pull.kind is not KIND.DISCHARGE:
                         self._outbox.counters[f"pulls.{pull.reason}"] += 1
-                    self._outbox.commands.append(PullEnded(pull))
+                    self._outbox.commands.append(PullReached(pull, M.ENDED))
                     for source in pull.sources:
                         peer = self.peers.by_place.get(source.rank.place)
                         if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
@@ -566,13 +567,13 @@ class DecodeSide:
                             self._make_room(source)
                 case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
-                    self._outbox.commands.append(BlocksReturned(pull))
+                    self._outbox.commands.append(PullReached(pull, M.RETURNED))
                 case DO.FINISH:
                     del self.pulls[pull.pull_id]
                     self._timers.forget(pull)
                     for source in pull.sources:
                         self.peers.detach(source.rank.place, pull.pull_id, now)
-                    self._outbox.commands.append(PullOver(pull))
+                    self._outbox.commands.append(PullReached(pull, M.OVER))
                 case _:
                     assert_never(effect)
         if self._outbox.trace and len(pull.history) > pull.num_traced:
@@ -615,9 +616,7 @@ class DecodeSide:
             f"the embedder took no results and sent no commands for {now - self.alive_at:.0f} s, so the request was "
             f"let go; compute it or prefill it anew, and call take_finished in every step"
         )
-        self.abandoned[pull.params.key] = text
-        if len(self.abandoned) > MAX_ABANDONED:
-            del self.abandoned[next(iter(self.abandoned))]
+        remember(self.abandoned, pull.params.key, text, MAX_ABANDONED)
         self.fail(pull, Reason.STANDSTILL, text, now)
 
     def _make_room(self, source: Source) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from asynckv.errors import LocalProtocolError
+from asynckv.core.types import impossible
 
 
 class LifeState(enum.StrEnum):
@@ -63,7 +63,5 @@ class Lifecycle:
 
     def receive(self, event: LifeEvent) -> None:
         """Take an event. An event that is impossible in this state raises, and changes nothing."""
-        after = ON_EVENT[self.state].get(event)
-        if after is None:
-            raise LocalProtocolError(f"{event.name} while the engine is {self.state.name}")
+        after = ON_EVENT[self.state].get(event) or impossible(event, "the engine", self.state)
         self.state, self.is_shut = after, after in _SHUT

@@ -2,15 +2,29 @@
 
 Every proven key has a bucket. Without keys every connection has one. The control plane itself numbers connections, so a
 peer cannot spend another's tokens. A kind of log line has a bucket of its own.
+
+What is kept of many peers or requests is bounded too (`remember`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 MAX_BUCKETS = 16_384
 """Number of buckets. Beyond that, the sharers that were silent for longest begin anew."""
+
+
+def remember(known: dict[K, V], key: K, value: V, most: int) -> None:
+    """Keep an entry as the latest one. Beyond `most` entries the oldest is forgotten."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > most:
+        del known[next(iter(known))]
 
 
 class Limiter:

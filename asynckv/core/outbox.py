@@ -7,6 +7,7 @@ waits for them. The engine asks for reads to post one by one (`DecodeSide.next_r
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import get_args
@@ -67,24 +68,16 @@ class PackBlocks(Struct, frozen=True):
     gathered: Gathered
 
 
-class PullEnded(Struct, frozen=True):
+class Milestone(enum.Enum):
+    ENDED = enum.auto()  # the pull has its outcome
+    RETURNED = enum.auto()  # nothing can write its blocks any more
+    RETIRED = enum.auto()  # a transfer may still write its blocks after `held_s`, so that they should be given up
+    OVER = enum.auto()  # every rank knows its outcome, and its blocks have returned
+
+
+class PullReached(Struct, frozen=True):
     pull: Pull
-
-
-class BlocksReturned(Struct, frozen=True):
-    """Nothing can write this pull's blocks any more."""
-
-    pull: Pull
-
-
-class BlocksRetired(Struct, frozen=True):
-    """A transfer may still write this pull's blocks after `held_s`, so that they should be given up."""
-
-    pull: Pull
-
-
-class PullOver(Struct, frozen=True):
-    pull: Pull
+    milestone: Milestone
 
 
 class HeldForLong(Struct, frozen=True):
@@ -120,10 +113,7 @@ Command = (
     | Disconnect
     | DetachRead
     | PackBlocks
-    | PullEnded
-    | BlocksReturned
-    | BlocksRetired
-    | PullOver
+    | PullReached
     | LeaseEnded
     | HeldForLong
     | PeerChanged

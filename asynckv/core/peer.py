@@ -24,9 +24,8 @@ from asynckv.config import PullConfig
 from asynckv.core.asks import Asks
 from asynckv.core.flow import Line
 from asynckv.core.source import RemoteRank
-from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, members, rank_name
+from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, impossible, members, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
-from asynckv.errors import LocalProtocolError
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.tables import PeerTables
@@ -156,9 +155,7 @@ class Peer:
 
     def receive(self, event: PeerEvent) -> bool:
         """Take an event, and return True if the state changed. An impossible event raises, and changes nothing."""
-        after = ON_EVENT[self.state].get(event)
-        if after is None:
-            raise LocalProtocolError(f"{event.name} while the peer {self.name} is {self.state.name}")
+        after = ON_EVENT[self.state].get(event) or impossible(event, f"the peer {self.name}", self.state)
         before, self.state = self.state, after
         self.line.is_open = after is S.READY
         return before is not after

@@ -29,6 +29,7 @@ from asynckv.config import EngineConfig, check_lease
 from asynckv.core.copies import NO_SLOT, Copies
 from asynckv.core.lease import PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
+from asynckv.core.limits import remember
 from asynckv.core.outbox import LeaseEnded, Outbox, Traced
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
@@ -220,9 +221,7 @@ class PrefillSide:
             return None
         if key in self._ended or not self.spent.add(key):
             return None
-        self._ended[key] = Ended(Reason.WITHDRAWN)
-        if len(self._ended) > self.max_ended:
-            self._ended.popitem(last=False)
+        remember(self._ended, key, Ended(Reason.WITHDRAWN), self.max_ended)
         self._outbox.counters["requests.withdrawn"] += 1
         waited = []
         for parked in self._take_parked(key):
@@ -352,9 +351,7 @@ class PrefillSide:
         return is_overdue
 
     def unreachable(self, reply_to: ReplyTo) -> None:
-        self._unreachable[reply_to] = None
-        if len(self._unreachable) > MAX_UNREACHABLE:
-            self._unreachable.popitem(last=False)
+        remember(self._unreachable, reply_to, None, MAX_UNREACHABLE)
 
     def tick(self, now: float) -> None:
         while self._parked_order and self._parked_order[0][0] <= now:
@@ -410,10 +407,7 @@ class PrefillSide:
 
     def answered(self, reply_to: ReplyTo, now: float) -> None:
         self._unreachable.pop(reply_to, None)
-        self._answered[reply_to] = now
-        self._answered.move_to_end(reply_to)
-        if len(self._answered) > MAX_UNREACHABLE:
-            self._answered.popitem(last=False)
+        remember(self._answered, reply_to, now, MAX_UNREACHABLE)
 
     def _is_gone(self, lease: Lease, stray: Grant, now: float) -> bool:
         """Return True if all connections of a grant have ended, or its rank has restarted and it does not answer."""
@@ -525,9 +519,8 @@ class PrefillSide:
     def _forget(self, key: Key, release: Release, sender: str, now: float) -> None:
         """Give up a release that was acknowledged and never applied, but remember it for the log."""
         detail = f"it came before the request was lent, and was kept for parked_s {self._config.parked_s:g}"
-        self._forgotten[key] = Refusal(now, "release", "parked_too_long", release.cohort.name(sender), detail)
-        if len(self._forgotten) > MAX_FORGOTTEN:
-            self._forgotten.popitem(last=False)
+        refusal = Refusal(now, "release", "parked_too_long", release.cohort.name(sender), detail)
+        remember(self._forgotten, key, refusal, MAX_FORGOTTEN)
 
     def _unpark(self, parked: ParkedMessage) -> None:
         self._parked_by[parked.sharer] -= parked.room

@@ -14,6 +14,7 @@ import msgspec
 
 from asynckv.core import wire
 from asynckv.core.lease import WHAT, refused
+from asynckv.core.limits import remember
 from asynckv.core.outbox import Outbox
 from asynckv.core.told import ReaderMet, ReaderRefused, short
 from asynckv.core.types import SHOWN_LETTERS, Reason, ReplyTo, rank_name
@@ -97,11 +98,8 @@ class Readers:
         else:
             self._outbox.send(route, source, answer)
             self._meet(hello, source, proven)
-            self.minor_versions.pop((source, route), None)
-            self.minor_versions[source, route] = hello.minor
-            if len(self.minor_versions) > MAX_READERS:
-                # The process that was not heard of for longest goes without the courtesy.
-                del self.minor_versions[next(iter(self.minor_versions))]
+            # Beyond the limit the process that was not heard of for longest goes without the courtesy.
+            remember(self.minor_versions, (source, route), hello.minor, MAX_READERS)
             if closed_as:
                 self._say_draining(route, source, hello.minor)
 

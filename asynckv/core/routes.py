@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asynckv.core.flow import FlowKey
+from asynckv.core.limits import remember
 from asynckv.core.peer import Peer
 from asynckv.core.source import RemoteRank
 from asynckv.core.types import Address, Endpoint, KVTransferParams, Place, Reason, rank_name
@@ -129,9 +130,7 @@ class Routes:
             chosen: Chosen | str = tuple(self._tables(peers, groups))
         except (NotCovered, LayoutError) as exc:
             chosen = str(exc)
-        if len(self._chosen) >= MAX_CHOICES:
-            del self._chosen[next(iter(self._chosen))]
-        self._chosen[places, groups] = chosen
+        remember(self._chosen, (places, groups), chosen, MAX_CHOICES)
         return chosen
 
     def _tables(self, peers: Sequence[Peer], groups: tuple[int, ...]) -> list[PeerTables | None]:

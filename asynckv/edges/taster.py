@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from asynckv.config import NixlConfig
+from asynckv.core.limits import remember
 from asynckv.edges import process_wire as wire
 from asynckv.edges.keeper import Keeper
 from asynckv.errors import BackendError
@@ -99,9 +100,7 @@ class Taster:
                 return
             self._child = child
         refusals, self._num_turns = self._turns.pop(remote.host, (0, 0))[0], self._num_turns + 1
-        self._turns[remote.host] = refusals, self._num_turns
-        if len(self._turns) > MAX_HOSTS:
-            del self._turns[next(iter(self._turns))]
+        remember(self._turns, remote.host, (refusals, self._num_turns), MAX_HOSTS)
         has_hung = False
         try:
             async with asyncio.timeout(TRY_S):

@@ -234,13 +234,13 @@ def register_parts(
     return register_memory(layout, tuple(owners))
 
 
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a value that is equal for tensors that are the same memory, seen in the same way."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _check_same(alias: str, tensor: torch.Tensor, layer: str, other: torch.Tensor | None) -> None:
-    if other is None or (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) != (
-        other.data_ptr(),
-        other.shape,
-        other.stride(),
-        other.dtype,
-    ):
+    if other is None or identity(tensor) != identity(other):
         raise LayoutError(
             f"layer {alias} is declared an alias of layer {layer!r}, but their tensors are not the same memory; give "
             f"it the other layer's tensor or none, or do not declare it an alias"

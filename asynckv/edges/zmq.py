@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from asynckv.config import KeysConfig
+from asynckv.core.limits import remember
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
 from asynckv.edges.door import SPARE_FILES, Connection, Door, Opened, free_files
@@ -493,13 +494,10 @@ class ZmqPlane:
         number = self._numbers.get(host, (0.0, ""))[1]  # kept after a failed look-up, because the service may recover
         if numbers and number not in numbers:
             number = numbers[0]
-        self._numbers[host] = self._turn.now(), number
+        remember(self._numbers, host, (self._turn.now(), number), MAX_NAMES)
         for address in [each for each, link in self._links.items() if link.name and link.name[0] == host]:
             if self._links[address].name != (host, number):
                 self.disconnect(address)
-        self._numbers.move_to_end(host)
-        if len(self._numbers) > MAX_NAMES:
-            self._numbers.popitem(last=False)
         for address in [each for each in self._unresolved if _host(_split(each)[0]) == host]:
             for packet in self._unresolved.pop(address):
                 self.send(address, packet)

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from asynckv.arguments import MAX_NAME, integer, text, texts
+from asynckv.core.limits import remember
 from asynckv.core.types import MAX_ID, Endpoint, Key, KVTransferParams, decode_params
 from asynckv.embed.orders import Announce, Cancel, Failed, Finished, Lend, Order, Pull, Withdraw
 from asynckv.errors import LocalProtocolError, PeerLost
@@ -427,9 +428,7 @@ class DecodeLedger(_Ledger):
                 for other in siblings.values():
                     other.errors.update(fetch.errors)
             else:
-                self._spent[key] = None
-                if len(self._spent) > MAX_SPENT:
-                    del self._spent[next(iter(self._spent))]
+                remember(self._spent, key, None, MAX_SPENT)
         if after is State.OVER:
             del self._fetches[fetch.name]
             self._waiting.get(key, {}).pop(fetch.name, None)

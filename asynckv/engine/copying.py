@@ -83,7 +83,8 @@ class ByTokens:
             index = self._shelf.kept[piece.group]
             size = self._shelf.groups[piece.group].block_size
             slots = dict(zip(piece.positions, piece.host_slots, strict=True))
-            for mine, (first, stop) in itertools.product(self.partners[piece.group], _stretches(sorted(slots))):
+            for mine, (first, count) in itertools.product(self.partners[piece.group], runs_of(sorted(slots))):
+                stop = first + count
                 local: list[BlockList] = [(0, np.zeros(0, np.int64)) for _ in self._groups]
                 local[mine] = _from(blocks[mine], first * size, self._groups[mine].block_size)
                 kept = [BlockRuns(0, ()) for _ in self._shelf.form.groups]
@@ -118,13 +119,6 @@ def _without_windows(layout: Layout) -> Layout:
     """Which blocks a window needs is decided by their keys; here all are wanted that are named."""
     groups = tuple(msgspec.structs.replace(group, window=0) for group in layout.groups)
     return msgspec.structs.replace(layout, groups=groups)
-
-
-def _stretches(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return `[first, stop)` of places that follow each other."""
-    for _, run in itertools.groupby(enumerate(places), key=lambda each: each[1] - each[0]):
-        some = [place for _, place in run]
-        yield some[0], some[-1] + 1
 
 
 def _from(given: BlockList, first: int, size: int) -> BlockList:

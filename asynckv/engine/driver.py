@@ -26,17 +26,15 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lease import Lease
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
-    BlocksRetired,
-    BlocksReturned,
     DetachRead,
     Disconnect,
     HeldForLong,
     LeaseEnded,
     LoadPeer,
+    Milestone,
     PackBlocks,
     PeerChanged,
-    PullEnded,
-    PullOver,
+    PullReached,
     RemovePeer,
     Traced,
 )
@@ -44,13 +42,12 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.told import Told, short
-from asynckv.core.types import Address, PullId, ReplyTo
+from asynckv.core.types import Address, PullId, ReplyTo, members
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
 from asynckv.engine.lag import LoopLag
-from asynckv.errors import BackendError, EngineClosed, LocalProtocolError, PullError
-from asynckv.errors import BlocksRetired as Retired
+from asynckv.errors import BackendError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observer
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, CopyMade, DataPlane, TimerHandle
@@ -64,6 +61,7 @@ BEAT_S = 0.25  # while anything is under way the timer runs at least this often,
 IDLE_BEAT_S = 2.5  # the beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`
 MAX_WAITED = 8
 
+M = members(Milestone)
 Ts = TypeVarTuple("Ts")
 
 
@@ -83,7 +81,7 @@ class Waiting:
         self.home.here(PullError.returned)
         await self.returned.wait()
         if self.pull.is_retired and not self.pull.is_returned:
-            raise Retired("a transfer that does not end may still write these blocks; never use them again")
+            raise BlocksRetired("a transfer that does not end may still write these blocks; never use them again")
 
 
 async def wait_until(clock: Clock, news: asyncio.Event, is_over: Callable[[], bool], until: float) -> None:
@@ -162,7 +160,6 @@ class Driver:
         self.observers: tuple[Observer, ...] = (recorder,)
         self.guests: list[Guest] = []
         self.data_down = self.control_down = ""
-        self.prompts: told.PromptsCounted | None = None  # None if no scheduler counts them
         self._held: set[PullId] = set()
         self._loading: set[asyncio.Task[None]] = set()
         self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
@@ -211,20 +208,16 @@ class Driver:
         counters["keys.forgotten"] = core.prefill.spent.num_forgotten
         counters["log.failed"] = self.recorder.num_failed
         counters["log.dropped"] = self.recorder.num_dropped
-        if (seen := self.prompts) is not None:
+        if (seen := self.recorder.prompts) is not None:
             counters |= {"prompts.with_params": seen.with_params, "prompts.without_params": seen.without_params}
             counters |= {f"computed_locally.{cause}": count for cause, count in seen.computed_locally.items()}
         for guest in self.guests:
             counters |= guest.counters()
         return counters
 
-    def count_prompts(self, counted: told.PromptsCounted) -> None:
-        self.prompts = counted
-        self.recorder.prompts_counted(counted)
-
     def guest_gauges(self) -> dict[str, int]:
         gauges = {name: value for guest in self.guests for name, value in guest.gauges().items()}
-        if (seen := self.prompts) is not None:
+        if (seen := self.recorder.prompts) is not None:
             gauges |= {"prompts_in_a_row": seen.in_a_row, "prompts_in_a_row_s": int(seen.in_a_row_s)}
         return gauges
 
@@ -463,7 +456,7 @@ class Driver:
         for command in commands:
             try:
                 match command:
-                    case PullEnded(pull):
+                    case PullReached(pull, M.ENDED):
                         if not pull.is_returned:
                             self._held.add(pull.pull_id)
                         waiting = self.waiting.get(pull.pull_id)
@@ -471,17 +464,17 @@ class Driver:
                             waiting.outcome.set_result(None)
                         if pull.kind is not Kind.DISCHARGE:
                             self.tell(Observer.pull_ended, pull, now)
-                    case BlocksReturned(pull):
+                    case PullReached(pull, M.RETURNED):
                         if (waiting := self.waiting.get(pull.pull_id)) is not None:
                             waiting.returned.set()
                         if pull.pull_id in self._held:
                             self._held.discard(pull.pull_id)
                             recorder.blocks_returned(pull, now)
-                    case PullOver(pull):
+                    case PullReached(pull, M.OVER):
                         self.waiting.pop(pull.pull_id, None)
                         self.release_s.append(pull.released_at - pull.published_at)
                         self.tell(Observer.pull_over, pull, now)
-                    case BlocksRetired(pull):
+                    case PullReached(pull):  # M.RETIRED
                         if (waiting := self.waiting.get(pull.pull_id)) is not None:
                             waiting.returned.set()
                         self.tell(Observer.blocks_retired, pull, now)

@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from asynckv.errors import LayoutError
+from asynckv.geometry.blocks import runs_of
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_VIEWS, Int64s
 from asynckv.geometry.layout import Bytes, Layout, Memory
 from asynckv.geometry.plan import ReadRequest
@@ -82,9 +83,6 @@ def recipe(read: ReadRequest) -> Recipe:
     """Return the recipe for a packed copy of a staged read."""
     table, (first, count) = read.table, read.rows
     ids = read.remote[: len(read.remote) // count] - first * table.remote_blocks
-    cuts = np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1
-    starts = np.concatenate(([0], cuts))
-    numbers = np.concatenate((cuts, [len(ids)])) - starts
     of = table.box_of[first : first + count].tolist()
     used = {box: at for at, box in enumerate(dict.fromkeys(of))}
     boxes = [table.boxes[box] for box in used]
@@ -97,7 +95,7 @@ def recipe(read: ReadRequest) -> Recipe:
                 for (memory, offset, _), box in zip(table.remote[first : first + count].tolist(), of, strict=True)
             ]
         ),
-        tuple(zip(ids[starts].tolist(), numbers.tolist(), strict=True)),
+        runs_of(ids),
     )
 
 

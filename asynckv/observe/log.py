@@ -126,7 +126,8 @@ class Recorder(Observer):
         self._rates: dict[type[Told], Rate] = {}
         self._failures: dict[tuple[Reason | None, str], tuple[float, str]] = {}
         self._told, self._groups = Limiter(1.0, MAX_TOLD), dict[tuple[Any, str, str], list[dict[str, Any]]]()
-        self._prompts, self._is_due = told.PromptsCounted(), False
+        self.prompts: told.PromptsCounted | None = None  # the last counts; None if no scheduler counts prompts
+        self._is_due = False  # True if these counts wait to be logged
         self._prompts_rate = Rate(PROMPTS_PER_S, MAX_PROMPTS)
         self._away, self._away_s, self._away_said_s = Rate(AWAY_PER_S, MAX_AWAY), 0.0, 0.0
 
@@ -257,9 +258,9 @@ class Recorder(Observer):
 
     def tell_groups(self, now: float, waited_s: float = 0.0) -> None:
         """Log the ends that wait to share a line, if the first has waited for `waited_s`, and the prompts' counts."""
-        if self._is_due and (not waited_s or self._prompts_rate.take(now)):
+        if self.prompts is not None and self._is_due and (not waited_s or self._prompts_rate.take(now)):
             self._is_due = False
-            self.log(self._prompts)
+            self.log(self.prompts)
         if not self._groups or now - next(iter(self._groups.values()))[0]["ago_s"] < waited_s:
             return
         groups, self._groups = self._groups, {}
@@ -272,7 +273,7 @@ class Recorder(Observer):
 
     def prompts_counted(self, counted: told.PromptsCounted) -> None:
         """Log the counts soon, or at once if there is something new to warn of."""
-        before, self._prompts = self._prompts, counted
+        before, self.prompts = self.prompts or told.PromptsCounted(), counted
         is_new = counted.is_alarming > before.is_alarming
         self._is_due = not is_new and counted.computed_locally.keys() <= before.computed_locally.keys()
         if not self._is_due:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv.core import notes
 from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.limits import remember
 from asynckv.core.notes import Note
 from asynckv.core.pull import Pull, PullState
 from asynckv.core.types import KVTransferParams, PullId, Reason, rank_name
@@ -124,7 +125,7 @@ class Tracing(Observer):
     def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
         """Remember the trace in which the request was lent, and the engine."""
         if params.traceparent and (parent := self._parent(params)) is not None:
-            _keep(self._lent, lease, (parent, params.engine_id))
+            remember(self._lent, lease, (parent, params.engine_id), MAX_KEPT)
 
     def lease_ended(self, lease: Lease, now: float) -> None:
         if not self._lent or (lent_in := self._lent.pop(lease, None)) is None:
@@ -184,9 +185,9 @@ class Tracing(Observer):
         elif reason is not Reason.COMPLETE:
             self._fail(span, str(reason), f"failed in {pull.failed_in}: {pull.detail}")
         span.end(self._wall_ns(pull.published_at))
-        _keep(self._over, pull.pull_id, span.get_span_context())
+        remember(self._over, pull.pull_id, span.get_span_context(), MAX_KEPT)
         if reason in pull.retryable:
-            _keep(self._failed, pull.request_id, span.get_span_context())
+            remember(self._failed, pull.request_id, span.get_span_context(), MAX_KEPT)
 
     def pull_over(self, pull: Pull, now: float) -> None:
         if not self._over or (before := self._over.pop(pull.pull_id, None)) is None:
@@ -237,12 +238,6 @@ class Tracing(Observer):
     def _fail(self, span: Span, cause: str, detail: str) -> None:
         span.set_attribute("error.type", cause)
         span.set_status(self._api.Status(self._api.StatusCode.ERROR, f"{cause}: {detail}"[:MAX_TEXT]))
-
-
-def _keep(kept: OrderedDict[Any, Any], key: object, value: object) -> None:
-    kept[key] = value
-    if len(kept) > MAX_KEPT:
-        kept.popitem(last=False)
 
 
 def _num_to_outcome(pull: Pull) -> int:

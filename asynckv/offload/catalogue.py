@@ -106,10 +106,8 @@ class Catalogue:
             "corrupt_or_unread": self.corrupt_or_unread,
         }
 
-    def _tiers(self) -> Iterator[Tier]:
-        yield self.host
-        if self.file is not None:
-            yield self.file
+    def _tiers(self, place: Place | None = None) -> Iterator[Tier]:
+        return (tier for tier in (self.host, self.file) if tier is not None and place in (None, tier.place))
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -139,8 +137,7 @@ class Catalogue:
         """
         mine, where = self._request(job_id, hashes, tokens, positions)
         self._tick_on()
-        used = [self._used(self.host, mine, where)]
-        used += [self._used(self.file, mine, where)] if self.file else []
+        used = [self._used(tier, mine, where) for tier in self._tiers()]
         self.host.spare(used[0])
         job = self._jobs.begin(job_id, JobKind.STORE, until)
         new: list[list[int]] = [[] for _ in where]
@@ -243,7 +240,7 @@ class Catalogue:
         mine, where = self._request(name, hashes, tokens, positions)
         self._use(mine, where)
         held = self.pins[name] = []
-        tiers, pieces = [tier for tier in self._tiers() if place in (None, tier.place)], []
+        tiers, pieces = list(self._tiers(place)), []
         for g, wanted in enumerate(where):
             here: list[Item] = []
             for position in wanted:
@@ -275,7 +272,7 @@ class Catalogue:
         """
         keys, count, left = None if hashes is None else as_hashes(hashes), 0, 0
         pinned = {entry for held in self.pins.values() for _, entry in held if entry.state is EntryState.READY}
-        for tier in [tier for tier in self._tiers() if place in (None, tier.place)]:
+        for tier in self._tiers(place):
             if keys is None:
                 count += sum(map(len, tier.index))
                 writing = tier.drop_all(pinned)

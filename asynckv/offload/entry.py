@@ -17,8 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from asynckv.core.types import members
-from asynckv.errors import LocalProtocolError
+from asynckv.core.types import impossible, members
 
 
 class EntryState(enum.StrEnum):
@@ -89,10 +88,7 @@ class Entry(Struct, eq=False, gc=False):
 
     def receive(self, event: EntryEvent) -> bool:
         """Take an event; return True if the entry has just gone. An impossible event raises `LocalProtocolError`."""
-        after = ON_EVENT[self.state].get(event)
-        if after is None:
-            raise LocalProtocolError(f"{event.name} while a stored block is {self.state.name}")
-        self.state = after
+        self.state = ON_EVENT[self.state].get(event) or impossible(event, "a stored block", self.state)
         return self._settle()
 
     def hold(self, holder: str) -> None:

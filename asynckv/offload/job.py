@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from asynckv.core.types import members
-from asynckv.errors import LocalProtocolError
+from asynckv.core.types import impossible, members
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.tier import Tier
 
@@ -188,9 +187,7 @@ class Job:
 
     def receive(self, event: JobEvent, outcome: JobOutcome, cause: str = "") -> None:
         """Take an event; the first outcome counts. An event after the end raises `LocalProtocolError`."""
-        after = ON_EVENT[self.state].get(event)
-        if after is None:
-            raise LocalProtocolError(f"{event.name} while job {self.job_id!r} is {self.state.name}")
+        after = ON_EVENT[self.state].get(event) or impossible(event, f"job {self.job_id!r}", self.state)
         if self.state is S.RUNNING:
             self.outcome, self.cause = outcome, cause
         self.state = after

@@ -154,10 +154,6 @@ class Transfer:
             target[:] = source
         self.landed = max(self.landed, upto)
 
-    def go_directly(self) -> None:
-        """Read a staged read without a slot: piece by piece, as if its table were not staged."""
-        self.pieces, self.places = self.direct, []
-
     def place(self) -> None:
         """Copy the pieces of a staged read, all of which has landed, from its slot to their places."""
         if self.is_detached:

@@ -36,7 +36,7 @@ from rich.table import Table
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.ledger import Ledger
-from asynckv.core.outbox import LoadPeer, PullEnded
+from asynckv.core.outbox import LoadPeer, Milestone, PullReached
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
@@ -238,7 +238,7 @@ class Pulls:
                 match command:
                     case LoadPeer(peer, _):
                         core.decode.load_ended(peer, "", self._time())
-                    case PullEnded(pull):
+                    case PullReached(pull, Milestone.ENDED):
                         assert pull.reason == "complete", pull.detail
                         self._free.append(self._slot_of.pop(pull.request_id))
                         self._done += 1

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from asynckv.core import notes
-from asynckv.core.outbox import BlocksRetired, BlocksReturned, Command, DetachRead, LeaseEnded, PullEnded
+from asynckv.core.outbox import Command, DetachRead, LeaseEnded, Milestone, PullReached
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.types import Key, Outcome, Reason, TransferId, rank_name
 from asynckv.core.wire import (
@@ -314,19 +314,23 @@ class Witness:
 
     def _command(self, process: Process, command: Command, detached: Set[TransferId]) -> None:
         match command:
-            case PullEnded(pull) if pull.lists is None and pull.kind is not Kind.DISCHARGE:
+            case PullReached(pull, Milestone.ENDED) if pull.lists is None and pull.kind is not Kind.DISCHARGE:
                 if pull.reason is Reason.TIMEOUT:
                     self._forgotten.append((process, pull))
-            case PullEnded(pull) if pull.lists is not None:
+            case PullReached(pull, Milestone.ENDED) if pull.lists is not None:
                 whys = {
                     *(["transfer_running"] if any(x.running - detached for x in pull.sources) else []),
                     *(["transfer_doubt"] if any(x.doubtful for x in pull.sources) else []),
                 }
                 is_held = not pull.is_returned and bool(whys)  # what is detached now returns before this is told
                 self._pulled[process.name, pull.pull_id] = _Pulled(pull, process, process.now, is_held, whys)
-            case BlocksReturned(pull) if (known := self._pulled.get((process.name, pull.pull_id))) is not None:
+            case PullReached(pull, Milestone.RETURNED) if (
+                known := self._pulled.get((process.name, pull.pull_id))
+            ) is not None:
                 known.returned_at = process.now
-            case BlocksRetired(pull) if (known := self._pulled.get((process.name, pull.pull_id))) is not None:
+            case PullReached(pull, Milestone.RETIRED) if (
+                known := self._pulled.get((process.name, pull.pull_id))
+            ) is not None:
                 known.retired_at = process.now
             case LeaseEnded(lease):
                 self._ended[id(lease)] = process.now

@@ -547,7 +547,7 @@ class WorldData(Nic):
                 self._slots.take(transfer.transfer_id, name)
                 self._begin(transfer, fate)
             elif self.process.now >= since + PATIENCE_S:
-                transfer.go_directly()
+                transfer.pieces, transfer.places = transfer.direct, []  # piece by piece, as if not staged
                 self._begin(transfer, fate)
             else:
                 self._slotless.append((transfer, fate, since))

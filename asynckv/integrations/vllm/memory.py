@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from asynckv.edges.torch import TensorPart, register_parts
+from asynckv.edges.torch import TensorPart, identity, register_parts
 from asynckv.errors import ConfigError
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group
@@ -161,8 +161,9 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
             if isinstance(spec, compat.EncoderOnlyAttentionSpec):
                 continue  # has no cache
             tensor = _tensor_of(layer, tensors)
-            owners.setdefault(_identity(tensor), layer)
-            kind = describe(layer, spec, place, facts)
+            owners.setdefault(identity(tensor), layer)
+            what = layer, spec, place, facts
+            kind = _states(*what) if isinstance(spec, compat.MambaSpec) else _attention(*what)
             ratios.setdefault(_ratio(layer, spec, kind, tensor), layer)
             made += parts(layer, kind, tensor, index, place)
             if isinstance(kind, Opaque) and not kind.is_replicated:
@@ -235,14 +236,6 @@ def _tensor_of(layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
     return tensor
 
 
-def describe(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attention | States | Opaque:
-    return (
-        _states(layer, spec, place, facts)
-        if isinstance(spec, compat.MambaSpec)
-        else _attention(layer, spec, place, facts)
-    )
-
-
 def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attention | Opaque:
     is_latent = isinstance(spec, compat.MLAAttentionSpec | compat.SlidingWindowMLASpec)
     backend, by_token = facts.backend(layer), facts.is_by_token(layer, spec)
@@ -310,10 +303,6 @@ def _ratio(layer: str, spec: Any, kind: Attention | States | Opaque, tensor: Ten
     return int(entries // tensor.shape[2])
 
 
-def _identity(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
 def _aliases(
     tensors: Mapping[str, Tensor], known: Iterable[str], owners: Mapping[tuple[object, ...], str]
 ) -> dict[str, str]:
@@ -323,7 +312,7 @@ def _aliases(
     for layer, tensor in tensors.items():
         if layer in known or isinstance(tensor, list | tuple):
             continue
-        if (owner := owners.get(_identity(tensor))) is not None:
+        if (owner := owners.get(identity(tensor))) is not None:
             aliases[layer] = owner
     return aliases
 

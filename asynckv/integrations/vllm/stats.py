@@ -38,15 +38,7 @@ class AsyncKVStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {
-            "duration_s": [],
-            "bytes": [],
-            "descriptors": [],
-            "failed": {},
-            "leases": {},
-            "computed_locally": {},
-            "prompts": {},
-        }
+        self.data = {name: [] for name in _SAMPLES} | {name: {} for name in _COUNTERS}
 
     def aggregate(self, other: Any) -> AsyncKVStats:
         for name, value in other.data.items():
@@ -168,6 +160,7 @@ _COUNTERS: dict[str, tuple[str, str, str, Iterable[str]]] = {
 }
 """Counters by their place in the data: name, last label, help text, and values of the label that are shown from 0."""
 
+_SAMPLES = ("duration_s", "bytes", "descriptors")
 _PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})  # the consecutive phases of a pull
 
 

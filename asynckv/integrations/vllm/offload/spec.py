@@ -46,12 +46,8 @@ class AsyncKVOffloadingSpec(compat.OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, compat.OffloadingMetricMetadata]:
-        made: dict[str, compat.OffloadingMetricMetadata] = {}
-        for name, told in COUNTED.items():
-            made[PREFIX + name] = compat.OffloadingCounterMetadata(told)
-        for name, told in GAUGES.items():
-            made[PREFIX + name] = compat.OffloadingGaugeMetadata(told)
-        return made
+        counters = {PREFIX + name: compat.OffloadingCounterMetadata(told) for name, told in COUNTED.items()}
+        return counters | {PREFIX + name: compat.OffloadingGaugeMetadata(told) for name, told in GAUGES.items()}
 
     def get_manager(self) -> compat.OffloadingManager:
         if self._manager is None:
