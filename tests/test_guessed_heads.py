@@ -162,8 +162,7 @@ def test_ranks_of_one_engine_that_settle_differently_are_refused() -> None:
         assign(local, remotes)
 
 
-def test_a_wrong_prediction_costs_a_handshake_and_no_byte() -> None:
-    # The configuration says one head, so one rank seems enough; the layer has four.
+def test_a_rank_of_all_heads_meets_all_ranks_whatever_the_configuration_says() -> None:
     decode = layout_of((4,), 1, 1)
     assert decode.guessed_axis == "head"
     prefill = [layout_of((4,), 1, 4, rank) for rank in range(4)]

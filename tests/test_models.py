@@ -98,6 +98,8 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
         ({"text_config": {**LLAMA, "model_type": "foo9"}}, "leaves head_dim to the default"),
         ({"model_type": "hrm_text", "H_cycles": 2, "L_cycles": 3}, "'hrm' has H_cycles"),
         ({"model_type": "phi9", "token_mixer": "rwkv"}, "'phi9' has token_mixer"),
+        ({"model_type": "phi9", "compressed_kv_norm": 5}, "'phi9' has compressed_kv_norm"),
+        ({"model_type": "phi9", "mtp_kv_heads": 5}, "'phi9' has mtp_kv_heads"),
         ({"model_type": "iquestloopcoder"}, "'iquestloopcoder' has loop_num"),
         ({"num_hidden_layers": ..., "thinker": {"num_hidden_layers": 2}}, "; thinker has one"),
         (

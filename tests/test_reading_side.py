@@ -185,7 +185,7 @@ def test_a_refused_layout_of_an_older_version_names_the_upgrade(minor: int) -> N
     other = msgspec.Raw(msgspec.msgpack.encode(make_layout(num_heads=8)))
     say(world, prefill, decode, structs.replace(honest, layout=other, minor=minor))
     assert pull.reason is Reason.GEOMETRY
-    assert ("speaks protocol 1.4; upgrade it" in pull.detail) == (minor == 4)
+    assert ("speaks protocol 1.4; if the models agree, upgrade it to 1.5" in pull.detail) == (minor == 4)
 
 
 # -- the queue -----------------------------------------------------------------------------------------------

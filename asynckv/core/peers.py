@@ -198,7 +198,7 @@ class Peers:
         if differences := compare(self._layout, layout):
             told = "; ".join(map(str, differences))
             if welcome.minor < SETTLES:
-                told += f" (it speaks protocol 1.{welcome.minor}; upgrade it, because 1.{SETTLES} settles more)"
+                told += f" (it speaks protocol 1.{welcome.minor}; if the models agree, upgrade it to 1.{SETTLES})"
             return Reason.GEOMETRY, f"layouts differ: {told}"
         return layout
 

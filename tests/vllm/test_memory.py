@@ -350,8 +350,8 @@ def test_layers_whose_heads_the_configuration_does_not_say(
 ) -> None:
     # vLLM's own configuration wants heads that fit its ranks, so the facts say the number that a worker would get.
     for i, (p, d) in enumerate(sizes):
-        sides = [Side(layers, tp=tp, facts={"num_kv_heads": said}) for tp in (p, d)]
-        check_moved(tmp_path / str(i), *sides)
+        prefill, decode = (Side(layers, tp=tp, facts={"num_kv_heads": said}) for tp in (p, d))
+        check_moved(tmp_path / str(i), prefill, decode)
 
 
 def test_latents_are_the_same_on_all_ranks(tmp_path: Path) -> None:

@@ -244,6 +244,22 @@ def test_a_marker_with_junk_params_changes_nothing(junk: Any, warnings: list[str
     assert is_clean(side)
 
 
+def test_junk_of_a_client_does_not_hide_that_the_router_passes_no_params(warnings: list[str]) -> None:
+    side = Decode()
+    for i in range(60):
+        side.come(None)
+        side.come(("junk", {"asynckv": 5}, [])[i % 3])
+    assert len([x for x in warnings if "came without params" in x]) == 1
+
+
+def test_a_prefill_engine_with_canaries_is_not_told_that_its_router_is_wrong(warnings: list[str]) -> None:
+    side = Decode()
+    for _ in range(120):
+        side.come(None)
+        side.come(ASKED)
+    assert warnings == []
+
+
 # -- adapters that are loaded again ----------------------------------------------------------------
 
 

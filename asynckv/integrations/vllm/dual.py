@@ -94,7 +94,8 @@ class DualConnector(MultiConnector):
             logger.warning("asynckv: the params of request %s are not NixlConnector's either: %s", name, exc)
             return 0
         request.kv_transfer_params = {"do_remote_prefill": True, **msgspec.structs.asdict(params)}
-        self._connectors[0]._scheduler.tally.prompt(has_params=True)
+        self._connectors[0]._scheduler.count(request, has_params=True)
+        self._connectors[0]._scheduler.tally.ends_row()
         return 1
 
     def _check(self, params: NixlParams, num_prompt_tokens: int) -> None:

@@ -119,7 +119,7 @@ class SchedulerHalf:
         self._look_at_adapter(request)
         given = request.kv_transfer_params
         if given is not None and not isinstance(given, dict):
-            self._count(request, has_params=True)
+            self.count(request, has_params=True)
             self._computes(request, "malformed", f"they are {shown(given)}, but must be an object")
             request.kv_transfer_params = None  # because vLLM reads it next, and would raise
             return
@@ -127,14 +127,15 @@ class SchedulerHalf:
         # vLLM's own connectors test both for truth.
         params, reads, lends = given.get(PARAMS), bool(given.get(READS)), bool(given.get(LENDS))
         if (has_params := reads or params is not None) or not lends:
-            self._count(request, has_params)
+            self.count(request, has_params)
         if lends:
+            self.tally.ends_row()
             # If the request also reads, this may be the engine that generates, so truncation is optional.
             self._truncate(request, must=not reads)
         if has_params and given.get(READS) is not False and not self._fetch(request, params, reads):
             _reads_no_more(request)
 
-    def _count(self, request: Any, has_params: bool) -> None:
+    def count(self, request: Any, has_params: bool) -> None:
         """Count a prompt, unless no engine could have computed it in advance."""
         if not (_is_marker(request) or _needs_all(request) or request.pooling_params is not None):
             if said := self.tally.prompt(has_params):
@@ -144,21 +145,25 @@ class SchedulerHalf:
         """Warn once of each adapter that was loaded again, perhaps with other weights."""
         if (adapter := getattr(request, "lora_request", None)) is not None:
             name, number = (adapter.lora_name, adapter.lora_path), adapter.lora_int_id
-            known = self._adapters.setdefault(name, number)
-            if known and (known != number or getattr(adapter, "load_inplace", False)):
+            known = self._adapters.get(name)
+            if known is None:
+                self._adapters[name] = number
+            elif known and (number > known or getattr(adapter, "load_inplace", False)):
                 self._adapters[name] = 0
                 logger.warning("asynckv: adapter %s was loaded again: %s", shown(name), WORDS["adapters"]["reloaded"])
 
     def _fetch(self, request: Any, given: Any, is_asked: bool) -> bool:
         if given is None:
+            self.tally.ends_row()
             return self._computes(request, "no_params")
         fetch: Fetch | None = None
         try:
             # The trace of this engine's own HTTP request is nearer than the one in the params.
             fetch = self.pulls.announce(request.request_id, given, trace=trace_context(_headers(request)))
+            if is_wanted := is_asked and not _is_marker(request):
+                self.tally.ends_row()
             if fetch is None:
                 return self._computes(request, "spent")
-            is_wanted = is_asked and not _is_marker(request)
             cause, end = self._readable(request, fetch.params) if is_wanted else ("not_asked", 0)
         except AsyncKVError as exc:
             if fetch is not None:

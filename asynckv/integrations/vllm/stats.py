@@ -123,16 +123,21 @@ class SchedulerTally(Tally):
         return counts[cause] == 1
 
     def prompt(self, has_params: bool) -> str:
-        """Count a prompt; return words to log if now many in a row have lacked params, once until one has some."""
+        """Count a prompt; return words to log if now many have lacked params, once until the next `ends_row`."""
         total, was_alarming, now = self._total, self._total.is_alarming, self._clock()
         self._count("prompts", "with_params" if has_params else "without_params")
         total.with_params += has_params
         total.without_params += not has_params
-        self._since = self._since if total.in_a_row else now
-        total.in_a_row = 0 if has_params else total.in_a_row + 1
-        total.in_a_row_s = 0.0 if has_params else round(now - self._since, 3)
+        if not has_params:
+            self._since = self._since if total.in_a_row else now
+            total.in_a_row += 1
+            total.in_a_row_s = round(now - self._since, 3)
         said = f"all {total.in_a_row} prompts of the last {total.in_a_row_s:.0f} s came without params: "
         return said + WORDS["prompts"]["without_params"] if total.is_alarming > was_alarming else ""
+
+    def ends_row(self) -> None:
+        """Begin the count in a row anew: a router asked for a transfer, which junk of a client does not."""
+        self._total.in_a_row, self._total.in_a_row_s = 0, 0.0
 
     def _count(self, kind: str, cause: str) -> None:
         super()._count(kind, cause)

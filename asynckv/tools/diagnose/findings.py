@@ -57,7 +57,9 @@ SAID_ELSEWHERE = {
 
 
 LEAST_SHARE, LEAST = 0.05, 10
-"""Share of the prompts from which on a cause of computing them locally is wrong; between two lines also a number."""
+"""Share and number of prompts from which on a cause of computing them locally is wrong, in all or between two lines."""
+NOT_JUDGED = ("prompt_logprobs", "not_lent")
+"""Causes that are a client's wish, or have no share, because prompts to be lent are not counted."""
 PARAMS_CAUSES = ("without_params", "no_params", "not_asked")
 """Causes of prompts computed locally for which the router is the place to look."""
 ALL = ""  # all prompts, among the causes
@@ -250,19 +252,23 @@ def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
         so_far = [Counter(), *map(_counts, lines)][-len(new) - 1 :]
         steps = [after - before for before, after in itertools.pairwise(so_far)]
         rows = [x for x in new if x.integer("in_a_row", 0) >= told.MANY_PROMPTS]
-        rows = [x for x in rows if x.number("in_a_row_s", 0.0) >= told.LONG_S or x.integer("with_params", 0) == 0]
+        had_none = bool(lines) and lines[-1].integer("with_params", 0) == 0
+        rows = [x for x in rows if x.number("in_a_row_s", 0.0) >= told.LONG_S or had_none]
         total = (counts := so_far[-1] - so_far[0]).pop(ALL, 0)
         for cause, count in counts.most_common(MOST):
             of = max(total, count)
-            share = f"{count:,} of {counted(of, 'prompt')} itself ({count / of:.1%})"
-            what = f"{process.rank} computed {share}: {cause}"
-            text, is_wrong = WORDS["computed_locally"].get(cause, ""), count >= LEAST_SHARE * of
-            is_wrong |= any(x[cause] >= max(LEAST, LEAST_SHARE * x[ALL]) for x in steps)
+            how = "itself" if cause in PARAMS_CAUSES else "itself, at least in part"
+            what = f"{process.rank} computed {count:,} of {counted(of, 'prompt')} {how} ({count / of:.1%}): {cause}"
+            if cause == "not_lent":
+                what = f"{process.rank} did not lend {counted(count, 'prompt')}: {cause}"
+            text, seen_in = WORDS["computed_locally"].get(cause, ""), [x for x in steps if x[ALL]]
+            is_wrong = count >= max(LEAST, LEAST_SHARE * of)
+            is_wrong |= any(x[cause] >= max(LEAST, LEAST_SHARE * x[ALL]) for x in seen_in)
             if cause == "without_params":
                 text, is_wrong = WORDS["prompts"][cause], bool(rows)
                 what += f", at most {max(x.integer('in_a_row', 0) for x in new):,} in a row"
             heading = HEADING.NEVER_CAME if cause in PARAMS_CAUSES else HEADING.DROPPED
-            yield is_wrong and cause != "prompt_logprobs", Finding(heading, cause, what, text, READ_MORE)
+            yield is_wrong and cause not in NOT_JUDGED, Finding(heading, cause, what, text, READ_MORE)
 
 
 def _counts(line: Record) -> Counter[str]:

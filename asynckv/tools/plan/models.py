@@ -389,7 +389,7 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
         raise ConfigError(f"layer_types has {SLIDING!r}, but sliding_window is missing")
     made: list[Layer] = []
     for name, other, index in zip(kinds, _others(c, kind, kinds), _indexes(c, kind, depth), strict=True):
-        layer = c.but(other)
+        layer = c.but(other) if other else c
         near = layer.number("sliding_window", default=0, least=0) if "sliding_window" in other else window
         made.append(_kept(layer, kind, near if name == SLIDING else 0, index))
     # The last layers of some models read the cache of earlier ones, so they have none.
@@ -401,7 +401,7 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
 
 def _kinds(c: _Config, kind: str, depth: int, window: int) -> list[str]:
     near = _KNOWN["near"].get(kind, "")
-    if c.get(near):
+    if near and c.get(near):
         kinds = [SLIDING if x and window else FULL for x in c.listed(near, depth, (0, 1))]
     elif c.get("layer_types") is not None:
         kinds = c.kinds("layer_types", known=(FULL, SLIDING), length=depth)
