@@ -204,8 +204,8 @@ class EngineDesk:
     def _carry_out(self, order: Order) -> None:
         engine, given = self.engine, asdict(order) if isinstance(order, Order) else {}
         match order:
-            case Announce() | Withdraw() | Reclaim():
-                getattr(engine, type(order).__name__.lower())(**given)
+            case Announce():
+                engine.announce(**given)
             case Pull() | Load() | Store():
                 owner = engine if isinstance(order, Pull) else self._offload()
                 self._unbegun.add(self._go(self._outcome(order, owner), order))
@@ -226,6 +226,10 @@ class EngineDesk:
                 lent = engine.lend(**given)
                 self._lent.add(lent.request_id)
                 self._go(self._sent(lent), order)
+            case Withdraw():
+                engine.withdraw(**given)
+            case Reclaim():
+                engine.reclaim(**given)
             case CountPrompts(counted):
                 engine._driver.recorder.prompts_counted(counted)
             case _:
