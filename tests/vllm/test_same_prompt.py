@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -18,8 +17,8 @@ from vllm.v1.request import Request
 
 from asynckv.core.types import decode_params
 from asynckv.embed.orders import Announce, Cancel, Lend, Pull
+from asynckv.integrations.vllm.connector import AsyncKVConnector
 from asynckv.integrations.vllm.scheduler import CAUSES, MAX_CHAIN, chain_of, hash_tokens_of
-from asynckv.integrations.vllm.stats import Tally
 from tests.vllm.schedulers import DENSE, HYBRID, STATES, WINDOW, Group, Side
 from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prompt_of
 
@@ -28,8 +27,8 @@ Given = Mapping[str, Any]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_taken_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No second passes, so that vLLM takes no statistics before the test does."""
-    monkeypatch.setattr(Tally.__init__, "__defaults__", (lambda: 0.0,))
+    """Steps take no statistics, because the test does."""
+    monkeypatch.setattr(AsyncKVConnector, "get_kv_connector_stats", lambda self: None)
 
 
 def computed_locally(side: Side) -> dict[str, int]:
@@ -217,17 +216,17 @@ def test_chains_of_long_prompts_are_short() -> None:
 
 def test_each_cause_is_logged_once_and_counted_always(caplog: pytest.LogCaptureFixture) -> None:
     side = Side()
-    side.half.tally = Tally(itertools.count(step=10).__next__)  # as if it were asked every ten seconds
     for number in range(5):
         side.add(f"r{number}", prompt_of(50), brought(prompt_of(50)), 1)
         side.add(f"junk{number}", prompt_of(50), {"do_remote_prefill": True, "asynckv": {"x": 1}}, 1)
     for text in ("another prompt", "not understood"):
         (found,) = [record for record in caplog.records if text in record.getMessage()]
         assert "Further requests are only counted" in found.getMessage()
-    stats = side.connector.get_kv_connector_stats()
+    stats = side.half.tally.take(at_once=True)
+    assert stats is not None
     assert stats.data["computed_locally"] == {"other_prompt": 5, "malformed": 5}
     assert stats.reduce()["Num prompts computed locally"] == 10
-    assert side.connector.get_kv_connector_stats() is None
+    assert side.half.tally.take(at_once=True) is None
 
 
 def counted(side: Side, cause: str) -> None:
