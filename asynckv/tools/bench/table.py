@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -85,16 +85,11 @@ class Sweep:
     def latest(self) -> dict[tuple[str, int], Row]:
         return {(row.key, row.round): row for row in self.rows}
 
-    def order(self) -> Iterator[tuple[int, str]]:
-        """Yield rounds and points in running order; every second round runs backwards, to spread drift evenly."""
-        keys = [place.key for place in self.head.points]
-        for number in range(1, self.head.rounds + 1):
-            for key in keys if number % 2 else reversed(keys):
-                yield number, key
-
     def missing(self) -> list[tuple[int, str]]:
-        done = self.latest()
-        return [(number, key) for number, key in self.order() if (key, number) not in done]
+        """Return rounds and points to run, in order; every second round runs backwards, to spread drift evenly."""
+        done, keys = self.latest(), [place.key for place in self.head.points]
+        runs = ((i, key) for i in range(1, self.head.rounds + 1) for key in (keys if i % 2 else reversed(keys)))
+        return [(i, key) for i, key in runs if (key, i) not in done]
 
     def points(self) -> list[Point]:
         """Return the measured points with their rounds, in the grid's order."""
