@@ -213,7 +213,10 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
             [PeerTables(layout, other, share, itertools.count(1), costs, packs(other)) for other, share in needed]
             for costs in (TYPICAL if packs(layout) else None, None)
         ]
-        lists = _request(layout, answered, num_tokens, cached)
+        # Blocks lie in runs on both sides: the best that an allocator gives.
+        offers = [_lists("prefill", other, num_tokens, 0) for other in answered]
+        mine = check_block_ids(layout, _lists("decode", layout, num_tokens, cached))
+        lists = BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
         plans, usual = ([plan_read(peer, lists) for peer in peers] for peers in ways)
     except NotCovered as exc:
         row["refused"] = [_refusal("", d.field, d.local, d.remote) for d in exc.differences]
@@ -232,13 +235,6 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
 
 def _refusal(remote: str, field: str, local: object = "", remote_value: object = "") -> dict[str, Any]:
     return {"remote": remote, "field": field, "local": local, "remote_value": remote_value}
-
-
-def _request(local: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> BlockLists:
-    """Make a request with blocks in runs on both sides: the best that an allocator gives."""
-    offers = [_lists("prefill", layout, num_tokens, 0) for layout in answered]
-    mine = check_block_ids(local, _lists("decode", local, num_tokens, cached))
-    return BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
 
 
 def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple[int, list[int | None]]]:
