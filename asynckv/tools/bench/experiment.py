@@ -154,11 +154,13 @@ class Experiment:
         ranks = sum(processes.values())
         have = memory_available() if available is None else available
         room = max(0, have - ranks * PROCESS_BYTES - 512 * MiB)
-        total = sum(processes[role] * self._pool(role, wanted[role]) for role in self.sides)
+        total = sum(processes[role] * self.pool_bytes(role, wanted[role]) for role in self.sides)
         share = min(1.0, room / total)
         if self.options.pool_mb is not None:
-            share = min(share, *(self.options.pool_mb * MiB / self._pool(role, wanted[role]) for role in self.sides))
-        need = {role: self._pool(role, least[role]) for role in self.sides}
+            share = min(
+                share, *(self.options.pool_mb * MiB / self.pool_bytes(role, wanted[role]) for role in self.sides)
+            )
+        need = {role: self.pool_bytes(role, least[role]) for role in self.sides}
         if not room:
             raise ConfigError(
                 f"{ranks} worker processes need {size(ranks * PROCESS_BYTES + 512 * MiB)} of memory in addition to "
@@ -187,7 +189,7 @@ class Experiment:
             return min(sum(needs), max(needs[0], room // size))
         return min(max(2 * sum(needs[: self.options.concurrency]), 64 * MiB // size), sum(needs))
 
-    def _pool(self, role: str, blocks: Sequence[int]) -> int:
+    def pool_bytes(self, role: str, blocks: Sequence[int]) -> int:
         return max(1, sum(n * size for n, size in zip(blocks, self.block_bytes(role), strict=True)))
 
 
