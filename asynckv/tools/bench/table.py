@@ -158,8 +158,14 @@ class Journal:
     def begin(self, head: Head) -> None:
         """Begin or resume this sweep; refuse another grid, another machine or another version."""
         if self.sweep.heads:
-            self._check(head)
-            if self.sweep.head.rounds >= head.rounds:
+            old, remedy = self.sweep.head, "use another --out, or remove the file to start again"
+            if [p.key for p in old.points] != [p.key for p in head.points]:
+                raise ConfigError(f"{self._name}: holds another sweep ({old.command}); {remedy}")
+            was, now = old.environment, head.environment
+            if names := sorted(name for name in was.keys() | now if was.get(name) != now.get(name)):
+                changes = ", ".join(f"{n} was {was.get(n, 'unknown')}, is {now.get(n, 'unknown')}" for n in names)
+                raise ConfigError(f"{self._name}: was started in another environment: {changes}; {remedy}")
+            if old.rounds >= head.rounds:
                 return
         self.add(head)
 
@@ -173,16 +179,6 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-    def _check(self, head: Head) -> None:
-        old = self.sweep.head
-        remedy = "use another --out, or remove the file to start again"
-        if [p.key for p in old.points] != [p.key for p in head.points]:
-            raise ConfigError(f"{self._name}: holds another sweep ({old.command}); {remedy}")
-        was, now = old.environment, head.environment
-        if names := sorted(name for name in was.keys() | now if was.get(name) != now.get(name)):
-            changes = ", ".join(f"{n} was {was.get(n, 'unknown')}, is {now.get(n, 'unknown')}" for n in names)
-            raise ConfigError(f"{self._name}: was started in another environment: {changes}; {remedy}")
 
 
 # -- what is compared ------------------------------------------------------------------------------
