@@ -202,7 +202,7 @@ def test_what_is_missing_and_what_is_there_make_the_whole(rounds: int, there: se
 
 
 def test_every_second_round_runs_backwards() -> None:
-    assert [k for _, k in table.Sweep([head(2)]).order()] == ["a", "b", "c", "c", "b", "a"]
+    assert [k for _, k in table.Sweep([head(2)]).missing()] == ["a", "b", "c", "c", "b", "a"]
 
 
 def test_more_rounds_add_to_what_is_there_and_fewer_take_nothing_away(tmp_path: Path) -> None:

@@ -174,11 +174,8 @@ class Driver:
             lend[r.lender].append(work)
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
             pull[r.reader].append(replace(work, lists=pulled, arrival_s=arrival_s))
-        pools = sum(
-            n * size * len(workers)
-            for place, workers in self._engines.items()
-            for n, size in zip(self._num_blocks[place.role], it.block_bytes(place.role), strict=True)
-        )
+        ranks = Counter(self._roles.values())
+        pools = sum(number * it.pool_bytes(role, self._num_blocks[role]) for role, number in ranks.items())
         patience = GRACE_S + pools / FILLED_PER_S
         for place, workers in self._engines.items():
             for worker in workers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.gather import packs
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
+from asynckv.geometry.packed import record_sizes
 from asynckv.geometry.staging import TYPICAL
 from asynckv.geometry.tables import PeerTables
 from asynckv.tools.bench import machine
@@ -128,15 +128,8 @@ class Experiment:
 
     def block_bytes(self, role: str) -> list[int]:
         """Return the bytes of one block of each group, on the rank that holds most of it."""
-        side, most = self.sides[role], [0] * len(model_groups(self.model))
-        for stage in range(side.pp):
-            layout = self.layout(role, 0, stage)
-            sums = [0] * len(most)
-            for view in layout.views:
-                size = sum(part.itemsize * math.prod(d.size for d in part.dims) for part in view.parts)
-                sums[view.group] += size * layout.groups[view.group].ratio
-            most = [max(a, b) for a, b in zip(most, sums, strict=True)]
-        return most
+        stages = [record_sizes(self.layout(role, 0, stage)) for stage in range(self.sides[role].pp)]
+        return [max(record.num_bytes for record in records) for records in zip(*stages, strict=True)]
 
     def num_blocks(self, available: int | None = None) -> dict[str, list[int]]:
         """Return every engine's blocks per group, by role: twice the concurrency's blocks, if memory allows.
@@ -161,11 +154,13 @@ class Experiment:
         ranks = sum(processes.values())
         have = memory_available() if available is None else available
         room = max(0, have - ranks * PROCESS_BYTES - 512 * MiB)
-        total = sum(processes[role] * self._pool(role, wanted[role]) for role in self.sides)
+        total = sum(processes[role] * self.pool_bytes(role, wanted[role]) for role in self.sides)
         share = min(1.0, room / total)
         if self.options.pool_mb is not None:
-            share = min(share, *(self.options.pool_mb * MiB / self._pool(role, wanted[role]) for role in self.sides))
-        need = {role: self._pool(role, least[role]) for role in self.sides}
+            share = min(
+                share, *(self.options.pool_mb * MiB / self.pool_bytes(role, wanted[role]) for role in self.sides)
+            )
+        need = {role: self.pool_bytes(role, least[role]) for role in self.sides}
         if not room:
             raise ConfigError(
                 f"{ranks} worker processes need {size(ranks * PROCESS_BYTES + 512 * MiB)} of memory in addition to "
@@ -194,7 +189,7 @@ class Experiment:
             return min(sum(needs), max(needs[0], room // size))
         return min(max(2 * sum(needs[: self.options.concurrency]), 64 * MiB // size), sum(needs))
 
-    def _pool(self, role: str, blocks: Sequence[int]) -> int:
+    def pool_bytes(self, role: str, blocks: Sequence[int]) -> int:
         return max(1, sum(n * size for n, size in zip(blocks, self.block_bytes(role), strict=True)))
 
 

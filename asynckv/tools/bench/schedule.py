@@ -102,15 +102,11 @@ def make_schedule(workload: Workload, options: Options, engines: Engines) -> lis
         lender, reader = engines.route(i)
         chunks = workload.chunks[i] if workload.chunks else ()
         if workload.chunks:
-            held = _held(i, tokens, chunks, workload.chunk_tokens)
+            # Besides those that are shared, whole ones of its own that no other prompt uses.
+            held = [*chunks, *((i, n) for n in range(len(chunks), tokens // workload.chunk_tokens))]
             there = min(caches[reader].num_cached(held) * workload.chunk_tokens, tokens)
             caches[reader].use(held)
         else:
             there = cached_tokens(options.prefix_hit, tokens)
         out.append(Request(i, tokens, there, lender, reader, chunks, times[i]))
     return out
-
-
-def _held(number: int, tokens: int, chunks: Sequence[int], size: int) -> list[int | tuple[int, int]]:
-    """Return the chunks that a prompt puts into a cache: shared ones, and whole ones of its own that no other uses."""
-    return [*chunks, *((number, i) for i in range(len(chunks), max(len(chunks), tokens // size)))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -85,16 +85,11 @@ class Sweep:
     def latest(self) -> dict[tuple[str, int], Row]:
         return {(row.key, row.round): row for row in self.rows}
 
-    def order(self) -> Iterator[tuple[int, str]]:
-        """Yield rounds and points in running order; every second round runs backwards, to spread drift evenly."""
-        keys = [place.key for place in self.head.points]
-        for number in range(1, self.head.rounds + 1):
-            for key in keys if number % 2 else reversed(keys):
-                yield number, key
-
     def missing(self) -> list[tuple[int, str]]:
-        done = self.latest()
-        return [(number, key) for number, key in self.order() if (key, number) not in done]
+        """Return rounds and points to run, in order; every second round runs backwards, to spread drift evenly."""
+        done, keys = self.latest(), [place.key for place in self.head.points]
+        runs = ((i, key) for i in range(1, self.head.rounds + 1) for key in (keys if i % 2 else reversed(keys)))
+        return [(i, key) for i, key in runs if (key, i) not in done]
 
     def points(self) -> list[Point]:
         """Return the measured points with their rounds, in the grid's order."""
@@ -163,8 +158,14 @@ class Journal:
     def begin(self, head: Head) -> None:
         """Begin or resume this sweep; refuse another grid, another machine or another version."""
         if self.sweep.heads:
-            self._check(head)
-            if self.sweep.head.rounds >= head.rounds:
+            old, remedy = self.sweep.head, "use another --out, or remove the file to start again"
+            if [p.key for p in old.points] != [p.key for p in head.points]:
+                raise ConfigError(f"{self._name}: holds another sweep ({old.command}); {remedy}")
+            was, now = old.environment, head.environment
+            if names := sorted(name for name in was.keys() | now if was.get(name) != now.get(name)):
+                changes = ", ".join(f"{n} was {was.get(n, 'unknown')}, is {now.get(n, 'unknown')}" for n in names)
+                raise ConfigError(f"{self._name}: was started in another environment: {changes}; {remedy}")
+            if old.rounds >= head.rounds:
                 return
         self.add(head)
 
@@ -178,16 +179,6 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-    def _check(self, head: Head) -> None:
-        old = self.sweep.head
-        remedy = "use another --out, or remove the file to start again"
-        if [p.key for p in old.points] != [p.key for p in head.points]:
-            raise ConfigError(f"{self._name}: holds another sweep ({old.command}); {remedy}")
-        was, now = old.environment, head.environment
-        if names := sorted(name for name in was.keys() | now if was.get(name) != now.get(name)):
-            changes = ", ".join(f"{n} was {was.get(n, 'unknown')}, is {now.get(n, 'unknown')}" for n in names)
-            raise ConfigError(f"{self._name}: was started in another environment: {changes}; {remedy}")
 
 
 # -- what is compared ------------------------------------------------------------------------------

@@ -380,12 +380,13 @@ class _Reader:
 
 
 def _record(head: Head, text: bytes, where: str) -> Record:
+    rank = head.rank or rank_name(head.engine_id, integer(_fields(text).get("tp_rank"), 0), 0, head.incarnation)
     return Record(
         at=head.at,
         event=sys.intern(head.event),
         level=sys.intern(head.level),
         engine_id=sys.intern(head.engine_id),
-        rank=sys.intern(head.rank or _rank_of(text, head)),
+        rank=sys.intern(rank),
         incarnation=sys.intern(head.incarnation),
         said=text,
         where=where,
@@ -473,11 +474,6 @@ def _decoded(text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
-
-
-def _rank_of(text: bytes, head: Head) -> str:
-    tp_rank = integer(_fields(text).get("tp_rank"), 0)
-    return rank_name(head.engine_id, tp_rank, 0, head.incarnation)
 
 
 def _within(fields: Mapping[str, Any]) -> dict[str, Any] | None:

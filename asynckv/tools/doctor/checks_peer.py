@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from asynckv.arguments import is_loopback_host
 from asynckv.tools.doctor.catalogue import Finding, finding
 from asynckv.tools.doctor.checks_ucx import said, way_of
-from asynckv.tools.doctor.facts import Facts, PeerFacts, Ucx
+from asynckv.tools.doctor.facts import Facts, PeerFacts
 
 AWAY_S = 1.0
 MOST_PACKET = 65_535  # largest IP packet: loopback's own MTU is above it
@@ -127,10 +127,6 @@ def data(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
         code = "nixl-died" if ucx.failure == "died" else "to-data" if ucx.stage == "connect" else "nixl-hung"
         yield finding(code, f"at the stage {ucx.stage}: {ucx.detail}{complaint}")
         return
-    yield from _way(facts, ucx)
-
-
-def _way(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
     way = way_of(ucx)
     lanes = f"lanes {', '.join(ucx.lanes)}"
     text = f"{ucx.uses[0].transport}, {ucx.uses[0].how}; {lanes}" if ucx.uses else lanes

@@ -208,29 +208,26 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
     if row["refused"]:
         return row
     try:
-        shares = assign(layout, answered)
-        maps, direct = (
-            [
-                PeerTables(layout, other, s, itertools.count(1), costs, packs(other)) if s else None
-                for other, s in zip(answered, shares, strict=True)
-            ]
+        needed = [(other, share) for other, share in zip(answered, assign(layout, answered), strict=True) if share]
+        ways = [
+            [PeerTables(layout, other, share, itertools.count(1), costs, packs(other)) for other, share in needed]
             for costs in (TYPICAL if packs(layout) else None, None)
-        )
-        lists = _request(layout, answered, num_tokens, cached)
-        plans, usual = (
-            [plan_read(peer, lists) if peer is not None else None for peer in each] for each in (maps, direct)
-        )
+        ]
+        # Blocks lie in runs on both sides: the best that an allocator gives.
+        offers = [_lists("prefill", other, num_tokens, 0) for other in answered]
+        mine = check_block_ids(layout, _lists("decode", layout, num_tokens, cached))
+        lists = BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
+        plans, usual = ([plan_read(peer, lists) for peer in peers] for peers in ways)
     except NotCovered as exc:
         row["refused"] = [_refusal("", d.field, d.local, d.remote) for d in exc.differences]
         return row
     except (LayoutError, PlanRefused, RemoteTooShort) as exc:
         row["refused"] = [_refusal("", str(exc))]
         return row
-    for other, peer, plan, unstaged, share in zip(answered, maps, plans, usual, shares, strict=True):
-        if peer is None or plan is None or unstaged is None or not plan.num_descriptors:
-            continue
-        row["warnings"] += peer.warnings
-        row["reads"].append(_read(_place(other), peer, plan, unstaged, share))
+    for (other, share), peer, plan, direct in zip(needed, ways[0], plans, usual, strict=True):
+        if plan.num_descriptors:
+            row["warnings"] += peer.warnings
+            row["reads"].append(_read(_place(other), peer, plan, direct, share))
     for name in ("bytes", "bytes_read"):
         row[name] = sum(read[name] for read in row["reads"])
     return row
@@ -240,15 +237,10 @@ def _refusal(remote: str, field: str, local: object = "", remote_value: object =
     return {"remote": remote, "field": field, "local": local, "remote_value": remote_value}
 
 
-def _request(local: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> BlockLists:
-    """Make a request with blocks in runs on both sides: the best that an allocator gives."""
-    offers = [_lists("prefill", layout, num_tokens, 0) for layout in answered]
-    mine = check_block_ids(local, _lists("decode", local, num_tokens, cached))
-    return BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
-
-
 def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple[int, list[int | None]]]:
     """Return block ids for every group; groups that share memory take theirs from one pool."""
+    if first >= num_tokens:
+        return [(first, []) for _ in layout.groups]
     pool_of = pools(layout)
     nulls: dict[int, set[int]] = {}
     for pool, group in zip(pool_of, layout.groups, strict=True):
@@ -256,9 +248,6 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
     taken = dict.fromkeys(pool_of, 0)
     out: list[tuple[int, list[int | None]]] = []
     for pool, group in zip(pool_of, layout.groups, strict=True):
-        if first >= num_tokens:
-            out.append((first, []))
-            continue
         start, count = first // group.block_size, -(-num_tokens // group.block_size)
         keep = max(0, num_tokens - group.window) if group.window else 0
         if group.kind == "state":

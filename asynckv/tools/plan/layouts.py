@@ -84,16 +84,13 @@ def model_layout(
                 views += [View(len(lengths), index, f"layers.{n}", i * size, step, parts) for i, n in enumerate(here)]
                 lengths.append(step * blocks)
                 continue
-            if order in ("nhd", "hnd") and parts[0].name == "k":
+            length = size * blocks
+            if order in ("nhd", "hnd") and parts[0].name == "k" and parts[0].dims == parts[1].dims:
                 # Keys of all blocks precede the values, so each part has a region of its own.
-                steps = [p.itemsize * math.prod(d.size for d in p.dims) for p in parts]
-                if steps[0] == steps[1]:
-                    size = steps[0]
-                    parts = tuple(msgspec.structs.replace(p, offset=i * size * blocks) for i, p in enumerate(parts))
-            length = max(p.offset for p in parts) // (size * blocks) * size * blocks + size * blocks
-            for n in here:
-                views.append(View(len(lengths), index, f"layers.{n}", 0, size, parts))
-                lengths.append(length)
+                size //= 2
+                parts = tuple(msgspec.structs.replace(p, offset=i * size * blocks) for i, p in enumerate(parts))
+            views += [View(len(lengths) + i, index, f"layers.{n}", 0, size, parts) for i, n in enumerate(here)]
+            lengths += [length] * len(here)
     bases = itertools.accumulate((-(-length // 4096) * 4096 for length in lengths), initial=0)
     return Layout(
         model=model.name,

@@ -117,9 +117,8 @@ class Model(Struct, frozen=True):
                 raise ConfigError(f"{option} {value} is outside 1 ... {MOST}")
             if value is not None and option != "--layers" and not any(isinstance(x, Heads) for x in self.layers):
                 raise ConfigError(f"{option} {value}: {self.name} keeps no keys and values per head")
-        changes = {k: v for k, v in (("num_heads", kv_heads), ("head_dim", head_dim)) if v is not None}
-        if head_dim is not None:
-            changes["v_head_dim"] = 0
+        changes = {} if kv_heads is None else {"num_heads": kv_heads}
+        changes |= {} if head_dim is None else {"head_dim": head_dim, "v_head_dim": 0}
         made = tuple(
             msgspec.structs.replace(layer, **changes) if isinstance(layer, Heads) else layer for layer in self.layers
         )
@@ -213,12 +212,12 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
         inner = _Config({**around, **defaults, **text})
         is_known = kind in _DEFAULTS or kind in _KNOWN["derived"] or kind in _KNOWN["states"]
         if not is_known and text.get("kv_lora_rank") is None:
-            for field in (() if has_heads else _KV_HEADS[2:3]) + ("head_dim",):
-                if field not in text:
-                    raise ConfigError(
-                        f"text_config leaves {field} to the default of model_type {_shown.repr(kind)}, which is not "
-                        f"known here; write it out"
-                    )
+            needed = ["head_dim"] if has_heads else ["num_key_value_heads", "head_dim"]
+            if absent := [field for field in needed if field not in text]:
+                raise ConfigError(
+                    f"text_config leaves {absent[0]} to the default of model_type {_shown.repr(kind)}, which is not "
+                    f"known here; write it out"
+                )
     if kind in _KNOWN["encoders"] or any(inner.flag(x, False) for x in ("is_encoder_decoder", "add_cross_attention")):
         raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
     layers = (_hybrid if kind in _KNOWN["states"] else _attention)(inner, kind)
@@ -238,9 +237,8 @@ def _quantised(config: Mapping[str, Any], layers: list[Layer]) -> str:
     schemes = [x.get(key) for x in objects for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
     if (scheme := next((x for x in schemes if x), None)) is None:
         return ""
-    bits, kind = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, dict) else (8, "float")
-    is_fp8 = (bits, kind) == (8, "float") and (isinstance(scheme, dict) or str(scheme).lower() == "fp8")
-    if not is_fp8 or any(isinstance(x, State) or x.index is not None for x in layers):
+    asked = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, dict) else str(scheme).lower()
+    if asked not in ((8, "float"), "fp8") or any(isinstance(x, State) or x.index is not None for x in layers):
         raise ConfigError(f"quantization_config has the KV cache scheme {_shown.repr(scheme)}, which is not known here")
     return "float8_e4m3fn"
 
@@ -544,10 +542,8 @@ def _mamba2(
     else:
         size = c.number(head_dim)
     num_groups, num_states = c.number(groups, default=1, least=0), c.number(state)
-    conv = [Projection("x", num, size)]
-    if num_groups:
-        conv += [Projection("b", num_groups, num_states), Projection("c", num_groups, num_states)]
-    return State(tuple(conv), c.number(kernel, least=2) - 1, num, (size, num_states), c.dtype(field) or usual)
+    conv = Projection("x", num, size), *(Projection(x, num_groups, num_states) for x in "bc" if num_groups)
+    return State(conv, c.number(kernel, least=2) - 1, num, (size, num_states), c.dtype(field) or usual)
 
 
 def _channels(c: _Config, field: str) -> int:

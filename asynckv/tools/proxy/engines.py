@@ -168,10 +168,8 @@ class Engine:
 
     def failed_at_end(self, end: bytes) -> Refused | None:
         """Return the error that ended a stream, if any. The client has it, but log and metrics need it too."""
-        events = [
-            event for event in end.replace(*BLANK[::-1]).split(BLANK[0]) if event.strip() not in (b"", b"data: [DONE]")
-        ]
-        event = _data(events[-1]) if events else b""
+        events = reversed(end.replace(*BLANK[::-1]).split(BLANK[0]))
+        event = _data(next((each for each in events if each.strip() not in (b"", b"data: [DONE]")), b""))
         error = _error_in(event)
         return None if error is None else self.refusal(_code(error), event)
 
