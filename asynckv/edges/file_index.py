@@ -118,7 +118,8 @@ def _open(path: Path, how: str, *, check: bool = True) -> sqlite3.Connection:
         # A start that was killed could leave a table `room` up to version 0.1.
         tables = [sql for name, sql in db.execute("SELECT name, sql FROM sqlite_schema") if name != "room"]
         is_ours = all(sql is None or sql in SCHEMA for sql in tables)
-        version, application = (_number(db, x) for x in ("user_version", "application_id"))
+        pragmas = "user_version", "application_id"
+        version, application = (int(db.execute(f"PRAGMA {name}").fetchone()[0]) for name in pragmas)
         if not is_ours and application != APPLICATION:
             raise BackendError(f"{path} is not an index of stored blocks; name another directory")
         if application == APPLICATION and FORMAT < version < 100:  # a larger number is damage
@@ -136,10 +137,6 @@ def _open(path: Path, how: str, *, check: bool = True) -> sqlite3.Connection:
         db.close()
         raise
     return db
-
-
-def _number(db: sqlite3.Connection, pragma: str) -> int:
-    return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
 
 
 def read_index(folder: Path, *, records: bool = True) -> Said:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import anyio.to_thread
 import msgspec
@@ -279,7 +279,9 @@ def _place(
     if base == 0 or length == 0:
         raise LayoutError(f"{where}: its storage is empty or freed; register tensors that hold memory")
     if base not in memories:
-        memories[base] = Memory(base, length, *_kind(where, tensor))
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise LayoutError(f"{where}: device {tensor.device} is not supported; use cpu or cuda memory")
+        memories[base] = Memory(base, length, "cuda" if tensor.is_cuda else "cpu", tensor.device.index or 0)
     itemsize = tensor.element_size()
     # A dim of one entry may have any stride in torch, because it is never stepped along.
     strides = {name: max(stride, 1) * itemsize for name, stride in zip(order, tensor.stride(), strict=True)}
@@ -398,13 +400,3 @@ def _sizes(
         if stride < 1 and sizes[name] > 1:
             raise LayoutError(f"{where}: dim {name!r} has stride {stride} (expanded?); register a tensor of its own")
     return sizes
-
-
-def _kind(where: str, tensor: torch.Tensor) -> tuple[Literal["cpu", "cuda"], int]:
-    match tensor.device.type:
-        case "cpu":
-            return "cpu", 0
-        case "cuda":
-            return "cuda", tensor.device.index or 0
-        case _:
-            raise LayoutError(f"{where}: device {tensor.device} is not supported; use cpu or cuda memory")

@@ -200,30 +200,27 @@ def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
         family.add_metric(labels, value if isinstance(value, dict) else float(value))
 
 
+def _by_label(**values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Yield the values of metrics with one label."""
+    return ((name, (label,), value) for name, each in values.items() for label, value in each.items())
+
+
 def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    gauges = reading.gauges
-    states: tuple[tuple[str, Any, Mapping[str, int]], ...] = (
-        ("pulls", PullState, reading.pulls),
-        ("peers", PeerState, reading.peers),
-        ("leases", (LeaseState.LENT, LeaseState.ENDING), reading.leases),
-    )
-    for name, all_states, found in states:
-        for state in all_states:
-            yield name, (state.value,), found.get(state.value, 0)
-    held = gauges["blocks_quarantined"]
-    blocks = {
-        "lent": gauges["blocks_lent"],
-        "writing": max(gauges["blocks_writing"] - held, 0),
-        "quarantined": max(held - reading.blocks_retired, 0),
-        "retired": reading.blocks_retired,
-    }
-    for state, number_of in blocks.items():
-        yield "blocks", (state,), number_of
+    gauges, held = reading.gauges, reading.gauges["blocks_quarantined"]
     beside = {state: gauges[f"transfers_{state}"] for state in ("in_doubt", "detached")}
-    for state, number_of in {"running": gauges["transfers"] - sum(beside.values()), **beside}.items():
-        yield "transfers", (state,), number_of
-    for age_s in AGES_S:
-        yield "leases_older_than", (str(age_s),), sum(age > age_s for age in reading.lease_ages_s)
+    yield from _by_label(
+        pulls={state.value: reading.pulls.get(state.value, 0) for state in PullState},
+        peers={state.value: reading.peers.get(state.value, 0) for state in PeerState},
+        leases={state.value: reading.leases.get(state.value, 0) for state in (LeaseState.LENT, LeaseState.ENDING)},
+        blocks={
+            "lent": gauges["blocks_lent"],
+            "writing": max(gauges["blocks_writing"] - held, 0),
+            "quarantined": max(held - reading.blocks_retired, 0),
+            "retired": reading.blocks_retired,
+        },
+        transfers={"running": gauges["transfers"] - sum(beside.values()), **beside},
+        leases_older_than={str(age_s): sum(age > age_s for age in reading.lease_ages_s) for age_s in AGES_S},
+    )
     yield "data_plane_up", (), not reading.data_down
     yield "pulls_waiting", (), reading.waiting
     yield "pulls_retrying", (), reading.retrying
@@ -265,23 +262,18 @@ NOT_SHOWN = frozenset({"transfers.late_news"})
 
 
 def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    for phase, durations in tally.phases.items():
-        yield "pull_phase_seconds", (phase,), durations
-    for outcome, durations in tally.pulls.items():
-        yield "pull_duration_seconds", (outcome,), durations
-    for state, durations in tally.leases.items():
-        yield "lease_age_seconds", (state,), durations
-    for call, durations in tally.offloads.items():
-        yield "offload_duration_seconds", (call,), durations
+    yield from _by_label(
+        pull_phase_seconds=tally.phases,
+        pull_duration_seconds=tally.pulls,
+        lease_age_seconds=tally.leases,
+        offload_duration_seconds=tally.offloads,
+        pulls_retried={reason.value: tally.retried[reason.value] for reason in sorted(RETRYABLE)},
+        peer_changes={state: tally.peer_states[state] for state in (*(state.value for state in PeerState), LEFT)},
+        peer_read_bytes=tally.peer_bytes,
+    )
     yield "loop_lag_seconds", (), tally.lag
     yield "transfers_posted", (), tally.posts
     yield "pull_rereads", (), tally.rereads
     yield "blocks_given_up", (), tally.blocks_given_up
-    for reason in sorted(RETRYABLE):
-        yield "pulls_retried", (reason.value,), tally.retried[reason.value]
-    for peer_state in (*(state.value for state in PeerState), LEFT):
-        yield "peer_changes", (peer_state,), tally.peer_states[peer_state]
     for labels, count in tally.peer_pulls.items():
         yield "peer_pulls_ended", labels, count
-    for peer, num_bytes in tally.peer_bytes.items():
-        yield "peer_read_bytes", (peer,), num_bytes

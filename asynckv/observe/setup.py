@@ -72,10 +72,8 @@ def logger_for(**bound: Any) -> tuple[Any, int]:
     """Return a bound logger and the lowest level that it logs."""
     if structlog.is_configured():
         logger = structlog.get_logger("asynckv", **bound)
-        for level in sorted(LEVELS.values()):
-            if not hasattr(logger, "is_enabled_for") or logger.is_enabled_for(level):
-                return logger, level
-        return logger, logging.CRITICAL
+        logs = getattr(logger, "is_enabled_for", lambda level: True)
+        return logger, next(filter(logs, sorted(LEVELS.values())), logging.CRITICAL)
     standard = logging.getLogger("asynckv")
     logger = structlog.wrap_logger(
         standard,

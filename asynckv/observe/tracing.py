@@ -131,8 +131,7 @@ class Tracing(Observer):
         if not self._lent or (lent_in := self._lent.pop(lease, None)) is None:
             return
         parent, engine_id = lent_in
-        self._set_clock(now)
-        span = self._span("asynckv.lease", "PRODUCER", parent, lease.lent_at)
+        span = self._span("asynckv.lease", "PRODUCER", parent, lease.lent_at, now)
         if span is None:
             return
         lent, end = lease.lent, lease.state.value if lease.is_over else "closed"
@@ -158,8 +157,7 @@ class Tracing(Observer):
             return
         before = self._failed.pop(pull.request_id, None) if pull.attempt > 1 else None
         links = [self._api.Link(before)] if before is not None else []
-        self._set_clock(now)
-        span = self._span("asynckv.pull", "CONSUMER", parent, pull.history[0][0], links)
+        span = self._span("asynckv.pull", "CONSUMER", parent, pull.history[0][0], now, links)
         if span is None:
             return
         reason = pull.reason
@@ -193,8 +191,7 @@ class Tracing(Observer):
         if not self._over or (before := self._over.pop(pull.pull_id, None)) is None:
             return
         parent = self._api.set_span_in_context(self._api.NonRecordingSpan(before))
-        self._set_clock(now)
-        span = self._span("asynckv.release", "INTERNAL", parent, pull.published_at)
+        span = self._span("asynckv.release", "INTERNAL", parent, pull.published_at, now)
         if span is not None:
             span.set_attributes({"asynckv.request_id": pull.request_id[:MAX_TEXT], "asynckv.pull_id": pull.pull_id})
             self._add_events(span, pull.history[_num_to_outcome(pull) :])
@@ -210,17 +207,17 @@ class Tracing(Observer):
         context = self._extract(carrier, Context())
         return context if self._api.get_current_span(context).get_span_context().is_valid else None
 
-    def _set_clock(self, now: float) -> None:
+    def _wall_ns(self, at: float) -> int:
+        return self._offset_ns + round(at * 1e9)
+
+    def _span(
+        self, name: str, kind: str, parent: Context, began: float, now: float, links: Sequence[Any] = ()
+    ) -> Span | None:
+        """Begin a span at a time in the past. Return None if the SDK does not record it."""
         # This is called some time after `now`, so the smallest offset is the most exact one.
         offset_ns = time.time_ns() - round(now * 1e9)
         if not 0 <= offset_ns - self._offset_ns < SAME_CLOCK_NS:
             self._offset_ns = offset_ns
-
-    def _wall_ns(self, at: float) -> int:
-        return self._offset_ns + round(at * 1e9)
-
-    def _span(self, name: str, kind: str, parent: Context, began: float, links: Sequence[Any] = ()) -> Span | None:
-        """Begin a span at a time in the past. Return None if the SDK does not record it."""
         began_ns = self._wall_ns(began)
         span = self._tracer.start_span(name, parent, self._api.SpanKind[kind], links=links, start_time=began_ns)
         return span if span.is_recording() else None

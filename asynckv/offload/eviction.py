@@ -123,11 +123,9 @@ class S3Fifo(Generic[K]):
         queue.remove(key)
 
     def choose(self, is_busy: Callable[[K], bool]) -> K | None:
-        if len(self._small) * self.SMALL < len(self):
-            key = self._from_main(is_busy)
-            return self._from_small(is_busy) if key is None else key
-        key = self._from_small(is_busy)
-        return self._from_main(is_busy) if key is None else key
+        is_low = len(self._small) * self.SMALL < len(self)
+        first, second = (self._from_main, self._from_small) if is_low else (self._from_small, self._from_main)
+        return second(is_busy) if (key := first(is_busy)) is None else key
 
     def _from_small(self, is_busy: Callable[[K], bool]) -> K | None:
         while (key := self._small.next()) is not None:

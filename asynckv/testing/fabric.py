@@ -17,7 +17,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -31,7 +31,6 @@ from asynckv.geometry.gather import Gathered, Packing
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import Box, ReadCosts
-from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, CopyMade, DataNews
 
 Bytes = npt.NDArray[np.uint8]
@@ -174,15 +173,11 @@ def _placed(box: Box, array: Bytes, start: int, run: Bytes) -> tuple[Bytes, Byte
         raise Violation(f"pieces lie outside of registered memory: {exc}") from exc
 
 
-_Row = tuple[int, Bytes, int, int, Bytes, int, int, int]  # memory, bytes, offset, stride; the peer's; length
-
-
 @dataclass(slots=True)
 class _Remote:
     nic: Nic
     memories: tuple[Memory, ...]  # as the peer announced them
     users: int = 0
-    tables: dict[int, tuple[DescTable, list[_Row]]] = field(default_factory=dict)  # an entry holds its table
 
 
 class Nic:
@@ -301,15 +296,17 @@ class Nic:
         remote, table = self.remotes[name], read.table
         if read.slot >= 0:
             return self._prepare_packed(transfer_id, name, remote.nic, read)
-        if (known := remote.tables.get(id(table))) is None:
-            known = remote.tables[id(table)] = (table, self._rows(remote, table))
-        rows, pieces, spots, places, direct = known[1], [], [], [], []
+        pieces, spots, places, direct = [], [], [], []
         for a, b in zip(read.local.tolist(), read.remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
-            if not 0 <= row < len(rows):
+            if not 0 <= row < table.num_rows:
                 raise IndexError(f"descriptor {a} is outside the table")
-            memory, array, offset, stride, source, remote_offset, remote_stride, length = rows[row]
-            start, origin = offset + mine * stride, remote_offset + theirs * remote_stride
+            (memory, offset, stride), (far, behind, step) = table.local[row].tolist(), table.remote[row].tolist()
+            if memory >= len(self.arrays) or far >= len(remote.memories):
+                raise BackendError(f"table {table.table_id} names memory that does not exist")
+            source, begin = remote.nic._registered(remote.memories[far])
+            array, length = self.arrays[memory], int(table.length[row])
+            start, origin = offset + mine * stride, begin + behind + theirs * step
             target, data = array[start : start + length], source[origin : origin + length]
             if table.boxes:
                 target = np.empty(length, np.uint8)
@@ -333,19 +330,6 @@ class Nic:
             spots.append((memory, start, length))
             begin += length
         return Transfer(transfer_id, owner, name, pieces, spots, [], [], owner.ends)
-
-    def _rows(self, remote: _Remote, table: DescTable) -> list[_Row]:
-        """Return the bytes behind the rows of a table; called on its first read, as NIXL prepares lists then."""
-        found: list[_Row] = []
-        rows = zip(table.local.tolist(), table.remote.tolist(), table.length.tolist(), strict=True)
-        for (memory, offset, stride), (other, remote_offset, remote_stride), length in rows:
-            if memory >= len(self.arrays) or other >= len(remote.memories):
-                raise BackendError(f"table {table.table_id} names memory that does not exist")
-            source, begin = remote.nic._registered(remote.memories[other])
-            found.append(
-                (memory, self.arrays[memory], offset, stride, source, begin + remote_offset, remote_stride, length)
-            )
-        return found
 
     def _registered(self, told: Memory) -> tuple[Bytes, int]:
         for memory, array in zip(self.memories, self.arrays, strict=True):
