@@ -41,7 +41,7 @@ class Durations:
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.total_s += seconds
 
-    def __deepcopy__(self, memo: object) -> Durations:
+    def copy(self) -> Durations:
         other = Durations()
         other.counts, other.total_s = self.counts.copy(), self.total_s
         return other
@@ -69,7 +69,13 @@ class Tally(Observer):
         self.peer_bytes = Counter[str]()
 
     def copy(self) -> Self:
-        return copy.deepcopy(self)
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict | Durations):
+                setattr(other, name, value.copy())
+        for durations in (other.phases, other.pulls, other.leases, other.offloads):
+            durations.update({name: each.copy() for name, each in durations.items()})
+        return other
 
     def pull_ended(self, pull: Pull, now: float) -> None:
         """Count the pull's phases except its release, and the bytes that it moved."""
