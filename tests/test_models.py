@@ -380,6 +380,8 @@ def kinds_without(**fields: Any) -> list[Any]:
 def test_a_quantised_cache_has_its_own_type(quantised: dict[str, Any]) -> None:
     model = model_of_config({**LLAMA, "quantization_config": quantised}, "m")
     assert (model.dtype, model.token_bytes()) == ("float8_e4m3fn", 2 * 32 * 8 * 128)
+    inner = {**LLAMA, "model_type": "llama", "quantization_config": quantised}
+    assert model_of_config({"text_config": inner}, "m").dtype == "float8_e4m3fn"
     plain = model_of_config({**LLAMA, "quantization_config": {"quant_method": "awq", "kv_cache_scheme": None}}, "m")
     assert plain.dtype == "bfloat16"
 

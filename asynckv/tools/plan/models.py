@@ -231,7 +231,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
 
 def _quantised(config: Mapping[str, Any], layers: list[Layer]) -> str:
     """Return the type of the cache that a quantised model asks for, or "" if it asks for none."""
-    quantised = config.get("quantization_config")
+    quantised = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     inner = quantised.get("quantization") if isinstance(quantised, dict) else None
     objects = [x for x in (inner, quantised) if isinstance(x, dict)]
     schemes = [x.get(key) for x in objects for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
