@@ -132,7 +132,8 @@ class Link:
         return int.from_bytes(self._received[:HEADER], "little")
 
     def close(self) -> None:
-        if self._unsent and not self._loop.is_closed():
+        # A writer may wait although all was sent since, or dropped.
+        if self._socket.fileno() >= 0 and not self._loop.is_closed():
             self._loop.remove_writer(self.fileno())
         self._unsent.clear()
         with contextlib.suppress(OSError):
