@@ -481,7 +481,7 @@ def test_what_a_request_takes() -> None:
 def test_what_a_class_of_transformers_leaves_out_is_what_it_has_by_default() -> None:
     from transformers import AutoConfig
 
-    for kind, ours in models._DEFAULTS.items():
+    for kind, ours in models._KNOWN["defaults"].items():
         there = AutoConfig.for_model(kind).get_text_config().to_dict()
         assert {name: there[name] for name in ours} == ours, kind
 

@@ -99,7 +99,7 @@ PLANTED = {
         Mover, "_ended", "if ending is Ending.FAILED and lost:", "if ending is Ending.FAILED:", 30
     ),
     "a store that fails says nothing of who reads": Bug(
-        Offload, "store", "ended.is_held or ended.outcome", "ended.outcome", 10
+        Mover, "outcome", "ended.is_held or ended.outcome", "ended.outcome", 10
     ),
     "held blocks are free": Bug(Mover, "_take_news", "job.held_by.add(shelf.far)", "pass", 10),
     "slots of another geometry are off by one": Bug(ByTokens, "pieces", "slots[p] for p", "slots[first] for p", 6),

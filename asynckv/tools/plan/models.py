@@ -569,7 +569,7 @@ def _depth(c: _Config) -> int:
 
 
 _KNOWN = tomllib.loads(resources.files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
-_DEFAULTS: Mapping[str, Mapping[str, int]] = _KNOWN["defaults"]
+_DEFAULTS: Mapping[str, Mapping[str, int]] = _KNOWN["defaults"] | _KNOWN["defaults_of_vllm"]
 _MAKERS: Mapping[str, Callable[..., State]] = {"mamba": _mamba, "mamba2": _mamba2, "delta_net": _delta_net}
 _SUSPICIOUS = re.compile("|".join(_KNOWN["suspicious"]))
 _SOUNDS_RECURRENT = re.compile("|".join(_KNOWN["recurrent"]))
