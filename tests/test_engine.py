@@ -130,6 +130,11 @@ async def test_closing_is_idempotent_and_fails_what_waits(bench: Bench) -> None:
 
 async def test_a_cancelled_caller_leaves_no_hold_behind(bench: Bench) -> None:
     async with bench.pair() as (prefill, decode, group):
+        # UCX may abort a process that closes an agent while its first connection is being made (docs/reliability.md).
+        first = group.make_params("first", [(0, [2])], 16)
+        prefill.engine.lend(first)
+        await decode.engine.pull("first", [(0, [2])], first)
+        await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
         params = group.make_params("r", [(0, [1])], 16)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [1])], params))
         await until(lambda: decode.engine.statistics().gauges["pulls"] == 1)
