@@ -126,8 +126,8 @@ class Request:
     # -- inside ------------------------------------------------------------------------------------
 
     def _allow(self, event: RequestEvent) -> RequestState:
-        what = f"request {self.wanted.request_id[:200]!r}"
-        return ON_EVENT[self.state].get(event) or impossible(event, what, self.state)
+        after = ON_EVENT[self.state].get(event)
+        return after or impossible(event, f"request {self.wanted.request_id[:200]!r}", self.state)
 
     def _enter(self, after: RequestState) -> None:
         self.state = after

@@ -53,7 +53,7 @@ CLOSE_S = 10.0  # seconds that `close` of a plane waits for its threads; one pos
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A change of the agent's, with the future of the caller, who may wait for it."""
+    """A change of the agent's, with a future that the caller may wait for."""
 
     make: Callable[[Agent], None]
     made: Future[None] = field(default_factory=Future)
