@@ -14,6 +14,7 @@ CASES = {
     "log": "engines with logging, compared with engines without",
     "embed": "the two ways to embed an engine in a worker",
     "loop_stall": "time for which bulk reads block an event loop",
+    "router": "`asynckv proxy` compared with a plain proxy, CPU and bursts",
     "offload": "stores and loads, compared with raw copies of the same bytes",
     "vllm": "AsyncKVConnector compared with NixlConnector, inside vLLM",
     "vs_vllm": "asynckv compared with the classes of vLLM's NixlConnector, outside vLLM",
