@@ -45,12 +45,21 @@ from asynckv.geometry.pairing import BlockLists, common_prefix
 from asynckv.geometry.staging import ReadCosts
 
 AGAIN_S = 1.0  # seconds until an item is woken again after its turn met a bug
-PARTS = 32  # rows and runs of a recipe that take as long as a message
-MALFORMED = 100  # cost of a malformed packet to its sender, in messages
-
+PARTS = 4  # rows, boxes, dims and runs of a recipe that take as long as a ping
+MALFORMED = 100  # cost of a malformed packet to its sender, in pings
 
 _OF_LEASES = wire.Claim, wire.Renew, wire.Release
 _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
+COSTS = dict.fromkeys(_RECEIVED, 1.0) | {
+    wire.Claim: 6.0,
+    wire.Renew: 4.0,
+    wire.Release: 6.0,
+    wire.Pack: 10.0,
+    wire.Unpack: 3.0,
+    wire.Hello: 4.0,
+    wire.StatusRequest: 6.0,
+}
+"""Work that a message causes at most, in pings; a `Pack` costs more with a longer recipe (`PARTS`)."""
 
 
 class RankCore:
@@ -310,8 +319,10 @@ class RankCore:
             return self._refuse(origin, data, now, sharer)
         if packet.major != wire.MAJOR:
             return self._refuse(origin, data, now, sharer)
-        if len(packet.messages) > 1:
-            self._messages.charge(sharer, now, len(packet.messages) - 1)
+        bucket = self._messages.buckets[sharer]
+        bucket[0] += 1.0  # which was taken before the messages were known
+        for message in packet.messages:
+            bucket[0] -= COSTS[type(message)]
         misdirected = packet.target not in ("", self.identity.incarnation)
         if isinstance(origin, str):
             if misdirected:
@@ -341,30 +352,33 @@ class RankCore:
         """Let readers that shake hands from now on read through another agent."""
         self.readers.agent_replaced(agent_name, metadata, self.prefill.closed_as, bool(self.prefill.leases))
 
-    def tick(self, now: float, most: int = 256) -> None:
-        """Let time pass for up to `most` pulls, leases and peers. `next_at` says when to call again."""
+    def tick(self, now: float, most: int = 128) -> None:
+        """Let time pass for pulls, leases and peers, in about `most` steps. `next_at` says when to call again."""
         self.prefill.tick(now)
         self.watch.tick(now)
         self.survey.tick(now)
-        for _ in range(most):
-            item = self.timers.pop(now)
-            if item is None:
-                return
+        while most > 0 and (item := self.timers.pop(now)) is not None:
             try:
-                self._wake(item, now)
+                most -= self._wake(item, now)
             except Exception:
                 self.timers.wake(item, now + AGAIN_S)  # a reported bug must not stop the item's deadlines
                 raise
 
-    def _wake(self, item: Timed, now: float) -> None:
+    def _wake(self, item: Timed, now: float) -> int:
+        """Let time pass for one item, and return the steps that this takes at most."""
         match item:
             case Pull() as pull:
                 self.decode.tick_pull(pull, now)
+                return pull.steps
             case Lease() as lease:
+                steps = lease.steps
                 if self.prefill.tick_lease(lease, now):
                     self.watch.add(lease, now)
+                return steps
             case Peer() as peer:
+                steps = 1 + len(peer.pulls)
                 self.decode.tick_peer(peer, now)
+                return steps
             case other:
                 raise AssertionError(other)
 
@@ -385,10 +399,10 @@ class RankCore:
             case wire.Pong():
                 self.prefill.answered(route, now)
             case wire.Pack():
-                # A recipe is checked part by part, so it counts like as many messages as take that long.
-                parts = len(message.recipe.rows) + len(message.recipe.blocks)
+                recipe = message.recipe
+                parts = len(recipe.rows) + len(recipe.blocks) + sum([1 + len(dims) for _, dims in recipe.boxes])
                 self._messages.charge(proven or route, now, parts // PARTS)
-                self.prefill.pack(message, route, source, now, proven)
+                self.prefill.pack(message, route, source, now, principal, proven)
             case wire.Unpack():
                 self.prefill.unpack(message, source, now, proven)
             case wire.StatusRequest() if message.most or not self.config.inspect.enabled:

@@ -258,18 +258,16 @@ class Survey:
             if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):
                 return str(told.number)
             told = request
-            status = self._inspector.status(request, now)
+            status = self._inspector.status(request, now, MAX_RANKS)
             if asked.request_id:
                 began = request.history[0][0]
                 told_of = tuple((at - began, str(what)[:MAX_EVENT]) for at, what in request.history[-MAX_HISTORY:])
                 status = replace(status, history=told_of)
             work += 1 + len(status.ranks)
-            status = replace(status, ranks=status.ranks[:MAX_RANKS])
             requests.append(status)
             letters += _letters(status)
-            held = self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
+            held = self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now, MAX_RANKS)
             if held is not None:
-                held = replace(held, waits_for=held.waits_for[:MAX_RANKS])
                 holds.append(held)
                 letters += len(held.request_id) + sum(map(len, held.waits_for))
         return ""
