@@ -127,8 +127,9 @@ class Copies:
 
     def _go_on(self) -> None:
         """Begin the copies that have room now, one of each line in turn."""
-        while any([self._make(line) for line in list(self._lines)]):
-            pass
+        lines = [*self._lines]
+        while lines:
+            lines = [line for line in lines if self._make(line) and line in self._lines]
 
     def _make(self, line: str | ReplyTo) -> bool:
         if not self.slots.has_room(line) or self._making_of[line] >= MAX_MAKING:

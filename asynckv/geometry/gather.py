@@ -224,7 +224,7 @@ def check_recipe(asked: Recipe, ranges: Ranges, lent: Int64s, slot_bytes: int) -
         raise LayoutError(f"a packed copy names {num_blocks} blocks, but {len(lent) * ratio} are lent")
     boxes = [(piece, tuple([size for size, _ in dims]), tuple([by for _, by in dims])) for piece, dims in asked.boxes]
     sizes = [piece * math.prod(shape) for piece, shape, _ in boxes]
-    if any([box >= len(sizes) for _, _, box in asked.rows]):
+    if max(box for _, _, box in asked.rows) >= len(sizes):
         raise LayoutError(f"a packed copy names a box beyond its {len(sizes)}")
     num_bytes = num_blocks * sum([sizes[box] for _, _, box in asked.rows])
     if num_bytes > slot_bytes:
