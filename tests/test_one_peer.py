@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import msgspec
@@ -119,8 +120,12 @@ class Lender:
     def turns(self, until: float) -> Iterator[int]:
         """Let time pass, and count the calls of each turn."""
         while (now := self.core.next_at) <= until:
-            yield events_of(lambda now=now: (self.core.tick(now), self.core.outbox.take_packets()))  # type: ignore[misc]
+            yield events_of(partial(self._turn, now))
             self.core.outbox.commands.clear()
+
+    def _turn(self, now: float) -> None:
+        self.core.tick(now)
+        self.core.outbox.take_packets()
 
 
 # -- one request under thousands of ranks ------------------------------------------------------------------------------
@@ -478,8 +483,8 @@ class Interleaved:
         parts, size = (k, scales), 41 * stride + 4096
         views = (View(0, 0, "layer", 0, stride, parts),)
         groups = (Group("g", block, 40 if block == 4 else 10),)
-        ranks = {"tp_rank": first, "tp_size": self.heads} if held == 1 else {}
-        return Layout(memories=(Memory(1 << 40, size),), groups=groups, views=views, **ranks)
+        rank, ranks = (first, self.heads) if held == 1 else (0, 1)
+        return Layout(tp_rank=rank, tp_size=ranks, memories=(Memory(1 << 40, size),), groups=groups, views=views)
 
     def bytes_of(self, block: int) -> set[int]:
         found = set[int]()

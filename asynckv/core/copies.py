@@ -114,8 +114,8 @@ class Copies:
             self._free(copy)
 
     def _leave_line(self, copy: _Copy) -> None:
-        waiting = self._lines.get(copy.line, ())
-        if copy.slot == NO_SLOT and copy in waiting:
+        waiting = self._lines.get(copy.line)
+        if waiting is not None and copy in waiting:
             waiting.remove(copy)
             self.num_waiting -= 1
             if not waiting:
