@@ -24,6 +24,8 @@ from asynckv.core.source import ReleaseState, Source
 from asynckv.core.types import PullId
 
 MAX_DETAIL = 200
+MAX_RANKS = 256
+"""Ranks that are listed for one request. A claim alone says how many ranks its engine has, so thousands may be owed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class RequestStatus:
         left_s: Seconds that this can last at most, unless a reader asks for more; None if nothing bounds it.
         blocks: Number of this engine's blocks that the request holds.
         waits: Reason for waiting, in words.
-        ranks: Ranks of the other side, by stage and rank.
+        ranks: Ranks of the other side, by stage and rank; of readers the first 256.
         pull_id: Attempt, as in the logs.
         attempt: Number of the attempt.
         sequence: Number of the key under which the request is lent; the same on all ranks of both sides.
@@ -205,24 +207,19 @@ class Inspector:
         some = [(self._ledger.get(holder), guest) for holder, guest in list(self.guests.items())[:most]]
         return tuple(self._hold(hold, guest, now, num_ids) for hold, guest in some if hold is not None)
 
-    def hold(self, request: Lease | Pull, most: int, now: float, num_ranks: int) -> HeldBlocks | None:
+    def hold(self, request: Lease | Pull, most: int, now: float) -> HeldBlocks | None:
         hold = self._ledger.get(_holder(request))
-        return self._hold(hold, request, now, most, num_ranks) if hold is not None else None
+        return self._hold(hold, request, now, most) if hold is not None else None
 
     def _hold(
-        self,
-        hold: Holding,
-        request: Lease | Pull | Guest | None,
-        now: float,
-        most: int | None = None,
-        num_ranks: int | None = None,
+        self, hold: Holding, request: Lease | Pull | Guest | None, now: float, most: int | None = None
     ) -> HeldBlocks:
         reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
         if isinstance(request, Pull):
-            waits_for = tuple(x.where for x in request.sources[:num_ranks] if x.is_waited_for)
+            waits_for = tuple(x.where for x in request.sources if x.is_waited_for)
             reason, until = request.held_as
         elif isinstance(request, Lease):
-            waits_for, reason, until = request.waits_for(num_ranks), request.state.value, request.until
+            waits_for, reason, until = request.waits_for(MAX_RANKS), request.state.value, request.until
         elif request is not None:
             waits_for, (reason, until) = request.waits_for(), request.held_as
         return HeldBlocks(
@@ -241,12 +238,11 @@ class Inspector:
         requests += [self.status(pull, now) for pull in self._decode.pulls.values()]
         return tuple(sorted(requests, key=lambda request: -request.age_s))
 
-    def status(self, request: Lease | Pull, now: float, num_ranks: int | None = None) -> RequestStatus:
-        """Return the status of one request, with its first `num_ranks` ranks or with all."""
+    def status(self, request: Lease | Pull, now: float) -> RequestStatus:
         hold = self._ledger.get(_holder(request))
         blocks = hold.num_blocks if hold is not None else 0
         if isinstance(request, Lease):
-            return _lease_status(request, blocks, now, num_ranks)
+            return _lease_status(request, blocks, now)
         return _pull_status(request, self._decode.peer_of, blocks, now)
 
     def check_integrity(self) -> list[str]:
@@ -316,9 +312,9 @@ def retry_status(hold: HeldBlocks) -> RequestStatus:
     )
 
 
-def _lease_status(lease: Lease, blocks: int, now: float, num_ranks: int | None) -> RequestStatus:
+def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
     ranks = []
-    for name, state, grant in islice(lease.readers(), num_ranks):
+    for name, state, grant in islice(lease.readers(), MAX_RANKS):
         if state == "granted" and grant is not None and grant.until <= now:
             state = "lapsed"  # the lease itself notices at its next event
         granted = grant.until - now if grant is not None and state == "granted" else None

@@ -57,9 +57,6 @@ MAX_TEXT = 128 * 1024
 
 MAX_PEERS = 256
 
-MAX_RANKS = 256
-"""Ranks that are listed for one request. A claim alone says how many ranks its engine has, so thousands may be owed."""
-
 MAX_GUESTS = 64
 
 MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
@@ -258,7 +255,7 @@ class Survey:
             if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):
                 return str(told.number)
             told = request
-            status = self._inspector.status(request, now, MAX_RANKS)
+            status = self._inspector.status(request, now)
             if asked.request_id:
                 began = request.history[0][0]
                 told_of = tuple((at - began, str(what)[:MAX_EVENT]) for at, what in request.history[-MAX_HISTORY:])
@@ -266,7 +263,7 @@ class Survey:
             work += 1 + len(status.ranks)
             requests.append(status)
             letters += _letters(status)
-            held = self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now, MAX_RANKS)
+            held = self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
             if held is not None:
                 holds.append(held)
                 letters += len(held.request_id) + sum(map(len, held.waits_for))

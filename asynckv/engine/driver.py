@@ -48,7 +48,7 @@ from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
 from asynckv.engine.lag import LoopLag
 from asynckv.errors import BackendError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
-from asynckv.observe.log import MAX_RANKS, SAME_S, Recorder
+from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observer
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, CopyMade, DataPlane, TimerHandle
 
@@ -480,7 +480,7 @@ class Driver:
                             waiting.returned.set()
                         self.tell(Observer.blocks_retired, pull, now)
                     case HeldForLong(oldest=oldest):
-                        recorder.held_for_long(command, [self.core.inspect.status(x, now, MAX_RANKS) for x in oldest])
+                        recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in oldest])
                     case LeaseEnded(lease):
                         if (ended := self.lent.pop(lease, None)) is not None:
                             ended.set()
