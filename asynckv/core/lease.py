@@ -318,7 +318,8 @@ class Lease:
                 if grant.pull_id == pull_id and not is_known:
                     strays.append(grant)
                     heapq.heappush(self.looks, (now + max(PROBE_S, now - grant.until), pull_id, reader))
-            self.look_at = min([at for at, *_ in (*self.looks[:1], *self.deadlines[:1])], default=math.inf)
+            times = [at for at, _, _ in self.looks[:1]] + [at for at, _ in self.deadlines[:1]]
+            self.look_at = min(times, default=math.inf)
         if self.is_over:
             return Effects(math.inf, has_ended=not was_over)
         is_overdue = now >= self.warn_at

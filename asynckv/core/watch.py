@@ -40,9 +40,8 @@ class Watch:
         self._said_at = -math.inf
         self._gathered: OrderedDict[Lease | Pull, LeaseState | PullState] = OrderedDict()
         """Held requests, and the state of each when it was added last."""
-        self._found: dict[tuple[LeaseState | PullState, str], list[Lease | Pull]] = {}
-        """Those of the report that is being made, by what they wait for."""
-        self._disorderly: set[tuple[LeaseState | PullState, str]] = set()
+        self._found: dict[tuple[LeaseState | PullState, str, bool], list[Lease | Pull]] = {}
+        """Those of the report that is being made, by state, by what they wait for, and whether that is in order."""
 
     def add(self, held: Lease | Pull, now: float) -> None:
         if not self._gathered and not self._found:
@@ -58,20 +57,17 @@ class Watch:
             steps += held.steps
             if held.state is state:
                 # Ask now, because the reason for waiting may have changed since the request was added.
-                kind = state, held.waits(now)
+                kind = state, held.waits(now), held.is_orderly(now)
                 self._found.setdefault(kind, []).append(held)
-                if not held.is_orderly(now):
-                    self._disorderly.add(kind)
         if self._gathered:
             return  # the others follow in the next turns
-        found, disorderly = self._found, self._disorderly
-        self._found, self._disorderly, self.next_at = {}, set(), math.inf
-        kinds = sorted(found, key=lambda kind: -len(found[kind]))
-        for kind in kinds[:MAX_KINDS]:
-            self._say(kind[0].value, kind[1], found[kind], kind not in disorderly)
+        found, self._found, self.next_at = self._found, {}, math.inf
+        kinds = sorted(found.items(), key=lambda kind: -len(kind[1]))
+        for (state, waits, is_orderly), some in kinds[:MAX_KINDS]:
+            self._say(state.value, waits, some, is_orderly)
         if rest := kinds[MAX_KINDS:]:
-            held_so = [x for kind in rest for x in found[kind]]
-            self._say("", f"{len(rest)} other ways to be held", held_so, not disorderly.intersection(rest))
+            others = [x for _, some in rest for x in some]
+            self._say("", f"{len(rest)} other ways to be held", others, all(kind[2] for kind, _ in rest))
         if kinds:
             self._said_at = now
 
