@@ -39,7 +39,7 @@ class HeldBlocks:
         blocks: Group -> block ids.
         held_s: Seconds for which the blocks have been held.
         left_s: Seconds that this can last at most, unless a reader asks for more; infinite if nothing bounds it.
-        waits_for: Readers that are owed, or remote ranks with running transfers, as the logs write them.
+        waits_for: The first 256 readers that are owed, or remote ranks with running transfers, as the logs write them.
         pull_id: Id of the pull, as in the logs; for an offload, its job.
         copies: Packed copies of the blocks that readers wait for or read.
     """

@@ -231,6 +231,7 @@ class Lease:
     final: set[PullId] = field(default_factory=set)
     spoilt: set[PullId] = field(default_factory=set)
     """Pulls whose packed copies have gone with their grant. A later grant would vouch for these, so none follows."""
+    ended_copies: bool = False  # True if a grant with packed copies has ended since these were last settled
     num_packed: int = 0  # packed copies that readers asked for
     in_order: dict[int, Int64s] = field(
         default_factory=dict
@@ -383,6 +384,7 @@ class Lease:
             heapq.heappush(self.looks, (now, pull_id, grant.reader))
             if grant.has_copies:
                 self.spoilt.add(pull_id)
+                self.ended_copies = True
             self._note(now, notes.Lapsed(grant.name, pull_id))
 
     def _note(self, now: float, note: notes.Note) -> None:
@@ -549,7 +551,7 @@ class Lease:
         if grant is None:
             name, self.attempts[reader] = reader.name(sender), self.attempts.get(reader, 0) + 1
         else:
-            name = grant.name
+            name, self.ended_copies = grant.name, self.ended_copies or grant.has_copies
             self.running[reader] -= 1
             if not self.running[reader]:
                 del self.running[reader]

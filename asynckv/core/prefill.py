@@ -307,7 +307,7 @@ class PrefillSide:
                 self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
         wakes = effects.wake_at < lease.scheduled_at
-        if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or message.key in self.copies.by_key:
+        if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or lease.ended_copies:
             self._follow(lease, effects, noted)
 
     def pack(
@@ -394,8 +394,9 @@ class PrefillSide:
                 outbox.commands.append(lease_granted(lease, effects.first_grant))
         if outbox.trace and len(lease.history) > noted:
             outbox.commands.append(Traced(lease, tuple(lease.history[noted:])))
-        if lease.lent.key in self.copies.by_key:
+        if (lease.ended_copies or effects.has_ended) and lease.lent.key in self.copies.by_key:
             self.copies.settle(lease)
+        lease.ended_copies = False
         if effects.has_ended:
             key = lease.lent.key
             del self.leases[key]
