@@ -162,7 +162,8 @@ class LimitsConfig:
     """Limits of one key, or without keys of one host (messages: of one connection). The excess is dropped and counted.
 
     Attributes:
-        messages_per_s: Messages per second that are processed. A malformed packet counts as a hundred.
+        messages_per_s: Messages per second that are processed. A costly one counts as several, a malformed packet as a
+            hundred.
         message_burst: Most messages at once after a silence.
         hellos_per_s: Handshakes and status questions per second that are answered, because answers are large. Raise it
             if many operators or dashboards ask one engine.

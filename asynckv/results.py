@@ -50,7 +50,8 @@ class LeaseEnd:
             blocks must then not be written before the process ends; see `Engine.aclose`).
         readers: Ranks that released it (`decode/tp0`, in any of its processes) to the outcome of their attempts:
             `complete`, `failed` or `cancelled`.
-        owed: Readers that never released it; `*` for a cohort (the ranks of one decode engine) that never claimed it.
+        owed: Up to 64 readers that never released it; `*` for a cohort (the ranks of one decode engine) that never
+            claimed it.
         held_s: Seconds for which it was lent.
     """
 

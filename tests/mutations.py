@@ -466,7 +466,7 @@ def whoever_has_not_spoken_up_is_not_owed(rank: Rank) -> None:
 @inside("whoever_has_not_spoken_up_is_not_owed")
 def _(patch: pytest.MonkeyPatch) -> None:
     def all_known_have_released(lease: Lease, now: float) -> bool:
-        return bool(lease.cohorts) and not (lease.grants or lease.owing)
+        return bool(lease.cohorts) and not (lease.grants or any(lease.owing()))
 
     patch.setitem(WHEN, LeaseState.LENT, {all_known_have_released: LeaseState.RELEASED, **WHEN[LeaseState.LENT]})
 
@@ -478,7 +478,7 @@ def one_lost_reader_ends_a_lease(rank: Rank) -> None:
 
 @inside("one_lost_reader_ends_a_lease")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lease, "is_forsaken", lambda lease: not lease.grants and bool(lease.owing & lease.gone))
+    patch.setattr(Lease, "is_forsaken", lambda lease: not lease.grants and bool(lease.gone))
 
 
 @planted

@@ -398,7 +398,7 @@ def execute_packed(
 ) -> int:
     """Read a packed copy that the owner makes of lent blocks; no byte may be written twice. Returns the bytes."""
     asked = msgspec.msgpack.decode(msgspec.msgpack.encode(recipe(post)), type=Recipe)
-    ids = np.array([block for block in lent[asked.group][1] if block is not None], np.int64)
+    ids = np.array(sorted(block for block in lent[asked.group][1] if block is not None), np.int64)
     gathered = check_recipe(asked, Ranges(remote.layout), ids, post.table.pack_bytes)
     copy, at = gather(gathered, remote), 0
     assert len(copy) == gathered.num_bytes == post.num_bytes

@@ -14,7 +14,7 @@ from asynckv import EngineConfig, InspectConfig
 from asynckv.arguments import MAX_NAME
 from asynckv.core import survey
 from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
-from asynckv.core.inspect import _rank_state
+from asynckv.core.inspect import MAX_RANKS, _rank_state
 from asynckv.core.peer import PeerState
 from asynckv.core.types import Address, Cohort, ReplyTo
 from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_packet
@@ -324,8 +324,8 @@ def test_names_of_whatever_length_fit_an_answer() -> None:
         prefill.core.receive(ReplyTo(b"way"), encode_packet("d", "", [claim]), world.time(prefill))
     found = pages(world, prefill, MAX_TOLD)
     assert [x.request_id for page in found for x in page.requests] == ["p0", "p1", "p2", "p3"]
-    assert {len(x.ranks) for page in found for x in page.requests} == {survey.MAX_RANKS}
-    assert {len(x.waits_for) for page in found for x in page.holds} == {survey.MAX_RANKS}
+    assert {len(x.ranks) for page in found for x in page.requests} == {MAX_RANKS}
+    assert {len(x.waits_for) for page in found for x in page.holds} == {MAX_RANKS}
 
 
 def test_a_bug_in_one_answer_keeps_nobody_else_from_his() -> None:

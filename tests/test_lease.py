@@ -234,13 +234,12 @@ def test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone() -> 
     one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
     one.claim(0.0)
     two.claim(1.0)
-    assert lease.strays() == []
-    assert lease.tick(AT + 4.0).wake_at == AT + 5.0
-    assert [stray.sender for stray in lease.strays()] == [one.sender]
+    effects = lease.tick(AT + 4.0)
+    assert effects.wake_at == AT + 5.0
+    assert [stray.sender for stray in effects.strays] == [one.sender]
     assert not lease.lose([Reader("decode", 0)], AT + 4.1).has_ended  # the other one's grant runs
-    assert (state_of(lease), lease.strays()) == (LeaseState.LENT, [])
-    lease.tick(AT + 5.0)
-    assert [stray.sender for stray in lease.strays()] == [two.sender]
+    assert state_of(lease) is LeaseState.LENT
+    assert [stray.sender for stray in lease.tick(AT + 5.0).strays] == [two.sender]
     assert state_of(lease) is LeaseState.LENT  # the other one may claim again
     assert {name: state for name, state, _ in lease.readers()} == {
         "decode/tp0@process-": "gone",
@@ -288,8 +287,7 @@ def test_a_reader_that_claims_again_is_not_gone() -> None:
     again = Reading(lease, 0, 2, pull="again")
     assert granted(again.claim(4.5)) == 4.0
     assert not lease.lose([Reader("decode", 1)], AT + 5.0).has_ended
-    lease.tick(AT + 8.5)
-    assert [stray.pull_id for stray in lease.strays()] == [again.pull]
+    assert [stray.pull_id for stray in lease.tick(AT + 8.5).strays] == [again.pull]
     assert state_of(lease) is LeaseState.LENT
 
 
@@ -311,8 +309,8 @@ def test_a_reader_that_will_try_again_may_be_gone_as_well() -> None:
     reading = Reading(lease)
     reading.claim(0.0)
     reading.release(1.0, Outcome.RETRY)
-    assert [stray.pull_id for stray in lease.strays()] == [reading.pull]
-    assert lease.lose([Reader("decode", 0)], AT + 1.0).has_ended
+    assert [stray.pull_id for stray in lease.tick(AT + 5.0).strays] == [reading.pull]
+    assert lease.lose([Reader("decode", 0)], AT + 5.0).has_ended
 
 
 def test_a_silent_reader_is_looked_at_less_and_less_often() -> None:
@@ -575,8 +573,7 @@ def test_a_reader_whose_next_start_will_try_again_is_not_gone() -> None:
     one, other = Reading(lease, 0, 2), Reading(lease, 1, 2)
     one.claim(0.0)
     other.claim(1.0)
-    lease.tick(AT + 4.0)
-    lease.lose([stray.reader for stray in lease.strays()], AT + 4.5)
+    lease.lose([stray.reader for stray in lease.tick(AT + 4.0).strays], AT + 4.5)
     assert lease.gone == {Reader("decode", 0)}
     again = Reading(lease, 0, 2, pull="again")
     again.sender = "next start"
@@ -590,5 +587,5 @@ def test_a_reader_that_was_never_granted_anything_is_looked_at_once_it_has_spoke
     lease.tick(AT + 4.0)
     assert lease.look_at == math.inf
     effects = Reading(lease).release(5.0, Outcome.RETRY)
-    assert lease.strays()
     assert effects.wake_at == AT + 9.0
+    assert lease.tick(AT + 9.0).strays

@@ -33,7 +33,7 @@ def test_only_so_many_senders_are_remembered() -> None:
     limiter = Limiter(1.0, 1.0)
     for i in range(2 * MAX_BUCKETS):
         limiter.take(i, 0.0)
-    assert len(limiter._buckets) == MAX_BUCKETS
+    assert len(limiter.buckets) == MAX_BUCKETS
 
 
 @pytest.mark.parametrize("charged", [False, True])

@@ -419,7 +419,9 @@ class Owner:
 
     def is_clean(self) -> bool:
         assert self.rank.core.inspect.check_integrity() == []
-        return not (self.copies.by_key or self.copies._waiting or self.copies._making or self.copies.slots.num_in_use)
+        return not (
+            self.copies.by_key or self.copies.num_waiting or self.copies._making or self.copies.slots.num_in_use
+        )
 
 
 def test_a_copy_is_made_once_and_named_once_it_is_made() -> None:
@@ -606,7 +608,7 @@ def test_a_reader_with_many_names_has_the_room_of_one() -> None:
         for nonce in range(4):
             owner.pack(nonce, name, sender=name)
     assert len(owner.making) == 2
-    assert len(owner.copies._waiting) == MAX_WAITING
+    assert owner.copies.num_waiting == MAX_WAITING
     other = owner.world.params([owner.rank], "s", [5], 4, written=True)
     owner.lend(other)
     owner.claim("other", params=other, sender="other", way=b"w2")

@@ -59,7 +59,7 @@ class Owned:
 
 def gathered(*ids: int, rows: Any = ROWS) -> Gathered:
     sizes = [piece * int(np.prod(shape, dtype=np.int64)) for _, _, _, piece, shape, _ in rows]
-    return Gathered(rows, np.array(ids, np.int64), len(ids) * sum(sizes))
+    return Gathered(rows, (np.array(ids, np.int64), np.ones(len(ids), np.int64)), len(ids) * sum(sizes))
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ class Two:
 
     async def make(self, read: ReadRequest, slot: int) -> None:
         number = len(self.owner.made)
-        asked = check_recipe(recipe(read), self.ranges, np.array(THEIRS), PACK_BYTES)
+        asked = check_recipe(recipe(read), self.ranges, np.sort(THEIRS), PACK_BYTES)
         self.owner.plane.pack(slot, asked)
         await until(lambda: len(self.owner.made) > number)
         assert self.owner.made[number] == CopyMade(slot)
@@ -388,7 +388,7 @@ async def test_a_serving_process_has_the_copies_as_well(sides: list[Side]) -> No
         assert agent.packing is not None
         slot = agent.packing.num_slots - 1
         (read,) = plan(table(HERE, THERE), OURS, THEIRS).posts(1 << 30, 1 << 20)
-        owner.pack(slot, check_recipe(recipe(read), Ranges(THERE), np.array(THEIRS), PACK_BYTES))
+        owner.pack(slot, check_recipe(recipe(read), Ranges(THERE), np.sort(THEIRS), PACK_BYTES))
         await until(lambda: news == [CopyMade(slot)])
         ended = reader.plane.post_read(TransferId(1), agent.name, read._replace(slot=slot))
         assert (ended or (await reader.heard(1))[0]) == TransferEnded(TransferId(1), Ending.DONE)

@@ -4,11 +4,14 @@ A copy belongs to a grant. It is made while the grant runs, and its slot is used
 reader needs the copy no more; in either case not before the copy is made, because the memory follows the writer. So the
 proof of a read covers a copy as it covers blocks. A pull with a grant that ran out is granted nothing again.
 
-An owner lets few wishes of a reader wait for a slot, and refuses others (`core/asks.py` has the reader's side).
+Readers share the slots and the thread that copies: by key, or by host without keys, because a peer can have many
+connections. Each waits in a line of its own, and lines take turns. An owner lets few wishes of a line wait, and refuses
+others (`core/asks.py` has the reader's side).
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
 from asynckv.core.lease import Lease
@@ -18,7 +21,8 @@ from asynckv.core.types import Key, PullId, ReplyTo
 from asynckv.core.wire import Pack, Packed, Unpack
 from asynckv.geometry.gather import Gathered, Packing
 
-MAX_WAITING, MAX_WAITING_IN_ALL = 16, 512  # copies that wait for a slot: of one reader, and of all
+MAX_WAITING, MAX_WAITING_IN_ALL = 16, 512  # copies that wait to be made: of one line, and of all
+MAX_MAKING = 4  # copies of one line that the thread is given at a time: as many as an honest reader asks for
 NO_SLOT = -1
 
 
@@ -29,6 +33,7 @@ class _Copy:
     nonce: int
     sender: str
     reply_to: ReplyTo
+    line: str | ReplyTo
     gathered: Gathered
     slot: int = NO_SLOT
     is_made: bool = False
@@ -42,29 +47,38 @@ class Copies:
         self.slots: Slots[_Copy] = Slots(packing.num_slots if packing is not None else 0)
         self.by_key: dict[Key, dict[tuple[PullId, int], _Copy]] = {}
         """Copies that are waited for, made or kept, by the lent request and by pull and nonce."""
-        self._waiting: dict[_Copy, None] = {}
+        self._lines: OrderedDict[str | ReplyTo, deque[_Copy]] = OrderedDict()
+        """Copies that wait, by reader; the line whose turn it is comes first."""
+        self.num_waiting = 0
         self._making: dict[int, _Copy] = {}
+        self._making_of = Counter[str | ReplyTo]()
 
-    def ask(self, pack: Pack, gathered: Gathered, sender: str, reply_to: ReplyTo) -> bool:
-        """Take a reader's wish; return False if too many of its connection wait, because it may make up names."""
-        pull_id = PullId(pack.pull_id)
-        if (known := self.by_key.get(pack.key, {}).get((pull_id, pack.nonce))) is not None:
-            if known.is_made:
-                self._answer(known, known.slot)
-            return True
-        theirs = sum([copy.reply_to == reply_to for copy in self._waiting])
-        if theirs >= MAX_WAITING or len(self._waiting) >= MAX_WAITING_IN_ALL:
+    def find(self, pack: Pack) -> bool:
+        """Return True if a reader's wish is known already, and answer it again if its copy is made."""
+        known = self.by_key.get(pack.key, {}).get((PullId(pack.pull_id), pack.nonce))
+        if known is not None and known.is_made:
+            self._answer(known, known.slot)
+        return known is not None
+
+    def ask(self, pack: Pack, gathered: Gathered, sender: str, reply_to: ReplyTo, principal: str) -> bool:
+        """Take a reader's wish; return False if too many of its line wait."""
+        line = principal or reply_to
+        waiting = self._lines.get(line) or deque()
+        if len(waiting) >= MAX_WAITING or self.num_waiting >= MAX_WAITING_IN_ALL:
             return False
-        copy = _Copy(pack.key, pull_id, pack.nonce, sender, reply_to, gathered)
-        self.by_key.setdefault(pack.key, {})[pull_id, pack.nonce] = copy
-        self._waiting[copy] = None
+        copy = _Copy(pack.key, PullId(pack.pull_id), pack.nonce, sender, reply_to, line, gathered)
+        self.by_key.setdefault(pack.key, {})[copy.pull_id, pack.nonce] = copy
+        self._lines[line] = waiting
+        waiting.append(copy)
+        self.num_waiting += 1
         self._outbox.counters["copies.asked"] += 1
-        self._go_on()
+        self._make(line)  # no other line waits for this
         return True
 
     def made(self, slot: int, failure: str) -> None:
         """Take the end of the work on a slot."""
         copy = self._making.pop(slot)
+        self._making_of -= Counter([copy.line])
         if failure and copy.is_wanted:
             self._answer(copy, NO_SLOT)
             self._drop(copy)
@@ -72,6 +86,7 @@ class Copies:
         if copy.is_wanted:
             self._outbox.counters["copies.made"] += 1
             self._answer(copy, slot)
+            self._go_on()
         else:
             self._free(copy)
 
@@ -84,7 +99,7 @@ class Copies:
         copies = self.by_key[lease.lent.key].values()
         ended = [copy for copy in copies if lease.is_over or copy.pull_id not in lease.grants]
         for copy in ended:
-            self._waiting.pop(copy, None)  # or it would be made in the slot of another one that has ended
+            self._leave_line(copy)  # or it would be made in the slot of another one that has ended
         for copy in ended:
             self._drop(copy)
 
@@ -94,21 +109,40 @@ class Copies:
         del copies[copy.pull_id, copy.nonce]
         if not copies:
             del self.by_key[copy.key]
-        self._waiting.pop(copy, None)
+        self._leave_line(copy)
         if copy.is_made:
             self._free(copy)
+
+    def _leave_line(self, copy: _Copy) -> None:
+        waiting = self._lines.get(copy.line)
+        if waiting is not None and copy in waiting:
+            waiting.remove(copy)
+            self.num_waiting -= 1
+            if not waiting:
+                del self._lines[copy.line]
 
     def _free(self, copy: _Copy) -> None:
         self.slots.give_back(copy)
         self._go_on()
 
     def _go_on(self) -> None:
-        for copy in list(self._waiting):
-            if self.slots.has_room(copy.reply_to):
-                del self._waiting[copy]
-                copy.slot = self.slots.take(copy, copy.reply_to)
-                self._making[copy.slot] = copy
-                self._outbox.commands.append(PackBlocks(copy.slot, copy.gathered))
+        """Begin the copies that have room now, one of each line in turn."""
+        lines = [*self._lines]
+        while lines:
+            lines = [line for line in lines if self._make(line) and line in self._lines]
+
+    def _make(self, line: str | ReplyTo) -> bool:
+        if not self.slots.has_room(line) or self._making_of[line] >= MAX_MAKING:
+            return False
+        copy = self._lines[line][0]
+        self._leave_line(copy)
+        if line in self._lines:
+            self._lines.move_to_end(line)
+        copy.slot = self.slots.take(copy, line)
+        self._making[copy.slot] = copy
+        self._making_of[line] += 1
+        self._outbox.commands.append(PackBlocks(copy.slot, copy.gathered))
+        return True
 
     def _answer(self, copy: _Copy, slot: int) -> None:
         self._outbox.send(copy.reply_to, copy.sender, Packed(copy.key, copy.pull_id, copy.nonce, slot))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from asynckv.core.attempts import Request, blocks_of
@@ -23,6 +24,8 @@ from asynckv.core.source import ReleaseState, Source
 from asynckv.core.types import PullId
 
 MAX_DETAIL = 200
+MAX_RANKS = 256
+"""Ranks that are listed for one request. A claim alone says how many ranks its engine has, so thousands may be owed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class HeldBlocks:
         blocks: Group -> block ids.
         held_s: Seconds for which the blocks have been held.
         left_s: Seconds that this can last at most, unless a reader asks for more; infinite if nothing bounds it.
-        waits_for: Readers that are owed, or remote ranks with running transfers, as the logs write them.
+        waits_for: The first 256 readers that are owed, or remote ranks with running transfers, as the logs write them.
         pull_id: Id of the pull, as in the logs; for an offload, its job.
         copies: Packed copies of the blocks that readers wait for or read.
     """
@@ -95,7 +98,7 @@ class RequestStatus:
         left_s: Seconds that this can last at most, unless a reader asks for more; None if nothing bounds it.
         blocks: Number of this engine's blocks that the request holds.
         waits: Reason for waiting, in words.
-        ranks: Ranks of the other side, by stage and rank.
+        ranks: Ranks of the other side, by stage and rank; of readers the first 256.
         pull_id: Attempt, as in the logs.
         attempt: Number of the attempt.
         sequence: Number of the key under which the request is lent; the same on all ranks of both sides.
@@ -216,7 +219,7 @@ class Inspector:
             waits_for = tuple(x.where for x in request.sources if x.is_waited_for)
             reason, until = request.held_as
         elif isinstance(request, Lease):
-            waits_for, reason, until = request.waits_for(), request.state.value, request.until
+            waits_for, reason, until = request.waits_for(MAX_RANKS), request.state.value, request.until
         elif request is not None:
             waits_for, (reason, until) = request.waits_for(), request.held_as
         return HeldBlocks(
@@ -311,7 +314,7 @@ def retry_status(hold: HeldBlocks) -> RequestStatus:
 
 def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
     ranks = []
-    for name, state, grant in lease.readers():
+    for name, state, grant in islice(lease.readers(), MAX_RANKS):
         if state == "granted" and grant is not None and grant.until <= now:
             state = "lapsed"  # the lease itself notices at its next event
         granted = grant.until - now if grant is not None and state == "granted" else None

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product, starmap
+from itertools import chain, islice, product
 
 from msgspec import Struct
 
@@ -30,7 +30,7 @@ from asynckv.core import notes
 from asynckv.core.types import SHOWN_LETTERS, Key, Outcome, PullId, Reason, ReplyTo, RequestId, members, rank_name
 from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
 from asynckv.errors import LocalProtocolError
-from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.bounds import BlockRuns, Int64s
 from asynckv.geometry.match import owed_readers
 
 NOWHERE = ReplyTo(b"")
@@ -45,10 +45,13 @@ PROBE_S = 1.0
 MAX_REFUSALS = 8
 
 MAX_SHOWN_ID = 80
-MAX_NAMED = 4
+MAX_NAMED, MAX_OWED = 4, 64  # readers that are named in a sentence, and to the caller
 
 MAX_ATTEMPTS = 64
-"""Grants and releases of one reader that one lease takes, because the cost of a message grows with their number."""
+"""Grants and releases of one reader that one lease takes, because all of them are remembered."""
+
+MAX_GRANTS = 2 * MAX_READERS  # grants of one lease that run at a time
+AT_ONCE = 128  # grants that lapse in one step, and readers that are looked at; more wait for the next turn of the loop
 
 
 class LeaseState(enum.StrEnum):
@@ -69,12 +72,12 @@ class Gone:
 
 def everybody_has_released(lease: Lease, now: float) -> bool:
     """No reader is owed, and no grant runs."""
-    return not (lease.grants or lease.owing) and len(lease.cohorts) >= lease.lent.readers
+    return not lease.grants and len(lease.discharged) == lease.num_readers and len(lease.cohorts) >= lease.lent.readers
 
 
 def time_is_up(lease: Lease, now: float) -> bool:
     """It was lent for `lease_s`, and for as long as the last grant was to run; or all owed readers are gone."""
-    return now >= lease.expires_at or (bool(lease.gone) and lease.is_forsaken())
+    return not lease.grants and (now >= lease.expires_at or (bool(lease.gone) and lease.is_forsaken()))
 
 
 def no_grant_runs(lease: Lease, now: float) -> bool:
@@ -175,18 +178,13 @@ class Refusal(Struct, frozen=True, gc=False):
 
 
 class BoundCohort(Struct, frozen=True, gc=False):
-    """A cohort that the lease is bound to, and its readers here."""
+    """A cohort that the lease is bound to, and the ranks of it that are readers here, each in every stage.
+
+    They are not listed one by one, because a single claim says how many there are.
+    """
 
     sizes: tuple[int, int]
-    readers: frozenset[Reader]
-
-
-@lru_cache(maxsize=16)  # most requests are read by the engine that read the last one
-def _owed_readers(cohort: str, tp_rank: int, tp_size: int, size: int, stages: int) -> frozenset[Reader]:
-    """Return the readers of a cohort that a prefill rank is owed; none if they are too many."""
-    ranks = owed_readers(tp_rank, tp_size, size)
-    is_small = len(ranks) * stages <= MAX_READERS
-    return frozenset(starmap(Reader, product((cohort,), ranks, range(stages)))) if is_small else frozenset()
+    ranks: range
 
 
 class Effects(Struct, frozen=True, gc=False):
@@ -197,6 +195,8 @@ class Effects(Struct, frozen=True, gc=False):
     first_grant: PullId | None = None
     has_ended: bool = False
     is_overdue: bool = False
+    strays: tuple[Grant, ...] = ()
+    """Last grants of owed readers that hold none now, are not known to be gone, and are due to be looked at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -218,24 +218,31 @@ class Lease:
     history: notes.History = field(init=False)
     is_over: bool = False
     cohorts: dict[str, BoundCohort] = field(default_factory=dict)
-    owing: set[Reader] = field(default_factory=set)  # readers of these cohorts that are owed: they have not released
+    num_readers: int = 0  # readers of these cohorts; those that are not discharged are owed
     grants: dict[PullId, Grant] = field(default_factory=dict)
+    running: dict[Reader, int] = field(default_factory=dict)  # number of these grants by reader
     deadlines: list[tuple[float, PullId]] = field(default_factory=list)
     """Heap of the times at which each grant is checked. A renewed grant gets a later entry only at that check."""
+    looks: list[tuple[float, PullId, Reader]] = field(default_factory=list)
+    """Heap of the times at which each reader without a running grant is looked at, by its attempt in `past`."""
     names: dict[str, str] = field(default_factory=dict)
     """Process start -> name for people, for every process that was granted the blocks."""
     past: dict[Reader, Grant] = field(default_factory=dict)
     final: set[PullId] = field(default_factory=set)
     spoilt: set[PullId] = field(default_factory=set)
     """Pulls whose packed copies have gone with their grant. A later grant would vouch for these, so none follows."""
+    ended_copies: bool = False  # True if a grant with packed copies has ended since these were last settled
     num_packed: int = 0  # packed copies that readers asked for
+    in_order: dict[int, Int64s] = field(
+        default_factory=dict
+    )  # lent blocks in ascending order, once copies are asked for
     attempts: dict[Reader, int] = field(default_factory=dict)
     """Number of grants to each reader, and of its releases without a grant, to limit attempts."""
     keys: dict[Reader, str] = field(default_factory=dict)
     """Key of each reader's first message. Messages in that reader's name under another key are refused."""
     discharged: dict[Reader, Discharge] = field(default_factory=dict)
     gone: set[Reader] = field(default_factory=set)
-    """Owed readers without a running grant and with a process that has ended."""
+    """Owed readers without a running grant, and with a process that has ended."""
     refused: list[Refusal] = field(default_factory=list)
     revoked_by: str = ""
     scheduled_at: float = math.inf
@@ -299,25 +306,27 @@ class Lease:
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
-    def strays(self) -> list[Grant]:
-        """Return the last grants of owed readers that hold no grant now, and are not known to be gone."""
-        if not self.past:
-            return []
-        holding = {grant.reader for grant in self.grants.values()} | self.gone
-        return [grant for reader, grant in self.past.items() if reader in self.owing - holding]
-
     def tick(self, now: float) -> Effects:
-        was_over = self.is_over
+        was_over, strays = self.is_over, list[Grant]()
         self._go_on(self.state, now)
         if now >= self.look_at:
-            looks = [now + max(PROBE_S, now - grant.until) for grant in self.strays()]
-            self.look_at = min([*looks, *[until for until, _ in self.deadlines[:1]]], default=math.inf)
+            for _ in range(AT_ONCE):
+                if not self.looks or self.looks[0][0] > now:
+                    break
+                _, pull_id, reader = heapq.heappop(self.looks)
+                grant = self.past[reader]
+                is_known = reader in self.discharged or reader in self.gone or reader in self.running
+                if grant.pull_id == pull_id and not is_known:
+                    strays.append(grant)
+                    heapq.heappush(self.looks, (now + max(PROBE_S, now - grant.until), pull_id, reader))
+            times = [at for at, _, _ in self.looks[:1]] + [at for at, _ in self.deadlines[:1]]
+            self.look_at = min(times, default=math.inf)
         if self.is_over:
             return Effects(math.inf, has_ended=not was_over)
         is_overdue = now >= self.warn_at
         while self.warn_at <= now:
             self.warn_at = self.lent_at + 2 * (self.warn_at - self.lent_at)
-        return Effects(self.wake_at, is_overdue=is_overdue)
+        return Effects(self.wake_at, is_overdue=is_overdue, strays=tuple(strays))
 
     def turned_down(self, refusal: Refusal) -> None:
         """Remember a refused message, because it may be the reason why a reader stays owed."""
@@ -341,7 +350,8 @@ class Lease:
             if after is not self.state:
                 self.state, self.since, self.is_over = after, now, not ON_EVENT[after]
                 if after is L.ENDING:
-                    self._note(now, notes.Revoked(len(self.owed()), len(self.grants)))
+                    owed = self.num_readers - len(self.discharged) + self.lent.readers - len(self.cohorts)
+                    self._note(now, notes.Revoked(owed, len(self.grants)))
                 else:
                     self.history.append((now, after))  # the end is noted even beyond MAX_HISTORY
             if self.deadlines and self.deadlines[0][0] <= now:
@@ -355,8 +365,10 @@ class Lease:
         raise AssertionError(f"the tables have a cycle through {self.state.name}")
 
     def _lapse(self, now: float) -> None:
-        """Forget grants that have run out. Their readers know, because a reader's own deadline is earlier."""
-        while self.deadlines and self.deadlines[0][0] <= now:
+        """Forget some grants that have run out. Their readers know, because a reader's own deadline is earlier."""
+        for _ in range(AT_ONCE):
+            if not self.deadlines or self.deadlines[0][0] > now:
+                break
             pull_id = heapq.heappop(self.deadlines)[1]
             grant = self.grants.get(pull_id)
             if grant is None:
@@ -364,9 +376,15 @@ class Lease:
             if grant.until > now:
                 heapq.heappush(self.deadlines, (grant.until, pull_id))
                 continue
-            self.past[grant.reader] = self.grants.pop(pull_id)
+            del self.grants[pull_id]
+            self.running[grant.reader] -= 1
+            if not self.running[grant.reader]:
+                del self.running[grant.reader]
+            self.past[grant.reader] = grant
+            heapq.heappush(self.looks, (now, pull_id, grant.reader))
             if grant.has_copies:
                 self.spoilt.add(pull_id)
+                self.ended_copies = True
             self._note(now, notes.Lapsed(grant.name, pull_id))
 
     def _note(self, now: float, note: notes.Note) -> None:
@@ -374,6 +392,11 @@ class Lease:
             self.history.append((now, note))
 
     # -- questions ---------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps a `tick` or a question takes at most. A step takes about as long as a message."""
+        return 1 + len(self.grants) + len(self.past)
 
     @property
     def ended_at(self) -> float:
@@ -390,68 +413,89 @@ class Lease:
     @property
     def until(self) -> float:
         """Return when the blocks return at the latest, unless a reader asks for more."""
-        lapse = max([grant.until for grant in self.grants.values()], default=-math.inf)
-        return lapse if self.state is L.ENDING else max(self.expires_at, lapse)
+        if self.state is not L.ENDING:
+            return self.expires_at
+        return max([grant.until for grant in self.grants.values()], default=-math.inf)
 
     def is_owed(self) -> bool:
-        return bool(self.owing) or len(self.cohorts) < self.lent.readers
+        return len(self.discharged) < self.num_readers or len(self.cohorts) < self.lent.readers
 
     def is_forsaken(self) -> bool:
         """Return True if all owed readers are gone, and no grant runs."""
-        return not self.grants and len(self.cohorts) == self.lent.readers and self.owing <= self.gone
+        num_owed = self.num_readers - len(self.discharged)
+        return not self.grants and len(self.cohorts) == self.lent.readers and len(self.gone) == num_owed
+
+    def owing(self) -> Iterator[Reader]:
+        """Yield the readers of known cohorts that are owed, because they have not released."""
+        for name, bound in self.cohorts.items():
+            for tp_rank, pp_stage in product(bound.ranks, range(bound.sizes[1])):
+                if (reader := Reader(name, tp_rank, pp_stage)) not in self.discharged:
+                    yield reader
 
     def owed(self) -> tuple[str, ...]:
-        names = [str(r) for bound in self.cohorts.values() for r in sorted(bound.readers & self.owing)]
-        return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
+        """Name the first readers that are owed, and `*` for a cohort that has sent no message."""
+        return (*map(str, islice(self.owing(), MAX_OWED)), *["*"] * (self.lent.readers - len(self.cohorts)))
 
-    def waits_for(self) -> tuple[str, ...]:
-        """Return the names of the readers that are owed or hold a grant, with the process that was granted last."""
-        return tuple([name for name, state, _ in self.readers() if state in _WAITS])
+    def waits_for(self, most: int | None = None) -> tuple[str, ...]:
+        """Return names of readers that are owed or hold a grant, with the process that was granted last."""
+        return tuple(islice((name for name, state, _ in self.readers() if state in _WAITS), most))
 
     def readers(self) -> Iterator[tuple[str, str, Grant | None]]:
         """Yield name, state and last grant of every reader. The state is `unclaimed`, `granted`, `lapsed`, `retrying`,
         `gone` or the outcome of the release.
         """
-        known = self.past | {grant.reader: grant for grant in self.grants.values()}
-        holding = {grant.reader for grant in self.grants.values()} - self.owing
-        for reader in (*sorted(self.owing), *sorted(holding)):
-            grant = known.get(reader)
-            if grant is None:
+        known = self.last_grants()
+        for reader in chain(self.owing(), sorted(reader for reader in known if reader in self.discharged)):
+            if (grant := known.get(reader)) is None:
                 yield str(reader), "unclaimed", None
-            elif grant.pull_id in self.grants:
-                yield grant.name, "granted", grant
-            elif reader in self.gone:
-                yield grant.name, "gone", grant
             else:
-                yield grant.name, "retrying" if grant.pull_id in self.final else "lapsed", grant
+                yield grant.name, self._state_of(grant), grant
         for reader, discharge in self.discharged.items():
-            if reader not in holding:
+            if reader not in self.running:
                 yield discharge.name, discharge.outcome.value, None
         for _ in range(self.lent.readers - len(self.cohorts)):
             yield "*", "unclaimed", None
 
+    def _state_of(self, grant: Grant) -> str:
+        if grant.pull_id in self.grants:
+            return "granted"
+        if grant.reader in self.gone:
+            return "gone"
+        return "retrying" if grant.pull_id in self.final else "lapsed"
+
+    def last_grants(self) -> dict[Reader, Grant]:
+        """Return the last grants of the readers that are owed or hold one."""
+        known = self.past | {grant.reader: grant for grant in self.grants.values()}
+        return {x: grant for x, grant in known.items() if x in self.running or x not in self.discharged}
+
     def is_orderly(self, now: float) -> bool:
         """Return True if every owed reader renews its grant."""
+        if self.state is not L.LENT or len(self.cohorts) < self.lent.readers:
+            return False
         renewed = {x.reader for x in self.grants.values() if now - x.asked_at <= self.lent.grant_s / 2}
-        return self.state is L.LENT and len(self.cohorts) == self.lent.readers and self.owing <= renewed
+        return len(renewed.difference(self.discharged)) == self.num_readers - len(self.discharged)
 
     def waits(self, now: float) -> str:
         """Return in words what the lease waits for."""
-        said: dict[str, list[str]] = {}
-        for name, state, grant in self.readers():
-            if name == "*":
-                continue
+        known, said = self.last_grants(), dict[str, list[Reader]]()
+        for reader, grant in known.items():
+            words = _WAITS[state := self._state_of(grant)]
             if state == "granted" and self.state is L.ENDING:
                 words = "still promised to"
-            elif state == "granted" and grant is not None and now - grant.asked_at > self.lent.grant_s / 2:
+            elif state == "granted" and now - grant.asked_at > self.lent.grant_s / 2:
                 words = "claimed, but a renewal is overdue, by"
-            else:
-                words = _WAITS.get(state, "")
-            said.setdefault(words, []).append(name)
+            said.setdefault(words, []).append(reader)
+        first = {words: heapq.nsmallest(MAX_NAMED, some) for words, some in said.items()}
+        lines = {words: _few([known[x].name for x in some], len(said[words])) for words, some in first.items()}
+        num_silent = self.num_readers - len(self.discharged) - sum(reader not in self.discharged for reader in known)
+        silent = list(map(str, islice((reader for reader in self.owing() if reader not in known), MAX_NAMED)))
         if unknown := self.lent.readers - len(self.cohorts):
             more = "another decode engine" if unknown == 1 else f"{unknown} decode engines"
-            said.setdefault(_WAITS["unclaimed"], []).append(more if self.cohorts or unknown > 1 else "any reader")
-        return "; ".join(f"{words} {_few(said[words])}" for words in sorted(said) if words)
+            silent.append(more if self.cohorts or unknown > 1 else "any reader")
+            num_silent += 1
+        if silent:
+            lines[_WAITS["unclaimed"]] = _few(silent, num_silent)
+        return "; ".join(f"{words} {lines[words]}" for words in sorted(lines))
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -479,11 +523,14 @@ class Lease:
         pull_id = PullId(ask.pull_id)
         grant = self.grants.get(pull_id)
         if grant is None:
+            if len(self.grants) >= MAX_GRANTS:
+                return refused(ask, Reason.OVERLOADED, f"more than {MAX_GRANTS} grants of this request run")
             name = _rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
             if len(self.history) < MAX_HISTORY:
                 self.history.append((now, notes.Granted(name, pull_id)))
             self.attempts[reader] = self.attempts.get(reader, 0) + 1
             self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now, (reply_to,))
+            self.running[reader] = self.running.get(reader, 0) + 1
             self.names[sender] = name
             self.gone.discard(reader)
             heapq.heappush(self.deadlines, (now + seconds, pull_id))
@@ -504,9 +551,12 @@ class Lease:
         if grant is None:
             name, self.attempts[reader] = reader.name(sender), self.attempts.get(reader, 0) + 1
         else:
-            name = grant.name
+            name, self.ended_copies = grant.name, self.ended_copies or grant.has_copies
+            self.running[reader] -= 1
+            if not self.running[reader]:
+                del self.running[reader]
         if release.outcome is not Outcome.RETRY:
-            self.owing.discard(reader)
+            self.gone.discard(reader)
             self.discharged.setdefault(reader, Discharge(release.outcome, name))
         else:
             since, ways = (now, ()) if grant is None else (grant.since, grant.ways)
@@ -514,6 +564,7 @@ class Lease:
             self.past[reader].came_by(reply_to)
             self.gone.discard(reader)  # a later start of the process has taken over
             self.look_at = min(self.look_at, now + self.lent.grant_s)
+            heapq.heappush(self.looks, (now + self.lent.grant_s, pull_id, reader))
         if len(self.history) < MAX_HISTORY:
             self.history.append((now, notes.Released(name, pull_id, release.outcome)))
         return Ack(release.key, pull_id)
@@ -545,16 +596,17 @@ class Lease:
         if self.keys.get(reader, proven) != proven:
             return refused(message, Reason.FOREIGN_PULL, _OTHER_KEY)
         bound, lent = self.cohorts.get(cohort.id), self.lent
-        readers = _owed_readers(cohort.id, lent.tp_rank, lent.tp_size, *sizes) if bound is None else bound.readers
+        ranks = _owed_readers(lent.tp_rank, lent.tp_size, cohort.tp_size) if bound is None else bound.ranks
         has_room = len(self.cohorts) < lent.readers if bound is None else bound.sizes == sizes
-        if reader not in readers or not has_room:
+        is_reader = cohort.tp_rank in ranks and cohort.pp_stage < cohort.pp_size
+        if not (has_room and is_reader and len(ranks) * cohort.pp_size <= MAX_READERS):
             return self._stranger(message)
         if bound is None:
-            self.cohorts[cohort.id] = BoundCohort(sizes, readers)
-            self.owing |= readers
+            self.cohorts[cohort.id] = BoundCohort(sizes, ranks)
+            self.num_readers += len(ranks) * cohort.pp_size
         if proven:
             self.keys[reader] = proven
-        if is_claim and reader not in self.owing:
+        if is_claim and reader in self.discharged:
             return refused(message, Reason.CONSUMED, "this reader has released the request before")
         return reader
 
@@ -578,7 +630,7 @@ class Lease:
         return refused(message, reason, why)
 
 
-_rank_name = lru_cache(1024)(rank_name)
+_rank_name, _owed_readers = lru_cache(1024)(rank_name), lru_cache(1024)(owed_readers)
 _OTHER_KEY = "this reader used another key before"
 WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
 _WAITS = {
@@ -590,8 +642,8 @@ _WAITS = {
 }
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
+def _few(names: list[str], number: int) -> str:
+    return ", ".join(names[:MAX_NAMED]) + (f" and {number - MAX_NAMED} more" if number > MAX_NAMED else "")
 
 
 def refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:

@@ -32,25 +32,27 @@ class Limiter:
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
-        self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+        self.buckets: OrderedDict[Hashable, list[float]] = OrderedDict()
+        """Tokens of each sharer, and the time at which they were counted. A caller may spend more of them, even below
+        zero. Debt is capped, so that a client that stops asking recovers."""
 
     def take(self, sharer: Hashable, now: float) -> bool:
-        level, at = self._buckets.get(sharer) or self._new(sharer, now)
-        level = min(self._burst, level + (now - at) * self._rate)
+        """Take a token, if there is one."""
+        bucket = self.buckets.get(sharer) or self._new(sharer, now)
+        level = min(self._burst, max(bucket[0], -self._burst) + (now - bucket[1]) * self._rate)
         is_good = level >= 1 - 1e-9
-        self._buckets[sharer] = (level - 1 if is_good else level, now)
-        self._buckets.move_to_end(sharer)
+        bucket[:] = level - 1 if is_good else level, now
+        self.buckets.move_to_end(sharer)
         return is_good
 
     def charge(self, sharer: Hashable, now: float, cost: float) -> None:
-        """Spend tokens even below zero. Debt is capped, so that a client that stops asking recovers."""
-        level, at = self._buckets.get(sharer) or self._new(sharer, now)
-        level = min(self._burst, level + (now - at) * self._rate)
-        self._buckets[sharer] = (max(level - cost, -self._burst), now)
-        self._buckets.move_to_end(sharer)
+        """Spend tokens, whether there are so many or not."""
+        if not self.take(sharer, now):
+            cost += 1
+        self.buckets[sharer][0] -= cost - 1
 
-    def _new(self, sharer: Hashable, now: float) -> tuple[float, float]:
-        if len(self._buckets) >= MAX_BUCKETS:
-            self._buckets.popitem(last=False)
-        self._buckets[sharer] = self._burst, now
-        return self._buckets[sharer]
+    def _new(self, sharer: Hashable, now: float) -> list[float]:
+        if len(self.buckets) >= MAX_BUCKETS:
+            self.buckets.popitem(last=False)
+        bucket = self.buckets[sharer] = [self._burst, now]
+        return bucket

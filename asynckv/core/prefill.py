@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core.copies import NO_SLOT, Copies
-from asynckv.core.lease import PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Refusal
+from asynckv.core.lease import AT_ONCE, PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Reader, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.limits import remember
 from asynckv.core.outbox import LeaseEnded, Outbox, Traced
@@ -127,8 +127,11 @@ class PrefillSide:
         self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
         self.next_at = math.inf  # time at which a parked message may fall due
+        self.num_parked = 0  # room of all parked messages
         self._parked_by: Counter[str | ReplyTo] = Counter()
-        """Room of the parked messages by key, or by connection without keys, because a peer chooses its own name."""
+        """This room by key, or by connection without keys, because a peer chooses its own name."""
+        self._unparked: deque[ParkedMessage] = deque()
+        """Messages about requests that were lent meanwhile, beyond the first `AT_ONCE` of each."""
         self._ended: OrderedDict[Key, Ended] = OrderedDict()
         self._forgotten: OrderedDict[Key, Refusal] = OrderedDict()
         """Releases that were parked for too long. They explain why a request that is lent later expires."""
@@ -138,10 +141,6 @@ class PrefillSide:
         """Time at which a request of each reader ended last, by its key (True) or its process start."""
         self.spent = SpentKeys()
         self.copies, self._ranges = Copies(identity.packing, outbox), Ranges(identity.layout)
-
-    @property
-    def num_parked(self) -> int:
-        return self._parked_by.total()
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -204,9 +203,8 @@ class PrefillSide:
             self._outbox.commands.append(Traced(lease, tuple(lease.history)))
         self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
         if key in self._parked:
-            for parked in self._take_parked(key):
-                if parked.until > now and not lease.is_over:
-                    self.receive(parked.message, parked.reply_to, parked.sender, now, parked.proven)
+            self._unparked += self._take_parked(key)
+            self._receive_parked(now)
         return lease
 
     def withdraw(self, params: KVTransferParams, now: float) -> tuple[str, ...] | None:
@@ -278,6 +276,7 @@ class PrefillSide:
         self._parked.clear()
         self._parked_order.clear()
         self._parked_by.clear()
+        self.num_parked = 0
         for p in parked:
             if isinstance(p.message, Claim):
                 self._refuse(p.message, p.reply_to, p.sender, Reason.ENGINE_CLOSED)
@@ -308,18 +307,24 @@ class PrefillSide:
                 self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
         wakes = effects.wake_at < lease.scheduled_at
-        if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or message.key in self.copies.by_key:
+        if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or lease.ended_copies:
             self._follow(lease, effects, noted)
 
-    def pack(self, pack: Pack, reply_to: ReplyTo, sender: str, now: float, proven: str = "") -> None:
-        """Make a packed copy for the grant of a pull, or refuse to."""
+    def pack(
+        self, pack: Pack, reply_to: ReplyTo, sender: str, now: float, principal: str = "", proven: str = ""
+    ) -> None:
+        """Make a packed copy for the grant of a pull, or refuse to. `principal` is the key or host that asks."""
         lease, holding = self.leases.get(pack.key), self._ledger.get(pack.key.token)
         grant = lease.grant_of(PullId(pack.pull_id), sender, now, proven) if lease is not None else None
         try:
             if lease is not None and grant is not None and holding is not None and self.copies.slot_bytes:
-                lent = holding.blocks.get(pack.recipe.group, NO_BLOCKS)
-                gathered = check_recipe(pack.recipe, self._ranges, lent, self.copies.slot_bytes)
-                if self.copies.ask(pack, gathered, sender, reply_to):
+                if self.copies.find(pack):
+                    return
+                group, lent = pack.recipe.group, lease.in_order
+                if group not in lent:
+                    lent[group] = np.sort(holding.blocks.get(group, NO_BLOCKS))
+                gathered = check_recipe(pack.recipe, self._ranges, lent[group], self.copies.slot_bytes)
+                if self.copies.ask(pack, gathered, sender, reply_to, principal):
                     grant.has_copies = True
                     lease.num_packed += 1
                     return
@@ -339,14 +344,16 @@ class PrefillSide:
         noted = len(lease.history)
         effects = lease.tick(now)
         is_overdue = effects.is_overdue
-        strays = lease.strays() if not effects.has_ended else []
-        if gone := [stray.reader for stray in strays if self._is_gone(lease, stray, now)]:
+        gone = list[Reader]()
+        for stray in effects.strays:
+            if self._is_gone(lease, stray, now):
+                gone.append(stray.reader)
+                continue
+            stray.probed_at = now
+            for way in stray.ways:
+                self._outbox.send(way, stray.sender, Ping(0))
+        if gone:
             effects = lease.lose(gone, now)
-        for stray in strays:
-            if stray.reader not in gone:
-                stray.probed_at = now
-                for way in stray.ways:
-                    self._outbox.send(way, stray.sender, Ping(0))
         self._follow(lease, effects, noted)
         return is_overdue
 
@@ -354,7 +361,10 @@ class PrefillSide:
         remember(self._unreachable, reply_to, None, MAX_UNREACHABLE)
 
     def tick(self, now: float) -> None:
-        while self._parked_order and self._parked_order[0][0] <= now:
+        self._receive_parked(now)
+        for _ in range(AT_ONCE):
+            if not self._parked_order or self._parked_order[0][0] > now:
+                break
             _, key, place = self._parked_order.popleft()
             waiting = self._parked.get(key, {})
             if place in waiting and waiting[place].until <= now:
@@ -365,7 +375,8 @@ class PrefillSide:
                     self._forget(key, parked.message, parked.sender, now)
                 if not waiting:
                     del self._parked[key]
-        self.next_at = self._parked_order[0][0] if self._parked_order else math.inf
+        waits_until = self._parked_order[0][0] if self._parked_order else math.inf
+        self.next_at = now if self._unparked else waits_until
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -383,8 +394,9 @@ class PrefillSide:
                 outbox.commands.append(lease_granted(lease, effects.first_grant))
         if outbox.trace and len(lease.history) > noted:
             outbox.commands.append(Traced(lease, tuple(lease.history[noted:])))
-        if lease.lent.key in self.copies.by_key:
+        if (lease.ended_copies or effects.has_ended) and lease.lent.key in self.copies.by_key:
             self.copies.settle(lease)
+        lease.ended_copies = False
         if effects.has_ended:
             key = lease.lent.key
             del self.leases[key]
@@ -502,6 +514,7 @@ class PrefillSide:
             kept, reply_to, sender, until, proven
         )
         self._parked_by[parked.sharer] += parked.room
+        self.num_parked += parked.room
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
@@ -516,6 +529,15 @@ class PrefillSide:
             self._unpark(each)
         return parked
 
+    def _receive_parked(self, now: float) -> None:
+        """Take some of the messages that came before their request was lent; the others follow in the next turns."""
+        for _ in range(min(len(self._unparked), AT_ONCE)):
+            parked = self._unparked.popleft()
+            if parked.until > now and parked.message.key in self.leases:
+                self.receive(parked.message, parked.reply_to, parked.sender, now, parked.proven)
+        if self._unparked:
+            self.next_at = now
+
     def _forget(self, key: Key, release: Release, sender: str, now: float) -> None:
         """Give up a release that was acknowledged and never applied, but remember it for the log."""
         detail = f"it came before the request was lent, and was kept for parked_s {self._config.parked_s:g}"
@@ -523,6 +545,7 @@ class PrefillSide:
         remember(self._forgotten, key, refusal, MAX_FORGOTTEN)
 
     def _unpark(self, parked: ParkedMessage) -> None:
+        self.num_parked -= parked.room
         self._parked_by[parked.sharer] -= parked.room
         if not self._parked_by[parked.sharer]:
             del self._parked_by[parked.sharer]

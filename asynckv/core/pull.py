@@ -323,6 +323,10 @@ class Pull:
             return "retired" if self.is_retired else "quarantined", self.retire_at
         return self.state.value, self.deadline
 
+    @property
+    def steps(self) -> int:
+        return 1 + len(self.sources)
+
     def is_orderly(self, now: float) -> bool:
         """Return True if the pull is only announced, and its deadline has not passed."""
         return self.lists is None and not self.is_published and now < self.deadline

@@ -13,6 +13,8 @@ Every input comes with `now`. Reports of the planes on transfers, peers and addr
 from __future__ import annotations
 
 import itertools
+import math
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
@@ -45,12 +47,23 @@ from asynckv.geometry.pairing import BlockLists, common_prefix
 from asynckv.geometry.staging import ReadCosts
 
 AGAIN_S = 1.0  # seconds until an item is woken again after its turn met a bug
-PARTS = 32  # rows and runs of a recipe that take as long as a message
-MALFORMED = 100  # cost of a malformed packet to its sender, in messages
-
+PARTS = 4  # rows, boxes, dims and runs of a recipe that take as long as a ping
+MALFORMED = 100  # cost of a malformed packet to its sender, in pings
 
 _OF_LEASES = wire.Claim, wire.Renew, wire.Release
 _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
+COSTS = dict.fromkeys(_RECEIVED, 2.0) | {
+    wire.Ping: 1.0,
+    wire.Pong: 1.0,
+    wire.Claim: 2.5,
+    wire.Release: 2.5,
+    wire.Pack: 10.0,
+}
+"""Most work of a message, in pings (2 to 3 us each); a `Pack` costs more with a longer recipe (`PARTS`)."""
+
+SLICE = 1024.0  # work of a part of a packet, 2 to 3 ms; a larger packet is handled in several turns of the loop
+MAX_UNREAD, MAX_SENDERS = 16, 64  # packets that wait behind a large one of the same sender, and such senders
+_Unread = tuple[Address | ReplyTo, bytes | wire.Packet, str]
 
 
 class RankCore:
@@ -87,6 +100,9 @@ class RankCore:
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._hellos_of_one = Limiter(limits.hellos_per_s / 4, limits.hello_burst / 4)
         """Limit of each connection, because without keys a whole host shares the other limit."""
+        self._unread: OrderedDict[str | bytes, deque[_Unread]] = OrderedDict()
+        """The rest of a large packet, and packets that came behind it, by sender; the next one comes first."""
+        self.read_on_at = math.inf
         self._pull_ids = itertools.count(1)
         self._pull_prefix = f"{identity.incarnation[:16]}-"
 
@@ -297,21 +313,41 @@ class RankCore:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def receive(self, origin: Address | ReplyTo, data: bytes, now: float, principal: str = "") -> None:
-        """Take a packet's bytes, received before `now`. `principal` is the key or host that it came from."""
+    def receive(self, origin: Address | ReplyTo, data: bytes | wire.Packet, now: float, principal: str = "") -> None:
+        """Take a packet's bytes, received before `now`. `principal` is the key or host that it came from.
+
+        Of a packet that takes long, only a part is handled now, and the rest (a `wire.Packet`) in later turns.
+        """
         proven = principal if principal.startswith("key:") else ""
         sharer = proven or origin  # one key's connections share, one host's do not
-        if not self._messages.take(sharer, now):
-            self.outbox.counters["dropped.too_many"] += 1
-            return
-        try:
-            packet = wire.decode(data)
-        except wire.UNREADABLE:
-            return self._refuse(origin, data, now, sharer)
-        if packet.major != wire.MAJOR:
-            return self._refuse(origin, data, now, sharer)
-        if len(packet.messages) > 1:
-            self._messages.charge(sharer, now, len(packet.messages) - 1)
+        if isinstance(data, wire.Packet):
+            packet = data
+        else:
+            waiting = self._unread.get(sharer) if self._unread else None
+            is_full = waiting is not None and len(waiting) >= MAX_UNREAD
+            if is_full or not self._messages.take(sharer, now):
+                self.outbox.counters["dropped.too_many"] += 1
+                return
+            if waiting is not None:
+                waiting.append((origin, data, principal))
+                return
+            try:
+                packet = wire.decode(data)
+            except wire.UNREADABLE:
+                return self._refuse(origin, data, now, sharer)
+            if packet.major != wire.MAJOR:
+                return self._refuse(origin, data, now, sharer)
+            cost = 0.0
+            for message in packet.messages:
+                cost += COSTS[type(message)] if type(message) is not wire.Pack else _cost_of_copy(message)
+            self._messages.buckets[sharer][0] -= cost - 1.0  # one was taken before the messages were known
+            if cost > SLICE and len(packet.messages) > 1:
+                if len(self._unread) >= MAX_SENDERS:
+                    self.outbox.counters["dropped.too_many"] += 1
+                    return
+                packet, *rest = _parts(packet)
+                self._unread[sharer] = deque([(origin, part, principal) for part in rest])
+                self.read_on_at = now
         misdirected = packet.target not in ("", self.identity.incarnation)
         if isinstance(origin, str):
             if misdirected:
@@ -341,38 +377,55 @@ class RankCore:
         """Let readers that shake hands from now on read through another agent."""
         self.readers.agent_replaced(agent_name, metadata, self.prefill.closed_as, bool(self.prefill.leases))
 
-    def tick(self, now: float, most: int = 256) -> None:
-        """Let time pass for up to `most` pulls, leases and peers. `next_at` says when to call again."""
+    def tick(self, now: float, most: int = 128) -> None:
+        """Let time pass for pulls, leases and peers, in about `most` steps. `next_at` says when to call again."""
+        if self._unread:
+            self._read_on(now)
         self.prefill.tick(now)
         self.watch.tick(now)
         self.survey.tick(now)
-        for _ in range(most):
-            item = self.timers.pop(now)
-            if item is None:
-                return
+        while most > 0 and (item := self.timers.pop(now)) is not None:
             try:
-                self._wake(item, now)
+                most -= self._wake(item, now)
             except Exception:
                 self.timers.wake(item, now + AGAIN_S)  # a reported bug must not stop the item's deadlines
                 raise
 
-    def _wake(self, item: Timed, now: float) -> None:
+    def _wake(self, item: Timed, now: float) -> int:
+        """Let time pass for one item, and return the steps that this takes at most."""
         match item:
             case Pull() as pull:
                 self.decode.tick_pull(pull, now)
+                return pull.steps
             case Lease() as lease:
+                steps = lease.steps
                 if self.prefill.tick_lease(lease, now):
                     self.watch.add(lease, now)
+                return steps
             case Peer() as peer:
+                steps = 1 + len(peer.pulls)
                 self.decode.tick_peer(peer, now)
+                return steps
             case other:
                 raise AssertionError(other)
 
     @property
     def next_at(self) -> float:
-        return min(self.timers.next_at, self.prefill.next_at, self.watch.next_at, self.survey.next_at)
+        others = self.prefill.next_at, self.watch.next_at, self.survey.next_at, self.read_on_at
+        return min(self.timers.next_at, *others)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _read_on(self, now: float) -> None:
+        """Handle the next part of a large packet, or a packet that came behind one. Senders take turns."""
+        sharer, waiting = self._unread.popitem(last=False)
+        origin, packet, principal = waiting.popleft()
+        try:
+            self.receive(origin, packet, now, principal)
+        finally:
+            if waiting:
+                self._unread.setdefault(sharer, deque()).extend(waiting)
+            self.read_on_at = now if self._unread else math.inf
 
     def _serve(
         self, message: wire.Message, route: ReplyTo, source: str, now: float, principal: str, proven: str
@@ -385,10 +438,7 @@ class RankCore:
             case wire.Pong():
                 self.prefill.answered(route, now)
             case wire.Pack():
-                # A recipe is checked part by part, so it counts like as many messages as take that long.
-                parts = len(message.recipe.rows) + len(message.recipe.blocks)
-                self._messages.charge(proven or route, now, parts // PARTS)
-                self.prefill.pack(message, route, source, now, proven)
+                self.prefill.pack(message, route, source, now, principal, proven)
             case wire.Unpack():
                 self.prefill.unpack(message, source, now, proven)
             case wire.StatusRequest() if message.most or not self.config.inspect.enabled:
@@ -421,3 +471,22 @@ class RankCore:
                 self.readers.refuse("", "hello", ReplyTo(origin), "", wire.Unwelcome(0, Reason.PROTOCOL, str(exc)))
         except RemoteProtocolError:
             pass  # it is no packet of any version
+
+
+def _cost_of_copy(pack: wire.Pack) -> float:
+    recipe = pack.recipe
+    parts = len(recipe.rows) + len(recipe.blocks) + sum([1 + len(dims) for _, dims in recipe.boxes])
+    return COSTS[wire.Pack] + parts / PARTS
+
+
+def _parts(packet: wire.Packet) -> list[wire.Packet]:
+    """Cut a packet into parts that take about `SLICE` each."""
+    parts, messages, cost = list[wire.Packet](), list[wire.Message](), 0.0
+    for message in packet.messages:
+        more = _cost_of_copy(message) if isinstance(message, wire.Pack) else COSTS[type(message)]
+        if messages and cost + more > SLICE:
+            parts.append(msgspec.structs.replace(packet, messages=tuple(messages)))
+            messages, cost = [], 0.0
+        messages.append(message)
+        cost += more
+    return [*parts, msgspec.structs.replace(packet, messages=tuple(messages))]

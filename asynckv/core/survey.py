@@ -57,9 +57,6 @@ MAX_TEXT = 128 * 1024
 
 MAX_PEERS = 256
 
-MAX_RANKS = 256
-"""Ranks that are listed for one request. A claim alone says how many ranks its engine has, so thousands may be owed."""
-
 MAX_GUESTS = 64
 
 MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
@@ -264,12 +261,10 @@ class Survey:
                 told_of = tuple((at - began, str(what)[:MAX_EVENT]) for at, what in request.history[-MAX_HISTORY:])
                 status = replace(status, history=told_of)
             work += 1 + len(status.ranks)
-            status = replace(status, ranks=status.ranks[:MAX_RANKS])
             requests.append(status)
             letters += _letters(status)
             held = self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
             if held is not None:
-                held = replace(held, waits_for=held.waits_for[:MAX_RANKS])
                 holds.append(held)
                 letters += len(held.request_id) + sum(map(len, held.waits_for))
         return ""

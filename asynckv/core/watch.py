@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from functools import lru_cache
 
 from asynckv.core.lease import Lease, LeaseState
@@ -21,6 +22,7 @@ MAX_KINDS = 8
 """Groups in one report. All further groups are reported as one."""
 
 OLDEST = 3
+SLICE = 256  # steps of one turn of the loop
 
 
 @lru_cache(64)
@@ -36,33 +38,39 @@ class Watch:
         self.next_at = math.inf
         self._outbox = outbox
         self._said_at = -math.inf
-        self._gathered: dict[Lease | Pull, LeaseState | PullState] = {}
+        self._gathered: OrderedDict[Lease | Pull, LeaseState | PullState] = OrderedDict()
         """Held requests, and the state of each when it was added last."""
+        self._found: dict[tuple[LeaseState | PullState, str, bool], list[Lease | Pull]] = {}
+        """Those of the report that is being made, by state, by what they wait for, and whether that is in order."""
 
     def add(self, held: Lease | Pull, now: float) -> None:
-        if not self._gathered:
+        if not self._gathered and not self._found:
             self.next_at = max(now + GATHER_S, self._said_at + PAUSE_S)
         self._gathered[held] = held.state
 
     def tick(self, now: float) -> None:
         if now < self.next_at:
             return
-        gathered, self._gathered, self.next_at = self._gathered, {}, math.inf
-        found: dict[tuple[LeaseState | PullState, str], list[Lease | Pull]] = {}
-        for held, state in gathered.items():
+        steps = 0
+        while self._gathered and steps < SLICE:
+            held, state = self._gathered.popitem(last=False)
+            steps += held.steps
             if held.state is state:
                 # Ask now, because the reason for waiting may have changed since the request was added.
-                found.setdefault((state, held.waits(now)), []).append(held)
-        kinds = [(state, waits, left) for (state, waits), left in found.items()]
-        kinds.sort(key=lambda kind: -len(kind[2]))
-        for state, waits, left in kinds[:MAX_KINDS]:
-            self._say(state.value, waits, left, now)
+                kind = state, held.waits(now), held.is_orderly(now)
+                self._found.setdefault(kind, []).append(held)
+        if self._gathered:
+            return  # the others follow in the next turns
+        found, self._found, self.next_at = self._found, {}, math.inf
+        kinds = sorted(found.items(), key=lambda kind: -len(kind[1]))
+        for (state, waits, is_orderly), some in kinds[:MAX_KINDS]:
+            self._say(state.value, waits, some, is_orderly)
         if rest := kinds[MAX_KINDS:]:
-            self._say("", f"{len(rest)} other ways to be held", [x for _, _, left in rest for x in left], now)
+            others = [x for _, some in rest for x in some]
+            self._say("", f"{len(rest)} other ways to be held", others, all(kind[2] for kind, _ in rest))
         if kinds:
             self._said_at = now
 
-    def _say(self, state: str, waits: str, held: list[Lease | Pull], now: float) -> None:
+    def _say(self, state: str, waits: str, held: list[Lease | Pull], is_orderly: bool) -> None:
         oldest = heapq.nsmallest(OLDEST, held, key=lambda x: x.history[0][0])
-        is_orderly = all(x.is_orderly(now) for x in held)
         self._outbox.commands.append(HeldForLong(state, waits, len(held), tuple(oldest), is_orderly))

@@ -407,7 +407,8 @@ class Driver:
             self._internal_error(exc)
         self.turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
-        when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, core.survey.next_at, self._beat_at)
+        others = core.prefill.next_at, core.watch.next_at, core.survey.next_at, core.read_on_at
+        when = min(core.timers.earliest, *others, self._beat_at)
         if when < self._timer_at or self._timer is None:
             self._arm(when)
 

@@ -11,6 +11,7 @@ same words. Many similar failures share lines.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
 import math
@@ -18,6 +19,7 @@ import os
 import socket
 import traceback
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -343,7 +345,10 @@ class Recorder(Observer):
             *_lease_ids(lease),
             cause=lease.state.value if lease.is_over else "closed",
             seconds=round(min(lease.ended_at, now) - lease.lent_at, 6),
-            readers={x.name: x.outcome.value for _, x in sorted(lease.discharged.items())[:MAX_NAMED]},
+            readers={
+                lease.discharged[x].name: lease.discharged[x].outcome.value
+                for x in heapq.nsmallest(MAX_NAMED, lease.discharged)
+            },
             blocks=_num_blocks(lease),
             packed=lease.num_packed or None,
             successes_not_logged=self._skip_count(),
@@ -352,7 +357,7 @@ class Recorder(Observer):
             self.log(ended)
             return
         late_s = min(lease.ended_at, now) - lease.expires_at if lease.state is LeaseState.EXPIRED else 0.0
-        owed = list(lease.waits_for()[:MAX_NAMED])
+        owed = list(lease.waits_for(MAX_NAMED))
         ended = msgspec.structs.replace(
             ended,
             owed=owed,
@@ -456,8 +461,7 @@ def written_blocks(pull: Pull) -> int:
 
 def _claims(lease: Lease) -> dict[str, told.LastClaim]:
     """Return the last attempts of the first few readers that are owed or hold a grant."""
-    grants = itertools.islice((grant for _, _, grant in lease.readers() if grant is not None), MAX_RANKS)
-    at = lease.lent_at
+    grants, at = heapq.nsmallest(MAX_RANKS, lease.last_grants().values(), key=attrgetter("reader")), lease.lent_at
     return {x.name: told.LastClaim(x.pull_id, round(x.since - at, 3), round(x.asked_at - at, 3)) for x in grants}
 
 

@@ -143,12 +143,12 @@ class Tracing(Observer):
                 "asynckv.tp_rank": lent.tp_rank,
                 "asynckv.blocks": sum(n for group in lent.groups for _, n in group.runs),
                 "asynckv.lease.end": end,
-                "asynckv.lease.owed": lease.waits_for()[:MAX_NAMED],
+                "asynckv.lease.owed": lease.waits_for(MAX_NAMED),
             }
         )
         self._add_events(span, lease.history)
         if lease.state is not LeaseState.RELEASED:
-            self._fail(span, end, f"owed by {', '.join(lease.waits_for()[:MAX_NAMED]) or 'no reader'}")
+            self._fail(span, end, f"owed by {', '.join(lease.waits_for(MAX_NAMED)) or 'no reader'}")
         span.end(self._wall_ns(min(lease.ended_at, now)))
 
     def pull_ended(self, pull: Pull, now: float) -> None:

@@ -268,7 +268,7 @@ def _leases(core: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozen
     """Return the owed readers, the final pulls and the promises of each lease, by token."""
     return {
         key.token: (
-            {name: bound.readers & lease.owing for name, bound in lease.cohorts.items()},
+            {name: frozenset(x for x in lease.owing() if x.cohort == name) for name in lease.cohorts},
             frozenset(lease.final),
             {pull_id: hold.until for pull_id, hold in lease.grants.items()},
         )

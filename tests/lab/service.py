@@ -936,7 +936,7 @@ class Service(Stage):
                 if r.engine.incarnation == past.sender
                 if not r.process.has_hung_up(address) and not self._was_forged(rank, of, past, r.process)
             ]
-            is_waited_for = len(of.cohorts) < of.lent.readers or not of.owing <= of.gone
+            is_waited_for = len(of.cohorts) < of.lent.readers or not of.gone.issuperset(of.owing())
             if alive or is_waited_for or not of.gone or of.grants:
                 self.world.violate(f"{what}, before its time; {alive} live, and never hung up")
         if ran_s > LEASE.max_lease_s + TURN_S:
