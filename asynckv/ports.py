@@ -61,14 +61,15 @@ class ControlPlane(Protocol):
 
     async def start(
         self,
-        on_packet: Callable[[Address | ReplyTo, bytes, str], None],
+        on_packet: Callable[[Address | ReplyTo, bytes, str], bool | None],
         on_refused: Callable[[str, str], None] = lambda cause, peer: None,
     ) -> None:
         """Bind the listener and deliver every incoming packet to `on_packet` on the event loop.
 
         `on_packet` gets the origin, the bytes, and the principal: `key:` and the key that the connection proved,
         `host:` and its address if there are no keys, and an empty text for an answer over our own link. A `ReplyTo`
-        means one connection and is never used again.
+        means one connection and is never used again. `on_packet` returns True if that connection sends far too much, so
+        that the plane may leave what follows unread for a while.
 
         `on_refused` gets a word for the cause, and the peer that was refused or must not be contacted. The cause
         `ended` means that the plane has ended by itself, and comes with the reason instead of a peer.

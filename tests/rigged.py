@@ -97,7 +97,7 @@ class Rank:
         self.token_hex: Callable[[Callable[[int], str]], Callable[[int], str]] = lambda honest: honest
         self._senders: list[Hook] = []
         self._hearers: list[Hook] = []
-        self._on_packet: Callable[[Other, bytes, str], None] = lambda origin, packet, principal: None
+        self._on_packet: Callable[[Other, bytes, str], bool | None] = lambda origin, packet, principal: None
         self.control.send, self.control.start = self._send, self._start
 
     @property
@@ -121,7 +121,7 @@ class Rank:
         packet = encode_packet(start, self.engine.incarnation, [message])
         self.process.loop.call_soon(self._on_packet, other, packet, "")
 
-    async def _start(self, on_packet: Callable[[Other, bytes, str], None], *args: Any) -> None:
+    async def _start(self, on_packet: Callable[[Other, bytes, str], bool | None], *args: Any) -> None:
         self._on_packet = on_packet
         await self.control.honest.start(self._hear, *args)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import socket
 import stat
@@ -16,6 +17,7 @@ import anyio
 import msgspec
 import pytest
 import zmq
+from rich.console import Console
 
 from asynckv import (
     BackendError,
@@ -36,10 +38,13 @@ from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, 
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
+from asynckv.tools.diagnose import ask
 from asynckv.tools.diagnose.ask import Answer, Trouble, ask_all, targets
-from asynckv.tools.diagnose.findings import Seen
+from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.reading import Looking
 from asynckv.tools.diagnose.timeline_model import Story
+from asynckv.tools.diagnose.why_report import report
+from asynckv.tools.diagnose.why_text import show_findings
 from tests.engines import memory, until
 
 pytestmark = pytest.mark.anyio
@@ -167,9 +172,9 @@ async def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def listener(answer: Callable[[StatusRequest], bytes | None]) -> AsyncIterator[str]:
+async def listener(answer: Callable[[StatusRequest], bytes | None], host: str = "127.0.0.1") -> AsyncIterator[str]:
     """A peer that speaks ZMQ and answers questions with bytes of its own."""
-    plane = ZmqPlane(LOOPBACK)
+    plane = ZmqPlane(f"tcp://{host}:0", advertise=LOOPBACK, allow_insecure=True)
 
     def on_packet(origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         for message in decode_packet(data).messages:
@@ -503,3 +508,34 @@ async def test_engines_that_are_read_from_are_asked_as_well() -> None:
         await until(lambda: decode.requests()[0].ranks[0].state == "granted")
         seen, _ = await anyio.to_thread.run_sync(looking, decode.endpoint.address, None)
         assert {x.account.engine_id for x in seen.answers} == {prefill.config.engine_id, decode.config.engine_id}
+
+
+@pytest.mark.parametrize("named", [3000, survey.MAX_PEERS])
+async def test_of_the_engines_that_one_answer_names_the_first_are_asked_and_the_others_are_counted(
+    named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer may be made up; and an engine names no more than those, however many it has met."""
+    monkeypatch.setattr(ask, "MAX_PEERS", 8)
+    asked: list[StatusRequest] = []
+
+    def names(question: StatusRequest) -> bytes:
+        asked.append(question)
+        peers = [
+            PeerStatus(rank=f"p{n}/tp0@0", address=f"tcp://127.1.{n // 250}.{n % 250 + 1}:{port}", state="ready")
+            for n in range(named)
+        ]
+        gone = PeerStatus(rank="gone/tp0@0", address=f"tcp://127.2.0.1:{port}", state="gone")
+        account = Account(rank="d/tp0@1", num_peers={"ready": 3000, "gone": 5}, peers=(gone, *peers))
+        return encode_packet("x", "", [Status(question.nonce, "d", 0, 1, {}, encode_account(account))])
+
+    async with listener(names, "0.0.0.0") as address:
+        port = address.rpartition(":")[2]
+        seen, _ = await anyio.to_thread.run_sync(looking, address, None)
+    assert len(asked) == 1 + 8
+    assert seen.answers[0].peers_left_out == 2992
+    document = report(find(seen), seen)
+    assert document["engines"][0]["peers_left_out"] == 2992
+    out = io.StringIO()
+    show_findings(document, Console(file=out, width=100))
+    assert "2,992 engines that d/tp0@1 reads from were not asked" in out.getvalue()
+    assert "All is well:" not in out.getvalue()

@@ -158,6 +158,25 @@ def test_a_key_or_a_host_asks_no_more_questions_by_more_connections() -> None:
     assert core.outbox.counters["sent.status"] == 2 * survey.BURST + 1
 
 
+def test_many_connections_of_a_host_that_ask_without_end_cost_little_and_are_not_heard_for_a_while() -> None:
+    core = World(EngineConfig(engine_id="x")).add("p", make_layout(), engine_id="prefill").core
+    questions = encode_packet("stranger", "", [StatusRequest(i, 256) for i in range(500)])
+    hellos = encode_packet("stranger", "", [Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("x"))] * 500)
+    most, counters = core.config.limits.hello_burst, core.outbox.counters
+    muted = [core.receive(ReplyTo(b"%d" % n), questions, 0.0, "host:10.0.0.7") for n in range(2 * most)]
+    assert counters["received.statusrequest"] < 2 * most + 100, "the rest of a packet is not taken"
+    assert muted == [False] * most + [True] * most
+    # Many readers of one host may greet at once, so they are heard again.
+    assert not any(core.receive(ReplyTo(b"%d" % n), hellos, 0.0, "host:10.0.0.7") for n in range(2 * most))
+    assert counters["received.hello"] <= 3 * most
+    # A connection of that host that asks nothing is served, and so is one question of another host.
+    ping = encode_packet("stranger", "", [Ping(1)])
+    assert not core.receive(ReplyTo(b"good"), ping, 0.0, "host:10.0.0.7")
+    question = encode_packet("stranger", "", [StatusRequest(2)])
+    assert not core.receive(ReplyTo(b"else"), question, 0.0, "host:10.0.0.8")
+    assert counters["sent.pong"] == 1
+
+
 @pytest.mark.parametrize("name", ["messages_per_s", "message_burst", "hellos_per_s", "hello_burst"])
 def test_limits_of_nothing_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0; it must be (a positive|an integer from 1)"):

@@ -18,7 +18,6 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core import peers
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
-from asynckv.core.outbox import Disconnect
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
@@ -879,16 +878,21 @@ def test_ranks_that_never_answered_are_bounded_in_all_and_the_oldest_of_the_engi
         world.lend(prefill, params)
         return world.pull(decode, name, [block], params)
 
+    def name(request_id: str, block: int, number: int, size: int, engine_id: str) -> Pull:
+        pull = world.pull(decode, request_id, [block], made_up(world, prefill, number, size, engine_id=engine_id))
+        world.advance(0.05)  # requests of so many unknown ranks take turns
+        return pull
+
     pulls = [
-        world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, size, engine_id=f"e{number}"))
+        name(f"pull {number}", number, number, size, f"e{number}")
         for number, size in enumerate((128, 127, 127, 127, 3))
     ]
     assert places(decode) == {"e0": 128, "e1": 127, "e2": 127, "e3": 127, "e4": 3}
     met = read("met", 10)
     assert places(decode) == {"e0": 127, "e1": 127, "e2": 127, "e3": 127, "e4": 3, "prefill": 1}
     assert {reason(pull) for pull in pulls} == {None}, "who is to be read goes last"
-    single = world.pull(decode, "single", [8], made_up(world, prefill, 5, 1, engine_id="e0"))
-    world.pull(decode, "many", [9], made_up(world, prefill, 6, 128, engine_id="e0"))
+    single = name("single", 8, 5, 1, "e0")
+    name("many", 9, 6, 128, "e0")
     assert (reason(single), places(decode)["e0"]) == (Reason.UNREACHABLE, 128)
     assert "tcp://10.0.5.0:1) has not answered, and gave way to others" in single.detail
     world.settle(decode)
@@ -921,8 +925,7 @@ def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_tol
         assert places(decode) == {"prefill": 128}
     told = [c for c in core.outbox.commands if isinstance(c, ReleaseUnanswered)]
     assert [c.request_id for c in told] == ["evil 2"] * 127
-    unlinked = {c.address for c in core.outbox.commands if isinstance(c, Disconnect)}
-    assert unlinked == {f"tcp://10.0.2.{r}:1" for r in range(127)}
+    assert set(core.outbox.unlinked) == {f"tcp://10.0.2.{r}:1" for r in range(127)}
     params = world.params([prefill], "honest", [3], 4, written=True)
     world.lend(prefill, params)
     honest = world.pull(decode, "honest", [9], params)
@@ -960,7 +963,7 @@ def test_a_rank_that_gave_way_before_it_was_needed_is_released_in_the_end_and_it
     core.outbox.take_packets()
     core.cancel("announced", now)
     assert [to for to, _ in core.outbox.take_packets()] == [peer.address]
-    assert Disconnect(peer.address) in core.outbox.commands
+    assert peer.address in core.outbox.unlinked
     assert (pull.is_over, pull.unanswered) == (True, (source.name,))
     world.check()
 
@@ -969,11 +972,73 @@ def test_a_rank_that_gave_way_before_it_was_needed_is_released_in_the_end_and_it
 async def test_a_last_word_to_a_rank_that_gave_way_leaves_no_link_behind() -> None:
     world = World()
     prefill = world.add("prefill", make_layout())
-    async with Bench(False).pair() as (_, decode, _):
+    bench = Bench(False)
+    async with bench.pair() as (_, decode, _):
         for number, call in ((1, decode.engine.announce), (2, decode.engine.cancel)):
             call(f"d{number}", made_up(world, prefill, number, 128))
+            bench.clock.advance(0.05)
             for _ in range(10):
                 await asyncio.sleep(0)
         control = decode.engine._driver.control
         assert isinstance(control, SimControl)
         assert {address.split(".")[2] for address in control.links} == {"2"}
+
+
+# -- many unknown ranks ------------------------------------------------------------------------------------
+
+
+def test_unknown_ranks_are_greeted_a_few_at_a_time_and_those_of_the_request_with_the_fewest_come_first() -> None:
+    """A client names endpoints that do not exist; each hello costs a link, log lines and timers."""
+    world = World()
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(num_blocks=32), seed=1)
+    found = decode.core.decode.peers
+
+    def num_greeted() -> int:
+        return sum(p.state is PeerState.CONNECTING for p in found.by_place.values())
+
+    for number in range(14):
+        world.pull(decode, f"tampered {number}", [number], made_up(world, prefill, number, 16, engine_id=f"e{number}"))
+    assert num_greeted() == peers.GREETING_BURST
+    params = world.params([prefill], "honest", [3], 4, written=True)
+    world.lend(prefill, params)
+    honest = world.pull(decode, "honest", [20], params)
+    world.advance(1 / peers.GREETINGS_PER_S)
+    world.run()
+    assert honest.outcome is Outcome.COMPLETE
+    world.advance(0.05)
+    assert peers.GREETING_BURST < num_greeted() <= peers.GREETING_BURST + 0.06 * peers.GREETINGS_PER_S
+    for number in range(14):
+        decode.core.cancel(f"tampered {number}", world.time(decode))
+    world.settle(decode)
+    assert not found.waiting, "whoever gave up waits for nothing"
+    world.check()
+
+
+def test_requests_of_many_unknown_ranks_take_turns_and_few_ranks_wait_for_none() -> None:
+    """Fifty tampered requests in one turn of the loop would hold it up for half a second."""
+    world = World()
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(num_blocks=32), seed=1)
+    core, now = decode.core, world.time(decode)
+    params = {n: made_up(world, prefill, n, 128) for n in range(1, 13)}
+    calls = (
+        lambda n: world.pull(decode, f"r{n}", [n], params[n]),
+        lambda n: core.announce(f"r{n}", params[n], "", 300.0, now),
+        lambda n: core.let_go(PullRequest(f"r{n}", (), params[n]), Reason.CANCELLED, now),
+    )
+    for number in range(1, 13):
+        calls[number % 3](number)
+    met = {address.split(".")[2] for address, _ in core.decode.peers.by_place}
+    assert met == {"1"}
+    few = world.pull(decode, "few", [20], made_up(world, prefill, 20, 16, engine_id="few"))
+    assert places(decode)["few"] == 16
+    asked = core.pull(PullRequest("r4", [(0, [21])], params[4]), 30.0, now)
+    core.cancel("r7", now)
+    for _ in range(14):
+        world.advance(0.05)
+    assert not core.decode._to_meet
+    assert {reason(few), reason(asked)} == {None, Reason.UNREACHABLE}
+    world.advance(12.0)
+    assert reason(few) is Reason.UNREACHABLE
+    world.advance(400.0)
+    world.check()
+    assert not core.decode.pulls

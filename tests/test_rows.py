@@ -67,7 +67,7 @@ class Attempt:
             Cohort("decode"),
             bytes(16),
             [self.source, *self.others],
-            Route((RANK,), (PLACE,)),
+            Route((RANK,), (PLACE,), {PLACE: 0}),
             dataclasses.replace(LIMITS, max_post_bytes=max_bytes),
             called_at=0.0,
             deadline=100.0,

@@ -222,10 +222,10 @@ async def test_a_name_that_resolves_slowly_delays_nobody_else(monkeypatch: pytes
         assert at_b.packets[0][1] == b"by number"
         assert a.refusal(slow) == ""
         names.may_answer.set()
-        await at_b.wait(1 + edge.MAX_UNRESOLVED)
+        await at_b.wait(1 + edge.MAX_UNSENT)
         assert [x[1] for x in at_b.packets[1:3]] == [b"first", b"second"]
         assert a.send(slow, b"known now")
-        await at_b.wait(2 + edge.MAX_UNRESOLVED)
+        await at_b.wait(2 + edge.MAX_UNSENT)
         assert names.asked == ["slow.example"]
         await check_alive(a, at_a)
 
@@ -257,6 +257,7 @@ async def test_a_name_of_both_kinds_is_taken_as_ipv4_and_is_good_until_another_i
         monkeypatch.setattr(edge, "NAMED_S", 0.0)
         for n in range(edge.MAX_RESOLVING):
             a.send(Address(f"tcp://slow{n}.example:5555"), b"x")
+        await at_b.idle_until(lambda: len(a._resolving) == edge.MAX_RESOLVING)
         a.disconnect(both)
         assert a.send(both, b"second")
         await at_b.wait(2)
@@ -323,7 +324,7 @@ async def test_a_host_is_named_by_where_its_link_goes(monkeypatch: pytest.Monkey
         ):
             assert plane.host(Address(address)) == "", "nobody was asked there"
             plane.send(Address(address), b"x")
-            await inbox.idle_until(lambda: not plane._resolving)
+            await inbox.idle_until(lambda: not plane._unlinked)
             assert plane.host(Address(address)) == host
 
 
@@ -334,17 +335,65 @@ async def test_names_under_way_and_remembered_are_bounded(monkeypatch: pytest.Mo
     async with planes(1) as [(plane, inbox)]:
         for n in range(100):
             plane.send(Address(f"tcp://slow{n}.example:5555"), b"x")
+        assert len(plane._resolving) == edge.LINKS, "each look-up is a thread to start"
+        await inbox.idle_until(lambda: not plane._put_off)
         await inbox.idle_until(lambda: len(names.asked) == edge.MAX_RESOLVING)
-        assert len(plane._resolving) == len(plane._unresolved) == edge.MAX_RESOLVING
+        assert len(plane._resolving) == len(plane._unlinked) == edge.MAX_RESOLVING
         plane.disconnect(Address("tcp://slow0.example:5555"))
-        assert len(plane._unresolved) == edge.MAX_RESOLVING - 1
+        assert len(plane._unlinked) == edge.MAX_RESOLVING - 1
         names.may_answer.set()
         await inbox.idle_until(lambda: not plane._resolving)
         for n in range(100, 130):
             plane.send(Address(f"tcp://known{n}.example:5555"), b"x")
-            await inbox.idle_until(lambda: not plane._resolving)
+            await inbox.idle_until(lambda: not plane._unlinked)
         assert len(plane._numbers) == 20
         await check_alive(plane, inbox)
+
+
+async def test_of_many_endpoints_a_few_are_connected_to_in_a_turn_and_descriptors_are_counted_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client names endpoints in params, and each link takes the loop half a millisecond."""
+    made, counted, connect, count = list[str](), list[int](), zmq.Socket.connect, door.free_files
+
+    def note(one: zmq.Socket[bytes], address: str) -> None:
+        made.extend([address] * address.startswith("tcp:"))
+        connect(one, address)
+
+    def count_files() -> int:
+        counted.append(count())
+        return counted[-1]
+
+    monkeypatch.setattr(zmq.Socket, "connect", note)
+    monkeypatch.setattr(edge, "free_files", count_files)
+    monkeypatch.setattr(edge, "LINKS_S", 0.0)
+    monkeypatch.setattr(edge, "COUNT_FILES_S", PATIENCE_S)
+    async with planes(2) as [(a, at_a), (b, at_b)]:
+        made.clear()
+        counted.clear()
+        assert a.send(b.address, b"first")
+        invented = [Address(f"tcp://127.1.{n // 100}.{n % 100 + 1}:9") for n in range(300)]
+        assert all(a.send(each, b"hello") for each in invented)
+        assert (len(made), len(a._links), a.statistics()["links"]) == (edge.LINKS, edge.LINKS, edge.LINKS)
+        assert [a.send(invented[-1], b"more") for _ in range(edge.MAX_UNSENT)] == [True] * (edge.MAX_UNSENT - 1) + [
+            False
+        ]
+        for each in invented[:100]:
+            a.disconnect(each)
+        most, last = 0, len(made)
+        while a._put_off:
+            await anyio.lowlevel.checkpoint()
+            most, last = max(most, len(made) - last), len(made)
+        assert most == edge.LINKS
+        assert set(made[edge.LINKS :]) == set(invented[100:]), "whoever gave up waits for nothing"
+        assert len(counted) == 1
+        await at_b.wait(1)
+        await check_alive(a, at_a)
+        for each in invented:
+            a.disconnect(each)
+        assert len(a._unlinked) == len(a._put_off) == 0
+        far = (Address(f"tcp://127.2.{n // 100}.{n % 100 + 1}:9") for n in range(edge.MAX_UNLINKED + 100))
+        assert [a.send(each, b"hello") for each in far].count(False) >= 100 - edge.LINKS
 
 
 async def test_addresses_that_cannot_be_are_dropped_and_counted() -> None:
@@ -639,6 +688,31 @@ async def test_a_message_of_many_parts_holds_up_nobody_and_its_connection_is_not
         turns.cancel()
         raw.socket.close()
         assert inbox.bodies == [b"are you there?", b"x"]
+
+
+async def test_a_connection_that_sends_far_too_much_is_not_heard_for_a_while_and_others_are() -> None:
+    plane, inbox = ZmqPlane(LOOPBACK), Inbox()
+
+    def on_packet(origin: Address | ReplyTo, data: bytes, principal: str) -> bool:
+        inbox(origin, data, principal)
+        return data == b"flood"
+
+    try:
+        await plane.start(on_packet)
+        keeper, flood, good = plane._door, Raw(plane.address), Raw(plane.address)
+        assert keeper is not None
+        await inbox.idle_until(lambda: len(keeper.connections) == 2)
+        flood.socket.sendall(b"\0\5flood")
+        await inbox.wait(1)
+        assert plane.statistics()["muted"] == 1
+        flood.socket.sendall(b"\0\5later")
+        good.socket.sendall(b"\0\4good")
+        await inbox.wait(2)
+        assert inbox.bodies == [b"flood", b"good"]
+        for raw in (flood, good):
+            raw.socket.close()
+    finally:
+        await plane.aclose()
 
 
 async def test_where_the_kernel_has_no_filters_the_connection_of_a_message_of_many_parts_ends(
@@ -1081,6 +1155,88 @@ async def test_connections_that_say_nothing_make_room_for_others(monkeypatch: py
             each.close()
 
 
+@asynccontextmanager
+async def answering(places: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ZmqPlane, Inbox]]:
+    """A listener with room for a few connections, which answers what is lawful."""
+    monkeypatch.setattr(door, "MAX_CONNECTIONS", places)
+    plane, inbox = ZmqPlane(LOOPBACK), Inbox()
+
+    def on_packet(origin: Address | ReplyTo, data: bytes, principal: str) -> None:
+        if data == b"a":
+            assert plane.send(origin, b"yes")
+        inbox(origin, data, principal)
+
+    try:
+        await plane.start(on_packet)
+        yield plane, inbox
+    finally:
+        await plane.aclose()
+
+
+async def enter(plane: ZmqPlane, inbox: Inbox, host: str, says: bytes) -> socket.socket:
+    """Connect from an address, and once the door keeper has let that in, say something that is taken."""
+
+    def num_accepted() -> int:
+        return plane.statistics()["connections.accepted"]
+
+    accepted, taken = num_accepted(), len(inbox.packets)
+    one = socket.socket()
+    one.settimeout(PATIENCE_S)
+    one.bind((host, 0))
+    with contextlib.suppress(OSError):  # it was not let in
+        one.connect(place(plane.address))
+    await inbox.idle_until(lambda: num_accepted() > accepted)
+    with contextlib.suppress(OSError, EOFError):  # it was not let in
+        one.sendall(GREETING)
+        if says:
+            _read(one, 64)
+            one.sendall(READY)
+            _read(one, _read(one, 2)[1])
+            one.sendall(b"\0\1" + says)
+            await inbox.wait(taken + 1)
+    return one
+
+
+def _read(one: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        found += one.recv(size - len(found)) or _left()
+    return found
+
+
+def _left() -> bytes:
+    raise EOFError
+
+
+@pytest.mark.parametrize("says", [b"", b"x", b"a"])
+async def test_connections_of_many_hosts_take_no_place_from_a_host_that_was_answered(
+    says: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they say nothing, or rubbish, or what is lawful: the host with most is the honest one."""
+    async with answering(16, monkeypatch) as (plane, inbox):
+        honest = [await enter(plane, inbox, "127.0.0.1", b"a") for _ in range(4)]
+        others = [await enter(plane, inbox, f"127.0.1.{n + 1}", says) for n in range(40)]
+        await inbox.idle_until(lambda: plane.statistics().get("cut.too_many", 0) == 4 + 40 - 16)
+        known = len(inbox.packets)
+        for one in honest:
+            one.sendall(b"\0\1a")
+        await inbox.wait(known + 4)
+        if says != b"a":
+            honest.append(await enter(plane, inbox, "127.0.0.1", b"a"))
+        assert inbox.bodies[known:] == [b"a"] * len(honest)
+        for one in (*honest, *others):
+            one.close()
+
+
+async def test_hosts_that_took_all_places_give_one_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with answering(16, monkeypatch) as (plane, inbox):
+        takers = [await enter(plane, inbox, f"127.0.1.{n % 2}", b"a") for n in range(16)]
+        late = [await enter(plane, inbox, f"127.0.2.{n + 1}", b"a") for n in range(4)]
+        assert len(inbox.packets) == 20
+        for one in (*takers, *late):
+            one.close()
+
+
 async def test_a_connection_that_spoke_before_it_was_watched_is_not_taken_for_a_silent_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1157,11 +1313,16 @@ def test_links_leave_descriptors_for_everybody_else() -> None:
             await plane.start(lambda *packet: got.set())
             port = int(plane.address.rpartition(":")[2])
             others = [f"tcp://127.0.{i // 250}.{i % 250 + 1}:{port}" for i in range(1, 301)]
-            sent = [plane.send(each, b"hello") for each in others]
-            assert 50 < sent.count(True) < 120, sent.count(True)
-            assert plane.statistics()["refused.no_files"] == sent.count(False)
+            for each in others:
+                plane.send(each, b"hello")
+            async with asyncio.timeout(20):
+                while plane._put_off:
+                    await asyncio.sleep(0.01)
+            counts = plane.statistics()
+            assert 50 < counts["links"] < 170, counts
+            assert counts["refused.no_files"] == 300 - counts["links"]
+            assert not plane.send(others[-1], b"hello")
             assert "ulimit -n" in plane.refusal(others[-1])
-            await asyncio.sleep(0)
             for each in others[:20]:
                 plane.disconnect(each)
             async with asyncio.timeout(20):

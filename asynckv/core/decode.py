@@ -21,7 +21,7 @@ from asynckv.core import told, wire
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
-from asynckv.core.limits import remember
+from asynckv.core.limits import Limiter, remember
 from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullReached, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
@@ -41,6 +41,10 @@ from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
 
 S, P, M = members(PeerState), members(PullState), members(Milestone)
+
+FEW, MEETINGS_PER_S, MEETING_BURST = 16, 3_200.0, 128
+"""Unknown ranks of a request that are met at once, however many there are; of requests with more ranks, those that are
+met in a second, and at once after a silence. A request of 128 takes the loop some milliseconds."""
 
 MAX_ABANDONED = 1024
 """Requests that are remembered as abandoned during a standstill; beyond that the oldest is forgotten."""
@@ -101,6 +105,9 @@ class DecodeSide:
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
         self._arrivals, self._watch = arrivals, watch
         self._transfer_ids = itertools.count(1)
+        self.scheduled_at = math.inf  # when the next pull of `_to_meet` has its turn
+        self._to_meet: dict[Pull, None] = {}
+        self._meetings = Limiter(MEETINGS_PER_S, MEETING_BURST)
         self._least_packed = 0 if costs is None else costs.least_packed
 
     # -- calls -------------------------------------------------------------------------------------
@@ -129,7 +136,8 @@ class DecodeSide:
             if pull.kind is not KIND.DISCHARGE:
                 self._outbox.counters["pulls.started"] += 1
             if ready is None:
-                self._meet_all(pull, now)
+                self._to_meet[pull] = None
+                self.meet_waiting(now, pull)
                 if pull.failure is not None:
                     return
         if lists is None:
@@ -150,6 +158,22 @@ class DecodeSide:
                 source.wanted()
                 self._meet(pull, source, now)
         self._route(pull, now, at_once=True)
+
+    def meet_waiting(self, now: float, newest: Pull | None = None) -> None:
+        """Meet the ranks of pulls that wait for that, in order; a new pull of few unknown ranks does not wait."""
+        if newest is not None and self.peers.num_new(newest.route.ranks) <= FEW:
+            del self._to_meet[newest]
+            self._meet_all(newest, now)
+        while self._to_meet and self._meetings.take("", now):
+            pull = next(iter(self._to_meet))
+            del self._to_meet[pull]
+            self._meetings.charge("", now, self.peers.num_new(pull.route.ranks) - 1)
+            if pull.state in (P.ANNOUNCED, P.CONNECTING) and pull.failure is None:
+                self._meet_all(pull, now)
+                if pull is not newest:  # else its caller does
+                    self._route(pull, now)
+        if self._to_meet:
+            self._timers.wake(self, now + MEETING_BURST / MEETINGS_PER_S)
 
     def _meet_all(self, pull: Pull, now: float) -> None:
         if not pull.route.ready:
@@ -184,6 +208,8 @@ class DecodeSide:
                     # Other ranks might hold the same, but meeting them would take the room that is needed here.
                     other.could_not_meet(now + self._config.backoff_s)
                     self.fail(other, Reason.UNREACHABLE, text, now)
+            if not peer.hellos:
+                peer.told_as = S.GONE  # nothing was said to it, so its end is none
             self._lose(peer, Reason.UNREACHABLE, text, now)
             self.peers.drop(peer)
 
@@ -563,6 +589,8 @@ class DecodeSide:
                             effects += pull.settled(source, "the rank is gone", now)
                         elif peer is not None and peer.is_doubted:
                             self.peers.probe(peer, now)
+                        if peer in self.peers.waiting and all(self.pulls[p].is_published for p in peer.pulls):
+                            del self.peers.waiting[peer]  # no pull needs it any more
                         if source.running or source.is_waiting:
                             self._make_room(source)
                 case DO.RETURN:
@@ -638,7 +666,7 @@ class DecodeSide:
     def _route(self, pull: Pull, now: float, *, at_once: bool = False) -> None:
         """Choose what is read of which rank, and claim, once every rank that may be read is ready."""
         effects: list[Effect] = []
-        while pull.failure is None and pull.state in (P.ANNOUNCED, P.CONNECTING):
+        while pull not in self._to_meet and pull.failure is None and pull.state in (P.ANNOUNCED, P.CONNECTING):
             sources = [source for source in pull.sources if source.role is ROLE.READ]
             if not sources:
                 if pull.kind in (KIND.HIT, KIND.DISCHARGE):
@@ -724,7 +752,8 @@ class DecodeSide:
     def _meet(self, pull: Pull, source: Source, now: float) -> None:
         # Since the pull began, the peer may have been lost, and met anew for another pull.
         peer = self._attach(pull, source, now)
-        if (failure := self.peers.meet(peer, pull.params.engine_id, source.rank, now)) is not None:
+        failure = self.peers.meet(peer, pull.pull_id, pull.params.engine_id, source.rank, now)
+        if failure is not None:
             self._unmet(pull, source, *failure, now)
 
     def _unmet(self, pull: Pull, source: Source, reason: Reason, detail: str, now: float) -> None:
@@ -744,9 +773,9 @@ class DecodeSide:
         """Continue all pulls that waited for a peer."""
         self.posting.take_turn(peer.line)
         for pull in self._pulls_of(peer):
-            for source in () if pull.is_published else pull.sources:
-                if source.rank.place == peer.place and source.role is ROLE.READ:
-                    self._meet(pull, source, now)  # the pull may name another rank than the one that answered
+            source = pull.sources[pull.route.index[peer.place]]
+            if source.role is ROLE.READ and not pull.is_published:
+                self._meet(pull, source, now)  # the pull may name another rank than the one that answered
             self._route(pull, now)
             if pull.is_queued:
                 self._queue(pull)
@@ -765,23 +794,20 @@ class DecodeSide:
     def _fail_readers(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         peer.num_failed = 0
         for pull in self._pulls_of(peer):
-            was_well = pull.failure is None
-            for source in pull.sources:
-                if source.rank.place != peer.place:
-                    continue
-                if pull.is_published:
-                    there = self.peers.by_place.get(source.rank.place)  # another peer, if the rank was met anew
-                    if source.release is not RELEASE.SETTLED and (there is None or there.state is S.GONE):
-                        unanswered = told.release_unanswered(pull, (source.name,), reason, now, detail)
-                        self._outbox.commands.append(unanswered)
-                        self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
-                elif source.role is ROLE.READ:
-                    # A rank from which nothing is read never fails a pull.
-                    if reason is Reason.WRONG_TARGET and not peer.is_named(pull.params.engine_id, source.rank):
-                        self._meet(pull, source, now)  # another pull used the wrong name
-                    else:
-                        self._unmet(pull, source, reason, detail, now)
-                    self._route(pull, now)
+            was_well, source = pull.failure is None, pull.sources[pull.route.index[peer.place]]
+            if pull.is_published:
+                there = self.peers.by_place.get(source.rank.place)  # another peer, if the rank was met anew
+                if source.release is not RELEASE.SETTLED and (there is None or there.state is S.GONE):
+                    unanswered = told.release_unanswered(pull, (source.name,), reason, now, detail)
+                    self._outbox.commands.append(unanswered)
+                    self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
+            elif source.role is ROLE.READ:
+                # A rank from which nothing is read never fails a pull.
+                if reason is Reason.WRONG_TARGET and not peer.is_named(pull.params.engine_id, source.rank):
+                    self._meet(pull, source, now)  # another pull used the wrong name
+                else:
+                    self._unmet(pull, source, reason, detail, now)
+                self._route(pull, now)
             peer.num_failed += was_well and pull.failure is not None
 
     def _set_aside(self, peer: Peer) -> None:

@@ -40,10 +40,6 @@ class RemovePeer(Struct, frozen=True):
     keep: bool = False  # True if the process lives, so that the connection may be kept for the next meeting
 
 
-class Disconnect(Struct, frozen=True):
-    address: Address
-
-
 class PostRead(Struct, frozen=True):
     """Post a read, then report its end if that is known at once."""
 
@@ -110,7 +106,6 @@ class Traced(Struct, frozen=True):
 Command = (
     LoadPeer
     | RemovePeer
-    | Disconnect
     | DetachRead
     | PackBlocks
     | PullReached
@@ -136,6 +131,7 @@ class Outbox:
     commands: list[Command] = field(default_factory=list)
     counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     is_urgent: bool = False  # True if one of the messages is no release, because a peer waits for it
+    unlinked: dict[Address, None] = field(default_factory=dict)  # addresses to disconnect, once all messages have left
     messages: dict[tuple[Address | ReplyTo, str], list[Message]] = field(default_factory=dict)
     """Messages to send, by address or way back, and by the process start that they are for."""
 

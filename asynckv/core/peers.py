@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from asynckv.config import PullConfig
 from asynckv.core.flow import InFlight, Line
-from asynckv.core.outbox import Disconnect, LoadPeer, Outbox, PeerChanged, RemovePeer
+from asynckv.core.limits import Limiter
+from asynckv.core.outbox import LoadPeer, Outbox, PeerChanged, RemovePeer
 from asynckv.core.peer import FINAL, Due, Peer, PeerEvent, PeerState
 from asynckv.core.routes import Routes
 from asynckv.core.source import RemoteRank
@@ -37,6 +38,9 @@ MAX_UNMET = 512
 """Ranks that may be known by endpoint alone, a quarter of them of one engine. Each costs a link, though params may have
 made it up. For one more rank the oldest gives way, because the engine's name comes from the params as well."""
 
+GREETINGS_PER_S, GREETING_BURST = 200.0, 16
+"""First hellos per second, and at once after a silence. Each costs up to a millisecond: a link, log lines, timers."""
+
 
 class Peers:
     def __init__(
@@ -52,17 +56,21 @@ class Peers:
         self.by_place: dict[Place, Peer] = {}
         self.num_changes = 0
         """Number of times that a peer ceased to be ready, was lost or forgotten. A `Ready` holds until the next."""
+        self._there: defaultdict[Address, dict[Peer, None]] = defaultdict(dict)  # the same by address
         self._layout, self._cohort, self._config = layout, cohort, config
         self._outbox, self._timers, self._nonces, self._routes = outbox, timers, nonces, routes
         self._hellos: dict[int, Peer] = {}
+        self.scheduled_at = math.inf  # when ranks that wait to be greeted have their next turn
+        self.waiting: dict[Peer, PullId] = {}  # ranks that wait to be greeted, with the pull that wanted each first
+        self._greetings = Limiter(GREETINGS_PER_S, GREETING_BURST)
 
     # -- places ------------------------------------------------------------------------------------
 
     def at(self, address: Address) -> list[Peer]:
-        return [p for p in self.by_place.values() if p.address == address and p.state is not S.GONE]
+        return [p for p in self._there.get(address, ()) if p.state is not S.GONE]
 
     def greeted(self, address: Address) -> list[Peer]:
-        return [p for p in self.by_place.values() if p.address == address and p.state is S.CONNECTING]
+        return [p for p in self._there.get(address, ()) if p.state is S.CONNECTING]
 
     def find(self, engine_id: str, rank: RemoteRank, now: float) -> Peer:
         """Return the peer at a rank's place, or a new one if the place must be met anew."""
@@ -83,12 +91,15 @@ class Peers:
             peer = Peer(engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
             if lost is not None:
                 peer.is_doubted, peer.failures = True, lost.failures
-            self.by_place.pop(rank.place, None)  # the order is that of finding
+            self._take_out(self.by_place.get(rank.place))  # the order is that of finding
             self.by_place[rank.place] = peer
+            self._there[peer.address][peer] = None
             # A peer that was just forgotten here must not take the link along that the new one needs.
-            unlink = Disconnect(peer.address)
-            self._outbox.commands[:] = [c for c in self._outbox.commands if c != unlink]
+            self._outbox.unlinked.pop(peer.address, None)
         return peer
+
+    def num_new(self, ranks: Sequence[RemoteRank]) -> int:
+        return len([rank for rank in ranks if rank.place not in self.by_place])
 
     def in_the_way(self, engine_id: str, ranks: Sequence[RemoteRank]) -> list[Peer]:
         """Return the ranks that never answered and must make room for the unmet ones among `ranks`.
@@ -96,12 +107,11 @@ class Peers:
         The oldest rank of the engine that has most of them goes first. A rank that only gets a release goes before a
         rank that is to be read.
         """
-        num_new = len([rank for rank in ranks if rank.place not in self.by_place])
-        if not num_new:
+        if not (num_new := self.num_new(ranks)):
             return []
         unmet, places = [p for p in self.by_place.values() if p.layout is None], {rank.place for rank in ranks}
         by_engine: defaultdict[str, list[Peer]] = defaultdict(list)
-        for peer in sorted(unmet, key=lambda p: p.state is S.CONNECTING):
+        for peer in sorted(unmet, key=lambda p: p.state is S.CONNECTING or p in self.waiting):
             if peer.place not in places:
                 by_engine[peer.engine_id].append(peer)
         theirs = by_engine[engine_id]
@@ -129,6 +139,8 @@ class Peers:
         if pull_id in peer.pulls:
             peer.pulls.discard(pull_id)
             peer.unused_at = now
+            if not peer.pulls:
+                self.waiting.pop(peer, None)
         if peer.state is S.GONE:
             self.reap(peer)
         elif not peer.pulls and peer.scheduled_at == math.inf:
@@ -136,26 +148,41 @@ class Peers:
 
     # -- handshakes --------------------------------------------------------------------------------
 
-    def meet(self, peer: Peer, engine_id: str, rank: RemoteRank, now: float) -> tuple[Reason, str] | None:
+    def meet(
+        self, peer: Peer, pull_id: PullId, engine_id: str, rank: RemoteRank, now: float
+    ) -> tuple[Reason, str] | None:
         """Make sure that a rank to read from is ready or becomes ready, or return why it cannot."""
         failure: tuple[Reason, str] | None = None
-        if peer.may_be_met and peer.layout is None:
+        if peer.may_be_met and peer.layout is None and peer not in self.waiting:
             # The process has not named itself yet, so a wrong name in params that were only released must not stay.
             peer.engine_id, peer.pp_stage, peer.tp_rank = engine_id, rank.pp_stage, rank.tp_rank
         # Until the peer has answered, either of two names may be right.
-        if not peer.is_named(engine_id, rank) and peer.state is not S.CONNECTING:
+        if not (peer.is_named(engine_id, rank) or peer.state is S.CONNECTING or peer in self.waiting):
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
         elif peer.may_be_met and now >= peer.not_before:
-            peer.greet(next(self._nonces), self._config, now)
-            self._hellos[peer.nonce] = peer
-            self._say_hello(peer, now)
+            if peer.layout is None:
+                self.waiting.setdefault(peer, pull_id)
+                self.greet(now)
+            else:  # its endpoint is not made up
+                self._greet(peer, now)
         elif peer.state in (S.NEW, S.GONE):
             wait = f"; the next attempt is possible in {peer.not_before - now:.2g} s" if peer.not_before > now else ""
             failure = peer.reason, peer.detail + wait
         if peer.state is not S.READY:
             self.wake(peer)
         return failure
+
+    def greet(self, now: float) -> None:
+        """Greet ranks that wait for it, as many as the limit allows, first those of the pull with the fewest."""
+        while self.waiting and self._greetings.take("", now):
+            number = Counter(self.waiting.values())
+            peer = min(self.waiting, key=lambda each: number[self.waiting[each]])
+            del self.waiting[peer]
+            self._greet(peer, now)
+            self.wake(peer)
+        if self.waiting:
+            self._timers.wake(self, now + 1 / GREETINGS_PER_S)
 
     def hello_answered(
         self, message: Welcome | Unwelcome, address: Address, sender: str, now: float
@@ -250,6 +277,7 @@ class Peers:
         if peer.state is S.GONE:
             return False
         self._hellos.pop(peer.nonce, None)
+        self.waiting.pop(peer, None)
         peer.lost(reason, detail, pause_s, now)
         self.wake(peer)
         return True
@@ -266,13 +294,19 @@ class Peers:
     def drop(self, peer: Peer) -> None:
         self._timers.forget(peer)
         self.num_changes += 1
-        if self.by_place.get(peer.place) is peer:  # else the place was met anew
-            del self.by_place[peer.place]
+        self._take_out(peer)
         self.unlink(peer.address)
 
+    def _take_out(self, peer: Peer | None) -> None:
+        if peer is not None and self.by_place.get(peer.place) is peer:  # else the place was met anew
+            del self.by_place[peer.place]
+            del self._there[peer.address][peer]
+            if not self._there[peer.address]:
+                del self._there[peer.address]
+
     def unlink(self, address: Address) -> None:
-        if not any(p.address == address for p in self.by_place.values()):
-            self._outbox.commands.append(Disconnect(address))
+        if not self._there.get(address):
+            self._outbox.unlinked[address] = None
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -306,6 +340,11 @@ class Peers:
         self._timers.wake(peer, peer.wake_at(self._config))
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _greet(self, peer: Peer, now: float) -> None:
+        peer.greet(next(self._nonces), self._config, now)
+        self._hellos[peer.nonce] = peer
+        self._say_hello(peer, now)
 
     def _say_hello(self, peer: Peer, now: float) -> None:
         self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))

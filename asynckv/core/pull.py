@@ -537,6 +537,9 @@ class Pull:
         if source.release is not RELEASE.SETTLED and len(self.history) < MAX_HISTORY:
             self.history.append((now, notes.Settled(source.rank.name, how)))
         source.release, source.release_at, source.claim_at = RELEASE.SETTLED, math.inf, math.inf
+        for other in self.sources:
+            if other.release is not RELEASE.SETTLED:
+                return []  # nothing follows before all ranks are told, and a request may name a hundred of them
         return self._settle(after, now)
 
     def tick(self, now: float) -> list[Effect]:

@@ -30,6 +30,7 @@ from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
 from asynckv.core.peer import Peer
+from asynckv.core.peers import Peers
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import KIND, Kind, Pull, PullRequest, PullState
 from asynckv.core.readers import Identity, Readers
@@ -98,6 +99,7 @@ class RankCore:
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
+        self._refusals = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._hellos_of_one = Limiter(limits.hellos_per_s / 4, limits.hello_burst / 4)
         """Limit of each connection, because without keys a whole host shares the other limit."""
         self._unread: OrderedDict[str | bytes, deque[_Unread]] = OrderedDict()
@@ -313,10 +315,11 @@ class RankCore:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def receive(self, origin: Address | ReplyTo, data: bytes | wire.Packet, now: float, principal: str = "") -> None:
+    def receive(self, origin: Address | ReplyTo, data: bytes | wire.Packet, now: float, principal: str = "") -> bool:
         """Take a packet's bytes, received before `now`. `principal` is the key or host that it came from.
 
-        Of a packet that takes long, only a part is handled now, and the rest (a `wire.Packet`) in later turns.
+        Of a packet that takes long, only a part is handled now, and the rest (a `wire.Packet`) in later turns. Return
+        True if its connection asks so often that it should not be heard for a while.
         """
         proven = principal if principal.startswith("key:") else ""
         sharer = proven or origin  # one key's connections share, one host's do not
@@ -327,10 +330,10 @@ class RankCore:
             is_full = waiting is not None and len(waiting) >= MAX_UNREAD
             if is_full or not self._messages.take(sharer, now):
                 self.outbox.counters["dropped.too_many"] += 1
-                return
+                return False
             if waiting is not None:
                 waiting.append((origin, data, principal))
-                return
+                return False
             try:
                 packet = wire.decode(data)
             except wire.UNREADABLE:
@@ -344,7 +347,7 @@ class RankCore:
             if cost > SLICE and len(packet.messages) > 1:
                 if len(self._unread) >= MAX_SENDERS:
                     self.outbox.counters["dropped.too_many"] += 1
-                    return
+                    return False
                 packet, *rest = _parts(packet)
                 self._unread[sharer] = deque([(origin, part, principal) for part in rest])
                 self.read_on_at = now
@@ -352,19 +355,22 @@ class RankCore:
         if isinstance(origin, str):
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
-                return
+                return False
             for message in packet.messages:
                 self.decode.receive(message, Address(origin), packet.sender, now)
-            return
-        for message in packet.messages:
+            return False
+        for number, message in enumerate(packet.messages):
             self.outbox.counters[_RECEIVED[type(message)]] += 1
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
             elif isinstance(message, _OF_LEASES):
                 self.prefill.receive(message, ReplyTo(origin), packet.sender, now, proven)
-            else:
-                self._serve(message, ReplyTo(origin), packet.sender, now, principal, proven)
+            elif not self._serve(message, ReplyTo(origin), packet.sender, now, principal, proven):
+                # The rest of the packet is dropped as well, because a packet may hold hundreds of questions.
+                self.outbox.counters["dropped.too_many_hellos"] += len(packet.messages) - number
+                return isinstance(message, wire.StatusRequest) and not self._refusals.take(principal or origin, now)
+        return False
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """Note that the data plane's agent has ended, and with it our own reads if `reads`. Lent blocks stay lent."""
@@ -406,8 +412,13 @@ class RankCore:
                 steps = 1 + len(peer.pulls)
                 self.decode.tick_peer(peer, now)
                 return steps
+            case DecodeSide() as decode:
+                decode.meet_waiting(now)
+            case Peers() as peers:
+                peers.greet(now)
             case other:
                 raise AssertionError(other)
+        return 1
 
     @property
     def next_at(self) -> float:
@@ -429,7 +440,8 @@ class RankCore:
 
     def _serve(
         self, message: wire.Message, route: ReplyTo, source: str, now: float, principal: str, proven: str
-    ) -> None:
+    ) -> bool:
+        """Take a message that is about no lease. Return False if it is a question, and one too many."""
         match message:
             case wire.Hello() if self._may_ask(principal, route, now):
                 self.readers.greet(message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases))
@@ -442,23 +454,23 @@ class RankCore:
             case wire.Unpack():
                 self.prefill.unpack(message, source, now, proven)
             case wire.StatusRequest() if message.most or not self.config.inspect.enabled:
-                if not self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal):
-                    self.outbox.counters["dropped.too_many_hellos"] += 1
+                return self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal)
             # Counting takes long if there are many requests, so the question is rate-limited.
             case wire.StatusRequest() if self._may_ask(principal, route, now):
                 layout = self.identity.layout
                 here = self.identity.engine_id, layout.tp_rank, layout.tp_size
                 self.outbox.send(route, source, wire.Status(message.nonce, *here, self.inspect.gauges()))
             case wire.Hello() | wire.StatusRequest():
-                self.outbox.counters["dropped.too_many_hellos"] += 1
+                return False
             case _:
                 self.outbox.counters["dropped.unexpected"] += 1
+        return True
 
     def _may_ask(self, principal: str, route: ReplyTo, now: float) -> bool:
         is_shared = principal.startswith("host:")
         return (not is_shared or self._hellos_of_one.take(route, now)) and self._hellos.take(principal or route, now)
 
-    def _refuse(self, origin: Address | ReplyTo, data: bytes, now: float, sharer: str | bytes) -> None:
+    def _refuse(self, origin: Address | ReplyTo, data: bytes, now: float, sharer: str | bytes) -> bool:
         self.outbox.counters["dropped.malformed"] += 1
         self._messages.charge(sharer, now, MALFORMED)
         try:

@@ -55,6 +55,7 @@ class Route:
 
     ranks: tuple[RemoteRank, ...]
     flow: FlowKey
+    index: dict[Place, int]  # place of a rank -> its number among `ranks`, and among the sources of every pull
     ready: dict[tuple[int, ...], Ready] = field(default_factory=dict)
 
 
@@ -120,7 +121,8 @@ class Routes:
             for e in sorted(params.endpoints, key=lambda e: (e.pp_stage, e.tp_rank))
             if e.tp_rank in ranks
         )
-        return Route(mine, tuple([rank.place for rank in mine]))
+        places = tuple([rank.place for rank in mine])
+        return Route(mine, places, {place: i for i, place in enumerate(places)})
 
     def choose_sources(self, peers: Sequence[Peer], groups: tuple[int, ...]) -> Chosen | str:
         places = tuple([peer.place for peer in peers])

@@ -7,8 +7,8 @@ this thread bounds them from outside: it asks the kernel how many bytes have arr
 
 The thread sleeps while nothing arrives: a descriptor is watched until bytes come, then checked every `TICK_S` until it
 is quiet. libzmq may read bytes before this thread is scheduled; epoll then reports them only if the connection can be
-written. So all are checked every `LOOK_S`, or every `REST_S` if none is busy. Beyond the limits on connections, the
-host with the most loses one: the oldest that has said nothing.
+written. So all are checked every `LOOK_S`, or every `REST_S` if none is busy. Beyond the limits on connections, the one
+of least worth ends: the oldest that has said nothing, or else the oldest that was never answered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from asynckv.edges.bell import Bell
 from asynckv.errors import ConfigError
@@ -43,9 +43,12 @@ REST_S = 5.0  # the same if none is: each check of an idle engine costs 0.1 ms
 MUTE_S = 2.0  # a connection is not heard for this long after a message with too many parts
 SWEEPS_S = (0.3, 1.0, 5.0)  # times of checks after a socket was closed; it lingers for 0.2 s
 MAX_CONNECTIONS = 4096
+ANSWERED = 2
+LARGE = 4  # a host with more than this part of all connections loses one to another host's newcomer
 SPARE_FILES = 128  # descriptors that must be free at the start: libzmq aborts the process when it gets none
 _ACKED_AT, _RECEIVED_AT = 120, 128  # `tcpi_bytes_acked` and `tcpi_bytes_received` in `struct tcp_info`
 _ATTACH_FILTER, _DETACH_FILTER, _BPF_RET = 26, 27, 6
+_worth = attrgetter("worth")
 OnFailed = Callable[[Exception], object]
 
 
@@ -95,6 +98,13 @@ class Connection:
         except OSError:
             return True
         return self.arrived > before
+
+    @property
+    def worth(self) -> int:
+        """Return 0 if nothing was heard of it, 1 if it was never answered, as rubbish is not, and else `ANSWERED`."""
+        if self.muted_until or not (self.delivered or self.spoke_early):
+            return 0
+        return ANSWERED if self.sent else 1
 
     @property
     def ahead(self) -> int:
@@ -149,7 +159,7 @@ class Door:
         self._is_shut = False
         self._early: Counter[int] = Counter()  # bytes of links that the thread has not seen yet
         self._take, self._counts, self._on_failed = take, counts, on_failed
-        self._per_host: Counter[str] = Counter()
+        self._hosts: dict[str, dict[Connection, None]] = {}  # accepted connections, the oldest first
         self._watched: dict[int, Connection] = {}  # all, by the number of the duplicate
         self._busy: set[Connection] = set()  # connections from which bytes have arrived lately
         self._sweeps: list[float] = []  # times of checks for descriptors that libzmq closed without an event
@@ -273,8 +283,8 @@ class Door:
         connection.spoke_early = connection.spoke_early or opened.fd in self._early  # it may speak at this very moment
         self._epoll.register(duplicate.fileno(), _WATCHED)
         if opened.is_accepted:
-            self._per_host[connection.host] += 1
-            self._make_room(connection.host)
+            self._hosts.setdefault(connection.host, {})[connection] = None
+            self._make_room(connection)
 
     def _end_unwatched(self, opened: Opened) -> None:
         with contextlib.suppress(OSError, IndexError, TypeError):
@@ -294,20 +304,29 @@ class Door:
             with contextlib.suppress(OSError):
                 connection.look()
             self.orphaned += max(connection.ahead, UNSEEN)
-            self._per_host -= Counter([connection.host])
+            theirs = self._hosts[connection.host]
+            del theirs[connection]
+            if not theirs:
+                del self._hosts[connection.host]
         self._busy.discard(connection)
         del self._watched[connection.duplicate.fileno()]
         self._epoll.unregister(connection.duplicate.fileno())
         connection.duplicate.close()
 
-    def _make_room(self, host: str) -> None:
-        if self._per_host[host] <= self.most_per_host:
-            if self._per_host.total() <= self.most:
-                return
-            host = self._per_host.most_common(1)[0][0]
-        theirs = [c for c in self.connections.values() if c.is_accepted and c.host == host]
-        # The newest is last, and is closed if all others have spoken.
-        self._cut(next((c for c in theirs if c.muted_until or not c.delivered | c.spoke_early), theirs[-1]), "too_many")
+    def _make_room(self, newest: Connection) -> None:
+        theirs, most = self._hosts[newest.host], max(self._hosts.values(), key=len)
+        if is_much := len(theirs) > self.most_per_host:
+            others = [c for c in theirs if c is not newest]
+        elif sum(map(len, self._hosts.values())) > self.most:
+            others = [c for c in self.connections.values() if c.is_accepted and c is not newest]
+        else:
+            return
+        least = min(others, key=_worth)
+        if least.worth == ANSWERED:
+            # The last to come ends, unless another host with a large part of all places can give one.
+            may_stay = not is_much and newest not in most and len(most) > self.most // LARGE
+            least = next(reversed(most)) if may_stay else newest
+        self._cut(least, "too_many")
 
     def _tick(self) -> None:
         for connection in list(self._busy):

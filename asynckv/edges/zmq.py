@@ -21,7 +21,7 @@ import struct
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
@@ -63,7 +63,11 @@ protocol. A link with a full queue is treated as dead after `STUCK_S` of silence
 STUCK_S = 10.0
 MAX_LINKS = 65_535  # peers that one rank may have; ZMQ's own default is 1,023
 NAMED_S = 5.0  # seconds for which the result of a name look-up, also a failed one, is used for new links
-MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 256, 8  # names kept; look-ups at a time; packets that wait for one
+MAX_NAMES, MAX_RESOLVING = 512, 256  # names kept; look-ups at a time
+LINKS, LINKS_S = 4, 0.01  # links or look-ups that are begun at once, and seconds until as many more are
+MAX_UNLINKED, MAX_UNSENT = 1024, 8  # addresses that wait for a link, and packets that wait for one of them
+LINK_FILES = 4  # descriptors that a link takes
+COUNT_FILES_S = 0.1  # seconds between two counts of the free descriptors, which take a millisecond
 HANDSHAKE_IVL_MS = 5_000  # a connection that has not proven a key (without keys: spoken ZMTP) by then is cut off
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asynckv"
@@ -78,7 +82,7 @@ _COUNTED = {
 _LOST = zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # after these libzmq connects no more
 _FAILED = (*_LOST, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
-OnPacket = Callable[[Address | ReplyTo, bytes, str], None]
+OnPacket = Callable[[Address | ReplyTo, bytes, str], bool | None]
 OnRefused = Callable[[str, str], None]
 
 
@@ -103,7 +107,7 @@ def _host(address: str) -> str:
         parts = urlsplit(address)
         port = address.rpartition(":")[2]
         host = parts.hostname or parts.netloc.rpartition(":")[0]
-        if parts.scheme != "tcp" or not host or not (port == "*" or 0 <= int(port) < 65_536):
+        if parts.scheme != "tcp" or not host or not (port == "*" or (port.isdecimal() and int(port) < 65_536)):
             raise ValueError
     except ValueError:
         raise ConfigError(f"{address!r} is not an address such as tcp://127.0.0.1:5555") from None
@@ -112,11 +116,23 @@ def _host(address: str) -> str:
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Return host and port of `tcp://host:port`, with or without a key behind it."""
-    endpoint, _ = _split(address)
+    host, port, _ = _target(address)
+    return host, int(port)
+
+
+@lru_cache(4096)
+def _target(address: str) -> tuple[str, str, bytes | None]:
+    """Return host, port and key of an address to connect to, or raise `ConfigError`."""
+    endpoint, key = _split(address)
     host, port = _host(endpoint), endpoint.rpartition(":")[2]
     if port == "*" or not int(port):
         raise ConfigError(f"{address!r:.200} names no port to connect to")
-    return host, int(port)
+    if not re.fullmatch("[A-Za-z0-9_.-]+", host):
+        try:
+            ip_address(host)
+        except ValueError:
+            raise ConfigError(f"{host!r:.200} is not a host name") from None
+    return host, port, key
 
 
 def _endpoint(number: str, port: str) -> str:
@@ -204,7 +220,10 @@ class ZmqPlane:
         self._links: dict[Address, _Link] = {}
         self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by host: time of look-up, IP address
         self._resolving: set[str] = set()
-        self._unresolved: dict[Address, list[bytes]] = {}  # packets that wait until the name in an address is resolved
+        self._unlinked: dict[Address, list[bytes]] = {}  # packets of addresses that wait for a turn or for a look-up
+        self._put_off: dict[Address, None] = {}  # those of them that wait for a turn, the oldest first
+        self._num_begun = 0  # links and look-ups of this turn
+        self._files, self._count_at = 0, -math.inf  # descriptors left for links, and when they are counted again
         self._on_packet: OnPacket = lambda origin, data, principal: None
         self._on_refused: OnRefused = lambda cause, peer: None
         self._counts: Counter[str] = Counter()
@@ -282,22 +301,51 @@ class ZmqPlane:
             return False
         if isinstance(to, bytes):
             sent = self._router is not None and self._answer(self._router, ReplyTo(to), packet)
+        elif (link := self._links.get(Address(to))) is None:
+            sent = self._send_first(Address(to), packet)
         else:
-            link = self._links.get(Address(to)) or self._connect(Address(to))
-            if link is not None and link.name and link.is_unheard():
+            if link.name and link.is_unheard():
                 self._number(link.name[0])  # libzmq retries the same IP address for ever, and the name may have moved
-            sent = link is not None and not link.is_refused and link.send([packet])
-            if link is None and to in self._unresolved and len(self._unresolved[Address(to)]) < MAX_UNRESOLVED:
-                self._unresolved[Address(to)].append(packet)
-                sent = True
-            if link is not None and not sent and link.is_dead():
+            sent = not link.is_refused and link.send([packet])
+            if not sent and link.is_dead():
                 self.disconnect(Address(to))
                 self._counts["links_renewed"] += 1
-                link = self._connect(Address(to))
-                sent = link is not None and link.send([packet])
+                sent = self._send_first(Address(to), packet)
         self._counts["packets_out" if sent else "dropped_out"] += 1
         self._counts["bytes_out"] += len(packet) if sent else 0
         return sent
+
+    def _send_first(self, address: Address, packet: bytes) -> bool:
+        """Send over a link that is made now or in one of the next turns; return False if the packet is dropped."""
+        if address not in self._unlinked:
+            if len(self._unlinked) >= MAX_UNLINKED or not self._may_link(address):
+                return False
+            self._unlinked[address], self._put_off[address] = [], None
+            self._begin_links()
+        if (link := self._links.get(address)) is not None:
+            return link.send([packet])
+        kept = self._unlinked.get(address)
+        if kept is None or len(kept) >= MAX_UNSENT:
+            return False
+        kept.append(packet)
+        return True
+
+    def _begin_links(self) -> None:
+        """Make links that were put off, a few in a turn, because each takes the loop half a millisecond."""
+        while self._put_off and self._num_begun < LINKS and self._context is not None:
+            if not self._num_begun:
+                self._turn.loop.call_later(LINKS_S, self._end_turn)
+            self._num_begun += 1
+            del self._put_off[address := next(iter(self._put_off))]
+            if (link := self._connect(address)) is not None:
+                for packet in self._unlinked.pop(address):
+                    link.send([packet])
+            elif _target(address)[0] not in self._resolving:
+                self._counts["dropped_out"] += len(self._unlinked.pop(address))
+
+    def _end_turn(self) -> None:
+        self._num_begun = 0
+        self._begin_links()
 
     def _answer(self, router: _Link, route: ReplyTo, packet: bytes) -> bool:
         principal, fd = self._principals.get(route, ("", -1))
@@ -339,8 +387,7 @@ class ZmqPlane:
             return "the connection has ended" if self._router is None or self._router.error == zmq.EHOSTUNREACH else ""
         address = to
         try:
-            endpoint, key = _split(address)
-            host = _host(endpoint)
+            host, _, key = _target(address)
         except ConfigError as exc:
             return str(exc)
         asked_at, number = self._numbers.get(host, (-math.inf, ""))
@@ -355,7 +402,8 @@ class ZmqPlane:
         return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
     def disconnect(self, address: Address) -> None:
-        self._unresolved.pop(address, None)
+        self._unlinked.pop(address, None)
+        self._put_off.pop(address, None)
         if (link := self._links.pop(address, None)) is not None:
             link.close(LINGER_MS)
             if self._door is not None:
@@ -390,7 +438,7 @@ class ZmqPlane:
             self._zap.close(0)  # first, so that no new connection is admitted
         for link in filter(None, [self._router, *self._links.values()]):
             link.close(LINGER_MS)
-        self._zap, self._router, self._links = None, None, {}
+        self._zap, self._router, self._links, self._unlinked, self._put_off = None, None, {}, {}, {}
 
     def _on_door_failed(self, cause: Exception) -> None:
         if (door := self._door) is not None:  # None while the plane is being closed
@@ -430,31 +478,37 @@ class ZmqPlane:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public)
         return socket
 
-    def _connect(self, address: Address) -> _Link | None:
+    def _may_link(self, address: Address) -> bool:
+        """Return False, and count, if a link to this address is refused."""
         try:
-            endpoint, key = _split(address)
-            host = _host(endpoint)
-            if (cause := self._refusal(address, key)) is not None:
-                self._counts[f"refused.{cause}"] += 1
-                self._on_refused(cause, address)
-                return None
-            if not (number := self._number(host)):
-                if host in self._resolving and len(self._unresolved) < MAX_NAMES:
-                    self._unresolved.setdefault(address, [])
-                return None
-            endpoint = _endpoint(number, endpoint.rpartition(":")[2])
-            socket = self._socket(zmq.DEALER, endpoint)
-        except (ConfigError, UnicodeError, zmq.ZMQError):
+            key = _target(address)[2]
+        except ConfigError:
             self._counts["bad_address"] += 1
+            return False
+        if (cause := self._refusal(address, key)) is not None:
+            self._counts[f"refused.{cause}"] += 1
+            self._on_refused(cause, address)
+        return cause is None
+
+    def _connect(self, address: Address) -> _Link | None:
+        if not self._may_link(address):
             return None
+        host, port, key = _target(address)
+        if not (number := self._number(host)):
+            return None
+        endpoint = _endpoint(number, port)
+        self._files -= LINK_FILES
+        socket: zmq.Socket[bytes] | None = None
         try:
+            socket = self._socket(zmq.DEALER, endpoint)
             if key is not None:
                 socket.setsockopt(zmq.CURVE_SERVERKEY, key)
             self._watch(socket, (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED, *_LOST))
             began = self._turn.now()
             socket.connect(endpoint)
         except zmq.ZMQError:
-            socket.close(0)
+            if socket is not None:
+                socket.close(0)
             self._counts["bad_address"] += 1
             return None
         link = _Link(socket, self._turn, 1, partial(self._from_dealer, address), self._dropped)
@@ -467,8 +521,6 @@ class ZmqPlane:
         """Return the IP address of a host; empty if it has none, or while a thread of its own looks it up."""
         with contextlib.suppress(ValueError):
             return str(ip_address(host))  # in the spelling that libzmq uses in its events
-        if not re.fullmatch("[A-Za-z0-9_.-]+", host):
-            raise ConfigError(f"{host!r} is not a host name")
         now = self._turn.now()
         asked_at, number = self._numbers.get(host, (-math.inf, ""))
         if now - asked_at < NAMED_S:
@@ -498,20 +550,21 @@ class ZmqPlane:
         for address in [each for each, link in self._links.items() if link.name and link.name[0] == host]:
             if self._links[address].name != (host, number):
                 self.disconnect(address)
-        for address in [each for each in self._unresolved if _host(_split(each)[0]) == host]:
-            for packet in self._unresolved.pop(address):
-                self.send(address, packet)
+        self._put_off |= dict.fromkeys(each for each in self._unlinked if _target(each)[0] == host)
+        self._begin_links()
 
     def _refusal(self, address: Address, key: bytes | None) -> str | None:
         if (key is None) != (self._peers is None):
             return "needs_keys" if key is not None else "no_key"
         if key is not None and self._peers is not None and key not in self._peers:
             return "unlisted_listener"
-        if address in self._links:
+        if address in self._links or self._context is None:
             return None
-        # A link takes four descriptors, two of them only later, when libzmq's threads have made the connection.
-        coming = 2 * sum(link.is_new() for link in self._links.values())
-        return "no_files" if free_files() - coming < SPARE_FILES // 2 else None
+        if (now := self._turn.now()) >= self._count_at:
+            # Of a link's descriptors two are taken only later, when libzmq's threads have made the connection.
+            coming = LINK_FILES // 2 * sum(link.is_new() for link in self._links.values())
+            self._files, self._count_at = free_files() - coming - SPARE_FILES // 2, now + COUNT_FILES_S
+        return "no_files" if self._files < LINK_FILES else None
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -644,12 +697,14 @@ class ZmqPlane:
         self._counts["dropped_frames"] += 1
         if self._door is None:
             return
-        connection = self._door.deliver(fd, num_bytes + parts * self._on_wire(0), is_accepted=True)
+        self._mute(self._door, self._door.deliver(fd, num_bytes + parts * self._on_wire(0), is_accepted=True), route)
+
+    def _mute(self, door: Door, connection: Connection | None, route: bytes) -> None:
         # Another connection may have the descriptor by now, or this one may be muted already.
         if connection is not None and connection.route in (b"", route) and not connection.muted_until:
             self._counts["muted"] += 1
             connection.mute()
-            self._door.ring()
+            door.ring()
 
     def _principal(self, frame: zmq.Frame) -> str:
         if self._pair is not None:
@@ -658,7 +713,9 @@ class ZmqPlane:
 
     def _deliver(self, origin: Address | ReplyTo, packet: bytes, principal: str) -> None:
         try:
-            self._on_packet(origin, packet, principal)
+            if self._on_packet(origin, packet, principal) and isinstance(origin, bytes) and self._door is not None:
+                _, fd = self._principals.get(origin, ("", -1))
+                self._mute(self._door, self._door.connections.get(fd), origin)
         except Exception as exc:
             # A bug in the handler of packets must not end the listener.
             self._turn.loop.call_exception_handler({"message": "a packet could not be handled", "exception": exc})

@@ -27,7 +27,6 @@ from asynckv.core.lease import Lease
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
     DetachRead,
-    Disconnect,
     HeldForLong,
     LeaseEnded,
     LoadPeer,
@@ -270,12 +269,14 @@ class Driver:
 
     # -- events --------------------------------------------------------------------------------------
 
-    def on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
+    def on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> bool:
         try:
-            self.core.receive(origin, data, self.clock.now(), principal)
+            return self.core.receive(origin, data, self.clock.now(), principal)
         except Exception as exc:
             self._internal_error(exc)
-        self._due = self._due or asyncio.get_running_loop().call_soon(self._turn)  # as `soon` does
+            return False
+        finally:
+            self._due = self._due or asyncio.get_running_loop().call_soon(self._turn)  # as `soon` does
 
     def on_question(self, asker: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
         """Take a question that came by another way than the control plane's."""
@@ -383,11 +384,11 @@ class Driver:
             has_waited, self._has_waited = self._has_waited, False
             if outbox.is_urgent:
                 self._send()
-            if outbox.commands:
+            if outbox.commands or outbox.unlinked:
                 self._obey()
             if decode.posting.turns or decode.admission.turns or decode.answered:
                 self._read()
-                if outbox.commands:
+                if outbox.commands or outbox.unlinked:
                     self._obey()
             if outbox.messages:
                 # A release is not urgent. A caller with a new outcome often asks for more, and both share one packet.
@@ -499,9 +500,6 @@ class Driver:
                             )
                     case PackBlocks(slot, gathered):
                         self.data.pack(slot, gathered)
-                    case Disconnect(address):
-                        self._send()  # a later message would open another link, which is never closed
-                        self.control.disconnect(address)
                     case PeerChanged(peer, before, after):
                         self.tell(Observer.peer_changed, peer, before, after, now)
                     case Traced(subject, entries):
@@ -514,6 +512,11 @@ class Driver:
                 self._internal_error(exc)
         if outbox.commands:  # of what was just done
             self._obey()
+        elif outbox.unlinked:
+            self._send()  # a later message would open another link, which is never closed
+            unlinked, outbox.unlinked = outbox.unlinked, {}
+            for address in unlinked:
+                self._safely(self.control.disconnect, address)
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         core = self.core

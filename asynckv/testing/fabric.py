@@ -64,7 +64,7 @@ class Port:
         self.links: set[Address] = set()
         self.is_open = False
         self.packets_in = self.packets_out = self.bytes_out = 0
-        self._on_packet: Callable[[Origin, bytes, str], None] = lambda origin, packet, principal: None
+        self._on_packet: Callable[[Origin, bytes, str], bool | None] = lambda origin, packet, principal: None
 
     def open(self) -> None:
         self.is_open = True
@@ -72,7 +72,7 @@ class Port:
 
     async def start(
         self,
-        on_packet: Callable[[Origin, bytes, str], None],
+        on_packet: Callable[[Origin, bytes, str], bool | None],
         on_refused: Callable[[str, str], None] = lambda cause, peer: None,
     ) -> None:
         self._on_packet = on_packet

@@ -9,6 +9,8 @@ Every case runs in its own process, and prints figures next to their goals:
 - `flight`: CPU per small request, both sides, with 64, 1,024 and 10,000 in flight (simulated planes).
 - `peers`: CPU per small request with one in flight at each of 16 and of 256 prefill engines; and with 256 at one
   engine, alone and while 255 others are connected and idle (simulated planes).
+- `wide`: one decode rank that met 256 prefill ranks of 64 engines (simulated planes), or 32 of 8 (real planes, another
+  process): its memory per rank, its CPU when nothing is owed, the next handshake, and the longest turn of its loop.
 - `logging`: CPU per small request with events at the default level, compared with none (simulated planes, in turns).
 
 CPU is that of this process, which other load on the host affects less; ratios are made within one run.
@@ -33,8 +35,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from asynckv import Engine, EngineConfig, PrefillRanks, Registration
-from asynckv.config import LimitsConfig, PullConfig
+from asynckv import Engine, EngineConfig, NixlConfig, PrefillRanks, Registration
+from asynckv.config import LeaseConfig, LimitsConfig, PullConfig
 from asynckv.layout import register_memory
 from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimControl, SimData, SimNetwork
@@ -46,6 +48,7 @@ from scripts import command
 from tests.lab.fleet import Fleet
 
 SCHEMA = 1
+WIDE = 4  # ranks of a prefill engine in `wide`
 Figures = dict[str, float]
 
 
@@ -66,12 +69,19 @@ GOALS: Mapping[str, Goal] = {
     "flight.ratio_10000": Goal(1.3, "x of 64"),
     "peers.ratio_256": Goal(1.1, "x of 16 peers"),
     "peers.ratio_255_idle": Goal(1.1, "x of none"),
+    "wide.idle_percent": Goal(2.0, "% of a core"),
+    "wide.real_idle_percent": Goal(2.0, "% of a core"),
+    "wide.turn_ms": Goal(20.0, "ms"),
+    "wide.real_turn_ms": Goal(20.0, "ms"),
     "logging.ratio": Goal(1.02, "x of none"),
 }
 
 
-def _memory(num_blocks: int, layers: int = 1, heads: int = 1, head_dim: int = 8) -> Registration:
-    layout = model_layout(Model("bench", (Heads(heads, head_dim),) * layers), num_blocks=num_blocks)
+def _memory(
+    num_blocks: int, layers: int = 1, heads: int = 1, head_dim: int = 8, tp: tuple[int, int] = (0, 1)
+) -> Registration:
+    model = Model("bench", (Heads(heads, head_dim),) * layers)
+    layout = model_layout(model, num_blocks=num_blocks, tp_rank=tp[0], tp_size=tp[1])
     arrays = tuple(np.empty(m.length, np.uint8) for m in layout.memories)
     return register_memory(with_addresses(layout, [a.ctypes.data for a in arrays]), arrays)
 
@@ -264,6 +274,98 @@ async def peers() -> Figures:
     }
 
 
+class Ranks:
+    """Prefill engines of TP `WIDE`, which all lend the same block."""
+
+    def __init__(self, *, engines: int, network: SimNetwork | None = None) -> None:
+        self._ranks = [_wide(f"prefill-{i}", network, (rank, WIDE)) for i in range(engines) for rank in range(WIDE)]
+
+    async def __aenter__(self) -> Self:
+        for each in self._ranks:
+            await each.start()
+        self._groups = [
+            PrefillRanks(
+                f"prefill-{i // WIDE}",
+                [x.endpoint for x in self._ranks[i : i + WIDE]],
+                lease=LeaseConfig(lease_s=300.0),
+            )
+            for i in range(0, len(self._ranks), WIDE)
+        ]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for each in self._ranks:
+            await each.aclose()
+
+    async def lend(self) -> list[dict[str, Any]]:
+        """Lend a request of every engine, and return their params."""
+        every = [group.make_params("p", [(0, [0])], 16, written=True) for group in self._groups]
+        for each, params in zip(self._ranks, (x for x in every for _ in range(WIDE)), strict=True):
+            each.lend(params)
+        return every
+
+
+def _wide(name: str, network: SimNetwork | None, tp: tuple[int, int] = (0, 1)) -> Engine:
+    registration = _memory(256, heads=WIDE, tp=tp)
+    if network is None:
+        return Engine(EngineConfig(engine_id=name, nixl=NixlConfig(posting_threads=0)), registration)
+    plane = SimData(network, f"{name}-{tp[0]}")
+    return Engine(EngineConfig(engine_id=name), registration, data=plane, control=SimControl(network))
+
+
+async def _meet(decode: Engine, every: Sequence[dict[str, Any]], seconds: float) -> Figures:
+    """Meet all engines at once but the last, do nothing for a while, and meet the last."""
+    turns = [0.0]
+
+    async def watch() -> None:
+        while True:
+            began = time.thread_time()  # other processes may take the core
+            await asyncio.sleep(0.001)
+            turns.append(time.thread_time() - began)
+
+    async def pull(number: int) -> float:
+        began = time.perf_counter()
+        await decode.pull(f"d{number}", [(0, [number])], every[number])
+        return time.perf_counter() - began
+
+    *many, last = range(len(every))
+    half = len(many) // 2
+    garbage.settle()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    await asyncio.gather(*map(pull, many[:half]))
+    await asyncio.sleep(1.0)  # all releases are acknowledged
+    gc.collect()
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*map(pull, many[half:]))
+    await asyncio.sleep(1.0)
+    watching.cancel()
+    cpu = time.process_time()
+    await asyncio.sleep(seconds)
+    idle = (time.process_time() - cpu) / seconds * 100
+    first_ms = 1e3 * await pull(last)
+    return {
+        "ranks": WIDE * len(many),
+        "kib_per_rank": taken / (WIDE * half) / 1024,
+        "idle_percent": idle,
+        "next_ms": first_ms,
+        "turn_ms": 1e3 * max(turns),
+    }
+
+
+async def wide(seconds: float = 20.0, engines: int = 64, real: int = 8) -> Figures:
+    """Meet 256 simulated ranks of 64 engines, and 32 real ones of 8, which run in another process."""
+    network = SimNetwork()
+    async with Ranks(engines=engines + 1, network=network) as ranks, _wide("decode", network) as decode:
+        found = await _meet(decode, await ranks.lend(), seconds)
+    async with Fleet() as fleet, _wide("decode", None) as decode:
+        others = await fleet.start("prefill", "scripts.bench.engine:Ranks", engines=real + 1)
+        more = await _meet(decode, await others.ask("lend"), seconds)
+    return found | {f"real_{name}": value for name, value in more.items()}
+
+
 async def logging() -> Figures:
     """Run two pairs of engines in turns, one with logs at the default level and one without."""
     rounds: dict[str, list[float]] = {}
@@ -289,6 +391,7 @@ CASES: Mapping[str, Callable[[], Awaitable[Figures]]] = {
     "memory": memory,
     "flight": flight,
     "peers": peers,
+    "wide": wide,
     "logging": logging,
 }
 

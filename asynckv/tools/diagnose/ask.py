@@ -33,6 +33,7 @@ from asynckv.arguments import number
 from asynckv.config import KeysConfig
 from asynckv.core.account import MAX_ACCOUNT, Account, PeerStatus, decode_account
 from asynckv.core.inspect import HeldBlocks, RequestStatus
+from asynckv.core.survey import MAX_PEERS
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_TOLD, OtherVersion, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.edges.local import SUFFIX, is_left_behind, pid_of, rank_of, read_packet, write_packet
@@ -71,6 +72,7 @@ class Answer:
     gauges: Mapping[str, int] = field(default_factory=dict)  # what is owed and held
     account: Account = field(default_factory=Account)  # everything else that it says
     is_cut: bool = False  # it holds more requests than were asked for
+    peers_left_out: int = 0  # engines that it reads from, and that were not asked because they are too many
     took_s: float = 0.0  # how long the answer took
     at: float = math.nan  # when it came, by this host's clock
 
@@ -101,7 +103,8 @@ async def ask_all(
         timeout_s: Seconds that an engine may take for one answer.
         most: Number of oldest requests that each engine lists; all are counted in any case. More than 256 take several
             questions, of which an engine answers some eight a second.
-        with_peers: Also ask the engines that these read from, as soon as they are named; their answers follow.
+        with_peers: Also ask the engines that these read from, as soon as they are named; their answers follow. Of the
+            peers in one answer the first `MAX_PEERS` count, as many as an engine sends.
 
     Raises:
         ConfigError: An address is malformed, or a key file cannot be used.
@@ -118,11 +121,15 @@ async def ask_all(
 
             async def ask(address: str) -> Answer:
                 answer = await asker.ask(address)
-                for peer in answer.account.peers if with_peers else ():
-                    if peer.state != "gone" and _is_network(peer.address) and not known & {peer.address, peer.rank}:
+                if not with_peers:
+                    return answer
+                live = [x for x in answer.account.peers if x.state != "gone"]
+                for peer in live[:MAX_PEERS]:
+                    if _is_network(peer.address) and not known & {peer.address, peer.rank}:
                         known.add(peer.address)
                         named.append((peer, group.create_task(asker.ask(peer.address))))
-                return answer
+                counted = sum(number for state, number in answer.account.num_peers.items() if state != "gone")
+                return replace(answer, peers_left_out=max(len(live), counted) - min(len(live), MAX_PEERS))
 
             asked = [group.create_task(ask(x)) for x in addresses]
     finally:

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from asynckv.core import told
+from asynckv.core.survey import MAX_PEERS
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
@@ -31,6 +32,7 @@ DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?)
 UNSURE = "See whether it lives (`asynckv why` of its socket or address, `ps -o pid,stat`): its log may be cut off."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
+ASK_THEM = "Give their addresses, or the directories of their sockets, to `asynckv why` too."
 LET_IT_RUN = "Let it run on, or end it: docs/why.md, 'Continue it or kill it'."
 CONNECT = "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`."
 TROUBLES = {
@@ -322,6 +324,9 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     if service.not_here:
         why = "All have died since, or these logs are of another host of this name, or of a container."
         yield limit("not_here", f"no process of {some(service.not_here)} is on this host any more", why)
+    for answer in (x for x in seen.answers if x.peers_left_out):
+        what = f"{counted(answer.peers_left_out, 'engine')} that {answer.rank} reads from were not asked"
+        yield limit("not_asked", what, f"of one engine's peers the first {MAX_PEERS} are asked", ASK_THEM)
     for ground in seen.grounds:
         if ground.gone is not None and ground.gone.kind != "died":
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)

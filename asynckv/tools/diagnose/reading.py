@@ -67,8 +67,9 @@ class Looking:
         time.sleep(AGAIN_S)
         # The asker does not wait a second time for an engine that did not answer.
         silent = [x for x in answers if x.error]
-        there = [x.address for x in answers if not x.error]
-        again = self._joined([*self._asked(there, with_peers=False), *silent])
+        there = {x.address: x.peers_left_out for x in answers if not x.error}
+        asked = [replace(x, peers_left_out=there[x.address]) for x in self._asked([*there], with_peers=False)]
+        again = self._joined([*asked, *silent])
         late = {(x.cause, x.engine_id, x.request_id) for x in seen.late}
         return replace(again, late=[x for x in again.late if (x.cause, x.engine_id, x.request_id) in late])
 

@@ -108,7 +108,8 @@ def engine(answer: Answer) -> dict[str, Any]:
     for name in ("refused", "retry_s", "after"):
         del said[name]
     requests: Sequence[Any] = msgspec.to_builtins(answer.requests, str_keys=True)
-    return head | said | {"gauges": dict(answer.gauges), "is_cut": answer.is_cut, "requests": requests}
+    head |= {"is_cut": answer.is_cut, "peers_left_out": answer.peers_left_out}
+    return head | said | {"gauges": dict(answer.gauges), "requests": requests}
 
 
 def story_of(story: Story) -> dict[str, Any]:
