@@ -6,6 +6,7 @@ names the argument, the value and the expected form.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import math
 import operator
@@ -24,6 +25,9 @@ MAX_NAME = 512
 """Most characters of a name: of an engine, a layer, a part, an address."""
 
 MAX_TEXT = 16 * 1024
+
+MAX_TYPED = 64
+"""Most characters of a mistyped name that are compared, because the time grows with the square of the length."""
 
 NO_SEQUENCE = (str, bytes, bytearray, memoryview, Mapping)
 """Iterable types that are never meant as a list of items."""
@@ -139,6 +143,25 @@ def flag(name: str, value: Any, error: Refusal = LocalProtocolError) -> bool:
     if isinstance(value, bool):
         return value
     raise error(f"{name} is {shown(value)}; it must be True or False")
+
+
+def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known name that a mistyped one is most like, or nothing if it is like none."""
+    near = difflib.get_close_matches(str(name)[:MAX_TYPED], list(known), 1, cutoff)
+    return near[0] if near else ""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return the nearest known name as the end of an error's sentence, or nothing."""
+    return f"; did you mean {near!r}?" if (near := nearest(name, known)) else ""
+
+
+def one_of(name: str, value: Any, known: Iterable[str], error: Refusal = LocalProtocolError) -> str:
+    """Check one of the known names."""
+    known = tuple(known)
+    if isinstance(value, str) and value in known:
+        return value
+    raise error(f"{name} {shown(value)} is unknown; use one of {', '.join(known)}{did_you_mean(value, known)}")
 
 
 def without_control(text: str) -> str:

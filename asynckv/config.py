@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from string import Formatter
 from typing import Any, Literal, get_type_hints
 
-from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, is_text, number, seconds, shown, text
+from asynckv.arguments import MAX_INTEGER, MAX_NAME, did_you_mean, flag, integer, is_text, number, seconds, shown, text
 from asynckv.errors import ConfigError
 
 MAX_RETRIES = 1000
@@ -472,7 +472,7 @@ def check_choice(name: str, value: object, *choices: str) -> None:
     """Refuse a value that is none of the choices, and name all of them."""
     if not (isinstance(value, str) and value in choices):
         known = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        raise ConfigError(f"{name} is {shown(value)}; it must be {known}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be {known}{did_you_mean(value, choices)}")
 
 
 def _path(name: str, value: object, remedy: str, least: int = 0) -> str:
@@ -492,7 +492,8 @@ def _check_log_file(pattern: str) -> None:
         wrong = [str(exc)]
     if wrong or "\0" in pattern:
         known = ", ".join(f"{{{name}}}" for name in LOG_FILE)
-        raise ConfigError(f"log.file is {shown(pattern)}; the names in braces may be {known}")
+        near = did_you_mean(wrong[0], LOG_FILE) if wrong else ""
+        raise ConfigError(f"log.file is {shown(pattern)}; the names in braces may be {known}{near}")
 
 
 def check_lease(lease_s: float, max_lease_s: float) -> None:

@@ -63,6 +63,7 @@ from asynckv.layout import (
     register_parts,
 )
 from asynckv.offload import Offload, OffloadConfig
+from asynckv.offload.eviction import policy_named
 from tests.engines import Bench, memory, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies
@@ -691,3 +692,44 @@ def test_params_that_hold_numpys_text_are_refused_by_name() -> None:
     params = asynckv.PrefillRanks("p", [asynckv.Endpoint(0, "tcp://127.0.0.1:1", "i")]).make_params("r", [(0, [1])], 16)
     with pytest.raises(asynckv.RemoteProtocolError, match="a value cannot be sent"):
         decode_params(params | {"engine_id": np.str_("p")})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"do_remote_prefill": True, "remote_engine_id": "x", "remote_host": "h", "remote_port": 5600, "tp_size": 1},
+            r"those of vLLM's NixlConnector \(remote_engine_id, remote_host, remote_port\); run AsyncKVConnector",
+        ),
+        ({"remote_block_ids": [[1]]}, r"NixlConnector \(remote_block_ids\)"),
+        ({"do_remote_prefill": True, "remote_host": "h", "asynckv": {}}, "give the entry 'asynckv' of them"),
+        ({"tp_size": 1}, "Object missing required field"),
+    ],
+)
+def test_params_of_vllm_are_called_that(given: Any, says: str) -> None:
+    with pytest.raises(asynckv.RemoteProtocolError, match=f"params are malformed: .*{says}"):
+        decode_params(given)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: LogConfig(level="wanring"), "did you mean 'warning'"),  # type: ignore[arg-type]
+        (lambda: LogConfig(file="/tmp/{engine}.jsonl"), "did you mean 'engine_id'"),
+        (lambda: NixlConfig(process="serve"), "did you mean 'serving'"),  # type: ignore[arg-type]
+        (lambda: layout.dense_part("k", "bfloat61", [("token", 4)]), "did you mean 'bfloat16'"),
+        (lambda: policy_named("s3fifo"), "did you mean 's3-fifo'"),
+        (
+            lambda: attention_view(layer="a", order=("block", "token", "dmi"), sizes={}, dtype="int8"),
+            "did you mean 'dim'",
+        ),
+    ],
+)
+def test_a_mistyped_name_is_told_the_nearest_one(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_a_name_that_is_like_none_is_told_none_however_long_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"'(q+)\.\.\.q+'; it must be 'debug', 'info', 'warning' or 'error'$"):
+        LogConfig(level="q" * (1 << 20))  # type: ignore[arg-type]

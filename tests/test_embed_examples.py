@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,14 +92,29 @@ class Workers:
         self.told: list[Any] = [Finished() for _ in range(size)]
         self.orders: list[Any] = []
         self.num_computed = 0
+        self.starting: set[int] = set()
+        self.takes = 0
+        """Steps for which a restart goes on."""
 
-    def step(self, orders: list[Any], compute: Any = (), check: Any = ()) -> list[Any]:
+    @property
+    def is_whole(self) -> bool:
+        return not self.starting
+
+    def step(self, orders: list[Any], compute: Any = (), check: Any = ()) -> dict[int, Any]:
         told, self.told = self.told, [Finished() for _ in self.told]
         self.orders, self.num_computed = orders, self.num_computed + len(compute)
-        return [each if each is None else (each, [True] * len(check)) for each in told]
+        reports = {rank: each for rank, each in enumerate(told) if rank not in self.starting}
+        return {rank: each if each is None else (each, [True] * len(check)) for rank, each in reports.items()}
 
     def restart(self, tp_rank: int) -> None:
-        self.endpoints[tp_rank] = self.endpoints[tp_rank] | {"incarnation": "b"}
+        self.starting.add(tp_rank)
+
+    def started(self) -> list[int]:
+        self.takes -= 1
+        ready, self.starting = (sorted(self.starting), set()) if self.takes < 0 else ([], self.starting)
+        for tp_rank in ready:
+            self.endpoints[tp_rank] = self.endpoints[tp_rank] | {"incarnation": "b"}
+        return ready
 
 
 @pytest.fixture
@@ -113,7 +130,8 @@ def two_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 PROMPT = list(range(40))
 GROUP = PrefillRanks("prefill", [{"tp_rank": 0, "address": "tcp://127.0.0.1:1", "incarnation": "a"}])
-PARAMS = GROUP.make_params("r1", [(0, [1, 2, 3])], 40, hashes=["h"], hash_tokens=40)
+HASHES: dict[str, Any] = {"hashes": ["h"], "hash_tokens": 40}
+PARAMS = GROUP.make_params("r1", [(0, [1, 2, 3])], 40, **HASHES)
 DONE = PullResult("r1", "p", 1, 1, 1, 1, {}, (), 40)
 
 
@@ -229,6 +247,67 @@ def test_the_prefill_example_goes_on_when_a_rank_has_died(two_engines: Any) -> N
     scheduler.step()
     assert len(scheduler.free) == 61, "r2 has three blocks"
     assert (len(scheduler.ledger), scheduler.ledger.get("r1")) == (1, None)
+
+
+def test_the_engines_go_on_while_a_rank_is_started_again(two_engines: Any) -> None:
+    """A start takes minutes with a model: aborts are heard meanwhile, and what a new rank has to hear is kept."""
+    call = two_engines("scenery").Call
+    for name, path in (("prefill", "/prefill"), ("decode", "/decode")):
+        scheduler = two_engines(name).Scheduler(workers := Workers(1))
+        scheduler.take(first := call(path, {"request_id": "r1", "prompt": PROMPT, "params": PARAMS}))
+        scheduler.step()
+        workers.told[0] = None
+        workers.takes = 3
+        scheduler.step()
+        second, third = (
+            call(
+                path,
+                {"request_id": x, "prompt": PROMPT, "params": GROUP.make_params(x, [(0, [4, 5, 6])], 40, **HASHES)},
+            )
+            for x in ("r2", "r3")
+        )
+        scheduler.take(second)
+        scheduler.take(third)
+        scheduler.take(call("/abort", {"request_id": "r2"}))
+        scheduler.step()
+        assert second.answer.done(), name
+        assert not third.answer.done()
+        assert (workers.is_whole, list(workers.orders)) == (False, [])
+        scheduler.take(status := call("/status", {}))
+        assert status.answer.result() == {"free_blocks": 64}
+        for _ in range(6):
+            scheduler.step()
+        assert workers.is_whole
+        if name == "prefill":
+            assert third.answer.result()["params"]["endpoints"][0]["incarnation"] == "b"
+        else:
+            assert first.answer.result()["from"] == "here"
+            assert scheduler.ledger.get("r3") is not None, "it is pulled"
+
+
+def test_a_rank_that_is_started_again_is_asked_when_it_is_ready(two_engines: Any) -> None:
+    """No worker is real here, only the pipes."""
+    ends: list[Any] = []
+    base: Any = two_engines("scenery").Ranks
+
+    class Ranks(base):  # type: ignore[misc]
+        def _start(self, tp_rank: int) -> Any:
+            ours, theirs = multiprocessing.Pipe()
+            ends.append(theirs)
+            if len(ends) <= 2:
+                theirs.send(f"endpoint {len(ends)}")
+            return types.SimpleNamespace(kill=lambda: None, join=lambda timeout=None: None), ours
+
+    ranks = Ranks(None, "e", 2, "")
+    assert (ranks.is_whole, ranks.endpoints) == (True, ["endpoint 1", "endpoint 2"])
+    ranks.restart(0)
+    assert (ranks.is_whole, ranks.started()) == (False, [])
+    ends[1].send((Finished(), []))
+    assert list(ranks.step([])) == [1], "the other one is asked, and nothing waits for this one"
+    ends[2].close()  # it dies while it starts, and is started once more
+    assert (ranks.started(), ranks.started(), len(ends)) == ([], [], 4)
+    ends[3].send("endpoint 4")
+    assert (ranks.started(), ranks.started(), ranks.is_whole, ranks.endpoints[0]) == ([0], [], True, "endpoint 4")
 
 
 def test_the_decode_example_goes_on_when_a_rank_has_died(two_engines: Any) -> None:

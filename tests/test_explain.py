@@ -87,6 +87,7 @@ def test_a_refusal_is_a_table_of_fields() -> None:
     shown = text(report)
     assert "Refused at the handshake" in shown
     assert "dim=64" in shown
+    assert shown.count("what to do: ") == 2, "of the model, and of the dims"
 
 
 def test_a_rank_whose_source_is_missing_is_bad_input() -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -224,6 +225,11 @@ def registration(**changes: Any) -> Registration:
         (Model("m", (Heads(12, 8), MAMBA2)), "dims of part 'k' of layer 'layers.0': local dim=16, head, token, remote"),
         (Model("m", (GQA, MAMBA2), "float16"), "dtype of part 'k' of layer 'layers.0': local bfloat16, remote float16"),
         (Model("other", (GQA, MAMBA2)), "model: local m, remote other"),
+        (
+            Model("m", (GQA, msgspec.structs.replace(MAMBA2, columns=MAMBA2.columns + 2))),
+            rf"columns of the convolution of part 'conv_x' of layer 'layers.1': local {MAMBA2.columns}, remote "
+            rf"{MAMBA2.columns + 2} \(speculative decoding: .* the same num_speculative_tokens",
+        ),
     ],
 )
 async def test_what_cannot_be_planned_is_refused_at_the_handshake(model: Model, message: str) -> None:

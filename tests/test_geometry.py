@@ -15,7 +15,7 @@ from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry.blocks import check_block_ids, check_blocks
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, View, dense_part, fingerprint
-from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted, remote_ranks
+from asynckv.geometry.match import NotCovered, _cover, assign, compare, in_words, predicted, remote_ranks
 from asynckv.geometry.packed import record_form
 from asynckv.geometry.pairing import BlockLists, common_prefix
 from asynckv.geometry.plan import plan_read
@@ -167,10 +167,10 @@ def latent(name: str = "mla") -> LayerSpec:
     return LayerSpec(name, (PartSpec("kv", (("dim", 5),)),))
 
 
-def mamba2(heads: int = 4, groups: int = 1, name: str = "ssm", rows: int = 3) -> LayerSpec:
-    conv = [PartSpec("conv_x", (("head", heads), ("dim", 2), ("row", rows)), "head")]
+def mamba2(heads: int = 4, groups: int = 1, name: str = "ssm", rows: int = 3, along: str = "row") -> LayerSpec:
+    conv = [PartSpec("conv_x", (("head", heads), ("dim", 2), (along, rows)), "head")]
     if groups:
-        conv += [PartSpec(f"conv_{n}", (("group", groups), ("state", 2), ("row", rows)), "group") for n in "bc"]
+        conv += [PartSpec(f"conv_{n}", (("group", groups), ("state", 2), (along, rows)), "group") for n in "bc"]
     ssm = PartSpec("ssm", (("head", heads), ("dim", 2), ("state", 2)), "head", 4)
     return LayerSpec(name, (*conv, ssm), "state")
 
@@ -503,6 +503,22 @@ def test_what_cannot_be_planned_is_named_with_both_values(here: Any, there: Any,
     assert field in found.field
     mine, theirs = values
     assert (found.local, found.remote) == (mine, theirs)
+    assert found.remedy
+    assert found.remedy in in_words([found])
+
+
+def test_columns_of_a_convolution_that_differ_name_speculative_decoding() -> None:
+    def layout(columns: int) -> Layout:
+        return Rank(engine((mamba2(rows=columns, along="column"),)), 0).layout
+
+    found = compare(layout(3), layout(5))
+    assert {(x.local, x.remote) for x in found} == {("3", "5")}
+    assert all(x.field.startswith("columns of the convolution of part 'conv_") for x in found)
+    told = in_words(found)
+    assert told.count("num_speculative_tokens (vLLM: --speculative-config)") == 1, "once, after the first"
+    assert compare(layout(3), layout(3)) == ()
+    [first, *_] = compare(layout(1), layout(4))  # a dim of one entry may be left out
+    assert (first.local, first.remote) == ("1", "4")
 
 
 def test_a_difference_in_many_layers_is_told_once() -> None:

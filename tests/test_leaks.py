@@ -28,7 +28,7 @@ from asynckv.tools.cli import app
 from asynckv.tools.diagnose import why_text
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, Owner
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, Owner, remedy_of
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -420,6 +420,7 @@ PROMISE = say(12, told.PullEnded, D, **NAMES, cause="read_failed", history=[[1.0
 CLOSED = [*RUNNING, stopped(P), stopped(D, 41.0)]
 SECOND = "dddddddd" + "4" * 24
 RANK[SECOND] = "prefill/tp1@dddddddd"
+UNFIT = pull_ended(15, "geometry_refused", failed_in="handshake", detail=f"{RANK[P]}: layouts differ: dtype")
 SECOND_GONE = gone(45, "it was silent for 4.0 s", peer=RANK[SECOND], peer_incarnation=SECOND)
 CELLS: list[list[Record]] = [
     *([*BOTH, expired(claimed), FORGOTTEN] for claimed in (True, False)),
@@ -441,6 +442,8 @@ CELLS: list[list[Record]] = [
     of_decode([*BOTH, pull_ended(15, "peer_lost", **KEPT)]),
     [*BOTH, expired(), pull_ended(45, "peer_lost")],
     retrying([*BOTH, expired(), pull_ended(15, "peer_lost", failed_in="announced", detail="was silent")]),
+    [begun(P), begun(D), stopped(P), stopped(D), expired(False), UNFIT, unanswered(cause="geometry_refused")],
+    of_decode([*BOTH, UNFIT, unanswered(cause="geometry_refused")]),
     [*BOTH, begun(SECOND), expired(), pull_ended(45, "peer_lost", peer_ranks=[RANK[P], RANK[SECOND]]), SECOND_GONE],
     [*RUNNING, PROMISE, unanswered(), gone(20, "it was silent for 4.0 s"), say(90, "of_later", D)],
 ]
@@ -672,6 +675,36 @@ def test_pulls_that_a_blocked_loop_made_fail_are_told_though_nothing_was_late() 
     )
 
 
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        ("geometry_refused", "`asynckv plan PREFILL DECODE`"),
+        ("protocol_version", "Upgrade the side"),
+        ("unplannable", "give every cache group the blocks"),
+        ("remote_too_short", "`num_tokens`"),
+        ("queue_full", "`pull.max_queued`"),
+        ("standstill", "`take_finished`"),
+        ("blocks_differ", "pass on params unchanged"),
+    ],
+)
+def test_each_refusal_by_the_reader_has_a_remedy_of_its_own(cause: str, remedy: str) -> None:
+    ended = pull_ended(15, cause, failed_in="handshake", detail="of one kind")
+    other = pull_ended(16, "queue_full" if cause != "queue_full" else "standstill", pull_id=f"{D[:16]}-2")
+    told_of = {each.remedy for each in failed([*BOTH, ended, other])}
+    assert len(told_of) == 2, "one finding each"
+    assert any(remedy in each for each in told_of)
+    # What the engine refuses before a pull begins is told by the name of its error.
+    errors = {"unplannable": "PlanRefused", "remote_too_short": "RemoteTooShort", "queue_full": "Overloaded"}
+    assert remedy in remedy_of(C.REFUSED_LOCALLY, errors.get(cause, cause))
+
+
+def test_a_lease_of_a_reader_with_another_geometry_blames_no_network() -> None:
+    [leak] = found([begun(P), begun(D), stopped(P), stopped(D), expired(False), UNFIT, unanswered()])
+    assert (leak.cause, "layouts differ: dtype" in leak.sentence) == (C.REFUSED_LOCALLY, True)
+    assert "asynckv plan" in leak.remedy
+    assert "address" not in leak.remedy
+
+
 FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
     "a rank died": (
         C.PREFILL_DIED,
@@ -694,6 +727,7 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
     "of an earlier start": (C.STALE_PARAMS, [*RUNNING, stopped(P), pull_ended(15, "engine_closed")]),
     "at a wrong address": (C.WRONG_TARGET, [*BOTH, pull_ended(15, "wrong_target")]),
     "refused here": (C.REFUSED_LOCALLY, [*BOTH, pull_ended(15, "queue_full", detail="1,000 wait")]),
+    "refused at the handshake": (C.REFUSED_LOCALLY, [*BOTH, pull_ended(15, "geometry_refused", failed_in="handshake")]),
     "sent to two readers": (C.RELEASE_REFUSED, [*BOTH, pull_ended(15, "consumed")]),
     "said goodbye": (C.PREFILL_CLOSED, [*BOTH, pull_ended(15, "peer_lost"), gone(15, f"{RANK[P]} said goodbye")]),
     "not known": (C.NOT_KNOWN, of_decode([*BOTH, pull_ended(15, "peer_lost"), gone(15, "it was silent for 4.0 s")])),

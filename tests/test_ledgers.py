@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asynckv.embed.ledgers import MAX_SPENT, ON_EVENT, DecodeLedger, Event, Fetch, PrefillLedger, State
+from asynckv.embed.ledgers import MAX_KEPT, MAX_SPENT, ON_EVENT, DecodeLedger, Event, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Announce, Cancel, Failed, Finished, Lend, Order, Pull, Refused, Withdraw
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PullError, RemoteProtocolError
 from asynckv.results import LeaseEnd, PullResult
@@ -601,6 +601,90 @@ def test_a_pull_that_leaves_while_a_rank_is_missing_has_failed() -> None:
     assert kinds(ledger.take_orders()) == [("Cancel", "a")]
     ledger.update(0, Finished(finished_recving=[received("a")]))
     assert list(ledger.take_outcome().failed[0].errors) == [1]
+
+
+def test_orders_wait_for_the_next_rank_while_none_lives_but_pulls_fail() -> None:
+    ledger = DecodeLedger(2)
+    for name in "abcd":
+        ledger.announce(name, new_params())
+    ledger.rank_died(0)
+    ledger.pull("b", [(0, [5])])
+    ledger.rank_died(1)
+    ledger.cancel("c")  # its announcement is left out
+    ledger.pull("d", [(0, [6])])
+    ledger.cancel("d")
+    assert ledger.has_orders, "pulls have to fail"
+    assert not ledger.take_orders()
+    outcome = ledger.take_outcome()
+    assert [each.request_id for each in outcome.failed] == ["b"]
+    assert [each.groups for each in outcome.free] == [[(0, [5])], [(0, [6])]]
+    assert not ledger.has_orders, "a step would find nothing to do"
+    assert not ledger.take_orders()
+    ledger.announce("e", new_params())
+    ledger = pickle.loads(pickle.dumps(ledger))
+    ledger.rank_joined(1)
+    orders = ledger.take_orders()
+    assert kinds(orders) == [("Announce", "a"), ("Cancel", "c"), ("Cancel", "d"), ("Announce", "e")]
+    assert all(order.params is not None for order in orders if isinstance(order, Cancel)), "no rank knows of these"
+    ledger.pull("a", [(0, [7])])
+    ledger.rank_joined(0)
+    assert kinds(ledger.take_orders()) == [("Pull", "a"), ("Announce", "e")]
+
+
+def test_an_announcement_that_was_kept_is_made_once_however_often_ranks_start_again() -> None:
+    ledger = DecodeLedger(1)
+    ledger.announce("a", new_params())
+    for _ in range(3):
+        ledger.rank_died(0)
+        assert not ledger.take_orders()
+        ledger.rank_joined(0)
+    assert kinds(ledger.take_orders()) == [("Announce", "a")]
+    ledger.rank_died(0)
+    ledger.rank_joined(0)
+    ledger.rank_died(0)
+    ledger.pull("a", [(0, [1])])
+    assert not ledger.take_orders(), "it has failed, so it is not announced any more"
+    ledger.rank_joined(0)
+    assert (kinds(ledger.take_orders()), len(ledger.take_outcome().failed)) == ([], 1)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_orders_that_wait_for_a_rank_are_bounded_and_no_announcement_is_lost(takes: bool) -> None:
+    ledger = DecodeLedger(1)
+    ledger.announce("first", new_params())
+    ledger.rank_died(0)
+    for number in range(MAX_KEPT + 50):
+        ledger.announce(f"{number}", new_params())
+        ledger.cancel(f"{number}")
+        if takes:
+            assert not ledger.take_orders()
+    ledger.rank_joined(0)
+    orders = kinds(ledger.take_orders())
+    assert len(orders) == MAX_KEPT + 1
+    assert orders[-2:] == [("Cancel", f"{MAX_KEPT + 49}"), ("Announce", "first")]
+
+
+def test_a_withdrawal_waits_for_the_next_rank_and_a_lend_does_not() -> None:
+    ledger, _ = lent()
+    ledger.lend("b", [(0, [3])], 16, written=False)
+    for rank in range(2):
+        ledger.rank_died(rank)
+    assert not ledger.take_orders()
+    assert [loan.request_id for loan in ledger.take_free()] == ["a"], "no rank has lent it"
+    ledger.withdraw("b")
+    assert not ledger.take_orders()
+    assert [loan.request_id for loan in ledger.take_free()] == ["b"]
+    ledger.rank_joined(0, ranks_of(incarnation="b").endpoints[0])
+    assert kinds(ledger.take_orders()) == [("Withdraw", "a"), ("Withdraw", "b")]
+
+
+@pytest.mark.parametrize("ledger", [DecodeLedger(2), PrefillLedger(GROUP)])
+def test_a_rank_without_a_report_is_told_apart_from_one_without_news(ledger: Any) -> None:
+    with pytest.raises(LocalProtocolError, match=r"rank 1 has no report \(None\): if it has died, call rank_died\(1\)"):
+        ledger.update(1, None)
+    with pytest.raises(LocalProtocolError, match=r"the report of rank 0 is \{\}; give the Finished"):
+        ledger.update(0, {})
+    ledger.update(0, Finished())
 
 
 def test_retired_blocks_are_free_when_their_rank_has_died() -> None:

@@ -60,12 +60,38 @@ def test_num_blocks_is_what_is_declared() -> None:
         (torch.zeros(2, 8, 4, 2, 16, device="meta"), {}, "meta device"),
         (torch.zeros(2, 8, 1, 2, 16, dtype=torch.bfloat16).expand(2, 8, 4, 2, 16), {}, "stride 0"),
         (kv(), {"block_size": 5, "ratio": 2}, "not a positive multiple"),
-        (kv(), {"order": ("kv", "block", "token", "heads", "dim")}, "not a permutation"),
+        (kv(), {"order": ("kv", "block", "token", "heads", "dim")}, "'heads' is none of them; did you mean 'head'"),
+        (kv(), {"order": ("kv", "blokc", "token", "head", "dim")}, "'blokc' is none of them; did you mean 'block'"),
+        (kv(), {"order": ("kv", "block", "token", "token", "dim")}, "'token' is named twice"),
+        (kv(8, 4, 2, 16), {"order": ("kv", "block", "token", "head")}, "'dim' is missing"),
     ],
 )
 def test_what_does_not_fit_is_refused(tensor: torch.Tensor, change: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         register_tensors({"layers.0": tensor}, **{**DECLARED, **change})
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (("blocks", "token", "dim"), r"names 'blocks'; did you mean 'block'\?"),
+        (("block", "tokens", "dim"), r"names 'tokens'; did you mean 'token'\?"),
+        (("place", "token", "dim"), "has no 'block', the dim of kernel blocks or states"),
+    ],
+)
+def test_a_mistyped_dim_of_a_part_is_named(order: tuple[str, ...], message: str) -> None:
+    part = TensorPart(layer="a", name="latent", tensor=torch.zeros(8, 4, 16), order=order)
+    with pytest.raises(LayoutError, match=message):
+        register_parts([part], groups=[Group("attention", 4, 8)])
+
+
+def test_a_mistyped_axis_is_named() -> None:
+    part = TensorPart(
+        layer="a", name="k", tensor=torch.zeros(8, 4, 2, 16), order=("block", "token", "head", "dim"), axis="heads",
+        held=(0, 2), extent=2,
+    )  # fmt: skip
+    with pytest.raises(LayoutError, match="axis 'heads' is not one of its dims token, head, dim; did you mean 'head'"):
+        register_parts([part], groups=[Group("attention", 4, 8)])
 
 
 def test_a_block_of_several_kernel_blocks_is_so_many_places_of_the_tensor() -> None:

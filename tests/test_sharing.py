@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,9 +22,10 @@ from asynckv.edges import choice, transports
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ServingPlane
 from asynckv.edges.process_main import COLLISION
-from asynckv.edges.sharing import NotShared, Shares
+from asynckv.edges.sharing import NotShared, Shares, shm_use
 from asynckv.edges.torch import shared_zeros
 from asynckv.geometry.layout import Memory
+from asynckv.integrations.vllm.offload import region
 
 SIZE = 3 * mmap.PAGESIZE + 17
 
@@ -329,3 +331,33 @@ def test_yama_may_forbid_copies_without_a_filter(tmp_path: Path, scope: str, pri
     status.write_text(f"Name:\tx\nCapEff:\t{privileges.zfill(16)}\n")
     assert transports.has_cma(yama, status) is found
     assert transports.has_cma(tmp_path / "none", status) is True
+
+
+def test_a_full_memory_file_system_names_what_is_free_and_who_holds_it() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        folder = Path(name)
+        sizes = {"left": 1 << 20, "open": 3 << 20, "mapped": 2 << 20, "small": 4096}
+        for each, size in sizes.items():
+            (folder / each).write_bytes(bytes(size))
+        with (folder / "open").open("r+b") as named, (folder / "mapped").open("r+b") as nameless:
+            held = mmap.mmap(named.fileno(), sizes["open"]), mmap.mmap(nameless.fileno(), sizes["mapped"])
+        (folder / "mapped").unlink()  # its memory stays in use
+        free, _, files = shm_use(folder).partition("; its largest files: ")
+        assert re.fullmatch(rf"\d+ of \d+ bytes of {folder} are free", free)
+        me = f"{os.getpid()} ({Path('/proc/self/comm').read_text().strip()})"
+        assert files.split("; ") == [
+            f"{folder}/open, {3 << 20} bytes, held by {me}",
+            f"{folder}/mapped (deleted), {2 << 20} bytes, held by {me}",
+            f"{folder}/left, {1 << 20} bytes, held by no process seen",
+        ]
+        for piece in held:
+            piece.close()
+
+
+def test_memory_that_an_offload_cannot_have_names_the_holders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region, "FOLDER", tmp_path)
+    held = tmp_path / "held"
+    held.write_bytes(bytes(1 << 20))
+    with pytest.raises(BackendError, match=rf"cannot be had in {tmp_path} .* are free; its largest files: {held}, "):
+        region.Region("e", region.Shape(1 << 40, 1, 1, 1 << 14))
+    assert list(tmp_path.iterdir()) == [held], "its own file is gone"

@@ -6,6 +6,8 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -714,3 +716,65 @@ async def test_an_engine_that_is_resumed_slowly_is_resumed_once_and_may_be_close
         await resuming
     await closing
     assert engine.memory_epoch == 0
+
+
+FORKED = """
+import asyncio, os, sys
+from asynckv import Engine, EngineClosed, EngineConfig, EngineDesk, EngineThread, PrefillRanks
+from asynckv.testing import SimControl, SimData, SimNetwork
+from tests.engines import memory
+
+def made(network=SimNetwork()):
+    return Engine(EngineConfig(engine_id="e"), memory(1)[0], data=SimData(network, "e"), control=SimControl(network))
+
+def refused(call):
+    try:
+        call()
+    except EngineClosed as exc:
+        assert "forked after its engine was made" in str(exc), exc
+        assert "'spawn'" in str(exc), exc
+    else:
+        raise AssertionError(call)
+
+async def child(engine, fresh, lent, params, thread):
+    for call in (engine.start, engine.aclose, fresh.start, lambda: engine.pull("r", [(0, [2])], params)):
+        try:
+            await asyncio.wait_for(call(), 5)
+        except EngineClosed as exc:
+            assert "forked after its engine was made" in str(exc), exc
+        else:
+            raise AssertionError(call)
+    for call in (
+        engine.statistics, engine.holds, engine.requests, lent.owed, lambda: engine.lend(params),
+        lambda: engine.cancel("r"), lambda: engine.observation.ask(engine.holds, 1.0), thread.start,
+    ):
+        refused(call)
+    engine.endpoint, engine.memory_epoch, engine.config
+
+async def parent():
+    async with made() as engine:
+        params = PrefillRanks("e", [engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+        lent, fresh, thread = engine.lend(params), made(), EngineThread(EngineConfig(engine_id="t"), memory(1)[0])
+        if not (pid := os.fork()):
+            try:
+                refused(lambda: engine.withdraw(params))
+                asyncio.run(child(engine, fresh, lent, params, thread))
+            except BaseException as exc:
+                print(repr(exc), file=sys.stderr)
+                os._exit(1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        engine.withdraw(params)
+        engine.statistics()
+        await lent.wait_released()
+    print("good")
+
+asyncio.run(parent())
+"""
+
+
+def test_the_child_of_a_fork_is_told_that_the_engine_stayed_with_the_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr

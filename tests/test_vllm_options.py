@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asynckv.config import EngineConfig, PullConfig
 from asynckv.errors import ConfigError
+from asynckv.integrations.vllm.early import check, watch
 from asynckv.integrations.vllm.options import OF_NIXL_CONNECTOR, TESTED_VERSIONS, Options, remarks
 
 
@@ -153,8 +158,68 @@ def test_a_start_that_lets_adapters_be_loaded_again_is_warned_of(value: str, is_
     assert not said or "load them from a new path" in said[0]
 
 
+def configuration(name: str = "AsyncKVConnector", **extra: Any) -> Any:
+    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
+    return SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+
+
+KEYS = {"secret": "/none/a.key_secret", "authorized": "/none"}
+WITHIN = {"kv_connector": "AsyncKVConnector", "kv_connector_extra_config": {"lese": {}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (configuration(lese={}), "no option 'lese'; did you mean 'lease'"),
+        (configuration(bind="tcp://10.0.0.1:0", keys=KEYS), "/none"),
+        (configuration("MultiConnector", connectors=[{"kv_connector": "Theirs"}, WITHIN]), "did you mean 'lease'"),
+        (configuration("DualConnector", asynckv={"lese": {}}), "did you mean 'lease'"),
+        (
+            configuration("OffloadingConnector", spec_name="AsyncKVOffloadingSpec", host_byte=1 << 30),
+            "did you mean 'host_bytes'",
+        ),
+    ],
+    ids=["typed", "keys", "within", "dual", "offload"],
+)
+def test_a_configuration_is_checked_before_a_model_is_loaded(config: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check(config)
+
+
+@pytest.mark.parametrize("option", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused_before_a_model_is_loaded(option: str) -> None:
+    setattr((config := configuration()).parallel_config, option, 2)
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} 2: .*leave it at 1"):
+        check(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SimpleNamespace(kv_transfer_config=None),
+        configuration("NixlConnector", backends=["UCX"]),
+        configuration("OffloadingConnector", spec_name="CPUOffloadingSpec", cpu_bytes_to_use=1),
+        configuration("MultiConnector", connectors=[3, {"kv_connector": "AsyncKVConnector"}]),
+        configuration(lease={"lease_s": 60}),
+        configuration(
+            "OffloadingConnector", spec_name="AsyncKVOffloadingSpec", host_bytes=1 << 30, directory="/d", file_bytes=9
+        ),
+        configuration("DualConnector", asynckv={"lease": {"lease_s": 60}}, nixl={"backends": ["UCX"]}, lend_as="nixl"),
+    ],
+)
+def test_good_configurations_and_those_of_others_are_taken(config: Any) -> None:
+    check(config)
+
+
+def test_vllm_finds_the_plug_in() -> None:
+    declared = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
+    (place,) = declared["vllm.general_plugins"].values()
+    assert EntryPoint("asynckv", place, "vllm.general_plugins").load() is watch
+
+
 def test_reading_options_imports_no_vllm() -> None:
-    code = "import sys; from asynckv.integrations.vllm import options, scheduler; print('vllm' in sys.modules)"
+    code = "import sys; from asynckv.integrations.vllm import early, options, scheduler; print('vllm' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
 

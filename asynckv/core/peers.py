@@ -30,7 +30,7 @@ from asynckv.core.wire import MAJOR, SETTLES, Message, Unwelcome, Welcome
 from asynckv.errors import LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import Layout
-from asynckv.geometry.match import compare
+from asynckv.geometry.match import compare, in_words
 
 S = members(PeerState)
 
@@ -223,7 +223,7 @@ class Peers:
         if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
             return Reason.PROTOCOL, "its NIXL metadata does not match the digest that came with it"
         if differences := compare(self._layout, layout):
-            told = "; ".join(map(str, differences))
+            told = in_words(differences)
             if welcome.minor < SETTLES:
                 told += f" (it speaks protocol 1.{welcome.minor}; if the models agree, upgrade it to 1.{SETTLES})"
             return Reason.GEOMETRY, f"layouts differ: {told}"

@@ -258,7 +258,26 @@ def decode_params(value: object) -> KVTransferParams:
         # `json.loads` makes lone surrogates, which no message could carry.
         raise RemoteProtocolError(f"params are malformed: text that is not valid Unicode: {exc.reason}") from exc
     except msgspec.ValidationError as exc:
-        raise RemoteProtocolError(f"params are malformed: {exc}") from exc
+        raise RemoteProtocolError(f"params are malformed: {of_vllm(value) or exc}") from exc
     except (TypeError, OverflowError, RecursionError) as exc:
         raise RemoteProtocolError(f"params are malformed: a value cannot be sent: {exc}") from exc
     return params
+
+
+OF_NIXL_CONNECTOR = ("remote_engine_id", "remote_host", "remote_port", "remote_block_ids", "remote_request_id")
+"""Names in the `kv_transfer_params` of vLLM's own `NixlConnector`, and in those of asynckv's connector for its sake."""
+
+
+def of_vllm(value: object) -> str:
+    """Return whose params these are, if they are vLLM's `kv_transfer_params` and not the entry of asynckv in them."""
+    found = [name for name in OF_NIXL_CONNECTOR if isinstance(value, dict) and name in value]
+    if not isinstance(value, dict) or not (found or "asynckv" in value):
+        return ""
+    if "asynckv" in value:
+        return "they are all of vLLM's kv_transfer_params; give the entry 'asynckv' of them"
+    if value.get("remote_engine_id") == "asynckv":
+        return f"the router passed on only NixlConnector's fields ({', '.join(found)}) of an asynckv engine's params"
+    return (
+        f"they are those of vLLM's NixlConnector ({', '.join(found)}); run AsyncKVConnector in the prefill engine, or "
+        f"DualConnector in vLLM's decode engine"
+    )

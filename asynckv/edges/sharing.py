@@ -24,6 +24,9 @@ REMEDY = (
     "asynckv.shared_memory(num_bytes), which numpy.frombuffer takes"
 )
 
+SHM = Path("/dev/shm")
+MOST_HOLDERS = 3
+
 
 def shared_memory(num_bytes: int) -> mmap.mmap:
     """Allocate zeroed memory that a data plane in a process of its own can map.
@@ -132,8 +135,8 @@ def _under(memory: Memory, mappings: Sequence[_Mapping], where: str) -> Iterator
     raise NotShared(f"{where} is private to this process; {REMEDY}")
 
 
-def _mappings() -> Iterator[_Mapping]:
-    for line in Path("/proc/self/maps").read_text().splitlines():
+def _mappings(process: Path = Path("/proc/self")) -> Iterator[_Mapping]:
+    for line in (process / "maps").read_text(errors="replace").splitlines():
         place, mode, offset, device, inode, *path = line.split(maxsplit=5)
         start, end = (int(x, 16) for x in place.split("-"))
         major, minor = (int(x, 16) for x in device.split(":"))
@@ -165,3 +168,31 @@ def _reopen(mapping: _Mapping, files: dict[tuple[int, int], int]) -> int:
             return fd
         os.close(fd)
     return -1
+
+
+def shm_use(folder: Path = SHM) -> str:
+    """Say how much of a memory file system is free, and name its largest files with the processes that hold them.
+
+    A file without a name counts as well, because its memory is free only when the last process has let it go. The
+    processes of other users are not seen.
+    """
+    system, device = os.statvfs(folder), os.stat(folder).st_dev
+    sizes, names, holders = dict[int, int](), dict[int, str](), dict[int, dict[str, None]]()
+    for above, _, files in os.walk(folder):
+        for path in (os.path.join(above, name) for name in files):
+            with suppress(OSError):  # it was removed just now
+                status = os.lstat(path)
+                sizes[status.st_ino], names[status.st_ino] = status.st_blocks * 512, path
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            for mapping in _mappings(process):
+                if mapping.file[0] == device and mapping.path.startswith(f"{folder}/"):
+                    inode, who = mapping.file[1], f"{process.name} ({(process / 'comm').read_text().strip()})"
+                    sizes.setdefault(inode, mapping.end - mapping.start)
+                    names.setdefault(inode, mapping.path)
+                    holders.setdefault(inode, {})[who] = None
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:MOST_HOLDERS]
+    held_by = {x: ", ".join(list(holders.get(x, {"no process seen": None}))[:MOST_HOLDERS]) for x in largest}
+    said = (f"{names[x]}, {sizes[x]} bytes, held by {held_by[x]}" for x in largest)
+    free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
+    return f"{free} of {total} bytes of {folder} are free; its largest files: {'; '.join(said) or 'none'}"

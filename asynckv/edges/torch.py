@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import anyio.to_thread
 import msgspec
 
-from asynckv.arguments import MAX_INTEGER, MAX_NAME, integer, shown, text, texts
+from asynckv.arguments import MAX_INTEGER, MAX_NAME, integer, nearest, one_of, shown, text, texts
 from asynckv.core.types import sendable
 from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError, ConfigError, LayoutError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
 from asynckv.geometry.check import Registration, register_memory
-from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view
+from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view, check_order
 
 if TYPE_CHECKING:
     import torch
@@ -211,8 +211,7 @@ def register_parts(
         sizes = _sizes(where, part.tensor, order, {}, groups[group].num_kernel_blocks)
         memory, offset, strides = _place(where, part.tensor, order, memories)
         dtype = str(part.tensor.dtype).removeprefix("torch.")
-        if dtype not in ITEMSIZE:
-            raise LayoutError(f"{where}: dtype {dtype!r} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
+        one_of(f"{where}: dtype", dtype, sorted(ITEMSIZE), LayoutError)
         itemsize = part.tensor.element_size()
         dims = tuple(Dim(n, sizes[n], strides[n]) for n in order if n != "block")
         made = Part(part.name, dtype, itemsize, 0, dims, part.axis, part.held, part.extent, part.tokens_per_entry)
@@ -331,7 +330,7 @@ def register_tensors(
         text("a layer's name", layer, MAX_NAME, error=LayoutError)
         _check_tensor(f"layer {layer!r}", tensor)
     aliases = _aliases(aliases)
-    order = texts("order", order, MAX_DIMS, 64, LayoutError)
+    order = check_order(order)
     block_size = integer("block_size", block_size, 1, MAX_TOKENS, LayoutError)
     num_blocks = integer("num_blocks", num_blocks, 1, MAX_BLOCK_ID, LayoutError)
     ratio = integer("ratio", ratio, 1, MAX_BLOCK_ID, LayoutError)
@@ -385,15 +384,20 @@ def _sizes(
             f"{where}: has {tensor.ndim} dims, but the order {tuple(order)!r} names {len(set(order))} different ones"
         )
     sizes = dict(zip(order, tensor.shape, strict=True))
+    for name in ("block", TOKEN):  # a name that is almost one of these is mistyped
+        if name not in sizes and (near := nearest(name, order, 0.8)):
+            raise LayoutError(f"{where}: the order {tuple(order)!r} names {near!r}; did you mean {name!r}?")
+    if "block" not in sizes:
+        raise LayoutError(f"{where}: the order {tuple(order)!r} has no 'block', the dim of kernel blocks or states")
     for name, want in expected.items():
         if name in sizes and sizes[name] != want:
             raise LayoutError(
                 f"{where}: dim {name!r} has {sizes[name]} entries, but {want} were declared; correct the order or the "
                 f"declaration"
             )
-    if sizes.get("block", 0) < num_blocks:
+    if sizes["block"] < num_blocks:
         raise LayoutError(
-            f"{where}: dim 'block' has {sizes.get('block', 0)} kernel blocks, fewer than the {num_blocks} declared; "
+            f"{where}: dim 'block' has {sizes['block']} kernel blocks, fewer than the {num_blocks} declared; "
             f"declare fewer num_blocks"
         )
     for name, stride in zip(order, tensor.stride(), strict=True):

@@ -8,6 +8,8 @@ for one thread, and can be pickled between two steps. A step is:
         ledger.update(rank, finished)                             # or ledger.rank_died(rank)
     act(ledger.take_outcome())                                    # take_free(), of a prefill ledger
 
+While no rank lives, `take_orders` returns nothing: pulls fail, and the other orders wait for the next rank.
+
 A new request is called `ID~2` on the wire and in logs while an earlier request with the same id still holds blocks.
 """
 
@@ -21,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from asynckv.arguments import MAX_NAME, integer, text, texts
+from asynckv.arguments import MAX_NAME, integer, shown, text, texts
 from asynckv.core.limits import remember
 from asynckv.core.types import MAX_ID, Endpoint, Key, KVTransferParams, decode_params
 from asynckv.embed.orders import Announce, Cancel, Failed, Finished, Lend, Order, Pull, Withdraw
@@ -31,24 +33,57 @@ from asynckv.results import LeaseEnd, PullResult
 from asynckv.scheduler import PrefillRanks, trace_of
 
 MAX_SPENT = 4096  # number of used params that are remembered
+MAX_KEPT = 1024  # number of orders that wait for a rank; the leases of older ones end by themselves
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 
 
 class _Ledger:
-    """Keep the engine's ranks, and the dead ones among them."""
-
-    _orders: dict[int, Order] | list[Order]
+    """Keep the engine's ranks, the dead ones among them, and the orders of the next step."""
 
     def __init__(self, num_ranks: int) -> None:
         self._ranks, self._missing = set(range(num_ranks)), set[int]()
+        self._orders: dict[int, Order] = {}  # in the sequence in which they were made, by number
+        self._num_orders = 0
 
     @property
     def has_orders(self) -> bool:
-        """True if orders wait for the next step."""
-        return bool(self._orders)
+        """True if orders wait for the next step. While no rank lives: if pulls have to fail."""
+        return len(self._orders) > len(self._kept())
+
+    @property
+    def _living(self) -> set[int]:
+        return self._ranks - self._missing
+
+    def _kept(self) -> dict[int, Order]:
+        """Return the orders that wait for a rank: none if one lives. Pulls and lends end instead, with free blocks."""
+        return {} if self._living else {n: x for n, x in self._orders.items() if not isinstance(x, Pull | Lend)}
+
+    def _order(self, order: Order) -> int:
+        self._num_orders += 1
+        self._orders[self._num_orders] = order
+        if len(self._orders) > MAX_KEPT and len(kept := self._kept()) > MAX_KEPT:
+            del self._orders[next(iter(kept))]
+        return self._num_orders
+
+    def _take(self) -> list[Order]:
+        """Take the orders of this step, and keep those that wait for a rank."""
+        made, self._orders = self._orders, self._kept()
+        return [order for n, order in made.items() if n not in self._orders]
 
     def _check(self, rank: int) -> int:
         return integer("rank", rank, 0, len(self._ranks) - 1)
+
+    def _check_report(self, rank: int, finished: Finished) -> None:
+        self._check(rank)
+        if finished is None:
+            raise LocalProtocolError(
+                f"rank {rank} has no report (None): if it has died, call rank_died({rank}), and rank_joined({rank}) "
+                f"when another one is in its place; if it only was not asked, do not call update"
+            )
+        if not isinstance(finished, Finished):
+            raise LocalProtocolError(
+                f"the report of rank {rank} is {shown(finished)}; give the Finished that its take_finished returned"
+            )
 
     def _joining(self, rank: int) -> int:
         if rank not in self._missing:
@@ -168,8 +203,6 @@ class DecodeLedger(_Ledger):
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(integer("num_ranks", num_ranks, 1, MAX_RANKS))
-        self._orders: dict[int, Order] = {}  # in the sequence in which they were made, by number
-        self._num_orders = 0
         self._fetches: dict[str, Fetch] = {}  # all that are not over, by name
         self._current: dict[str, Fetch] = {}  # those that were not cancelled and have no reported end, by request id
         self._readers: dict[Key, Fetch] = {}  # the request that is pulled for each key
@@ -286,27 +319,35 @@ class DecodeLedger(_Ledger):
             self._orders.pop(fetch.announcement, None)
             self._order(Cancel(fetch.name, fetch.plain))
         elif before is State.PULLING:
-            self._order(Cancel(fetch.name))
+            # If no rank lives, none takes the pull and releases the request, so that the next one needs its params.
+            self._order(Cancel(fetch.name, fetch.plain if fetch.ranks is None and not self._living else None))
 
     # -- steps -------------------------------------------------------------------------------------
 
     def take_orders(self) -> Sequence[Order]:
-        """Return the orders of this step. Give them to every rank."""
+        """Return the orders of this step. Give them to every rank that lives.
+
+        While no rank lives, pulls fail, and announcements and cancellations wait for the next rank.
+        """
         if not self._orders:
             return ()
-        orders, self._orders = list(self._orders.values()), {}
+        orders = self._take()
         for order in orders:
             if isinstance(order, Pull):
                 fetch = self._fetches[order.request_id]
-                fetch.ranks = self._ranks - self._missing
+                fetch.ranks = self._living
                 for rank in self._missing:
                     self._fail(fetch, rank, died(rank))
                 self._conclude(fetch)
-        return orders
+        return orders if self._living else ()
 
     def update(self, rank: int, finished: Finished) -> None:
-        """Record a rank's report. Entries that are not pulls of this ledger are left to the caller."""
-        self._check(rank)
+        """Record a rank's report. Entries that are not pulls of this ledger are left to the caller.
+
+        Raises:
+            LocalProtocolError: It is no report. A rank without one may have died: `rank_died`.
+        """
+        self._check_report(rank, finished)
         for result in finished.finished_recving:
             if (fetch := self._ended(rank, result.request_id)) is not None:
                 fetch.results[rank] = result
@@ -371,11 +412,6 @@ class DecodeLedger(_Ledger):
         return outcome
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _order(self, order: Order) -> int:
-        self._num_orders += 1
-        self._orders[self._num_orders] = order
-        return self._num_orders
 
     def _ended(self, rank: int, name: str) -> Fetch | None:
         """Record that a rank has ended a pull; return None if none was expected from it."""
@@ -474,7 +510,6 @@ class PrefillLedger(_Ledger):
     def __init__(self, ranks: PrefillRanks) -> None:
         super().__init__(len(ranks.endpoints))
         self.ranks = ranks
-        self._orders: list[Order] = []
         self._loans: dict[str, Loan] = {}  # all that are not over, by name
         self._of: dict[str, list[Loan]] = {}  # the same by the scheduler's ids, the newest last
         self._free: list[Loan] = []
@@ -536,7 +571,7 @@ class PrefillLedger(_Ledger):
         loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written)
         self._of.setdefault(request_id, []).append(loan)
         if written:
-            self._orders.append(Lend(params))
+            self._order(Lend(params))
         return params
 
     def mark_written(self, request_id: str) -> None:
@@ -554,7 +589,7 @@ class PrefillLedger(_Ledger):
         if loan.is_withdrawn:
             self._never_lent(loan)
         else:
-            self._orders.append(Lend(loan.params))
+            self._order(Lend(loan.params))
 
     def withdraw(self, request_id: str) -> None:
         """Take a request back on all ranks: readers are refused from now on. A request that is over is ignored.
@@ -578,18 +613,22 @@ class PrefillLedger(_Ledger):
     # -- steps -------------------------------------------------------------------------------------
 
     def take_orders(self) -> Sequence[Order]:
-        """Return the orders of this step. Give them to every rank."""
-        orders, self._orders = self._orders, []
+        """Return the orders of this step. Give them to every rank that lives; the others wait for the next rank."""
+        orders = self._take()
         for order in orders:
             if isinstance(order, Lend):
                 loan = self._loans[str(order.params["request_id"])]
-                loan.ranks = self._ranks - self._missing
+                loan.ranks = self._living
                 self._conclude(loan)
-        return orders
+        return orders if self._living else ()
 
     def update(self, rank: int, finished: Finished) -> None:
-        """Record a rank's report. Entries that are not loans of this ledger are left to the caller."""
-        self._check(rank)
+        """Record a rank's report. Entries that are not loans of this ledger are left to the caller.
+
+        Raises:
+            LocalProtocolError: It is no report. A rank without one may have died: `rank_died`.
+        """
+        self._check_report(rank, finished)
         for end in finished.finished_sending:
             # If the engine was closed before its grants ended, readers may read until its process ends (`rank_died`).
             if (loan := self._loans.get(end.request_id)) is not None and end.cause != "closed":
@@ -634,7 +673,7 @@ class PrefillLedger(_Ledger):
     def _withdraw(self, loan: Loan) -> None:
         if not loan.is_withdrawn:
             loan.is_withdrawn = True
-            self._orders.append(Withdraw(loan.params))
+            self._order(Withdraw(loan.params))
 
     def _never_lent(self, loan: Loan) -> None:
         """End a loan that no rank lent, because no rank will report its end."""

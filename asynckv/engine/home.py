@@ -7,17 +7,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from asynckv.errors import EngineClosed, WrongThread
+from asynckv.errors import AsyncKVError, EngineClosed, WrongThread
 
 T = TypeVar("T")
 NOT_STARTED = "the engine is not started; use `async with Engine(...)`"
 
 OWNERS = {
     "EngineDesk": "desk",
+    "Home": "engine.observation",
     "LentRequest": "lent",
     "Offload": "offload",
     "Observation": "engine.observation",
@@ -26,11 +29,26 @@ OWNERS = {
 """Attributes that callers may set on their objects; all others are the engine's."""
 
 
+_homes: weakref.WeakSet[Home] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Leave all engines to the parent: their threads and loops run there, and NIXL serves no child of a fork."""
+    for home in tuple(_homes):
+        home.leave()
+        home.is_left = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class Home:
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self.is_settled = False  # the engine has a core as well: its methods can be called
+        self.is_left = False  # the engine belongs to the parent of this forked process
+        _homes.add(self)
 
     def settle(self) -> None:
         self.loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -46,22 +64,23 @@ class Home:
         try:
             is_here = asyncio.get_running_loop() is self.loop
         except RuntimeError:
-            raise self._wrong_thread(call) from None
+            raise self._wrong_place(call) from None
         if self.loop is not None and not is_here:
-            raise self._wrong_thread(call)
-        if not (self.is_settled or is_first):
-            raise EngineClosed(NOT_STARTED)
+            raise self._wrong_place(call)
+        if not self.is_settled and (self.is_left or not is_first):
+            raise self._wrong_place(call) if self.is_left else EngineClosed(NOT_STARTED)
 
     def asked(self, question: Callable[..., Any]) -> None:
         """Refuse a question of another thread than that of the engine's event loop, which goes on."""
-        if threading.get_ident() != self._thread and self.loop is not None and not self.loop.is_closed():
-            raise self._wrong_thread(question)
+        is_elsewhere = threading.get_ident() != self._thread and self.loop is not None and not self.loop.is_closed()
+        if self.is_left or is_elsewhere:
+            raise self._wrong_place(question)
 
     def ask(self, question: Callable[[], T], timeout_s: float) -> T:
         """Ask on the loop's thread, and wait for the answer for `timeout_s`, then raise `TimeoutError`."""
         loop = self.loop
         if loop is None or not self.is_settled:
-            raise EngineClosed(NOT_STARTED)
+            raise self._wrong_place(self.ask) if self.is_left else EngineClosed(NOT_STARTED)
         if threading.get_ident() == self._thread or loop.is_closed():
             return question()
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -84,9 +103,14 @@ class Home:
                 raise TimeoutError(f"the engine's event loop did not answer within {timeout_s:g} s") from None
             return answer.result()
 
-    def _wrong_thread(self, call: Callable[..., Any]) -> WrongThread:
+    def _wrong_place(self, call: Callable[..., Any]) -> AsyncKVError:
         owner, _, name = call.__qualname__.rpartition(".")
         what = f"{OWNERS.get(owner, 'engine')}.{name}"
+        if self.is_left:
+            return EngineClosed(
+                f"{what} was called in a process that was forked after its engine was made, and the engine stayed with "
+                f"the parent; make an engine in this process, or start it with multiprocessing's 'spawn'"
+            )
         if self.loop is None:
             where = (
                 "outside of an event loop; await engine.start() in the one that the engine is to run on, then call it "

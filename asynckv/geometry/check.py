@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from asynckv.arguments import shown
+from asynckv.arguments import did_you_mean, shown
 from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_BYTES, MAX_GROUPS, MAX_VIEWS
 from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Memory, Part, View
@@ -294,7 +294,8 @@ def _check_part(where: str, part: Part, group: Group) -> None:
                 f"dim that tensor parallelism cuts, or none (axis='') if every rank holds the same"
             )
         if part.axis not in dims:
-            raise LayoutError(f"{where}: sharded axis {part.axis!r} is not one of its dims {', '.join(dims)}")
+            near = did_you_mean(part.axis, dims)
+            raise LayoutError(f"{where}: sharded axis {part.axis!r} is not one of its dims {', '.join(dims)}{near}")
         if not lo < hi <= part.extent or dims[part.axis].size != hi - lo:
             raise LayoutError(
                 f"{where}: holds [{lo}, {hi}) of {part.extent} along {part.axis!r}, "

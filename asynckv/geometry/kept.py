@@ -15,7 +15,7 @@ from asynckv.errors import LayoutError, PlanRefused
 from asynckv.geometry.blocks import BlockList, check_blocks
 from asynckv.geometry.bounds import BlockRuns, Int32s, Int64s
 from asynckv.geometry.layout import Group, Layout
-from asynckv.geometry.match import assign, compare
+from asynckv.geometry.match import assign, compare, in_words
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, Section, plan_read
 from asynckv.geometry.staging import ReadCosts
@@ -35,8 +35,7 @@ def kept_tables(
     for range_ in kept:
         if differences := compare(local, range_):
             raise LayoutError(
-                f"blocks that tp{range_.tp_rank} of {range_.tp_size} stored do not fit: "
-                + "; ".join(map(str, differences))
+                f"blocks that tp{range_.tp_rank} of {range_.tp_size} stored do not fit: {in_words(differences)}"
             )
     shares = assign(local, kept)
     both = zip(kept, shares, strict=True)

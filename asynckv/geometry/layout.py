@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from asynckv.arguments import integer, shown, texts
+from asynckv.arguments import did_you_mean, integer, one_of, shown, texts
 from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import (
     MAX_BLOCK_ID,
@@ -37,6 +37,7 @@ from asynckv.geometry.bounds import (
 )
 
 TOKEN = "token"  # the dim along which a part covers tokens
+DIMS = ("block", "kv", "head", TOKEN, "dim")  # those of an attention layer
 ONE_PER_REQUEST = MAX_TOKENS
 """The `block_size` of a `Group` of states in which a request has a single slot, whatever its length."""
 
@@ -279,9 +280,20 @@ def dense_part(
 
 
 def _itemsize(dtype: str) -> int:
-    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        raise LayoutError(f"dtype {shown(dtype)} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
-    return ITEMSIZE[dtype]
+    return ITEMSIZE[one_of("dtype", dtype, sorted(ITEMSIZE), LayoutError)]
+
+
+def check_order(order: Sequence[str]) -> tuple[str, ...]:
+    """Return the order of an attention layer's dims, or raise `LayoutError` that names the wrong one."""
+    order = texts("order", order, 16, 64, LayoutError)
+    wrong = [f"{name!r} is none of them{did_you_mean(name, DIMS)}" for name in order if name not in DIMS]
+    wrong += [f"{name!r} is named twice" for i, name in enumerate(order) if name in order[:i]]
+    wrong += [f"{name!r} is missing" for name in DIMS if name not in (*order, "kv", "head")]
+    if wrong:
+        raise LayoutError(
+            f"order {order!r} is not a permutation of {', '.join(DIMS)} (kv and head may be left out): {wrong[0]}"
+        )
+    return order
 
 
 def attention_view(
@@ -317,12 +329,7 @@ def attention_view(
         LayoutError: The order is no permutation, or has no `head` for the given heads; sizes are missing, or the dtype
             is unknown.
     """
-    order = texts("order", order, 16, 64, LayoutError)
-    known = {"block", "kv", "head", TOKEN, "dim"}
-    if len(set(order)) != len(order) or not known - {"kv", "head"} <= set(order) <= known:
-        raise LayoutError(
-            f"order {tuple(order)!r} is not a permutation of block, kv, head, token, dim (kv and head may be left out)"
-        )
+    order = check_order(order)
     if "head" not in order and heads != (0, num_heads):
         raise LayoutError(
             f"heads {shown(heads)} of num_heads {shown(num_heads)} are given, but the order {tuple(order)!r} has no "

@@ -26,6 +26,29 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Part, View, shard
 
 MAX_DIFFERENCES = 16
+COLUMN = "column"  # the dim of a convolution's state along its last inputs
+COLUMNS = "columns of the convolution"
+SAME_MODEL = "give both engines the same model, quantisation and speculative decoding"
+
+REMEDIES = {
+    "model": "pair only engines of one model; if they serve the same one, give both layouts the same model=",
+    "layers": "give both engines the same model, and the same names of layers (or aliases)",
+    "parts": "declare the same parts in both engines",
+    "kind": "declare the layer in both engines as the same kind of cache: for tokens, or as a state",
+    "window": "give the reading engine a sliding window, and not a longer one than the lending engine keeps",
+    "dtype": "give both engines the same dtype of the KV cache (vLLM: --kv-cache-dtype)",
+    "itemsize": SAME_MODEL,
+    "sharded axis": "declare the whole model's heads (num_heads, extent) in both engines, not one rank's",
+    "tokens_per_entry": SAME_MODEL,
+    "kernel block size": "give both engines the same --block-size and attention backend",
+    COLUMNS: (
+        "speculative decoding: a state has kernel size - 1 + num_speculative_tokens columns; give both engines the "
+        "same num_speculative_tokens (vLLM: --speculative-config)"
+    ),
+    "dims": SAME_MODEL,
+    "held ranges": "name all ranks of the lending engine in its PrefillRanks; together they hold the whole axis",
+}
+"""Remedies of differences, by the words that their fields begin with."""
 
 
 def overlapping(rank: int, size: int, other_size: int) -> range:
@@ -45,10 +68,23 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         return f"{self.field}: local {self.local}, remote {self.remote}"
 
+    @property
+    def remedy(self) -> str:
+        return next((remedy for field, remedy in REMEDIES.items() if self.field.startswith(field)), "")
+
+
+def in_words(differences: Iterable[Difference]) -> str:
+    """Write differences for an error, each remedy after the first one that it is for."""
+    told, said = set[str](), []
+    for each in differences:
+        said.append(str(each) if each.remedy in told else f"{each} ({each.remedy})")
+        told.add(each.remedy)
+    return "; ".join(said)
+
 
 class NotCovered(LayoutError):
     def __init__(self, differences: Sequence[Difference]) -> None:
-        super().__init__("; ".join(map(str, differences)))
+        super().__init__(in_words(differences))
         self.differences = tuple(differences)
 
 
@@ -194,7 +230,10 @@ def _compare_parts(one: _Spot, other: _Spot) -> Iterator[tuple[str, object, obje
     sizes = one.group.kernel_size, other.group.kernel_size
     if one.group.kind == "tokens" and not (local.has_tokens and remote.has_tokens) and sizes[0] != sizes[1]:
         yield "kernel block size (one entry covers a whole kernel block)", *sizes
-    if _common_dims(local) != _common_dims(remote) or local.has_tokens != remote.has_tokens:
+    mine, theirs = _common_dims(local), _common_dims(remote)
+    if (columns := mine.pop(COLUMN, 1)) != (others := theirs.pop(COLUMN, 1)):
+        yield COLUMNS, columns, others
+    if mine != theirs or local.has_tokens != remote.has_tokens:
         yield "dims", _dims(local), _dims(remote)
 
 

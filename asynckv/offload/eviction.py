@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
-from asynckv.arguments import shown
+from asynckv.arguments import one_of
 from asynckv.errors import ConfigError
 
 K = TypeVar("K", bound=Hashable)
@@ -166,6 +166,4 @@ POLICIES = {"lru": LRU, "s3-fifo": S3Fifo}
 
 
 def policy_named(name: str) -> type:
-    if not isinstance(name, str) or name not in POLICIES:
-        raise ConfigError(f"policy {shown(name)} is unknown; use one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
+    return POLICIES[one_of("policy", name, sorted(POLICIES), ConfigError)]

@@ -14,7 +14,7 @@ async def worker(role: str, seed: int, pipe: Connection) -> None:
         desk = EngineDesk(engine)
         pipe.send(engine.endpoint)
         while (orders := await asyncio.to_thread(pipe.recv)) is not None:
-            desk.submit(orders)
+            desk.submit(orders)  # from here on nothing else may clear or copy into the blocks of these orders
             await asyncio.to_thread(kv.forward)
             pipe.send(desk.take_finished())
     pipe.send(kv.content(tensors, pipe.recv()))

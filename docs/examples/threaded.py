@@ -12,7 +12,7 @@ def worker(role: str, seed: int, pipe: Connection) -> None:
     with EngineThread(EngineConfig(engine_id=role), registration) as thread:
         pipe.send(thread.engine.endpoint)
         while (orders := pipe.recv()) is not None:
-            thread.submit(orders)
+            thread.submit(orders)  # from here on nothing else may clear or copy into the blocks of these orders
             kv.forward()  # meanwhile the engine works in its thread
             pipe.send(thread.take_finished())
     pipe.send(kv.content(tensors, pipe.recv()))

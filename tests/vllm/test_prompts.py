@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from asynckv.core.told import LONG_S, MANY_PROMPTS, PromptsCounted
 from asynckv.embed.orders import Cancel, Lend, Pull
+from asynckv.integrations.vllm.scheduler import NOT_FOR_NIXL
 from asynckv.integrations.vllm.stats import SchedulerTally
 from tests.vllm.schedulers import Side
 from tests.vllm.test_scheduler import brought, is_clean, prompt_of
@@ -83,6 +84,24 @@ def test_many_prompts_without_params_are_counted_and_warned_of_once(given: Any, 
     (said,) = warnings
     assert "all 61 prompts of the last 30 s came without params" in said
     assert "the router does not pass on the kv_transfer_params" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"remote_engine_id": "x", "remote_port": 1},
+            "they are those of vLLM's NixlConnector (remote_engine_id, remote_port)",
+        ),
+        (NOT_FOR_NIXL, "the router passed on only NixlConnector's fields"),
+        ({}, "the other engine has another connector"),
+    ],
+)
+def test_params_of_nixl_connector_are_called_that(fields: dict[str, Any], says: str, warnings: list[str]) -> None:
+    side = Decode()
+    side.come({"do_remote_prefill": True, **fields})
+    assert says in "".join(warnings)
+    assert side.counts()["computed_locally"] == {"no_params": 1}
 
 
 def test_few_prompts_over_a_long_time_are_no_reason_to_warn(warnings: list[str]) -> None:

@@ -29,11 +29,12 @@ NAMES: Mapping[str, str] = {
     ),
     f"{_KV}.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     f"{_KV}.v1.multi_connector": "MultiConnector",
-    "vllm.config": "KVTransferConfig",
+    "vllm.config": "KVTransferConfig VllmConfig",
     "vllm.distributed": "parallel_state",
     "vllm.model_executor.layers.attention": "Attention MLAAttention",
     "vllm.model_executor.layers.mamba.mamba_utils": "is_conv_state_dim_first",
     "vllm.platforms": "current_platform",
+    "vllm.v1.executor": "Executor",
     "vllm.v1.metrics.cache_hit_source": "CacheHitSource",
     "vllm.v1.kv_cache_interface": f"AttentionSpec {SPECS} {RARE_SPECS}",
     f"{_KV}.v1.offloading.metrics": "OffloadingConnectorStats",
@@ -53,7 +54,9 @@ class Absent: ...
 
 
 STAND_INS: Mapping[str, Any] = {
-    **dict.fromkeys(["Attention", "MLAAttention", "SupportsHMA", *RARE_SPECS.split()], Absent),
+    **dict.fromkeys(
+        ["Attention", "Executor", "MLAAttention", "SupportsHMA", "VllmConfig", *RARE_SPECS.split()], Absent
+    ),
     **dict.fromkeys(["KVConnectorHandshakeMetadata", "KVConnectorStats", "KVConnectorPromMetrics"], Absent),
     **dict.fromkeys(["CacheHitSource", "KVConnectorFactory", "current_platform", "parallel_state"]),
     "is_conv_state_dim_first": lambda: None,

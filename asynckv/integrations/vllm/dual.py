@@ -14,12 +14,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from asynckv.arguments import shown
+from asynckv.arguments import did_you_mean, shown
+from asynckv.config import check_choice
 from asynckv.core.types import sendable
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVTransferConfig, MultiConnector
 from asynckv.integrations.vllm.connector import AsyncKVConnector
-from asynckv.integrations.vllm.options import WHERE
+from asynckv.integrations.vllm.options import WHERE, mapping
 from asynckv.integrations.vllm.scheduler import LENDS, PARAMS, READS
 
 SECTIONS = ("asynckv", "nixl")  # the options of the two connectors, in the order of `_connectors`
@@ -145,25 +146,22 @@ def expanded(given: KVTransferConfig) -> KVTransferConfig:
     extra = given.kv_connector_extra_config
     if given.kv_connector == MultiConnector.__name__:
         return given  # already expanded
-    for name, value in extra.items():
-        if name not in (*SECTIONS, "lend_as"):
-            raise ConfigError(
-                f"{WHERE} of DualConnector has no option {shown(name)}; it takes asynckv (the options of "
-                f"AsyncKVConnector), nixl (those of NixlConnector), and lend_as"
-            )
-        if name in SECTIONS and not isinstance(value, dict):
-            raise ConfigError(f"{WHERE}.{name} is {shown(value)}; it must be an object of names and values")
-    if extra.get("lend_as", "asynckv") not in SECTIONS:
-        raise ConfigError(f"{WHERE}.lend_as is {shown(extra['lend_as'])}; it must be 'asynckv' or 'nixl'")
+    if strange := [name for name in extra if name not in (*SECTIONS, "lend_as")]:
+        raise ConfigError(
+            f"{WHERE} of DualConnector has no option {shown(strange[0])}; it takes asynckv (the options of "
+            f"AsyncKVConnector), nixl (those of NixlConnector), and lend_as{did_you_mean(strange[0], SECTIONS)}"
+        )
+    options = [mapping(f"{WHERE}.{name}", extra.get(name, {})) for name in SECTIONS]
+    check_choice(f"{WHERE}.lend_as", extra.get("lend_as", "asynckv"), *SECTIONS)
     ours = {
         "kv_connector": AsyncKVConnector.__name__,
         "kv_connector_module_path": "asynckv.integrations.vllm",
-        "kv_connector_extra_config": extra.get("asynckv", {}),
+        "kv_connector_extra_config": options[0],
     }
     theirs = {
         "kv_connector": "NixlConnector",
         "kv_connector_module_path": None,
-        "kv_connector_extra_config": extra.get("nixl", {}),
+        "kv_connector_extra_config": options[1],
     }
     common = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name != "engine_id"}
     extra = {"connectors": [common | ours, common | theirs]}

@@ -37,6 +37,7 @@ from asynckv.integrations.vllm.caches import (
     mamba2,
     parts,
 )
+from asynckv.integrations.vllm.early import check_parallel
 
 if TYPE_CHECKING:
     from asynckv.edges.torch import Tensor
@@ -111,14 +112,8 @@ def place_of(vllm_config: Any) -> Place:
 
 
 def check_supported(vllm_config: Any, config: Any) -> None:
-    """Raise `ConfigError` for caches that cannot be moved, before a model is loaded; it names the option to change."""
-    parallel = vllm_config.parallel_config
-    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, option, 1)) > 1:
-            raise ConfigError(
-                f"--{option.replace('_', '-')} {size}: blocks with tokens of several ranks cannot be moved; "
-                f"leave it at 1 with AsyncKVConnector"
-            )
+    """Raise `ConfigError` for caches that cannot be moved, before they are allocated; it names the option to change."""
+    check_parallel(vllm_config.parallel_config)
     if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not compat.tells_of_sleep():
         raise ConfigError(
             f"--enable-sleep-mode: vLLM {compat.version()} does not tell a connector that its memory goes, so "

@@ -1,7 +1,7 @@
 """The options in `kv_connector_extra_config`: the sections of `EngineConfig` by their own names, and a few more.
 
-Both halves read them in their constructors, so that a mistake shows before a model is loaded. Unknown options are
-refused, and the error for an option of `NixlConnector` names its replacement here.
+They are read when vLLM makes its configuration (`early`), before a model is loaded, and again by both halves. Unknown
+options are refused, and the error for an option of `NixlConnector` names its replacement here.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from difflib import get_close_matches
 from importlib.resources import files
 from typing import Any
 
-from asynckv.arguments import MAX_NAME, flag, integer, seconds, shown, text
+from asynckv.arguments import MAX_NAME, did_you_mean, flag, integer, seconds, shown, text
 from asynckv.config import (
     EngineConfig,
     InspectConfig,
@@ -126,14 +125,14 @@ class Options:
 
     @classmethod
     def parse(cls, given: object) -> Options:
-        values = dict(_mapping(WHERE, given))
+        values = dict(mapping(WHERE, given))
         for name in values:
             if (remedy := OF_NIXL_CONNECTOR.get(name)) is not None:
                 raise ConfigError(f"{WHERE}.{name} is an option of NixlConnector; {remedy}")
         refuse_unknown(WHERE, values, [f.name for f in fields(cls)])
         for name, kind in SECTIONS.items():
             if values.get(name) is not None:
-                section = dict(_mapping(f"{WHERE}.{name}", values[name]))
+                section = dict(mapping(f"{WHERE}.{name}", values[name]))
                 refuse_unknown(f"{WHERE}.{name}", section, [f.name for f in fields(kind)])
                 values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
             elif name in values and name not in ("keys", "metrics"):
@@ -153,7 +152,7 @@ class Options:
         return EngineConfig(engine_id=engine_id, **values)
 
     def check_addresses(self) -> None:
-        """Raise `ConfigError` before a model is loaded if the addresses or the key files cannot be used."""
+        """Raise `ConfigError` if the addresses or the key files cannot be used."""
         from asynckv.edges.zmq import ZmqPlane
 
         try:
@@ -193,7 +192,7 @@ def _port_of(name: str, address: str, number: int) -> str:
     return f"{host}:{int(port) + number}"
 
 
-def _mapping(where: str, given: object) -> Mapping[str, Any]:
+def mapping(where: str, given: object) -> Mapping[str, Any]:
     if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
         return given
     raise ConfigError(f"{where} is {shown(given)}; it must be an object of names and values")
@@ -202,9 +201,8 @@ def _mapping(where: str, given: object) -> Mapping[str, Any]:
 def refuse_unknown(where: str, given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            near = get_close_matches(str(name), known, 1)
-            hint = f"did you mean {near[0]!r}? It" if near else "it"
-            raise ConfigError(f"{where} has no option {shown(name)}; {hint} takes {', '.join(known)}")
+            hint = did_you_mean(name, known) or "."
+            raise ConfigError(f"{where} has no option {shown(name)}{hint} It takes {', '.join(known)}")
 
 
 def _made(where: str, kind: type[Any], values: Mapping[str, Any]) -> Any:

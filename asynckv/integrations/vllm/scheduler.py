@@ -29,7 +29,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asynckv.arguments import MAX_INTEGER, shown
-from asynckv.core.types import KVTransferParams
+from asynckv.core.types import KVTransferParams, of_vllm
 from asynckv.edges.torch import as_bytes
 from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Order, Reclaim
@@ -155,7 +155,7 @@ class SchedulerHalf:
     def _fetch(self, request: Any, given: Any, is_asked: bool) -> bool:
         if given is None:
             self.tally.ends_row()
-            return self._computes(request, "no_params")
+            return self._computes(request, "no_params", of_vllm(request.kv_transfer_params))
         fetch: Fetch | None = None
         try:
             # The trace of this engine's own HTTP request is nearer than the one in the params.

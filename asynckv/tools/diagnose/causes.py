@@ -109,6 +109,10 @@ REFUSED_AS = {reason: Reader[name] for name, reasons in _ROWS.pop("refused_as").
 """The reader's view that a refusal shows by its reason. It is `ANY` for reasons that add nothing about the missing
 release of the lease, and `REFUSED` for reasons that are not listed."""
 
+_REMEDIES: Mapping[str, str] = _ROWS.pop("remedies")
+_AS_REASON = {"PlanRefused": "unplannable", "RemoteTooShort": "remote_too_short", "Overloaded": "queue_full"}
+"""Reasons of the errors that engines log when they refuse a call."""
+
 CATALOGUE: dict[CAUSE, Entry] = {}
 WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
 """Causes of late leases, of late blocks of pulls, and of failed pulls."""
@@ -119,3 +123,9 @@ for _name, _row in _ROWS.items():
         WHY[Owner[_owner]].update(dict.fromkeys((Reader[x] for x in _readers), _cause))
     _of = {Owner[_owner]: sentence for _owner, sentence in _row.pop("of", {}).items()}
     CATALOGUE[_cause] = Entry(_heading, of=_of, **_row)
+
+
+def remedy_of(cause: CAUSE, reason: str = "") -> str:
+    """Return what to do about a cause; for a pull that its own engine refused, by the reason or the error's type."""
+    own = _REMEDIES.get(_AS_REASON.get(reason, reason)) if cause is CAUSE.REFUSED_LOCALLY else None
+    return own or CATALOGUE[cause].remedy

@@ -17,7 +17,7 @@ from asynckv.core.survey import MAX_PEERS
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
 from asynckv.tools.diagnose.join import Process, Pull, base_name
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import failures
@@ -27,7 +27,7 @@ from asynckv.tools.diagnose.records import Logs, Record, integer
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
 MOST = 12  # findings of a kind
-MAX_TEXT = 400
+MAX_TEXT = 600
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
 UNSURE = "See whether it lives (`asynckv why` of its socket or address, `ps -o pid,stat`): its log may be cut off."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
@@ -225,7 +225,7 @@ def _refused(seen: Seen) -> Iterator[Finding]:
         what = f"{rank} refused {counted(len(found), 'pull')} by itself, and began nothing: {cause}"
         keys = {(x.text("peer"), x.text("prefill_request_id")) for x in found}
         _, blocks = _of([x for x in seen.late if (x.engine_id, x.request_id) in keys and x.cause in NEVER_ASKED])
-        remedy = "The caller got this error: correct the call, or call `cancel` with the params."
+        remedy = remedy_of(CAUSE.REFUSED_LOCALLY, cause)
         yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks)
 
 
@@ -243,7 +243,7 @@ def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Findi
     for each in failures(axis.service, Presence(axis.service, axis), counts):
         entry, span = CATALOGUE[each.cause], f"{counted(each.pulls, 'pull')}, {clock_time(each.since)}"
         span += f" to {clock_time(each.until)}" if each.pulls > 1 else ""
-        yield Finding(entry.heading, each.cause.value, each.sentence[:MAX_TEXT], span, entry.remedy, each.requests)
+        yield Finding(entry.heading, each.cause.value, each.sentence[:MAX_TEXT], span, each.remedy, each.requests)
 
 
 def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:

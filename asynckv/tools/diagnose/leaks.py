@@ -208,6 +208,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
         # Of a reader that may have been meant, nothing is known.
         reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
         told_at=records[-1].at if records else math.nan,
+        reason=str(verdict.names.get("reason", "")),
         other_request_id=verdict.names.get("other_id", "") if verdict.reader is Reader.RENAMED else "",
         also=fields.pop("also", also),
         **fields,

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, Owner, Reader
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, Owner, Reader, remedy_of
 from asynckv.tools.diagnose.join import Process, Pull, Request, Service, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
-from asynckv.tools.diagnose.leaks_why import Verdict
+from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
@@ -31,6 +31,7 @@ WELL = frozenset({"", "complete", "discharged", "cancelled", "withdrawn", "revok
 @dataclass(frozen=True, slots=True)
 class Failure:
     cause: CAUSE
+    remedy: str
     sentence: str
     cell: tuple[Owner, Reader]
     by: str  # the rank that was away, died, or was to be read from; the reader itself if that was the one
@@ -46,17 +47,17 @@ def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool
 
     A pull counts whether or not its lease was late, also if its own engine refused it.
     """
-    groups: dict[tuple[Reader, str], list[tuple[Pull, Verdict]]] = defaultdict(list)
+    groups: dict[tuple[Reader, str, str], list[tuple[Pull, Verdict]]] = defaultdict(list)
     for request in service.requests:
         for pull in request.all_pulls:
             if pull.cause not in WELL and counts(pull):
                 verdict = _why_failed(presence, pull)
-                groups[verdict.reader, str(verdict.names["by"])].append((pull, verdict))
-    out = [_failure(by, found) for (_, by), found in groups.items()]
+                groups[verdict.reader, verdict.names["by"], verdict.names.get("reason", "")].append((pull, verdict))
+    out = [_failure(by, reason, found) for (_, by, reason), found in groups.items()]
     return sorted(out, key=lambda x: (-x.pulls, x.since))
 
 
-def _failure(by: str, found: Sequence[tuple[Pull, Verdict]]) -> Failure:
+def _failure(by: str, reason: str, found: Sequence[tuple[Pull, Verdict]]) -> Failure:
     pulls = [pull for pull, _ in found]
     verdict = max((x for _, x in found), key=lambda x: float(x.names.get("away", 0.0)))
     ends = Counter(x.cause for x in pulls)
@@ -67,6 +68,7 @@ def _failure(by: str, found: Sequence[tuple[Pull, Verdict]]) -> Failure:
     why = f" for {names['away_s']} s" if "away_s" in names else f" ({names['why']})" if names["why"] else ""
     return Failure(
         cause=verdict.cause,
+        remedy=remedy_of(verdict.cause, reason),
         sentence=f"pulls of {listed(readers)} from {names['holder']} failed ({told_as}): {title}{why}",
         cell=(verdict.owner, verdict.reader),
         by=by,
@@ -91,6 +93,8 @@ def _why_failed(presence: Presence, pull: Pull) -> Verdict:
             state = R.KEYS
         if state in (R.REFUSED_HERE, R.CLOSED):
             more = {"by": pull.process.rank}
+        if state is R.REFUSED_HERE:
+            more["reason"] = pull.cause  # each has a remedy of its own
         if state in (R.BROKEN, R.LATE) and (lost := _lost(pull)):
             state, more = _what_became(presence, pull, lost), {"why": lost.text("detail")}
     return Verdict(W.FAILED, state, names | more)
@@ -230,6 +234,8 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
         state, names["why"] = R.KEYS if keys else R.UNMET, keys or pull.detail
     elif pull.cause == "wrong_target":
         state, names["why"] = R.WRONG_TARGET, pull.detail
+    elif pull.cause in REFUSED_AT_HELLO:
+        state, names["why"], names["reason"] = R.REFUSED_HERE, pull.detail, pull.cause
     return Verdict(W.UNKNOWN, state, names, missing=(rank,))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, SAID, Owner, Reader
+from asynckv.tools.diagnose.causes import CAUSE, SAID, Owner, Reader, remedy_of
 from asynckv.tools.diagnose.join import base_name
 
 
@@ -37,6 +37,7 @@ class Leak:
     told_at: float = math.nan  # time of the last line about it
     owed: tuple[str, ...] = ()  # readers that were waited for; `*` is a decode engine that never spoke up
     reader: str = ""  # the one that the sentence speaks of, as far as one is known
+    reason: str = ""  # of the failed pull, if that explains it
     other_request_id: str = ""  # the other id in the logs, if it was not its own
     also: tuple[str, ...] = ()  # other stories that are true of other readers
     missing: tuple[str, ...] = ()  # processes with logs that would say more
@@ -53,7 +54,7 @@ class Leak:
 
     @property
     def remedy(self) -> str:
-        return CATALOGUE[self.cause].remedy
+        return remedy_of(self.cause, self.reason)
 
 
 def moment(at: float) -> str:

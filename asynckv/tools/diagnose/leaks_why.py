@@ -20,6 +20,8 @@ from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, m
 from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
 W, R = Owner, Reader
+REFUSED_AT_HELLO = ("geometry_refused", "protocol_version")
+"""Reasons for which a reader refuses a rank that has answered its handshake: the network and the address are right."""
 
 
 @dataclass(slots=True)
@@ -219,6 +221,8 @@ class _Debt:
                 return self._is(R.EARLY)
         if cause == "wrong_target":
             return self._is(R.WRONG_TARGET)
+        if cause in REFUSED_AT_HELLO:
+            return self._is(R.REFUSED_HERE, reason=cause)
         is_old = (cause == "engine_closed" or pull.failed_in == "handshake") and self._names_another_start(pull)
         if is_old or FAILED_AS.get(cause) is R.STALE:
             return self._is(R.STALE)

@@ -59,12 +59,13 @@ def cma(facts: Facts) -> Iterator[Finding]:
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
     here = facts.machine
+    use = here.shm_use or f"{size(here.shm_free)} of {size(here.shm_bytes)} are free"
     if not here.shm_bytes:
         yield finding("shm-none", "/dev/shm is no file system of its own")
     elif here.shm_bytes < SHM_SMALL:
-        yield finding("shm-small", f"{size(here.shm_bytes)}, {size(here.shm_free)} of it free")
+        yield finding("shm-small", use)
     elif here.shm_free < SHM_FULL * here.shm_bytes:
-        yield finding("shm-full", f"{size(here.shm_free)} of {size(here.shm_bytes)} are free")
+        yield finding("shm-full", use)
     if here.shmem_huge_pages in ("never", "deny"):
         yield finding("huge-pages", f"shmem_enabled is {here.shmem_huge_pages}, for private memory {here.huge_pages}")
     if here.memory_limit and here.memory_used > MEMORY_FULL * here.memory_limit:

@@ -29,6 +29,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     shmem_huge_pages: str = "advise"
     shm_bytes: int = 32 << 30
     shm_free: int = 32 << 30
+    shm_use: str = ""  # what is free there, and who holds the rest, if that is more than half
     nofile: int = 65_536
     memlock: int = UNLIMITED
     ptrace_scope: int = 0

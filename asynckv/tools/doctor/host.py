@@ -20,6 +20,7 @@ from pathlib import Path
 
 from asynckv.edges.aside import Aside
 from asynckv.edges.keeper import check_processes
+from asynckv.edges.sharing import shm_use
 from asynckv.edges.transports import copy_from, rdma_devices
 from asynckv.errors import BackendError
 from asynckv.tools.doctor.facts import Gpu, Interface, Machine, Network, Rdma
@@ -69,6 +70,7 @@ def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
         shmem_huge_pages=_chosen(_text(huge / "shmem_enabled")),
         shm_bytes=shm_bytes,
         shm_free=shm_free,
+        shm_use=shm_use() if shm_free < shm_bytes // 2 else "",
         nofile=_soft(resource.RLIMIT_NOFILE),
         memlock=_soft(resource.RLIMIT_MEMLOCK),
         ptrace_scope=_number(_text(proc / "sys/kernel/yama/ptrace_scope")),

@@ -16,6 +16,7 @@ from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.gather import packs
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import (
+    Difference,
     NotCovered,
     Share,
     assign,
@@ -204,7 +205,7 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
     row: dict[str, Any] = {"rank": _place(layout), "releases": [_place(x) for x in answered]}
     row |= {"refused": [], "warnings": [], "reads": [], "bytes": 0, "bytes_read": 0}
     for other in answered:
-        row["refused"] += [_refusal(_place(other), d.field, d.local, d.remote) for d in compare(layout, other)]
+        row["refused"] += [_refusal(_place(other), d) for d in compare(layout, other)]
     if row["refused"]:
         return row
     try:
@@ -219,10 +220,10 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         lists = BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
         plans, usual = ([plan_read(peer, lists) for peer in peers] for peers in ways)
     except NotCovered as exc:
-        row["refused"] = [_refusal("", d.field, d.local, d.remote) for d in exc.differences]
+        row["refused"] = [_refusal("", d) for d in exc.differences]
         return row
     except (LayoutError, PlanRefused, RemoteTooShort) as exc:
-        row["refused"] = [_refusal("", str(exc))]
+        row["refused"] = [_refusal("", Difference(str(exc), "", ""))]
         return row
     for (other, share), peer, plan, direct in zip(needed, ways[0], plans, usual, strict=True):
         if plan.num_descriptors:
@@ -233,8 +234,8 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
     return row
 
 
-def _refusal(remote: str, field: str, local: object = "", remote_value: object = "") -> dict[str, Any]:
-    return {"remote": remote, "field": field, "local": local, "remote_value": remote_value}
+def _refusal(remote: str, d: Difference) -> dict[str, Any]:
+    return {"remote": remote, "field": d.field, "local": d.local, "remote_value": d.remote, "remedy": d.remedy}
 
 
 def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple[int, list[int | None]]]:
@@ -449,6 +450,8 @@ def _show_refusal(report: dict[str, Any], console: Console) -> None:
     if cells:
         heads = ("decode", "prefill", "field", "local", "remote")
         print_table(console, heads, cells, wrapped=range(5), is_markup=True)
+    for remedy in dict.fromkeys(d["remedy"] for rank in report["ranks"] for d in rank["refused"] if d["remedy"]):
+        console.print(f"  what to do: {remedy}")
 
 
 def _shortened(value: object) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from asynckv.arguments import one_of
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import ITEMSIZE, ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, dense_part, shard
 from asynckv.tools.plan.models import Heads, Index, Latent, Layer, Model, State
@@ -52,8 +53,7 @@ def model_layout(
     `model_groups`. `block_size` is for attention layers; a recurrent layer has one state per request.
     """
     for name, value, known in (("order", order, ORDERS), ("conv_order", conv_order, CONV_ORDERS)):
-        if value not in known:
-            raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
+        one_of(name, value, known, ConfigError)
     if not 0 <= pp_stage < pp_size <= len(model.layers):
         raise ConfigError(
             f"stage {pp_stage} of pp_size {pp_size} does not exist for {len(model.layers)} layers; use pp_size 1 ... "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 import re
-import reprlib
 import tomllib
 from collections.abc import Callable, Container, Mapping
 from importlib import resources
@@ -17,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from asynckv.arguments import nearest, one_of, shown
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import ITEMSIZE
 
@@ -24,9 +23,6 @@ _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "f
 MOST = 1 << 20
 MOST_LAYERS = 4096
 MOST_CONFIG = 16 << 20
-
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = 80
 
 
 class Index(Struct, frozen=True):
@@ -142,8 +138,7 @@ def _pick(layers: tuple[Layer, ...], count: int) -> tuple[Layer, ...]:
 def preset(name: str) -> Model:
     if (found := PRESETS.get(name.lower())) is not None:
         return found
-    near = difflib.get_close_matches(name.lower(), PRESETS, 1, 0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
+    hint = f"did you mean {near}? " if (near := nearest(name.lower(), PRESETS, 0.5)) else ""
     raise ConfigError(
         f"model {name!r} is unknown; {hint}Presets: {', '.join(PRESETS)}. For any other, give --hf-config PATH"
     )
@@ -159,9 +154,7 @@ def chosen(name: str | None, hf_config: str | None, default: str) -> Model:
 def dtype_named(name: str) -> str:
     plain = name.lower().removeprefix("torch.")
     plain = _ALIASES.get(plain, plain)
-    if plain not in ITEMSIZE:
-        raise ConfigError(f"dtype {_shown.repr(name)} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
-    return plain
+    return plain if plain in ITEMSIZE else one_of("dtype", name, sorted(ITEMSIZE), ConfigError)
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------
@@ -195,10 +188,10 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
     # Multimodal models keep the language model's own configuration one level down.
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
-        raise ConfigError(f"text_config is {_shown.repr(text)}, not an object")
+        raise ConfigError(f"text_config is {shown(text)}, not an object")
     kind = (text or {}).get("model_type") or config.get("model_type") or ""
     if not isinstance(kind, str):
-        raise ConfigError(f"model_type is {_shown.repr(kind)}, not a name")
+        raise ConfigError(f"model_type is {shown(kind)}, not a name")
     kind = kind.removesuffix("_text")
     # Fields that transformers' class adds, but for the number of KV heads if the file has it by another name.
     has_heads = any(name in (text or config) for name in _KV_HEADS)
@@ -215,11 +208,11 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
             needed = ["head_dim"] if has_heads else ["num_key_value_heads", "head_dim"]
             if absent := [field for field in needed if field not in text]:
                 raise ConfigError(
-                    f"text_config leaves {absent[0]} to the default of model_type {_shown.repr(kind)}, which is not "
+                    f"text_config leaves {absent[0]} to the default of model_type {shown(kind)}, which is not "
                     f"known here; write it out"
                 )
     if kind in _KNOWN["encoders"] or any(inner.flag(x, False) for x in ("is_encoder_decoder", "add_cross_attention")):
-        raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
+        raise ConfigError(f"model_type {shown(kind)} is not a decoder alone, so it keeps no such KV cache")
     layers = (_hybrid if kind in _KNOWN["states"] else _attention)(inner, kind)
     _refuse_unknown(inner, kind)
     if not layers:
@@ -239,7 +232,7 @@ def _quantised(config: Mapping[str, Any], layers: list[Layer]) -> str:
         return ""
     asked = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, dict) else str(scheme).lower()
     if asked not in ((8, "float"), "fp8") or any(isinstance(x, State) or x.index is not None for x in layers):
-        raise ConfigError(f"quantization_config has the KV cache scheme {_shown.repr(scheme)}, which is not known here")
+        raise ConfigError(f"quantization_config has the KV cache scheme {shown(scheme)}, which is not known here")
     return "float8_e4m3fn"
 
 
@@ -277,14 +270,14 @@ class _Config(dict[str, Any]):
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-            what = "is missing" if value is None else f"is {_shown.repr(value)}, not a number from {least} to {MOST}"
+            what = "is missing" if value is None else f"is {shown(value)}, not a number from {least} to {MOST}"
             raise ConfigError(f"{' or '.join(keys) if value is None else key} {what}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{key} is {_shown.repr(value)}, not true or false")
+            raise ConfigError(f"{key} is {shown(value)}, not true or false")
         return default if value is None else value
 
     def dtype(self, *keys: str) -> str:
@@ -292,7 +285,7 @@ class _Config(dict[str, Any]):
         if not key:
             return ""
         if not isinstance(self[key], str):
-            raise ConfigError(f"{key} is {_shown.repr(self[key])}, not a name")
+            raise ConfigError(f"{key} is {shown(self[key])}, not a name")
         try:
             return dtype_named(self[key])
         except ConfigError as exc:
@@ -309,7 +302,7 @@ class _Config(dict[str, Any]):
         if length and (more := len(value) - length) not in (0, self.get("num_nextn_predict_layers")):
             raise ConfigError(f"{key} names {len(value)} layers, {more} more than num_hidden_layers {length}")
         if strange := [x for x in value if not isinstance(x, str | int) or x not in known]:
-            raise ConfigError(f"{key} has {_shown.repr(strange[0])}, so the cache of such a layer is not known")
+            raise ConfigError(f"{key} has {shown(strange[0])}, so the cache of such a layer is not known")
         return value[: length or None]
 
     def kinds(self, *keys: str, known: tuple[str, ...], length: int = 0) -> list[str]:
@@ -368,11 +361,11 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
         if is_read or all(x in plain for x in (value if isinstance(value, list) else [value])):
             continue
         if _SUSPICIOUS.search(name.lower()) and not re.fullmatch("|".join(harmless), name):
-            raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so the cache of its layers is not known")
+            raise ConfigError(f"model_type {shown(kind)} has {key}, so the cache of its layers is not known")
     names = c.get("architectures")
     for name in (kind, *(names if isinstance(names, list) else [])):
         if kind not in _KNOWN["states"] and isinstance(name, str) and _SOUNDS_RECURRENT.search(name.lower()):
-            raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, so its cache is not known")
+            raise ConfigError(f"model_type {shown(name)} sounds recurrent, so its cache is not known")
 
 
 def _attention(c: _Config, kind: str) -> list[Layer]:
@@ -427,7 +420,7 @@ def _others(c: _Config, kind: str, kinds: list[str]) -> list[Mapping[str, Any]]:
         try:
             found = {int(key): dict(fields) for key, fields in each.items()}
         except (AttributeError, OverflowError, TypeError, ValueError):
-            raise ConfigError(f"per_layer_config is {_shown.repr(each)}, not an object of layers") from None
+            raise ConfigError(f"per_layer_config is {shown(each)}, not an object of layers") from None
         for fields in found.values():
             c.update({f"per_layer_config.{key}": value for key, value in fields.items()})
         return [found.get(i, {}) for i in range(len(kinds))]
@@ -444,7 +437,7 @@ def _others(c: _Config, kind: str, kinds: list[str]) -> list[Mapping[str, Any]]:
         # Versions of vLLM differ in whether they read it.
         for key in ("num_attention_groups", "head_dim"):
             if other.get(key, c.get(key)) != c.get(key):
-                raise ConfigError(f"attention_other_setting has {key} {_shown.repr(other[key])}, not {c.get(key)}")
+                raise ConfigError(f"attention_other_setting has {key} {shown(other[key])}, not {c.get(key)}")
     others = {
         layer: {field: c.number(own) for field, own in names.items() if c.get(own) is not None}
         for layer, names in _KNOWN["others"].get(kind, {}).items()
@@ -459,7 +452,7 @@ def _indexes(c: _Config, kind: str, depth: int) -> list[Index | None]:
         every, first = c.number("index_topk_freq", default=1), c.number("index_skip_topk_offset", default=2, least=0)
         pattern = c.get("index_topk_pattern")
         if pattern is not None and (not isinstance(pattern, str) or not re.fullmatch(f"[FS]{{{depth},}}", pattern)):
-            raise ConfigError(f"index_topk_pattern is {_shown.repr(pattern)}, not F or S for each of {depth} layers")
+            raise ConfigError(f"index_topk_pattern is {shown(pattern)}, not F or S for each of {depth} layers")
         chosen = [pattern[i] == "F" if pattern else max(i - first + 1, 0) % every == 0 for i in range(depth)]
         types = ["full" if x else "shared" for x in chosen]
         if c.get("indexer_types") not in (None, types):
@@ -487,7 +480,7 @@ def _hybrid_kinds(c: _Config, kind: str) -> list[str]:
     if (pattern := c.get("hybrid_override_pattern")) is not None:
         if not isinstance(pattern, str) or not re.fullmatch(f"[M*E|-]{{1,{MOST_LAYERS}}}", pattern):
             what = f"1 to {MOST_LAYERS} of M, *, - and E"
-            raise ConfigError(f"hybrid_override_pattern is {_shown.repr(pattern)}, not {what}")
+            raise ConfigError(f"hybrid_override_pattern is {shown(pattern)}, not {what}")
         return [FULL if k == "*" else LINEAR for k in pattern if k in "M*"]
     lists = ("layer_types", "layers_block_type")
     if kind == "nemotron_h":

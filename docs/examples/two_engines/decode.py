@@ -59,9 +59,11 @@ class Scheduler:
         call.answer.set_result({"free_blocks": len(self.free)})
 
     def step(self) -> None:
-        """Run one step on all ranks."""
+        """Run one step on all ranks. While one is being restarted, requests wait, and all else goes on."""
+        for rank in self.ranks.started():
+            self.ledger.rank_joined(rank)
         computed = []
-        while self.waiting and blocks_of(self.waiting[0].prompt) <= len(self.free):
+        while self.ranks.is_whole and self.waiting and blocks_of(self.waiting[0].prompt) <= len(self.free):
             request = self.waiting.popleft()
             count = blocks_of(request.prompt)
             request.blocks = self.free[:count]
@@ -82,7 +84,7 @@ class Scheduler:
             compute=[(request.prompt, request.blocks) for request in computed],
             check=[(request.prompt, request.blocks) for request in ready],  # a real engine would generate tokens now
         )
-        alive = [each[1] for each in told if each is not None]
+        alive = [each[1] for each in told.values() if each is not None]
         for i, request in enumerate(ready):
             if len(alive) < len(told):
                 self.ready.append(request)
@@ -91,7 +93,7 @@ class Scheduler:
             source, is_right = "here" if request.why else "the prefill engine", all(right[i] for right in alive)
             told_of = {"from": source, "num_bytes": request.num_bytes, "why": request.why, "is_right": is_right}
             self.answer(request, told_of)
-        for rank, each in enumerate(told):
+        for rank, each in told.items():
             if each is None:
                 self.has_died(rank)
             else:
@@ -119,7 +121,7 @@ class Scheduler:
             print(f"decode: blocks {fetch.groups} are lost until this rank starts again", flush=True)
 
     def has_died(self, rank: int) -> None:
-        """Replace a rank that has died by a new one; its part of all KV is lost."""
+        """Replace a rank that has died by a new one, which joins in a later step; its part of all KV is lost."""
         print(f"decode: rank {rank} has died; it is started again", flush=True)
         self.ledger.rank_died(rank)
         for request in self.ready:
@@ -127,7 +129,6 @@ class Scheduler:
             self.compute_here(request, "a rank of this engine has died")
         self.ready = []
         self.ranks.restart(rank)
-        self.ledger.rank_joined(rank)
 
     def compute_here(self, request: Request, why: str) -> None:
         """Queue a request so that this engine computes its KV."""

@@ -35,9 +35,11 @@ class Scheduler:
         call.answer.set_result({"free_blocks": len(self.free)})
 
     def step(self) -> None:
-        """Run one step on all ranks."""
+        """Run one step on all ranks. While one is being restarted, prompts wait, and all else goes on."""
+        for rank in self.ranks.started():
+            self.ledger.rank_joined(rank, self.ranks.endpoints[rank])
         batch: list[tuple[Call, list[int]]] = []
-        while self.waiting and blocks_of(self.waiting[0].body["prompt"]) <= len(self.free):
+        while self.ranks.is_whole and self.waiting and blocks_of(self.waiting[0].body["prompt"]) <= len(self.free):
             call = self.waiting.popleft()
             count = blocks_of(call.body["prompt"])
             batch.append((call, self.free[:count]))
@@ -46,14 +48,15 @@ class Scheduler:
         told = self.ranks.step(
             self.ledger.take_orders(), compute=[(call.body["prompt"], blocks) for call, blocks in batch]
         )
-        for rank, each in enumerate(told):
+        for rank, each in told.items():
             if each is None:
                 self.has_died(rank)
             else:
                 self.ledger.update(rank, each[0])
-        for loan in self.ledger.take_free():  # read, withdrawn or expired
+        # Read, withdrawn or expired. With a prefix cache a block is in several loans: count them, and free it at 0.
+        for loan in self.ledger.take_free():
             self.free += [block for _, blocks in loan.groups for block in blocks if block is not None]
-        if None in told:  # a rank's part of this KV is lost, so compute it again on a new rank
+        if None in told.values():  # a rank's part of this KV is lost, so compute it again on a new rank
             for call, blocks in reversed(batch):
                 self.free += blocks
                 self.waiting.appendleft(call)
@@ -70,11 +73,10 @@ class Scheduler:
             call.answer.set_result({"params": params})
 
     def has_died(self, rank: int) -> None:
-        """Replace a rank that has died by a new one."""
+        """Replace a rank that has died by a new one, which joins in a later step."""
         print(f"prefill: rank {rank} has died; it is started again", flush=True)
         self.ledger.rank_died(rank)
         self.ranks.restart(rank)
-        self.ledger.rank_joined(rank, self.ranks.endpoints[rank])
 
 
 if __name__ == "__main__":

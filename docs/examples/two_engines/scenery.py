@@ -83,7 +83,7 @@ class KVCache:
 class Step(NamedTuple):
     """Message of a scheduler to each of its workers, once per step."""
 
-    orders: list[Order]
+    orders: Sequence[Order]
     compute: Prompts
     check: Prompts
 
@@ -101,6 +101,7 @@ class Ranks:
         started = [self._start(tp_rank) for tp_rank in range(tp_size)]
         self._processes, self._pipes = [process for process, _ in started], [pipe for _, pipe in started]
         self.endpoints = [pipe.recv() for pipe in self._pipes]
+        self._starting: set[int] = set()
 
     def _start(self, tp_rank: int) -> tuple[BaseProcess, Connection]:
         work, engine_id, tp_size, directory = self._started_with
@@ -111,20 +112,43 @@ class Ranks:
         theirs.close()
         return process, ours
 
+    @property
+    def is_whole(self) -> bool:
+        """True if no rank is being restarted, so that the model can compute."""
+        return not self._starting
+
     def restart(self, tp_rank: int) -> None:
-        """Replace a worker that has died. The new one has an empty KV cache, and another endpoint."""
+        """Begin to replace a worker that has died, without waiting: a start takes seconds, and a model's takes minutes.
+
+        The new one has an empty KV cache, and another endpoint.
+        """
+        self._processes[tp_rank].kill()
         self._processes[tp_rank].join()
         self._processes[tp_rank], self._pipes[tp_rank] = self._start(tp_rank)
-        self.endpoints[tp_rank] = self._pipes[tp_rank].recv()
+        self._starting.add(tp_rank)
+
+    def started(self) -> list[int]:
+        """Return the restarted ranks that are ready since the last call."""
+        ready = []
+        for tp_rank in sorted(self._starting):
+            try:
+                if self._pipes[tp_rank].poll():
+                    self.endpoints[tp_rank] = self._pipes[tp_rank].recv()
+                    self._starting.discard(tp_rank)
+                    ready.append(tp_rank)
+            except (EOFError, OSError):  # it died while it started
+                self.restart(tp_rank)
+        return ready
 
     def step(
-        self, orders: list[Order], compute: Prompts = (), check: Prompts = ()
-    ) -> list[tuple[Finished, list[bool]] | None]:
-        """Let every rank run a step, and return the report of each; None for a rank that has died."""
-        for pipe in self._pipes:
+        self, orders: Sequence[Order], compute: Prompts = (), check: Prompts = ()
+    ) -> dict[int, tuple[Finished, list[bool]] | None]:
+        """Let every rank but those that are being restarted run a step. Return each one's report; None if it died."""
+        asked = {tp_rank: pipe for tp_rank, pipe in enumerate(self._pipes) if tp_rank not in self._starting}
+        for pipe in asked.values():
             with contextlib.suppress(OSError):
                 pipe.send(Step(orders, compute, check))
-        return [self._receive(pipe) for pipe in self._pipes]
+        return {tp_rank: self._receive(pipe) for tp_rank, pipe in asked.items()}
 
     def _receive(self, pipe: Connection) -> tuple[Finished, list[bool]] | None:
         try:

@@ -18,7 +18,9 @@ def work(engine_id: str, tp_rank: int, tp_size: int, directory: str, pipe: Conne
     with EngineThread(configuration(engine_id, directory), cache.register()) as thread:
         pipe.send(thread.engine.endpoint)  # for the scheduler's PrefillRanks
         while (step := pipe.recv()) is not None:
-            # Submit the orders first, so that the engine's thread carries them out while the model computes.
+            # Submit the orders first, so that the engine's thread carries them out while the model computes. From here
+            # on nothing else may write the blocks of these orders: an engine that clears or poisons fresh blocks, or
+            # copies a shared block for a new writer, does so before.
             thread.submit(step.orders)
             for prompt, blocks in step.compute:
                 cache.compute(prompt, blocks)

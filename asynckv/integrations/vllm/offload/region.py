@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.edges.host_pool import Pinned
+from asynckv.edges.sharing import shm_use
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
@@ -62,8 +63,9 @@ class Region:
                 raise
             self.unlink()
             raise BackendError(
-                f"{num_bytes} bytes of host memory cannot be had in {FOLDER} ({exc}); lower host_bytes, or give "
-                f"the container more shared memory (docker run --shm-size)"
+                f"{num_bytes} bytes of host memory cannot be had in {FOLDER} ({exc}): {shm_use(FOLDER)}; lower "
+                f"host_bytes, or give the container more shared memory (docker run --shm-size), or remove files that "
+                f"no process holds"
             ) from None
         with suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -1,0 +1,74 @@
+"""The checks before a model is loaded: vLLM makes connectors only when the model is in memory, minutes later.
+
+vLLM calls `watch` as a plug-in (`vllm.general_plugins`) in each process, before it makes a configuration, so a mistake
+ends the command that has it. Without the plug-in (`VLLM_PLUGINS`, or a copy that is not installed) the import of a
+connector calls `watch`, which comes before the executor. The connectors' constructors check once more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from asynckv.errors import ConfigError
+from asynckv.integrations.vllm import compat
+from asynckv.integrations.vllm.offload.options import parse
+from asynckv.integrations.vllm.options import Options
+
+_watched: set[Callable[..., None]] = set()
+
+
+def watch() -> None:
+    """Have configurations of vLLM checked as they are made, and before an executor loads a model. Idempotent."""
+    for kind, name in ((compat.VllmConfig, "__post_init__"), (compat.Executor, "__init__")):
+        made = getattr(kind, name, None)
+        if made is not None and made not in _watched:
+            _watched.add(checked := _checked(made))
+            setattr(kind, name, checked)
+
+
+def _checked(made: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(made)
+    def check_and_make(*args: Any, **kwargs: Any) -> None:
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, compat.VllmConfig):
+                check(each)
+        made(*args, **kwargs)
+
+    return check_and_make
+
+
+def check(vllm_config: Any) -> None:
+    """Raise `ConfigError` if a connector of asynckv could not start with a configuration. Others are not looked at."""
+    if (transfer := vllm_config.kv_transfer_config) is None:
+        return
+    for name, extra in _connectors(transfer.kv_connector, transfer.kv_connector_extra_config):
+        if name == "AsyncKVConnector":
+            check_parallel(vllm_config.parallel_config)
+            Options.parse(extra).check_addresses()
+        elif extra.get("spec_name") == "AsyncKVOffloadingSpec":
+            parse(extra, "checked", 1)
+
+
+def _connectors(name: Any, extra: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Yield each connector's name and options, also of those within another. Connectors refuse other forms by name."""
+    if not isinstance(extra, Mapping):
+        return
+    yield name, extra
+    if name == "DualConnector":
+        yield from _connectors("AsyncKVConnector", extra.get("asynckv", {}))
+    within = extra.get("connectors", ()) if name == "MultiConnector" else ()
+    for each in within if isinstance(within, list | tuple) else ():
+        if isinstance(each, Mapping):
+            yield from _connectors(each.get("kv_connector"), each.get("kv_connector_extra_config", {}))
+
+
+def check_parallel(parallel: Any) -> None:
+    """Raise `ConfigError` for blocks with tokens of several ranks."""
+    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, option, 1)) > 1:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} {size}: blocks with tokens of several ranks cannot be moved; "
+                f"leave it at 1 with AsyncKVConnector"
+            )

@@ -1,0 +1,85 @@
+"""What ends a start before a model is loaded, with vLLM's own configuration, executor and engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+
+from asynckv.errors import ConfigError
+from asynckv.integrations.vllm.early import watch
+from tests.vllm.planned import vllm_config
+
+watch()  # vLLM calls it, where the package is installed
+
+
+class Reached(Exception):
+    """A model would be loaded now."""
+
+
+class Loading(Executor):
+    """An executor that only says how far a start came."""
+
+    ran: list[str]
+
+    def _init_executor(self) -> None:
+        Loading.ran.append("load_model")
+        raise Reached
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    def check_health(self) -> None:
+        raise AssertionError
+
+
+def lese(config: Any) -> None:
+    config.kv_transfer_config.kv_connector_extra_config = {"lese": {}}
+
+
+def no_keys(config: Any) -> None:
+    extra = {"bind": "tcp://10.0.0.1:0", "keys": {"secret": "/none/a.key_secret", "authorized": "/none"}}
+    config.kv_transfer_config.kv_connector_extra_config = extra
+
+
+def dcp(config: Any) -> None:
+    config.parallel_config.decode_context_parallel_size = 2
+
+
+def pcp(config: Any) -> None:
+    config.parallel_config.prefill_context_parallel_size = 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lese, "no option 'lese'; did you mean 'lease'"),
+        (no_keys, "/none"),
+        (dcp, "--decode-context-parallel-size 2"),
+        (pcp, "--prefill-context-parallel-size 2"),
+    ],
+)
+def test_a_mistake_is_refused_before_a_model_is_loaded(tmp_path: Path, spoil: Any, says: str) -> None:
+    config = vllm_config(tmp_path / "model", tp=2)
+    Loading.ran = []
+    with pytest.raises(Reached):
+        EngineCore(config, Loading, log_stats=False)
+    assert Loading.ran == ["load_model"], "a good configuration comes so far"
+    spoil(config)
+    with pytest.raises(ConfigError, match=says):
+        EngineCore(config, Loading, log_stats=False)
+    assert Loading.ran == ["load_model"]
+    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(VllmConfig) if f.init}
+    with pytest.raises(ConfigError, match=says):
+        VllmConfig(**given)
+
+
+def test_watching_twice_checks_once() -> None:
+    before = VllmConfig.__post_init__, Executor.__init__
+    watch()
+    assert (VllmConfig.__post_init__, Executor.__init__) == before
