@@ -15,9 +15,9 @@ Every fault of an engine becomes an `EngineFault` with one word, `why`:
 An answer with status 4xx is the client's fault, and is passed on unchanged (`Refused`).
 
 **A time-out proves little.** A connect that takes longer than `connect_s` counts like a late health check: two in a row
-take an engine out (`Engine.late`). It does not count if the engine sent a byte of any answer meanwhile, or if this
-process was too busy to notice one; the request then tries again. If time-outs alone took all engines of a role out, the
-least late one is asked.
+take an engine out (`Engine.late`). It does not count if the engine sent a byte of any answer meanwhile, and the connect
+goes on. Time is counted in beats of the event loop, so a busy router waits longer. If time-outs alone took all engines
+of a role out, the least late one is asked.
 
 Engines come and go (`sources`). A new one is checked before it is used. One that is no longer named gets no new
 requests, and is watched until it has finished its work.
@@ -34,7 +34,8 @@ import itertools
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,7 +59,8 @@ MOST_LATE = 2
 APART = 0.75
 """Part of `connect_s` after one time-out in which others do not count, because the same stall may have caused them."""
 BEATS = 8
-"""Turns of the event loop that are counted in `connect_s`; with fewer than half of them, the process was too busy."""
+"""Turns of the event loop in `connect_s`; with fewer than half of them, the process was too busy to hear an engine."""
+NO_LIMIT = aiohttp.ClientTimeout()
 NEW = "not asked yet"
 PREAMBLE = re.compile(
     rb'event: response\.(created|queued|in_progress)\s|data: .*"delta": ?{"role": ?"\w+", ?"content": ?""}'
@@ -71,6 +73,8 @@ MOST_ERROR, MOST_WHOLE = 2**20, 2**24
 """Bytes of the largest error, and of the largest answer that is read whole."""
 SMALL = 2**18  # bytes of a body that is sent at once
 SECONDS = re.compile(r"[0-9]{1,5}")
+asked: ContextVar[Engine | None] = ContextVar("asked", default=None)
+"""The engine that a task connects to for a request."""
 log = structlog.get_logger()
 
 
@@ -243,6 +247,37 @@ class Engine:
         return None if error is None else self.refusal(_code(error), event)
 
 
+class Attempt:
+    """A connect that has taken some `beats` since it began, or since its engine was last heard."""
+
+    __slots__ = ("beats", "began", "engine")
+
+    def __init__(self, engine: Engine | None) -> None:
+        self.engine, self.began, self.beats = engine, time.monotonic(), 0
+
+
+class Connector(aiohttp.TCPConnector):
+    """Connections to engines; `attempts` are those that are being made, each with its time-out."""
+
+    def __init__(self) -> None:
+        # vLLM closes connections after 5 idle seconds; reusing one at that moment would lose a request.
+        super().__init__(limit=0, keepalive_timeout=3.0)
+        self.attempts: dict[asyncio.Timeout, Attempt] = {}
+
+    async def connect(
+        self,
+        req: aiohttp.ClientRequest,
+        traces: Any,
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - the name is aiohttp's
+    ) -> aiohttp.connector.Connection:
+        async with asyncio.timeout(None) as limit:
+            self.attempts[limit] = Attempt(asked.get())
+            try:
+                return await super().connect(req, traces, timeout)
+            finally:
+                del self.attempts[limit]
+
+
 class Engines:
     def __init__(self, sources: Sources, limits: Limits, metrics: Any) -> None:
         labels, gauge = ["role", "engine"], partial(prometheus.Gauge, registry=metrics)
@@ -255,12 +290,10 @@ class Engines:
         self._tasks: set[asyncio.Task[None]] = set()
         self._beats = 0
         self._briefly = aiohttp.ClientTimeout(limits.connect_s)
-        self._slowly = aiohttp.ClientTimeout(sock_connect=limits.connect_s)
 
     async def __aenter__(self) -> Engines:
-        # vLLM closes connections after 5 idle seconds; reusing one at that moment would lose a request.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
-        self.session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        self._connector = Connector()
+        self.session = aiohttp.ClientSession(connector=self._connector, cookie_jar=aiohttp.DummyCookieJar())
         self.spawn(self._beat())
         await self._refresh()
         self.spawn(self._go_on_refreshing())
@@ -282,6 +315,20 @@ class Engines:
         while True:
             await asyncio.sleep(self._limits.connect_s / BEATS)
             self._beats += 1
+            for limit, attempt in list(self._connector.attempts.items()):
+                if (engine := attempt.engine) is not None:
+                    attempt.beats += 1
+                    if attempt.beats >= BEATS and not limit.expired():
+                        self._give_up_connect(engine, limit, attempt)
+
+    def _give_up_connect(self, engine: Engine, limit: asyncio.Timeout, attempt: Attempt) -> None:
+        """End a connect that takes long, unless the engine was heard meanwhile, and no other one is better."""
+        is_heard = engine.heard >= attempt.began
+        if not is_heard:
+            engine.late("connects have no answer in time")
+        if not is_heard or (engine.trouble and self.is_up(engine.role, {engine.url})):
+            limit.reschedule(0)
+        attempt.began, attempt.beats = time.monotonic(), 0
 
     def _is_busy(self, beats: int) -> bool:
         """Return True if the event loop had too few turns since that beat to notice an answer in time."""
@@ -374,44 +421,27 @@ class Engines:
         chosen.last_turn = next(self._turn)
         return chosen
 
-    async def _connected(
-        self, engine: Engine, send: Callable[[], Awaitable[aiohttp.ClientResponse]]
-    ) -> aiohttp.ClientResponse:
-        """Send a request, again and again while its connect takes long for reasons that are not the engine's."""
-        while True:
-            began, beats = time.monotonic(), self._beats
-            try:
-                return await send()
-            except aiohttp.ConnectionTimeoutError as exc:
-                is_excused = engine.heard >= began or self._is_busy(beats)
-                if not is_excused:
-                    engine.late(str(exc))
-                if not is_excused or (engine.trouble and self.is_up(engine.role, {engine.url})):
-                    raise
-
     @contextlib.asynccontextmanager
     async def ask(
         self, engine: Engine, job: Asking, body: Any, within: aiohttp.ClientTimeout | None = None, **headers: str
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask an engine for an answer with status 200; leaving before the answer ends closes the connection."""
         data = b"" if body is None else msgspec.json.encode(body)
-
-        def send() -> Awaitable[aiohttp.ClientResponse]:
+        asking = self.session.request(
+            "POST" if data else "GET",
+            engine.url + job.path,
             # A small body is sent at once; a large one in parts, so that others get their turn.
-            return self.session.request(
-                "POST" if data else "GET",
-                engine.url + job.path,
-                data=io.BytesIO(data) if len(data) > SMALL else data or None,
-                headers=job.headers | headers,
-                timeout=within or self._slowly,
-                allow_redirects=False,
-            )
-
+            data=io.BytesIO(data) if len(data) > SMALL else data or None,
+            headers=job.headers | headers,
+            timeout=within or NO_LIMIT,
+            allow_redirects=False,
+        )
+        asked.set(engine)
         job.asking = limit = asyncio.timeout(None)
         try:
             async with limit:
                 engine.working[limit] = ""
-                async with await self._connected(engine, send) as answer:
+                async with asking as answer:
                     engine.heard = time.monotonic()
                     if answer.status != 200:
                         data = await engine.whole(answer, MOST_ERROR)
@@ -435,6 +465,7 @@ class Engines:
 
     async def tell(self, engine: Engine, path: str, headers: Mapping[str, str], body: Any) -> None:
         """Send a request of the router's own. Neither its answer nor its failure matters."""
+        asked.set(None)
         with contextlib.suppress(Exception):
             data = msgspec.json.encode(body)
             async with self.session.post(engine.url + path, data=data, headers=headers, timeout=self._briefly):
