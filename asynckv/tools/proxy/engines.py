@@ -97,6 +97,8 @@ class EngineFault(Refused):
 
 def _error_in(data: bytes) -> dict[str, Any] | None:
     """Return the error in an answer or an event; None if it is not an error."""
+    if b"error" not in data and b"abort" not in data:
+        return None
     if ABORTED.search(data):
         return {"code": 500}
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
@@ -241,6 +243,8 @@ class Engine:
 
     def failed_at_end(self, end: bytes) -> Refused | None:
         """Return the error that ended a stream, if any. The client has it, but log and metrics need it too."""
+        if b"error" not in end and b"abort" not in end:
+            return None
         events = reversed(end.replace(*BLANK[::-1]).split(BLANK[0]))
         event = _data(next((each for each in events if each.strip() not in (b"", b"data: [DONE]")), b""))
         error = _error_in(event)
