@@ -457,7 +457,7 @@ class Router:
             elif job.path == RESPONSES:
                 short = {"input": "x", "max_output_tokens": 1, "store": False}
             short |= {name: job.body[name] for name in ("model",) if name in job.body}
-            short["kv_transfer_params"] = params | {"do_remote_prefill": None}
+            short["kv_transfer_params"] = params | {"do_remote_prefill": None, "give_back": True}
             task = self.engines.spawn(self.engines.tell(engine, job.path, job.headers, short))
             self._giving.add(task)
             task.add_done_callback(self._giving.discard)
