@@ -666,7 +666,7 @@ async def test_one_late_answer_does_not_take_an_engine_out() -> None:
         decode.health = None
 
         async def is_down() -> bool:
-            seen.append((engine.is_late, bool(engine.trouble)))
+            seen.append((engine.times_late > 0, bool(engine.trouble)))
             await client.ready()
             return bool(engine.trouble)
 

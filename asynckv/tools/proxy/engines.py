@@ -37,6 +37,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from contextvars import ContextVar
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import aiohttp
@@ -61,6 +62,7 @@ APART = 0.75
 BEATS = 8
 """Turns of the event loop in `connect_s`; with fewer than half of them, the process was too busy to hear an engine."""
 NO_LIMIT = aiohttp.ClientTimeout()
+EMPTY: Mapping[str, str] = MappingProxyType({})
 NEW = "not asked yet"
 PREAMBLE = re.compile(
     rb'event: response\.(created|queued|in_progress)\s|data: .*"delta": ?{"role": ?"\w+", ?"content": ?""}'
@@ -427,7 +429,13 @@ class Engines:
 
     @contextlib.asynccontextmanager
     async def ask(
-        self, engine: Engine, job: Asking, body: Any, within: aiohttp.ClientTimeout | None = None, **headers: str
+        self,
+        engine: Engine,
+        job: Asking,
+        body: Any,
+        headers: Mapping[str, str] = EMPTY,
+        *,
+        within: aiohttp.ClientTimeout = NO_LIMIT,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask an engine for an answer with status 200; leaving before the answer ends closes the connection."""
         data = b"" if body is None else msgspec.json.encode(body)
@@ -436,8 +444,8 @@ class Engines:
             engine.url + job.path,
             # A small body is sent at once; a large one in parts, so that others get their turn.
             data=io.BytesIO(data) if len(data) > SMALL else data or None,
-            headers=job.headers | headers,
-            timeout=within or NO_LIMIT,
+            headers={**job.headers, **headers},
+            timeout=within,
             allow_redirects=False,
         )
         asked.set(engine)

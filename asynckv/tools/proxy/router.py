@@ -179,11 +179,10 @@ def why_alone(job: Job) -> str:
     return "prompt_logprobs" if is_echo or asked.get("prompt_logprobs") is not None else ""
 
 
-def _number(name: str, value: str | float | bool | None) -> float | None:
+def _number(name: str, value: str | float | bool) -> float:
     """Return the whole number that vLLM takes a value for, such as "7"."""
     with contextlib.suppress(ValueError):
-        number = None if value is None else float(value)
-        if number is None or number.is_integer():
+        if (number := float(value)).is_integer():
             return number
     raise Refused(400, f"{name} is {str(value)[:40]!r}, not a whole number")
 
@@ -191,17 +190,16 @@ def _number(name: str, value: str | float | bool | None) -> float | None:
 def check(job: Job) -> None:
     """Refuse what no engine takes in the fields that a prefill request leaves out or replaces, before any prefill."""
     asked = job.asked
-    for name in NUMBERS[job.path] & asked.keys():
-        asked[name] = _number(name, asked[name])
-    limits = [(name, asked.get(name)) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
-    name, most = next((it for it in limits if it[1] is not None), ("", math.inf))
-    least, n = asked.get("min_tokens") or 0, asked.get("n")
-    if most < (0 if asked.get("echo") else 1):
-        raise Refused(400, f"{name} is {most:g}, less than 1")
-    if not 0 <= least <= max(most, 1):
-        raise Refused(400, f"min_tokens is {least:g}, outside 0 ... {max(most, 1):g}")
-    if n is not None and job.path != RESPONSES and n < 1:
-        raise Refused(400, f"n is {n:g}, less than 1")
+    numbers = {name: _number(name, asked[name]) for name in NUMBERS[job.path] & asked.keys() if asked[name] is not None}
+    asked |= numbers
+    name = next((it for it in ("max_completion_tokens", "max_output_tokens", "max_tokens") if it in numbers), "")
+    most, least = numbers.get(name, math.inf), 0 if asked.get("echo") else 1
+    if most < least:
+        raise Refused(400, f"{name} is {most:g}, less than {least}")
+    if not 0 <= numbers.get("min_tokens", 0) <= max(most, 1):
+        raise Refused(400, f"min_tokens is {numbers['min_tokens']:g}, outside 0 ... {max(most, 1):g}")
+    if numbers.get("n", 1) < 1:
+        raise Refused(400, f"n is {numbers['n']:g}, less than 1")
     if job.path == RESPONSES or (given := bytes(job.body.get("stream_options", b"null"))) == b"null":
         return
     try:
@@ -310,7 +308,7 @@ class Router:
 
     async def _models(self, request: web.Request) -> web.Response:
         job, engine = Job(request), self.engines.choose("decode", ())
-        async with self.engines.ask(engine, job, None, ClientTimeout(self._limits.connect_s)) as answer:
+        async with self.engines.ask(engine, job, None, within=ClientTimeout(self._limits.connect_s)) as answer:
             return web.Response(body=await engine.whole(answer), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -515,7 +513,7 @@ class Router:
         job.asks(engine)
         body = job.body | ({"kv_transfer_params": job.params} if job.params else {})
         rank = {RANK: job.request.headers[RANK]} if RANK in job.request.headers else {}
-        async with self.engines.ask(engine, job, body, **rank) as answer:
+        async with self.engines.ask(engine, job, body, rank) as answer:
             headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
             if job.asked.get("stream"):
                 piece = await engine.first_event(answer)
