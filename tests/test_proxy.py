@@ -1739,6 +1739,55 @@ async def test_the_command_serves_logs_and_ends_in_order() -> None:
         assert (stopping["event"], stopping["in_flight"]) == ("stopping", 0)
 
 
+HANGING = """
+import socket, sys, threading
+known = socket.getaddrinfo
+socket.getaddrinfo = lambda host, *more, **named: (
+    threading.Event().wait() if "hangs" in str(host) else known(host, *more, **named)
+)
+from asynckv.tools import cli
+sys.exit(cli.run())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
+    async with prefills().running() as prefill:
+        urls = ("--prefill", prefill.url, "--decode", "http://hangs", "--decode", "dns+http://also-hangs")
+        command = (sys.executable, "-c", HANGING, "proxy", "--port", "0", *urls)
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(START_S):
+                while b'"listening"' not in (line := await process.stderr.readline()):
+                    assert line
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_two_thousand_clients_at_once_are_served_by_default() -> None:
+    """From one address, with one engine of each role, which take few connections at a time."""
+    events = says_events(b"data: {}\n\ndata: [DONE]\n\n")
+    body = msgspec.json.encode({**ASK, "stream": True})
+    said = HEAD.replace(b"65536", b"%d" % len(body)) + body
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    async with routed([prefills()], [Fake(events)], Limits()) as client:
+
+        async def served() -> bool:
+            async with connection(client, said) as (reader, _):
+                return b" 200 " in await reader.readline() and (await reader.readuntil(b"[DONE]")).endswith(b"[DONE]")
+
+        async with asyncio.timeout(240):
+            assert sum(await asyncio.gather(*(served() for _ in range(2000)))) == 2000
+
+
 async def test_a_second_signal_ends_what_is_under_way() -> None:
     twice = asyncio.Event()
     told = told_to_stop(twice.set)

@@ -30,6 +30,7 @@ import resource
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ import prometheus_client as prometheus
 import structlog
 from aiohttp import ClientResponse, ClientTimeout
 
+from asynckv.edges.aside import Aside
 from asynckv.tools.proxy.engines import BLANK, MOST_WHOLE, Engine, EngineFault, Engines
 from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.server import COMPLETIONS, Refused, errors_as_json, serving, told_to_stop
@@ -563,9 +565,17 @@ class Router:
         self._seconds[until](seconds)
 
 
+class Threads(Aside, ThreadPoolExecutor):
+    """Threads of the event loop, such as those that resolve names. The end of the process does not wait for them."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        pass
+
+
 async def serve(router: Router, host: str, port: int, limits: Limits) -> None:
     """Serve until a signal to stop; at a second signal, end the requests in flight."""
     told = told_to_stop(lambda: router.end_within(0))  # first, because process 1 ignores unhandled signals
+    asyncio.get_running_loop().set_default_executor(Threads("asynckv-proxy"))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with serving(router.app(), host, port, GRACE_S, limits) as url:
