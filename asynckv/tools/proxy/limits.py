@@ -19,6 +19,8 @@ def _limit(default: Any, **bounds: Any) -> Any:
 class Limits:
     """Limits for engines and clients; times are seconds.
 
+    `max_requests` is there for memory: a request takes about 40 KiB, and its body until it ends.
+
     Each request also needs a connection to an engine, so a third of the process's descriptors is a limit too. After
     `idle_s` a connection is closed if it has not sent a whole request, or does not read its answer.
     """
