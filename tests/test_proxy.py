@@ -991,17 +991,22 @@ async def test_slow_connects_do_not_take_out_an_engine_that_is_heard() -> None:
     head = b"data: {}\n\n"
     decode = Fake(streams(head, and_then=head), says({"choices": []}))
     async with decode.accepting(), routed([prefills()], [decode.url], SLOW) as client, client.streaming() as answer:
-        assert await answer.content.readexactly(len(head)) == head
+
+        async def goes_on() -> None:
+            while True:
+                assert await answer.content.readexactly(len(head)) == head
+                decode.go_on.set()
+
+        going_on = asyncio.create_task(goes_on())
+        await asyncio.wait_for(decode.busy.wait(), HEAR_S)
         async with decode.deaf():
             asked = asyncio.create_task(client.ask())
-            until = asyncio.get_running_loop().time() + 5 * CONNECT_S
-            while asyncio.get_running_loop().time() < until:
-                decode.go_on.set()
-                assert await answer.content.readexactly(len(head)) == head
-                assert not asked.done()
+            assert not (await asyncio.wait([asked, going_on], timeout=5 * CONNECT_S))[0]
             assert (await client.ready())[1]["decode"][0]["trouble"] == ""
         assert (await asked)[0] == 200
         assert not any("faults" in name for name in await client.metrics())
+        going_on.cancel()
+        await asyncio.wait([going_on])
 
 
 async def test_an_engine_whose_host_drops_every_packet_is_found_while_clients_come() -> None:

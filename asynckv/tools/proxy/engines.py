@@ -34,7 +34,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
@@ -227,12 +227,12 @@ class Engine:
         why = "overloaded" if status in (429, 503) else "failed" if status >= 500 else "garbage"
         return self.fault(why, f"answered with status {status}: {said}", _retry_after(retry_after))
 
-    async def first_event(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def first_event(self, answer: aiohttp.ClientResponse, hears: Callable[[], float]) -> bytes:
         """Read at least the first event of a stream, because vLLM sends status 200 before it knows of an error."""
         found, event = b"", b""
         if answer.content_type == "text/event-stream":
             while not event and len(found) < MOST_UNREAD and (piece := await answer.content.readany()):
-                self.heard = time.monotonic()
+                self.heard = hears()
                 found += piece
                 *whole, rest = found.replace(*BLANK[::-1]).split(BLANK[0])
                 event = next((each for each in whole if not PREAMBLE.match(each)), b"")
@@ -254,7 +254,7 @@ class Engine:
 
 
 class Attempt:
-    """A connect that has taken some `beats` since it began, or since its engine was last heard."""
+    """A connect, and the beats since it began, or since its engine was last heard."""
 
     __slots__ = ("beats", "began", "engine")
 

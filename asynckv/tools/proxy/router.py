@@ -518,7 +518,7 @@ class Router:
         async with self.engines.ask(engine, job, body, rank) as answer:
             headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
             if job.asked.get("stream"):
-                piece = await engine.first_event(answer)
+                piece = await engine.first_event(answer, job.hears)
                 self._passed("first", job)
             elif len(piece := await engine.head(answer)) <= MOST_WHOLE:
                 engine.decoded(piece)
