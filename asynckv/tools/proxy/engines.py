@@ -37,7 +37,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextvars import ContextVar
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import aiohttp
@@ -51,18 +50,15 @@ from asynckv.tools.proxy.sources import Sources
 
 STATUS = {"unreachable": 503, "overloaded": 503, "timeout": 504, "silent": 504}
 UNHEARD = 2
-"""Health checks without a sign of life from an engine, after which its requests end as `silent`."""
+"""Time-outs in a row that take an engine out, and health checks without any sign of life that end its requests."""
 NO_HOST = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 OURS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 """Errors of a connect that say nothing of the engine, because this host lacks descriptors, memory or ports."""
-MOST_LATE = 2
-"""Time-outs in a row that take an engine out."""
 APART = 0.75
 """Part of `connect_s` after one time-out in which others do not count, because the same stall may have caused them."""
 BEATS = 8
 """Turns of the event loop in `connect_s`; with fewer than half of them, the process was too busy to hear an engine."""
 NO_LIMIT = aiohttp.ClientTimeout()
-EMPTY: Mapping[str, str] = MappingProxyType({})
 NEW = "not asked yet"
 PREAMBLE = re.compile(
     rb'event: response\.(created|queued|in_progress)\s|data: .*"delta": ?{"role": ?"\w+", ?"content": ?""}'
@@ -173,7 +169,7 @@ class Engine:
         now = time.monotonic()
         if now - self.late_at >= APART * self._connect_s:
             self.times_late, self.late_at = self.times_late + 1, now
-        if self.times_late >= MOST_LATE or self.trouble:  # a single late answer may be chance
+        if self.times_late >= UNHEARD or self.trouble:  # a single late answer may be chance
             self.found(text, is_slow=self.is_slow or self.trouble in ("", NEW))
 
     def not_heard(self) -> None:
@@ -318,27 +314,19 @@ class Engines:
         return task
 
     async def _beat(self) -> None:
+        """Count time, and end connects that take long, unless the engine was heard meanwhile and no other is better."""
         while True:
             await asyncio.sleep(self._limits.connect_s / BEATS)
             self._beats += 1
             for limit, attempt in list(self._connector.attempts.items()):
-                if (engine := attempt.engine) is not None:
-                    attempt.beats += 1
-                    if attempt.beats >= BEATS and not limit.expired():
-                        self._give_up_connect(engine, limit, attempt)
-
-    def _give_up_connect(self, engine: Engine, limit: asyncio.Timeout, attempt: Attempt) -> None:
-        """End a connect that takes long, unless the engine was heard meanwhile, and no other one is better."""
-        is_heard = engine.heard >= attempt.began
-        if not is_heard:
-            engine.late("connects have no answer in time")
-        if not is_heard or (engine.trouble and self.is_up(engine.role, {engine.url})):
-            limit.reschedule(0)
-        attempt.began, attempt.beats = time.monotonic(), 0
-
-    def _is_busy(self, beats: int) -> bool:
-        """Return True if the event loop had too few turns since that beat to notice an answer in time."""
-        return self._beats - beats < BEATS // 2
+                engine, attempt.beats = attempt.engine, attempt.beats + 1
+                if engine is None or attempt.beats < BEATS or limit.expired():
+                    continue
+                if not (is_heard := engine.heard >= attempt.began):
+                    engine.late("connects have no answer in time")
+                if not is_heard or (engine.trouble and self.is_up(engine.role, {engine.url})):
+                    limit.reschedule(0)
+                attempt.began, attempt.beats = time.monotonic(), 0
 
     async def _go_on_refreshing(self) -> None:
         while True:
@@ -378,8 +366,8 @@ class Engines:
                 engine.found("" if answer.status == 200 else f"its health is status {answer.status}")
         except Exception as exc:  # no error of one engine may end the watching
             number, is_late = getattr(exc, "errno", None), isinstance(exc, TimeoutError)
-            if number in OURS or (is_late and self._is_busy(beats)):
-                return
+            if number in OURS or (is_late and self._beats - beats < BEATS // 2):
+                return  # this says nothing of the engine
             if is_late:
                 engine.late("its health check had no answer in time")
             else:
@@ -433,7 +421,7 @@ class Engines:
         engine: Engine,
         job: Asking,
         body: Any,
-        headers: Mapping[str, str] = EMPTY,
+        headers: Mapping[str, str] | None = None,
         *,
         within: aiohttp.ClientTimeout = NO_LIMIT,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -444,7 +432,7 @@ class Engines:
             engine.url + job.path,
             # A small body is sent at once; a large one in parts, so that others get their turn.
             data=io.BytesIO(data) if len(data) > SMALL else data or None,
-            headers={**job.headers, **headers},
+            headers=job.headers if headers is None else {**job.headers, **headers},
             timeout=within,
             allow_redirects=False,
         )
