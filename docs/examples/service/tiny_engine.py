@@ -5,8 +5,8 @@ the same event loop as the HTTP server, and the model in a thread. To the router
 `kv_transfer_params` of a request decide what it does, not the engine's role.
 
 - `do_remote_decode`: compute the prompt without its last token, lend the KV cache, and answer with a token and params.
-- `do_remote_prefill`: fetch the KV cache that the params describe, and generate from the last token of the prompt. Params
-  without it are given back to their owner at once.
+- `do_remote_prefill`: fetch the KV cache that the params describe, and generate from the last token of the prompt.
+  Params without it are given back to their owner at once.
 - Neither: do both here. The tokens are the same, bit by bit, because the steps are the same.
 
 The essential part is how long blocks are held. On the prefill side a request holds them until its lease has ended, long
