@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
+import itertools
 import json
+import os
 import re
 import resource
 import shlex
@@ -17,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +35,8 @@ from structlog.testing import capture_logs
 from asynckv.errors import ConfigError
 from asynckv.tools import cli
 from asynckv.tools.diagnose.ask import ask_all, targets
+from asynckv.tools.proxy import router as router_module
+from asynckv.tools.proxy import sources as sources_module
 from asynckv.tools.proxy.engines import UNHEARD
 from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import CAUSES, GRACE_S, RANK, RESPONSES, Router
@@ -73,6 +79,8 @@ class Fake:
         self.acts = list(acts)
         self.asked: list[tuple[dict[str, Any], Mapping[str, str]]] = []
         self.busy, self.left, self.go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.hears = asyncio.Event()
+        self.hears.set()
         self.health: int | None = 200
         self.url = ""
 
@@ -94,22 +102,67 @@ class Fake:
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": ["tiny"]})
 
-    @contextlib.asynccontextmanager
-    async def running(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Fake]:
+    def _app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_routes([web.post(path, self._complete) for path in (*COMPLETIONS, RESPONSES)])
-        async with serving(app, host, port, drain_s=0.1) as self.url:
+        return app
+
+    @contextlib.asynccontextmanager
+    async def running(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Fake]:
+        async with serving(self._app(), host, port, drain_s=0.1) as self.url:
             yield self
 
+    @contextlib.asynccontextmanager
+    async def accepting(self) -> AsyncIterator[Fake]:
+        """Run behind a socket that takes no connection while `hears` is not set: the kernel drops further attempts."""
 
-def says(value: Any, status: int = 200, kind: str = "application/json") -> Act:
+        async def closes(request: web.Request, response: web.StreamResponse) -> None:
+            response.force_close()  # so that the router has to connect anew
+
+        app = self._app()
+        app.on_response_prepare.append(closes)
+        loop, runner = asyncio.get_running_loop(), web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+
+        async def accept() -> None:
+            while True:
+                made, _ = await loop.sock_accept(listener)
+                await self.hears.wait()
+                await loop.connect_accepted_socket(runner.server, made)  # type: ignore[arg-type]
+
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+            listener.setblocking(False)
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            accepting = asyncio.create_task(accept())
+            try:
+                yield self
+            finally:
+                accepting.cancel()
+                await runner.cleanup()
+
+    @contextlib.asynccontextmanager
+    async def deaf(self) -> AsyncIterator[None]:
+        """Fill the queue of `accepting`, so that connects get no answer."""
+        self.hears.clear()
+        port = int(self.url.rpartition(":")[2])
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):  # one is accepted and waits, one fits into the queue
+                filler = stack.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(("127.0.0.1", port))
+                await asyncio.sleep(0)
+            yield
+        self.hears.set()
+
+
+def says(value: Any, status: int = 200, kind: str = "application/json", **headers: str) -> Act:
     """Answer with JSON, or with bytes as they are."""
 
     async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
         data = value if isinstance(value, bytes) else msgspec.json.encode(value)
-        return web.Response(body=data, status=status, content_type=kind)
+        return web.Response(body=data, status=status, content_type=kind, headers=headers)
 
     return act
 
@@ -118,13 +171,13 @@ def says_events(events: bytes) -> Act:
     return says(events, kind="text/event-stream")
 
 
-def streams(*pieces: bytes, is_cut: bool = False) -> Act:
-    """Answer with a stream; each piece but the first waits until the test says so."""
+def streams(*pieces: bytes, is_cut: bool = False, and_then: bytes = b"") -> Act:
+    """Answer with a stream, without end if `and_then`; each piece but the first waits until the test says so."""
 
     async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        for piece in pieces:
+        for piece in itertools.chain(pieces, itertools.cycle([and_then] if and_then else [])):
             await response.write(piece)
             await asyncio.wait_for(fake.go_on.wait(), HEAR_S)
             fake.go_on.clear()
@@ -160,6 +213,30 @@ def error(kind: str, code: int) -> dict[str, Any]:
 
 def prefills(name: str = "a") -> Fake:
     return Fake(says({"choices": [], "kv_transfer_params": {**PARAMS, "of": name}}))
+
+
+async def lends(fake: Fake, request: web.Request) -> web.StreamResponse:
+    """Lend by asynckv's params, each of another number, when the test says so."""
+    number = len(fake.asked)
+    if number in lent(fake):
+        await asyncio.wait_for(fake.hears.wait(), HEAR_S)
+    params = {"do_remote_prefill": True, "asynckv": {"number": number}}
+    return web.json_response({"choices": [], "kv_transfer_params": params if number in lent(fake) else None})
+
+
+def lent(fake: Fake) -> list[int]:
+    """The numbers of the loans of an engine that `lends`."""
+    return [n for n, (body, _) in enumerate(fake.asked, 1) if body["kv_transfer_params"].get("do_remote_decode")]
+
+
+def given_back(fake: Fake) -> list[int]:
+    told = [body["kv_transfer_params"] for body, _ in fake.asked]
+    return sorted(it["asynckv"]["number"] for it in told if "asynckv" in it and it["do_remote_prefill"] is None)
+
+
+def read_by(fake: Fake) -> list[int]:
+    """The numbers of the loans that a decode engine was asked to read."""
+    return [body["kv_transfer_params"]["asynckv"]["number"] for body, _ in fake.asked]
 
 
 def decodes() -> Fake:
@@ -198,8 +275,15 @@ class Client:
         for engine in self.router.engines._known.values():
             if engine.url == fake.url:
                 engine.unheard = UNHEARD
-                engine.found("did not say in time how it is")
+                engine.found("did not say in time how it is", is_slow=True)
                 engine.not_heard()
+
+    async def until_given_back(self, fake: Fake) -> None:
+        async def are_back() -> bool:
+            await self.ready()
+            return given_back(fake) == lent(fake)
+
+        await self.until(are_back)
 
     async def until(self, is_so: Callable[[], Awaitable[bool]]) -> None:
         """Ask again and again, until it is so or too late."""
@@ -241,9 +325,10 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.mark.parametrize("path", COMPLETIONS)
 async def test_prefill_is_asked_for_one_token_and_decode_for_the_rest(path: str) -> None:
-    prefill, decode = prefills(), decodes()
+    prefill, decode = prefills(), Fake(says_events(b"data: {}\n\n"))
     theirs = {
         **ASK,
+        "stream": True,
         "model": "m",
         "max_completion_tokens": 9,
         "min_tokens": 4,
@@ -253,8 +338,11 @@ async def test_prefill_is_asked_for_one_token_and_decode_for_the_rest(path: str)
         "vllm_xargs": {"a": 1, "kv_transfer_params": {"x": 1}, "ec_transfer_params": {}},
     }
     headers = {"X-Request-Id": "id-1", "Authorization": "Bearer key", "Cookie": "none of theirs"}
-    async with routed([prefill], [decode]) as client:
-        assert await client.ask(theirs, path, headers=headers) == (200, {"choices": [{"text": "three"}]})
+    async with (
+        routed([prefill], [decode]) as client,
+        client.session.post(client.url + path, json=theirs, headers=headers) as answer,
+    ):
+        assert (answer.status, await answer.read()) == (200, b"data: {}\n\n")
     del theirs["ec_transfer_params"]
     theirs["vllm_xargs"] = {"a": 1}
     ((first, told),) = prefill.asked
@@ -399,6 +487,92 @@ async def test_params_outlive_a_decode_engine_that_cannot_be_reached() -> None:
         assert "cannot be reached" in (await client.ready())[1]["decode"][0]["trouble"]
 
 
+async def test_an_engine_without_room_gets_a_request_once_and_the_client_hears_when_to_come_back() -> None:
+    prefill, decode = Fake(lends), Fake(says(b"full", 429, **{"Retry-After": "17"}))
+    async with routed([prefill], [decode]) as client:
+
+        async def ask() -> tuple[int, str, str]:
+            async with client.session.post(client.url + COMPLETIONS[0], json=ASK) as answer:
+                return answer.status, answer.headers["Retry-After"], (await answer.json())["error"]["type"]
+
+        assert await asyncio.gather(*(ask() for _ in range(10))) == [(503, "17", "overloaded")] * 10
+        await client.until_given_back(prefill)
+    assert (len(lent(prefill)), len(decode.asked)) == (10, 10)
+    short = next(body for body, _ in prefill.asked if body["kv_transfer_params"].get("asynckv"))
+    assert {**short, "kv_transfer_params": None} == {"prompt": "x", "max_tokens": 1, "kv_transfer_params": None}
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_second_decode_engine_gets_the_params_that_the_first_had_no_room_for(status: int) -> None:
+    prefill, full, good = Fake(lends), Fake(says(b"full", status)), decodes()
+    async with routed([prefill], [full, good], attempts=1) as client:
+        assert [(await client.ask())[0] for _ in range(10)] == [200] * 10
+    assert lent(prefill) == read_by(good) == list(range(1, 11))
+    assert full.asked
+
+
+async def test_params_that_were_used_up_by_an_engine_that_then_had_no_room_are_made_anew() -> None:
+    prefill, full = Fake(lends), Fake(says(b"full", 503))
+    good = Fake(says(error("kv_transfer_error", 503), 503), says({"choices": []}))
+    async with routed([prefill], [full, good]) as client:
+        assert (await client.ask())[0] == 200
+    assert len(full.asked) == 1
+    assert lent(prefill) == read_by(good)
+    assert len(lent(prefill)) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        ("0", "0"),
+        ("99999", "99999"),
+        ("Wed, 21 Oct 2065 07:28:00 GMT", "Wed, 21 Oct 2065 07:28:00 GMT"),
+        ("100000", "1"),
+        ("-1", "1"),
+        ("1.5", "1"),
+        ("\u0661", "1"),
+        ("Wed, 99 Oct 2065 07:28:00 GMT", "1"),
+        ("x" * 4000, "1"),
+    ],
+)
+async def test_only_a_reasonable_retry_after_is_passed_on(given: str, passed: str) -> None:
+    decode = Fake(says(b"full", 503, **{"Retry-After": given}))
+    async with (
+        routed([Fake(says(b"full", 503, **{"Retry-After": "9"}))], [decode]) as client,
+        client.session.post(client.url + COMPLETIONS[0], json=ASK) as answer,
+    ):
+        assert (answer.status, answer.headers["Retry-After"]) == (503, passed)
+
+
+@pytest.mark.parametrize("path", [*COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+async def test_a_burst_of_clients_that_leaves_gives_its_loans_back(
+    at: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "LATE_S", HEAR_S)
+    prefill, decode = Fake(lends), Fake(hangs)
+    at_work = decode if at == "decode" else prefill
+    if at == "prefill":
+        prefill.hears.clear()
+    async with routed([prefill], [decode]) as client:
+        asked = [asyncio.create_task(client.ask(path=path)) for _ in range(20)]
+
+        async def are_asked() -> bool:
+            await client.ready()
+            return len(at_work.asked) == 20
+
+        async def have_left() -> bool:
+            return (await client.metrics())["pd_proxy_in_flight"] == 0
+
+        await client.until(are_asked)
+        for task in asked:
+            task.cancel()
+        await client.until(have_left)
+        prefill.hears.set()
+        await client.until_given_back(prefill)
+        assert len(lent(prefill)) == 20
+
+
 async def test_none_up_is_said_in_json() -> None:
     prefill = prefills()
     for engines in (([NOWHERE, f"{NOWHERE}9"], [decodes()], "prefill"), ([prefill], [NOWHERE], "decode")):
@@ -435,8 +609,8 @@ async def test_after_some_attempts_the_client_hears_why(role: str, act: Act, sta
         found, told = await client.ask({**ASK, "stream": kind == "timeout"})
         assert (found, told["error"]["type"], told["error"]["code"]) == (status, kind, status)
         assert f"{role} engine {bad.url}" in told["error"]["message"]
-        # Who has let one engine's time pass does not have the time for another.
-        assert len(bad.asked) == (1 if kind == "timeout" else 2)
+        # A request that has let one engine's time pass has none for another, and an engine without room gets none soon.
+        assert len(bad.asked) == (1 if kind in ("timeout", "overloaded") else 2)
         metrics = await client.metrics()
         name = f'pd_proxy_engine_faults_total{{engine="{bad.url}",role="{role}",why="{kind}"}}'
         assert metrics[name] == len(bad.asked)
@@ -492,7 +666,7 @@ async def test_one_late_answer_does_not_take_an_engine_out() -> None:
         decode.health = None
 
         async def is_down() -> bool:
-            seen.append((engine.is_late, bool(engine.trouble)))
+            seen.append((engine.times_late > 0, bool(engine.trouble)))
             await client.ready()
             return bool(engine.trouble)
 
@@ -807,6 +981,151 @@ async def test_a_response_that_fails_later_is_in_the_log_and_one_with_a_long_hea
     assert [event["status"] for event in events if event["event"] == "request"] == [502, 200]
 
 
+# -- connects that take long ------------------------------------------------------------------------------------
+
+CONNECT_S = 0.2
+SLOW = Limits(connect_s=CONNECT_S, prefill_s=HEAR_S, silence_s=HEAR_S, health_s=1000)
+
+
+async def test_slow_connects_do_not_take_out_an_engine_that_is_heard() -> None:
+    head = b"data: {}\n\n"
+    decode = Fake(streams(head, and_then=head), says({"choices": []}))
+    async with decode.accepting(), routed([prefills()], [decode.url], SLOW) as client, client.streaming() as answer:
+
+        async def goes_on() -> None:
+            while True:
+                assert await answer.content.readexactly(len(head)) == head
+                decode.go_on.set()
+
+        going_on = asyncio.create_task(goes_on())
+        await asyncio.wait_for(decode.busy.wait(), HEAR_S)
+        async with decode.deaf():
+            asked = asyncio.create_task(client.ask())
+            assert not (await asyncio.wait([asked, going_on], timeout=5 * CONNECT_S))[0]
+            assert (await client.ready())[1]["decode"][0]["trouble"] == ""
+        assert (await asked)[0] == 200
+        assert not any("faults" in name for name in await client.metrics())
+        going_on.cancel()
+        await asyncio.wait([going_on])
+
+
+async def test_an_engine_whose_host_drops_every_packet_is_found_while_clients_come() -> None:
+    decode, other = decodes(), decodes()
+    async with decode.accepting(), routed([prefills()], [decode.url, other], SLOW) as client, decode.deaf():
+        assert client.router is not None
+        engine = client.router.engines.of("decode")[0]
+        began = asyncio.get_running_loop().time()
+
+        async def is_out() -> bool:
+            assert (await client.ask())[0] == 200
+            return bool(engine.trouble)
+
+        await client.until(is_out)
+        assert asyncio.get_running_loop().time() - began < 2.5 * CONNECT_S + SLACK_S
+        assert engine.is_slow
+        assert not decode.asked
+
+
+async def test_the_least_bad_engine_is_asked_if_time_outs_alone_took_all_out() -> None:
+    decode = decodes()
+    async with decode.accepting(), routed([prefills()], [decode.url, NOWHERE], SLOW) as client:
+        async with decode.deaf():
+            while not (await client.ready())[1]["decode"][0]["trouble"]:
+                assert (await client.ask())[0] == 503
+        assert (await client.ready())[0] == 503
+        assert (await client.ask())[0] == 200
+        assert (await client.ready())[1]["decode"][0]["trouble"]  # until a health check says otherwise
+
+
+async def test_an_error_of_this_host_takes_no_engine_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with routed([prefills()], [decodes()], RARELY) as client:
+        assert client.router is not None
+        async with connection(client, b"") as (reader, writer):
+            with monkeypatch.context() as patched:
+                patched.setattr(asyncio.get_running_loop(), "sock_connect", fails)
+                client.router.engines.session.connector._conns.clear()  # type: ignore[union-attr]
+                body = msgspec.json.encode(ASK)
+                writer.write(HEAD.replace(b"65536", b"%d" % len(body)) + body)
+                assert b" 503 " in await asyncio.wait_for(reader.readline(), HEAR_S)
+        assert (await client.ask())[0] == 200
+
+
+# -- answers that are too large ---------------------------------------------------------------------------------
+
+LARGE = 2**24 + 2**20
+
+
+async def endless(fake: Fake, request: web.Request) -> web.StreamResponse:
+    is_stream = (await request.json()).get("stream")
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream" if is_stream else "application/json"})
+    await response.prepare(request)
+    await response.write(b"data: " if is_stream else b'{"a": "')
+    while True:
+        await response.write(b"x" * 2**20)
+
+
+async def test_an_endless_answer_of_a_prefill_engine_is_garbage() -> None:
+    prefill, decode = Fake(endless), decodes()
+    async with routed([prefill], [decode]) as client:
+        assert (await client.ask())[0] == 200
+        assert (await client.metrics())['pd_proxy_decode_only_total{cause="prefill_failed"}'] == 1
+
+
+async def test_an_endless_error_is_garbage() -> None:
+    async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=400)
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * 2**20)
+
+    async with routed([prefills()], [Fake(act)], attempts=1, is_computed=False) as client:
+        status, told = await client.ask()
+        assert (status, told["error"]["type"]) == (502, "garbage")
+
+
+async def test_an_event_without_an_end_is_garbage() -> None:
+    async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: {}\n\n")
+        while True:
+            await response.write(b"x" * 2**20)
+
+    async with routed([prefills()], [Fake(act)]) as client, client.streaming() as answer:
+        assert await answer.content.readuntil(b"\n\n") == b"data: {}\n\n"
+        assert json.loads((await answer.content.read()).removeprefix(b"data: "))["error"]["type"] == "garbage"
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_a_large_answer_in_one_piece_is_passed_on_as_it_arrives(is_cut: bool) -> None:
+    parts = [b'{"choices": "', *[b"x" * 2**20] * 17, b'"}']
+
+    async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        for part in parts[:-1]:
+            await response.write(part)
+        await asyncio.wait_for(fake.go_on.wait(), HEAR_S)  # until the client has most of it
+        if is_cut and request.transport is not None:
+            request.transport.abort()
+        else:
+            await response.write(parts[-1])
+        return response
+
+    decode = Fake(act)
+    async with routed([prefills()], [decode]) as client, client.streaming(stream=False) as answer:
+        assert len(await answer.content.readexactly(2**24)) == 2**24
+        decode.go_on.set()
+        if is_cut:
+            with pytest.raises(aiohttp.ClientError):
+                await answer.content.read()
+        else:
+            assert await answer.content.read() == b"".join(parts)[2**24 :]
+
+
 # -- a request that kills engines ------------------------------------------------------------------------------
 
 
@@ -896,6 +1215,57 @@ async def test_a_file_that_is_broken_or_gone_leaves_the_engines_and_is_said_once
         Sources([], [], file)
 
 
+@pytest.mark.parametrize("kind", ["fifo", "directory", "device", "huge"])
+async def test_a_file_of_another_kind_is_refused_and_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    file, other = tmp_path / "engines", tmp_path / "other"
+    good = "prefill http://a\ndecode http://b\n"
+    file.write_text(good)
+    sources = Sources([], [], file)
+    file.unlink()
+    match kind:
+        case "fifo":
+            os.mkfifo(file)
+        case "directory":
+            file.mkdir()
+        case "device":
+            file.symlink_to("/dev/zero")
+        case _:
+            file.write_text(good + "#" * 2**21 + "\n")
+    text = {"directory": "Is a directory", "huge": "larger than 1 MiB"}.get(kind, "not a regular file")
+    with pytest.raises(ConfigError, match=text):
+        Sources([], [], file)
+    with capture_logs() as events:
+        assert list(await sources.look()) == [("prefill", "http://a"), ("decode", "http://b")]
+    assert text in events[0]["trouble"]
+    other.write_text(good)
+    (file.rmdir if kind == "directory" else file.unlink)()
+    file.symlink_to(other)  # as Kubernetes mounts a ConfigMap
+    assert len(await sources.look()) == 2
+
+
+async def test_a_source_that_hangs_is_asked_once_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    hang, asked = threading.Event(), []
+
+    def resolve(host: str, port: int, *_: Any) -> list[Any]:
+        asked.append(host)
+        if host == "hangs":
+            hang.wait(HEAR_S)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(sources_module, "PATIENCE_S", 0.05)
+    sources = Sources(["dns+http://hangs:1"], ["dns+http://works:2"])
+    with capture_logs() as events:
+        for _ in range(3):
+            assert list(await sources.look()) == [("decode", "http://127.0.0.1:2")]
+    assert asked.count("hangs") == 1
+    assert [event["trouble"] for event in events] == ["there was no answer within 0.05 s"]
+    hang.set()
+    async with asyncio.timeout(HEAR_S):
+        while len(await sources.look()) < 2:
+            pass
+
+
 async def test_every_address_of_a_name_is_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = ["127.0.0.1"]
 
@@ -967,6 +1337,67 @@ async def test_malformed_bodies_are_refused(body: Any) -> None:
         status, told = await client.ask(body)
         assert (status, told["error"]["code"], told["error"]["type"]) == (400, 400, "invalid_request_error")
         assert not prefill.asked
+
+
+CHAT = COMPLETIONS[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "text"),
+    [
+        (path, fields, text)
+        for paths, fields, text in [
+            (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options needs stream to be true"),
+            (COMPLETIONS, {"stream_options": {"a": 1}, "stream": False}, "stream_options needs stream to be true"),
+            (COMPLETIONS, {"stream_options": 5, "stream": True}, "stream_options: Expected `object`"),
+            (COMPLETIONS, {"stream_options": [], "stream": True}, "stream_options: Expected `object`"),
+            (COMPLETIONS, {"stream_options": {"include_usage": "maybe"}, "stream": True}, "include_usage is neither"),
+            (COMPLETIONS, {"stream_options": {"include_usage": [1]}, "stream": True}, "stream_options: Expected"),
+            (COMPLETIONS, {"n": "two"}, "n is 'two', not a whole number"),
+            (COMPLETIONS, {"n": 1.5}, "n is '1.5', not a whole number"),
+            (COMPLETIONS, {"n": 0}, "n is 0, less than 1"),
+            (COMPLETIONS, {"max_tokens": "7x"}, "max_tokens is '7x', not a whole number"),
+            (COMPLETIONS, {"max_tokens": "inf"}, "max_tokens is 'inf', not a whole number"),
+            (COMPLETIONS, {"max_tokens": -1}, "max_tokens is -1, less than 1"),
+            (COMPLETIONS, {"max_tokens": [7]}, "the body is not a JSON object: Expected"),
+            (COMPLETIONS, {"min_tokens": "some"}, "min_tokens is 'some', not a whole number"),
+            (COMPLETIONS, {"min_tokens": 10}, "min_tokens is 10, outside 0 ... 9"),
+            (COMPLETIONS, {"min_tokens": -1}, "min_tokens is -1, outside 0 ... 9"),
+            ([CHAT], {"max_completion_tokens": "many"}, "max_completion_tokens is 'many', not a whole number"),
+            ([CHAT], {"max_completion_tokens": 0}, "max_completion_tokens is 0, less than 1"),
+            ([RESPONSES], {"max_output_tokens": "many"}, "max_output_tokens is 'many', not a whole number"),
+        ]
+        for path in paths
+    ],
+    ids=str,
+)
+async def test_what_no_engine_takes_is_refused_before_the_prefill(path: str, fields: dict[str, Any], text: str) -> None:
+    prefill, decode = prefills(), decodes()
+    async with routed([prefill], [decode]) as client:
+        status, told = await client.ask({**ASK, **fields}, path)
+        assert (status, told["error"]["code"], told["error"]["type"]) == (400, 400, "invalid_request_error")
+        assert text in told["error"]["message"]
+    assert not prefill.asked + decode.asked
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS[0], {"max_tokens": "7", "n": 1.0, "min_tokens": None}),
+        (COMPLETIONS[0], {"max_tokens": None, "n": None, "stream_options": None}),
+        (COMPLETIONS[0], {"max_tokens": 0, "echo": True}),
+        (COMPLETIONS[0], {"stream_options": {}, "max_completion_tokens": "any", "max_output_tokens": [1]}),
+        (COMPLETIONS[1], {"max_tokens": 0, "max_completion_tokens": 5, "min_tokens": True}),
+        (RESPONSES, {"max_tokens": "any", "stream_options": {"include_usage": True}}),
+    ],
+    ids=str,
+)
+async def test_what_vllm_takes_is_not_refused(path: str, fields: dict[str, Any]) -> None:
+    prefill, decode = prefills(), decodes()
+    body = {**ASK, **fields}
+    async with routed([prefill], [decode]) as client:
+        assert (await client.ask(body, path))[0] == 200
+    assert decode.asked[0][0] == {**body, "kv_transfer_params": {**PARAMS, "of": "a"}}
 
 
 async def test_a_body_that_cannot_be_unpacked_is_refused() -> None:
@@ -1311,6 +1742,55 @@ async def test_the_command_serves_logs_and_ends_in_order() -> None:
         assert (ended["event"], ended["id"], ended["status"], ended["attempts"]) == ("request", "id-1", 200, 1)
         assert (ended["prefill"], ended["decode"]) == (prefill.url, decode.url)
         assert (stopping["event"], stopping["in_flight"]) == ("stopping", 0)
+
+
+HANGING = """
+import socket, sys, threading
+known = socket.getaddrinfo
+socket.getaddrinfo = lambda host, *more, **named: (
+    threading.Event().wait() if "hangs" in str(host) else known(host, *more, **named)
+)
+from asynckv.tools import cli
+sys.exit(cli.run())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
+    async with prefills().running() as prefill:
+        urls = ("--prefill", prefill.url, "--decode", "http://hangs", "--decode", "dns+http://also-hangs")
+        command = (sys.executable, "-c", HANGING, "proxy", "--port", "0", *urls)
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(START_S):
+                while b'"listening"' not in (line := await process.stderr.readline()):
+                    assert line
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_two_thousand_clients_at_once_are_served_by_default() -> None:
+    """From one address, with one engine of each role, which take few connections at a time."""
+    events = says_events(b"data: {}\n\ndata: [DONE]\n\n")
+    body = msgspec.json.encode({**ASK, "stream": True})
+    said = HEAD.replace(b"65536", b"%d" % len(body)) + body
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    async with routed([prefills()], [Fake(events)], Limits()) as client:
+
+        async def served() -> bool:
+            async with connection(client, said) as (reader, _):
+                return b" 200 " in await reader.readline() and (await reader.readuntil(b"[DONE]")).endswith(b"[DONE]")
+
+        async with asyncio.timeout(240):
+            assert sum(await asyncio.gather(*(served() for _ in range(2000)))) == 2000
 
 
 async def test_a_second_signal_ends_what_is_under_way() -> None:

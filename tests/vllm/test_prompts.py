@@ -233,6 +233,14 @@ def test_a_prompt_is_lent_if_vllms_connectors_would_lend_it(flag: Any) -> None:
 # -- requests that only give a loan back -----------------------------------------------------------
 
 
+def test_a_router_gives_a_loan_back_without_a_count_or_a_warning(warnings: list[str]) -> None:
+    side, params = Decode(), brought(prompt_of(100))
+    side.add("a", [0], params | {"do_remote_prefill": None, "give_back": True}, 1)
+    assert side.step().only(Cancel).params["request_id"] == "at-prefill"
+    assert side.counts() == {"prompts": {}, "computed_locally": {}}
+    assert warnings == []
+
+
 @pytest.mark.parametrize("flag", [True, "true", None])
 @pytest.mark.parametrize("is_paused", [False, True], ids=["rejected", "paused"])
 def test_a_request_that_only_gives_a_loan_back_is_no_prompt(flag: Any, is_paused: bool, warnings: list[str]) -> None:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 PARAMS = "asynckv"  # our key in `kv_transfer_params`; vLLM and routers use others
 READS, LENDS = "do_remote_prefill", "do_remote_decode"
+GIVES_BACK = "give_back"  # set by `asynckv proxy`, beside the params of a request that it will not have read
 NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid", "remote_port": None}
 """Fields that `NixlConnector` reads. It waits for ever if one is missing, but fails at once to connect to no host."""
 
@@ -415,8 +416,9 @@ def _headers(request: Any) -> Mapping[str, str]:
 
 
 def _is_marker(request: Any) -> bool:
-    """Return True if vLLM adds a request, with any prompt, only to give back what was lent to it."""
-    return bool(getattr(request, "abort_immediately", False))
+    """Return True if vLLM, or a router, adds a request with any prompt only to give back what was lent to it."""
+    given = request.kv_transfer_params
+    return bool(getattr(request, "abort_immediately", False) or (isinstance(given, dict) and given.get(GIVES_BACK)))
 
 
 def _needs_all(request: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Every fault of an engine becomes an `EngineFault` with one word, `why`:
 
-- `unreachable`: no connection. The engine counts as down until its health is good again.
+- `unreachable`: no connection. An engine that refuses one counts as down until its health is good again.
 - `lost`: the connection broke before the answer was complete.
 - `overloaded`: status 429 or 503.
 - `kv_transfer_error`: a decode engine reports that it could not fetch the KV cache (vLLM reports `failed` instead).
@@ -14,6 +14,11 @@ Every fault of an engine becomes an `EngineFault` with one word, `why`:
 
 An answer with status 4xx is the client's fault, and is passed on unchanged (`Refused`).
 
+**A time-out proves little.** A connect that takes longer than `connect_s` counts like a late health check: two in a row
+take an engine out (`Engine.late`). It does not count if the engine sent a byte of any answer meanwhile, and the connect
+goes on. Time is counted in beats of the event loop, so a busy router waits longer. If time-outs alone took all engines
+of a role out, the least late one is asked.
+
 Engines come and go (`sources`). A new one is checked before it is used. One that is no longer named gets no new
 requests, and is watched until it has finished its work.
 """
@@ -22,13 +27,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
 import errno
 import io
 import itertools
+import math
 import re
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -41,8 +50,15 @@ from asynckv.tools.proxy.sources import Sources
 
 STATUS = {"unreachable": 503, "overloaded": 503, "timeout": 504, "silent": 504}
 UNHEARD = 2
-"""Health checks without a sign of life from an engine, after which its requests end as `silent`."""
+"""Time-outs in a row that take an engine out, and health checks without any sign of life that end its requests."""
 NO_HOST = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+OURS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""Errors of a connect that say nothing of the engine, because this host lacks descriptors, memory or ports."""
+APART = 0.75
+"""Part of `connect_s` after one time-out in which others do not count, because the same stall may have caused them."""
+BEATS = 8
+"""Turns of the event loop in `connect_s`; with fewer than half of them, the process was too busy to hear an engine."""
+NO_LIMIT = aiohttp.ClientTimeout()
 NEW = "not asked yet"
 PREAMBLE = re.compile(
     rb'event: response\.(created|queued|in_progress)\s|data: .*"delta": ?{"role": ?"\w+", ?"content": ?""}'
@@ -51,19 +67,36 @@ PREAMBLE = re.compile(
 BLANK = (b"\n\n", b"\n\r\n")
 ABORTED = re.compile(rb'"finish_reason": ?"abort"')
 MOST_UNREAD = 2**16  # bytes of a stream in which its first event is searched
+MOST_ERROR, MOST_WHOLE = 2**20, 2**24
+"""Bytes of the largest error, and of the largest answer that is read whole."""
+SMALL = 2**18  # bytes of a body that is sent at once
+SECONDS = re.compile(r"[0-9]{1,5}")
+asked: ContextVar[Engine | None] = ContextVar("asked", default=None)
+"""The engine that a task connects to for a request."""
 log = structlog.get_logger()
+
+
+class Asking(Protocol):
+    """A client's request; `asking` is the time-out of its current request to an engine."""
+
+    path: str
+    headers: dict[str, str]
+    asking: asyncio.Timeout | None
 
 
 class EngineFault(Refused):
     """Raised if an engine fails at a request; another engine may succeed."""
 
-    def __init__(self, engine: Engine, why: str, text: str) -> None:
+    def __init__(self, engine: Engine, why: str, text: str, retry_after: str = "") -> None:
         super().__init__(STATUS.get(why, 502), f"{engine} {text}", why)
         self.engine, self.why, self.text = engine, why, text
+        self.retry_after = retry_after or self.retry_after
 
 
 def _error_in(data: bytes) -> dict[str, Any] | None:
     """Return the error in an answer or an event; None if it is not an error."""
+    if b"error" not in data and b"abort" not in data:
+        return None
     if ABORTED.search(data):
         return {"code": 500}
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
@@ -85,24 +118,38 @@ def _code(error: Mapping[str, Any]) -> int:
     return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
+def _retry_after(given: str) -> str:
+    """Return a header of an engine if it is fit for a client: seconds within a day or so, or a date."""
+    if not SECONDS.fullmatch(given):
+        try:
+            given = email.utils.format_datetime(email.utils.parsedate_to_datetime(given[:40]), usegmt=True)
+        except (ValueError, TypeError, IndexError, OverflowError):
+            return ""
+    return given
+
+
 class Engine:
     """One engine, as the router knows it.
 
     Attributes:
         trouble: The reason why it is down; empty while it is up.
-        unheard: Health checks in a row since it last sent anything, including a part of an answer.
-        working: The time-outs of its current requests; they expire only if it falls silent.
+        is_slow: True if time-outs alone are the reason. It is asked all the same if no engine of its role is up.
+        heard: Time at which it last sent anything, including a part of an answer.
+        times_late: Time-outs in a row, of health checks and connects, since a health check was answered.
+        unheard: Health checks in a row during which it sent nothing at all.
+        working: The time-outs of its current requests, each with the fault if it has expired.
         lends_once: True if its params are not asynckv's, so that only one of several answers to a request may read.
     """
 
-    def __init__(self, role: str, url: str, faults: prometheus.Counter) -> None:
+    def __init__(self, role: str, url: str, faults: prometheus.Counter, connect_s: float) -> None:
         self.role, self.url = role, url.rstrip("/")
         self.trouble = NEW
-        self.unheard = self.last_turn = 0
-        self.lends_once = self.is_late = self.is_named = False
-        self.working: set[asyncio.Timeout] = set()
+        self.heard = self.late_at = -math.inf
+        self.unheard = self.times_late = self.last_turn = 0
+        self.lends_once = self.is_slow = self.is_named = False
+        self.working: dict[asyncio.Timeout, str] = {}
         self.faults: set[str] = set()
-        self._faults = faults
+        self._faults, self._connect_s = faults, connect_s
 
     def __str__(self) -> str:
         return f"{self.role} engine {self.url}"
@@ -111,36 +158,61 @@ class Engine:
     def outstanding(self) -> int:
         return len(self.working)
 
-    def found(self, trouble: str) -> None:
+    def found(self, trouble: str, is_slow: bool = False) -> None:
         if bool(trouble) != bool(self.trouble) or self.trouble == NEW:
             say, event = (log.warning, "engine_down") if trouble else (log.info, "engine_up")
             say(event, role=self.role, engine=self.url, trouble=trouble, outstanding=self.outstanding)
-        self.trouble = trouble
+        self.trouble, self.is_slow = trouble, is_slow
+
+    def late(self, text: str) -> None:
+        """Note that a health check or a connect had no answer in time."""
+        now = time.monotonic()
+        if now - self.late_at >= APART * self._connect_s:
+            self.times_late, self.late_at = self.times_late + 1, now
+        if self.times_late >= UNHEARD or self.trouble:  # a single late answer may be chance
+            self.found(text, is_slow=self.is_slow or self.trouble in ("", NEW))
 
     def not_heard(self) -> None:
-        """Note a failed health check; requests end as `silent` if the engine sent nothing else since the last one."""
+        """Note a health check without any sign of life; at the second in a row, requests end as `silent`."""
+        self.unheard += 1
         if self.unheard >= UNHEARD:
-            for limit in self.working:
-                if not limit.expired():
-                    limit.reschedule(0)
+            for limit in list(self.working):
+                self.end(limit, "silent")
 
-    def fault(self, why: str, text: str) -> EngineFault:
-        if why == "unreachable":
-            self.found(text)
+    def end(self, limit: asyncio.Timeout | None, why: str) -> None:
+        """End a current request with a fault."""
+        if limit in self.working and not limit.expired():
+            self.working[limit] = why
+            limit.reschedule(0)
+
+    def fault(self, why: str, text: str, retry_after: str = "") -> EngineFault:
         self.faults.add(why)
         self._faults.labels(self.role, self.url, why).inc()
         log.warning("engine_fault", role=self.role, engine=self.url, why=why, text=text)
-        return EngineFault(self, why, text)
+        return EngineFault(self, why, text, retry_after)
 
-    def decoded(self, data: bytes) -> dict[str, Any]:
+    async def head(self, answer: aiohttp.ClientResponse, most: int = MOST_WHOLE) -> bytes:
+        """Read an answer until its end, or until more than `most` bytes are here."""
+        found = bytearray()
+        while len(found) <= most and (piece := await answer.content.readany()):
+            self.heard = time.monotonic()
+            found += piece
+        return bytes(found)
+
+    async def whole(self, answer: aiohttp.ClientResponse, most: int = MOST_WHOLE) -> bytes:
+        if len(found := await self.head(answer, most)) > most:
+            raise self.fault("garbage", f"sent an answer of more than {most >> 20} MiB, with status {answer.status}")
+        return found
+
+    def decoded(self, data: bytes) -> dict[str, msgspec.Raw]:
         if ABORTED.search(data):
             raise self.refusal(500, data)
         try:
-            return msgspec.json.decode(data, type=dict[str, Any])
+            return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise self.fault("garbage", f"did not answer with a JSON object: {exc}") from exc
 
-    def refusal(self, status: int, data: bytes) -> Refused:
+    def refusal(self, status: int, data: bytes, retry_after: str = "") -> Refused:
         """Return the error that an answer other than 200 means."""
         said, error = data[:1000].decode(errors="replace"), _error_in(data) or {}
         if 400 <= status < 500 and status != 429:
@@ -149,13 +221,14 @@ class Engine:
         if error.get("type") == "kv_transfer_error":
             return self.fault("kv_transfer_error", f"could not fetch the KV cache: {said}")
         why = "overloaded" if status in (429, 503) else "failed" if status >= 500 else "garbage"
-        return self.fault(why, f"answered with status {status}: {said}")
+        return self.fault(why, f"answered with status {status}: {said}", _retry_after(retry_after))
 
-    async def first_event(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def first_event(self, answer: aiohttp.ClientResponse, hears: Callable[[], float]) -> bytes:
         """Read at least the first event of a stream, because vLLM sends status 200 before it knows of an error."""
         found, event = b"", b""
         if answer.content_type == "text/event-stream":
             while not event and len(found) < MOST_UNREAD and (piece := await answer.content.readany()):
+                self.heard = hears()
                 found += piece
                 *whole, rest = found.replace(*BLANK[::-1]).split(BLANK[0])
                 event = next((each for each in whole if not PREAMBLE.match(each)), b"")
@@ -168,10 +241,43 @@ class Engine:
 
     def failed_at_end(self, end: bytes) -> Refused | None:
         """Return the error that ended a stream, if any. The client has it, but log and metrics need it too."""
+        if b"error" not in end and b"abort" not in end:
+            return None
         events = reversed(end.replace(*BLANK[::-1]).split(BLANK[0]))
         event = _data(next((each for each in events if each.strip() not in (b"", b"data: [DONE]")), b""))
         error = _error_in(event)
         return None if error is None else self.refusal(_code(error), event)
+
+
+class Attempt:
+    """A connect, and the beats since it began, or since its engine was last heard."""
+
+    __slots__ = ("beats", "began", "engine")
+
+    def __init__(self, engine: Engine | None) -> None:
+        self.engine, self.began, self.beats = engine, time.monotonic(), 0
+
+
+class Connector(aiohttp.TCPConnector):
+    """Connections to engines; `attempts` are those that are being made, each with its time-out."""
+
+    def __init__(self) -> None:
+        # vLLM closes connections after 5 idle seconds; reusing one at that moment would lose a request.
+        super().__init__(limit=0, keepalive_timeout=3.0)
+        self.attempts: dict[asyncio.Timeout, Attempt] = {}
+
+    async def connect(
+        self,
+        req: aiohttp.ClientRequest,
+        traces: Any,
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - the name is aiohttp's
+    ) -> aiohttp.connector.Connection:
+        async with asyncio.timeout(None) as limit:
+            self.attempts[limit] = Attempt(asked.get())
+            try:
+                return await super().connect(req, traces, timeout)
+            finally:
+                del self.attempts[limit]
 
 
 class Engines:
@@ -184,13 +290,15 @@ class Engines:
         self._known: dict[tuple[str, str], Engine] = {}
         self._sources, self._limits, self._turn = sources, limits, itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._beats = 0
+        self._briefly = aiohttp.ClientTimeout(limits.connect_s)
 
     async def __aenter__(self) -> Engines:
-        # vLLM closes connections after 5 idle seconds; reusing one at that moment would lose a request.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
-        self.session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        self._connector = Connector()
+        self.session = aiohttp.ClientSession(connector=self._connector, cookie_jar=aiohttp.DummyCookieJar())
+        self.spawn(self._beat())
         await self._refresh()
-        self._spawn(self._go_on_refreshing())
+        self.spawn(self._go_on_refreshing())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -199,10 +307,26 @@ class Engines:
         await asyncio.wait(self._tasks)
         await self.session.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _beat(self) -> None:
+        """Count time, and end connects that take long, unless the engine was heard meanwhile and no other is better."""
+        while True:
+            await asyncio.sleep(self._limits.connect_s / BEATS)
+            self._beats += 1
+            for limit, attempt in list(self._connector.attempts.items()):
+                engine, attempt.beats = attempt.engine, attempt.beats + 1
+                if engine is None or attempt.beats < BEATS or limit.expired():
+                    continue
+                if not (is_heard := engine.heard >= attempt.began):
+                    engine.late("connects have no answer in time")
+                if not is_heard or (engine.trouble and self.is_up(engine.role, {engine.url})):
+                    limit.reschedule(0)
+                attempt.began, attempt.beats = time.monotonic(), 0
 
     async def _go_on_refreshing(self) -> None:
         while True:
@@ -215,7 +339,7 @@ class Engines:
     async def _refresh(self) -> None:
         """Add new engines, and drop those that are no longer named."""
         named = await self._sources.look()
-        new = {key: Engine(*key, self._faults) for key in named if key not in self._known}
+        new = {key: Engine(*key, self._faults, self._limits.connect_s) for key in named if key not in self._known}
         await asyncio.gather(*map(self._look, new.values()))
         self._known |= new
         for key, engine in self._known.items():
@@ -223,7 +347,7 @@ class Engines:
                 log.info("engine_removed", role=engine.role, engine=engine.url, outstanding=engine.outstanding)
             engine.is_named = key in named  # an engine that returns still has its earlier work
         for engine in new.values():
-            self._spawn(self._watch(engine))
+            self.spawn(self._watch(engine))
 
     async def _watch(self, engine: Engine) -> None:
         while engine.is_named or engine.working:
@@ -234,18 +358,21 @@ class Engines:
             self._faults.remove(engine.role, engine.url, why)
 
     async def _look(self, engine: Engine) -> None:
-        engine.unheard += 1
+        began, beats = time.monotonic(), self._beats
         try:
-            timeout = aiohttp.ClientTimeout(self._limits.connect_s)
-            async with self.session.get(f"{engine.url}/health", timeout=timeout) as answer:
-                engine.unheard = 0
+            async with self.session.get(f"{engine.url}/health", timeout=self._briefly) as answer:
+                engine.heard = time.monotonic()
+                engine.times_late = engine.unheard = 0
                 engine.found("" if answer.status == 200 else f"its health is status {answer.status}")
-                engine.is_late = False
         except Exception as exc:  # no error of one engine may end the watching
-            was_late, engine.is_late = engine.is_late, isinstance(exc, TimeoutError)
-            if was_late or engine.trouble or not engine.is_late:  # a single late answer may be chance
-                engine.found(str(exc) or "its health check had no answer in time")
-            if engine.is_late or getattr(exc, "errno", None) in NO_HOST:
+            number, is_late = getattr(exc, "errno", None), isinstance(exc, TimeoutError)
+            if number in OURS or (is_late and self._beats - beats < BEATS // 2):
+                return  # this says nothing of the engine
+            if is_late:
+                engine.late("its health check had no answer in time")
+            else:
+                engine.found(str(exc) or type(exc).__name__)
+            if engine.heard < began and (is_late or number in NO_HOST):
                 engine.not_heard()
             else:
                 engine.unheard = 0
@@ -267,43 +394,79 @@ class Engines:
         """Return True if an engine of this role is up, except those to avoid."""
         return any(not engine.trouble and engine.url not in avoid for engine in self.of(role))
 
-    def up(self, role: str) -> list[Engine]:
-        if found := [engine for engine in self.of(role) if not engine.trouble]:
+    def up(self, role: str, lost: Collection[str] = ()) -> list[Engine]:
+        """Return the engines that may be asked: those that are up, or else those that are only slow, unless `lost`."""
+        engines = self.of(role)
+        if found := [engine for engine in engines if not engine.trouble]:
             return found
-        which = "; ".join(f"{engine.url} {engine.trouble}" for engine in self.of(role)) or "none is known"
+        if found := [engine for engine in engines if engine.is_slow and engine.url not in lost]:
+            return found
+        which = "; ".join(f"{engine.url} {engine.trouble}" for engine in engines) or "none is known"
         raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
 
-    def choose(self, role: str, avoid: Collection[str]) -> Engine:
-        """Return the living engine with the fewest requests; one to avoid only if there is no other."""
-        chosen = min(self.up(role), key=lambda engine: (engine.url in avoid, engine.outstanding, engine.last_turn))
+    def choose(self, role: str, avoid: Collection[str], lost: Collection[str] = ()) -> Engine:
+        """Return the least late engine with the fewest requests; one to avoid only if there is no other."""
+
+        def cost(engine: Engine) -> tuple[bool, int, int, int]:
+            late = engine.times_late if engine.is_slow else 0
+            return engine.url in avoid, late, len(engine.working), engine.last_turn
+
+        chosen = min(self.up(role, lost), key=cost)
         chosen.last_turn = next(self._turn)
         return chosen
 
     @contextlib.asynccontextmanager
     async def ask(
-        self, engine: Engine, path: str, headers: Mapping[str, str], body: Any, **within: Any
+        self,
+        engine: Engine,
+        job: Asking,
+        body: Any,
+        headers: Mapping[str, str] | None = None,
+        *,
+        within: aiohttp.ClientTimeout = NO_LIMIT,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask an engine for an answer with status 200; leaving before the answer ends closes the connection."""
-        timeout = aiohttp.ClientTimeout(**within, sock_connect=self._limits.connect_s)
-        url = engine.url + path
-        method, data = ("GET", None) if body is None else ("POST", io.BytesIO(msgspec.json.encode(body)))
-        asked = self.session.request(method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False)
-        limit = asyncio.timeout(None)
+        data = b"" if body is None else msgspec.json.encode(body)
+        asking = self.session.request(
+            "POST" if data else "GET",
+            engine.url + job.path,
+            # A small body is sent at once; a large one in parts, so that others get their turn.
+            data=io.BytesIO(data) if len(data) > SMALL else data or None,
+            headers=job.headers if headers is None else {**job.headers, **headers},
+            timeout=within,
+            allow_redirects=False,
+        )
+        asked.set(engine)
+        job.asking = limit = asyncio.timeout(None)
         try:
             async with limit:
-                engine.working.add(limit)
-                async with asked as answer:
-                    engine.unheard = 0
+                engine.working[limit] = ""
+                async with asking as answer:
+                    engine.heard = time.monotonic()
                     if answer.status != 200:
-                        raise engine.refusal(answer.status, await answer.read())
+                        data = await engine.whole(answer, MOST_ERROR)
+                        raise engine.refusal(answer.status, data, answer.headers.get("Retry-After", ""))
                     yield answer
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
+        except aiohttp.ClientConnectorError as exc:
+            if exc.errno in OURS:
+                raise Refused(503, f"the router has no room for a connection: {exc.strerror}", "overloaded") from exc
+            engine.found(text := f"cannot be reached: {exc}")
+            raise engine.fault("unreachable", text) from exc
+        except aiohttp.ConnectionTimeoutError as exc:
             raise engine.fault("unreachable", f"cannot be reached: {exc}") from exc
         except TimeoutError as exc:
-            if limit.expired():
+            if engine.working[limit] == "silent":
                 raise engine.fault("silent", "sends nothing, not even to health checks") from exc
             raise engine.fault("timeout", "did not answer in time") from exc
         except aiohttp.ClientError as exc:
             raise engine.fault("lost", f"was lost: {exc or type(exc).__name__}") from exc
         finally:
-            engine.working.discard(limit)
+            engine.working.pop(limit, None)
+
+    async def tell(self, engine: Engine, path: str, headers: Mapping[str, str], body: Any) -> None:
+        """Send a request of the router's own. Neither its answer nor its failure matters."""
+        asked.set(None)
+        with contextlib.suppress(Exception):
+            data = msgspec.json.encode(body)
+            async with self.session.post(engine.url + path, data=data, headers=headers, timeout=self._briefly):
+                pass

@@ -19,6 +19,8 @@ def _limit(default: Any, **bounds: Any) -> Any:
 class Limits:
     """Limits for engines and clients; times are seconds.
 
+    `max_requests` is there for memory: a request takes about 40 KiB, and its body until it ends.
+
     Each request also needs a connection to an engine, so a third of the process's descriptors is a limit too. After
     `idle_s` a connection is closed if it has not sent a whole request, or does not read its answer.
     """
@@ -29,13 +31,13 @@ class Limits:
     silence_s: float = _limit(300.0)
     health_s: float = _limit(2.0)
     refresh_s: float = _limit(5.0)
-    max_requests: int = _limit(1024, min=1)
+    max_requests: int = _limit(4096, min=1)
     max_body_mib: float = _limit(16.0)
     max_bodies_mib: float = _limit(1024.0)
     body_s: float = _limit(60.0)
     idle_s: float = _limit(75.0)
-    max_connections: int = _limit(2048, min=1)
-    max_connections_per_host: int = _limit(1536, min=1)
+    max_connections: int = _limit(4096, min=1)
+    max_connections_per_host: int = _limit(3072, min=1)
     drain_s: float = _limit(30.0)
 
 

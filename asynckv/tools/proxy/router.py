@@ -7,8 +7,10 @@ the KV cache, and generates. Its answer is passed on unchanged, piece by piece a
 The router stores only counts. One loop, `Router._route`, handles all faults:
 
 - Until the first piece was passed on, a request can be retried: if an engine is unreachable, dies, falls silent or
-  answers with an error, another engine is tried if there is one. Params are good for one use. They can be reused only
-  if the decode engine was not reached at all; after any other fault the prompt is computed again.
+  answers with an error, another engine is tried if there is one. Params are good for one use. They can be reused if the
+  decode engine was not reached, or had no room; after any other fault the prompt is computed again.
+- An engine without room is not asked twice: if there is no other, the client is told when to come back.
+- If no answer came of params, the prefill engine is asked to take its KV cache back (`Router._give_back`).
 - If two engines were lost with a request, the request may be the cause, so it is not tried on a third.
 - If no prefill is available or its KV cache cannot be used (`CAUSES`), a decode engine computes the prompt itself.
 - After the first piece, the client gets an error as the last event of its stream, also when the router stops. No other
@@ -23,10 +25,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import resource
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +38,10 @@ import aiohttp.web as web
 import msgspec
 import prometheus_client as prometheus
 import structlog
+from aiohttp import ClientResponse, ClientTimeout
 
-from asynckv.tools.proxy.engines import BLANK, Engine, EngineFault, Engines
+from asynckv.edges.aside import Aside
+from asynckv.tools.proxy.engines import BLANK, MOST_WHOLE, Engine, EngineFault, Engines
 from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.server import COMPLETIONS, Refused, errors_as_json, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
@@ -43,10 +49,19 @@ from asynckv.tools.proxy.sources import Sources
 RESPONSES = "/v1/responses"
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options", "n", "best_of"}
 """Fields of a request that contradict a prefill, which generates one token in one piece."""
+NUMBERS = {
+    COMPLETIONS[0]: {"n", "min_tokens", "max_tokens"},
+    COMPLETIONS[1]: {"n", "min_tokens", "max_tokens", "max_completion_tokens"},
+    RESPONSES: {"max_output_tokens"},
+}
+"""Whole numbers that a prefill request leaves out or replaces, so that no prefill engine checks them."""
+OF_STREAM = {"include_usage", "continuous_usage_stats"}
+TRUTHS = {"0", "1", "f", "t", "n", "y", "no", "yes", "off", "on", "false", "true"}  # texts that vLLM takes for booleans
 OF_HOSTS = {"kv_transfer_params", "ec_transfer_params"}  # a client must not set these
 LOOKED_AT = {"stream", "previous_response_id", "background", "n", "best_of", "use_beam_search", "echo", "logprobs"}
 LOOKED_AT |= {"prompt_logprobs"}
 """Fields of a request that the router decodes, each a `SCALAR`."""
+LOOKED_AT_BY = {path: LOOKED_AT | names for path, names in NUMBERS.items()}
 SCALAR = msgspec.json.Decoder(str | float | bool | None)
 MAX_FIELDS = 1000
 PASSED_ON = ("Authorization", "traceparent", "tracestate")
@@ -56,14 +71,22 @@ CAUSES = ["no_prefill_engine", "prefill_failed", "transfer_failed", "no_params",
 CAUSES += ["prompt_logprobs"]
 """Causes for which a decode engine computes a prompt itself; docs/deploy.md has a table."""
 LOST = {"lost", "silent"}
+UNTOUCHED = {"unreachable", "overloaded"}
+"""Faults after which params are still good, because the engine has not read the KV cache."""
 OF_TRANSFER = {"kv_transfer_error", "failed"}
 """Faults of decode engines that the KV cache may have caused; vLLM does not report whether it did."""
 GRACE_S = 0.5
 """Time after the drain to write its errors; other requests (such as /metrics) also get only this long."""
 MAX_NAMED = 8  # requests that `/health/ready` lists
 END = 16384  # last bytes of a stream, which are searched for an error
+DONE = b"data: [DONE]\n\n"
+MOST_EVENT = 2**24  # bytes of one event of a stream
+LATE_S, LOOKS = 0.2, 5
+"""Once a client has left during a prefill, its engine may answer for this time, so many times, because an engine that
+is cut off just when it lends holds the blocks until the lease ends."""
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
+Params = dict[str, msgspec.Raw]
 log = structlog.get_logger()
 
 
@@ -74,7 +97,9 @@ class Job:
         headers: Headers for engines: the client's credentials and trace, and the request id of all logs.
         body: The fields of the request as they came; `asked` has those that are `LOOKED_AT`.
         params: Location of the KV cache, as given by the prefill engine `lender`.
+        asking: Time-out of the current request to an engine.
         heard: Time at which the engine was asked, or last sent something.
+        is_writing: True while the client has to read, so that the engine is not waited for.
         failure: The error that ended the engine's stream.
         avoid: URLs of engines that failed the request; `lost` has those that were lost while they worked on it.
         limit: Time-out of the request; it expires only while the router stops.
@@ -89,11 +114,12 @@ class Job:
         self.asked: dict[str, Any] = {}
         self.body_bytes = 0
         self.notes: dict[str, Any] = {}
-        self.params: dict[str, Any] | None = None
+        self.params: Params | None = None
         self.lender: Engine | None = None
         self.is_alone = False
         self.engine: Engine | None = None
-        self.heard, self.is_waiting = self.began, False
+        self.asking: asyncio.Timeout | None = None
+        self.heard, self.is_waiting, self.is_writing = self.began, False, False
         self.failure: Refused | None = None
         self.avoid: set[str] = set()
         self.lost: set[str] = set()
@@ -106,9 +132,10 @@ class Job:
         self.engine, self.notes[engine.role] = engine, engine.url
         self.hears()
 
-    def hears(self) -> None:
-        """Note that data came, or that a step begins."""
+    def hears(self) -> float:
+        """Note that data came, or that a step begins; return the time."""
         self.heard, self.is_waiting = time.monotonic(), False
+        return self.heard
 
     def seen(self) -> dict[str, Any]:
         engine = self.engine.url if self.engine is not None else ""
@@ -155,6 +182,41 @@ def why_alone(job: Job) -> str:
     return "prompt_logprobs" if is_echo or asked.get("prompt_logprobs") is not None else ""
 
 
+def _number(name: str, value: str | float | bool) -> float:
+    """Return the whole number that vLLM takes a value for, such as "7"."""
+    with contextlib.suppress(ValueError):
+        if (number := float(value)).is_integer():
+            return number
+    raise Refused(400, f"{name} is {str(value)[:40]!r}, not a whole number")
+
+
+def check(job: Job) -> None:
+    """Refuse what no engine takes in the fields that a prefill request leaves out or replaces, before any prefill."""
+    asked = job.asked
+    numbers = {name: _number(name, asked[name]) for name in NUMBERS[job.path] & asked.keys() if asked[name] is not None}
+    asked |= numbers
+    name = next((it for it in ("max_completion_tokens", "max_output_tokens", "max_tokens") if it in numbers), "")
+    most, least = numbers.get(name, math.inf), 0 if asked.get("echo") else 1
+    if most < least:
+        raise Refused(400, f"{name} is {most:g}, less than {least}")
+    if not 0 <= numbers.get("min_tokens", 0) <= max(most, 1):
+        raise Refused(400, f"min_tokens is {numbers['min_tokens']:g}, outside 0 ... {max(most, 1):g}")
+    if numbers.get("n", 1) < 1:
+        raise Refused(400, f"n is {numbers['n']:g}, less than 1")
+    if job.path == RESPONSES or (given := bytes(job.body.get("stream_options", b"null"))) == b"null":
+        return
+    try:
+        options = fields(given)
+        told = {name: SCALAR.decode(options[name]) for name in OF_STREAM & options.keys()}
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise Refused(400, f"stream_options: {exc}") from None
+    if options and not asked.get("stream"):
+        raise Refused(400, "stream_options needs stream to be true")
+    for name, value in told.items():
+        if not (value in (None, 0, 1) or (isinstance(value, str) and value.lower() in TRUTHS)):
+            raise Refused(400, f"stream_options: {name} is neither true nor false")
+
+
 class Router:
     """Carry requests to engines, and answers to clients.
 
@@ -184,9 +246,13 @@ class Router:
         for cause in CAUSES:
             self._decode_only.labels(cause)
         text = "Seconds until prefill, first event and end."
-        self._seconds = prometheus.Histogram("pd_proxy_seconds", text, ["until"], buckets=BUCKETS, **at)
-        self._in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests in flight.", **at)
+        seconds = prometheus.Histogram("pd_proxy_seconds", text, ["until"], buckets=BUCKETS, **at)
+        self._seconds = {until: seconds.labels(until).observe for until in ("prefill", "first", "end")}
+        in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests in flight.", **at)
+        in_flight.set_function(lambda: len(self._jobs))
         self._jobs: set[Job] = set()
+        self._admitted: set[Job] = set()  # those with a body
+        self._giving: set[asyncio.Task[None]] = set()
         self._ends: float | None = None
 
     @property
@@ -206,18 +272,26 @@ class Router:
 
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
         async with self.engines:
-            warning = asyncio.create_task(self._warn())
+            watching = asyncio.create_task(self._watch())
             yield
-            warning.cancel()
-            await asyncio.wait([warning])
+            watching.cancel()
+            await asyncio.wait([watching])
 
-    async def _warn(self) -> None:
-        """Log each request once if it waits for long, except for an answer in one piece, which has no time limit."""
+    async def _watch(self) -> None:
+        """End requests with engines that take too long, and log each once if it waits for long.
+
+        An answer in one piece has no time limit. One task for all requests is cheaper than a timer for every piece.
+        """
+        limits = self._limits
         while True:
-            await asyncio.sleep(min(1.0, self._warn_s / 2))
+            await asyncio.sleep(min(1.0, self._warn_s / 2, limits.prefill_s / 8, limits.silence_s / 8))
             for job in self._jobs:
-                engine, is_silent = job.engine, time.monotonic() - job.heard > self._warn_s and not job.is_waiting
-                if engine and is_silent and (engine.role == "prefill" or job.asked.get("stream")):
+                engine, waited_s = job.engine, time.monotonic() - job.heard
+                if engine is None or job.is_writing or not (engine.role == "prefill" or job.asked.get("stream")):
+                    continue
+                if waited_s > (limits.prefill_s if engine.role == "prefill" else limits.silence_s):
+                    engine.end(job.asking, "timeout")
+                elif waited_s > self._warn_s and not job.is_waiting:
                     job.is_waiting = True
                     log.warning("request_waits", role=engine.role, trouble=engine.trouble, **job.seen())
 
@@ -226,6 +300,8 @@ class Router:
         self.end_within(self._limits.drain_s)
         if tasks := [job.task for job in self._jobs if job.task is not None]:
             await asyncio.wait(tasks, timeout=self._limits.drain_s + GRACE_S)
+        if self._giving:
+            await asyncio.wait(self._giving, timeout=GRACE_S)
 
     def end_within(self, seconds: float) -> None:
         self._ends = asyncio.get_running_loop().time() + seconds
@@ -235,8 +311,8 @@ class Router:
 
     async def _models(self, request: web.Request) -> web.Response:
         job, engine = Job(request), self.engines.choose("decode", ())
-        async with self.engines.ask(engine, job.path, job.headers, None, total=self._limits.connect_s) as answer:
-            return web.Response(body=await answer.read(), content_type="application/json")
+        async with self.engines.ask(engine, job, None, within=ClientTimeout(self._limits.connect_s)) as answer:
+            return web.Response(body=await engine.whole(answer), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -256,36 +332,42 @@ class Router:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         job, status = Job(request, self._ends), 500
         self._jobs.add(job)
-        with self._in_flight.track_inprogress(), structlog.contextvars.bound_contextvars(id=job.id):
-            try:
-                async with job.limit:
-                    job.body = await self._read(job)
-                    # A request counts only once its body is here.
-                    if sum(bool(it.body) for it in self._jobs) > self._limits.max_requests:
-                        raise Refused(503, f"{self._limits.max_requests} requests are already in flight", "overloaded")
-                    response = await self._route(job)
-                status = response.status
-                if job.failure is not None:
-                    status, job.notes["error"] = job.failure.status, str(job.failure)
-                return response
-            except (Refused, TimeoutError) as exc:
-                refused = exc if isinstance(exc, Refused) else Refused(503, "the router is stopping", "stopping")
-                status, job.notes["error"] = refused.status, str(refused)
-                if job.stream is not None:
-                    await job.stream.write(refused.event())
-                    return job.stream
+        structlog.contextvars.bind_contextvars(id=job.id)  # aiohttp handles each request in a context of its own
+        try:
+            async with job.limit:
+                await self._read(job)
+                # A request counts only once its body is here.
+                if len(self._admitted) >= self._limits.max_requests:
+                    raise Refused(503, f"{self._limits.max_requests} requests are already in flight", "overloaded")
+                self._admitted.add(job)
+                response = await self._route(job)
+            status = response.status
+            if job.failure is not None:
+                status, job.notes["error"] = job.failure.status, str(job.failure)
+            return response
+        except (Refused, TimeoutError) as exc:
+            refused = exc if isinstance(exc, Refused) else Refused(503, "the router is stopping", "stopping")
+            status, job.notes["error"] = refused.status, str(refused)
+            if job.stream is None:
                 response = refused.response()
                 response.headers["X-Request-Id"] = job.id
                 return response
-            except asyncio.CancelledError:
-                status = 499
-                raise
-            finally:
-                self._jobs.remove(job)
-                self._body_bytes -= job.body_bytes
-                self._answered.labels(job.path, status).inc()
-                self._passed("end", job)
-                log.info("request", path=job.path, status=status, **job.notes)
+            if job.asked.get("stream"):
+                await job.stream.write(refused.event())
+            elif request.transport is not None:
+                request.transport.abort()  # so that the client does not take a part of the answer for all of it
+            return job.stream
+        except asyncio.CancelledError:
+            status = 499
+            raise
+        finally:
+            self._jobs.remove(job)
+            self._admitted.discard(job)
+            self._body_bytes -= job.body_bytes
+            self._give_back(job)
+            self._answered.labels(job.path, status).inc()
+            self._passed("end", job)
+            log.info("request", path=job.path, status=status, **job.notes)
 
     async def _read_body(self, job: Job) -> bytes:
         """Read a body, and count its bytes until the request ends, because a further attempt needs the body."""
@@ -300,13 +382,13 @@ class Router:
             self._body_bytes += len(piece)
         return bytes(body)
 
-    async def _read(self, job: Job) -> dict[str, Any]:
+    async def _read(self, job: Job) -> None:
         try:
             async with asyncio.timeout(self._limits.body_s):
                 data = await self._read_body(job)
             data.decode()  # fields that are not decoded could hold bytes that are not UTF-8
             body = fields(data)
-            job.asked = {name: SCALAR.decode(body[name]) for name in LOOKED_AT & body.keys()}
+            job.asked = {name: SCALAR.decode(body[name]) for name in LOOKED_AT_BY[job.path] & body.keys()}
             if (extra := bytes(body.get("vllm_xargs", b""))).startswith(b"{"):
                 body["vllm_xargs"] = fields(extra)
         except TimeoutError:
@@ -318,7 +400,8 @@ class Router:
         if job.asked.get("previous_response_id") or job.asked.get("background"):
             what = "previous_response_id and background need the engine that keeps the response"
             raise Refused(400, f"{what}; send the whole conversation as input")
-        return body
+        job.body = body
+        check(job)
 
     async def _route(self, job: Job) -> web.StreamResponse:
         """Have a request prefilled and decoded, and retry with other engines if needed."""
@@ -328,9 +411,9 @@ class Router:
         for job.notes["attempts"] in itertools.count(1):
             try:
                 if job.lender is None and not job.is_alone:
-                    self.engines.up("decode")  # otherwise the prefill would be wasted
+                    self.engines.up("decode", job.lost)  # otherwise the prefill would be wasted
                     await self._prefill(job)
-                return await self._decode(self.engines.choose("decode", job.avoid), job)
+                return await self._decode(self.engines.choose("decode", job.avoid, job.lost), job)
             except EngineFault as fault:
                 why, engine = fault.why, fault.engine
                 job.lost |= {engine.url} if why in LOST else set()
@@ -338,19 +421,19 @@ class Router:
                     others = "another engine was lost with this request before, so a third is not tried"
                     raise EngineFault(engine, why, f"{fault.text}; {others}") from fault
                 job.avoid |= {engine.url} if why != "kv_transfer_error" else set()
-                # Nothing was sent to an unreachable engine, so this attempt is free if there are others to try.
-                is_free = why == "unreachable" and self.engines.is_up(engine.role, job.avoid)
+                # Such an engine has done nothing, so this attempt is free if there are others to try.
+                is_free = why in UNTOUCHED and self.engines.is_up(engine.role, job.avoid)
                 spent += not is_free
                 # If a decode engine can compute the prompt instead, that is one more attempt.
                 is_of_transfer = engine.role == "prefill" or (why in OF_TRANSFER and job.params is not None)
-                is_last = not is_free and (spent >= self._limits.attempts or why == "timeout")
+                is_last = not is_free and (spent >= self._limits.attempts or why in ("timeout", "overloaded"))
                 if job.stream is not None or (is_last and not (is_of_transfer and self._is_computed)):
                     raise
                 self._retried.labels(why).inc()
                 if why in OF_TRANSFER and job.lender is not None:
                     job.avoid.add(job.lender.url)
-                if why != "unreachable" or engine is job.lender:
-                    job.lender = job.params = None  # the params may be used up
+                if why not in UNTOUCHED or engine is job.lender:
+                    self._give_back(job)  # the params may be used up
                 if is_last:
                     self._leave_alone(job, "prefill_failed" if engine.role == "prefill" else "transfer_failed")
         raise AssertionError
@@ -361,9 +444,39 @@ class Router:
         job.notes["decode_only"] = cause
         self._decode_only.labels(cause).inc()
 
+    def _give_back(self, job: Job) -> None:
+        """Forget params, and ask the engine that gave them to take its KV cache back; otherwise its lease would expire.
+
+        This is right even if a decode engine reads the KV cache, because the first reader keeps all others out. Only
+        asynckv's params can be given back by a request that does not read.
+        """
+        engine, params, job.lender, job.params = job.lender, job.params, None, None
+        if engine is not None and params is not None and "asynckv" in params:
+            short: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
+            if job.path == COMPLETIONS[1]:
+                short = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+            elif job.path == RESPONSES:
+                short = {"input": "x", "max_output_tokens": 1, "store": False}
+            short |= {name: job.body[name] for name in ("model",) if name in job.body}
+            short["kv_transfer_params"] = params | {"do_remote_prefill": None, "give_back": True}
+            task = self.engines.spawn(self.engines.tell(engine, job.path, job.headers, short))
+            self._giving.add(task)
+            task.add_done_callback(self._giving.discard)
+
+    async def _give_back_later(self, job: Job, engine: Engine, asking: asyncio.Task[Params | None]) -> None:
+        """Wait a little for the prefill of a client that has left, because its answer may be here, but not read yet."""
+        try:
+            for _ in range(LOOKS):
+                await asyncio.wait([asking], timeout=LATE_S)
+            if asking.done() and not asking.cancelled() and asking.exception() is None:
+                job.lender, job.params = engine, asking.result()
+                self._give_back(job)
+        finally:
+            asking.cancel()
+
     async def _prefill(self, job: Job) -> None:
         try:
-            engine = self.engines.choose("prefill", job.avoid)
+            engine = self.engines.choose("prefill", job.avoid, job.lost)
         except Refused:
             if not self._is_computed:
                 raise
@@ -373,14 +486,14 @@ class Router:
             return self._leave_alone(job, "n")
         job.lender = engine
         job.asks(engine)
-        body = {name: value for name, value in job.body.items() if name not in OF_GENERATION}
-        body |= {"max_completion_tokens": 1} if "max_completion_tokens" in body else {}
-        body |= {"max_output_tokens": 1, "store": False} if job.path == RESPONSES else {"max_tokens": 1}
-        body |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True}}
-        async with self.engines.ask(engine, job.path, job.headers, body, total=self._limits.prefill_s) as answer:
-            params = engine.decoded(await answer.read()).get("kv_transfer_params")
+        asking = asyncio.create_task(self._ask_for_params(engine, job))
+        try:
+            params = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self.engines.spawn(self._give_back_later(job, engine, asking))
+            raise
         self._passed("prefill", job)
-        if not params or not isinstance(params, dict):
+        if not params:
             return self._leave_alone(job, "no_params")
         # Several answers read several times, but an owner other than asynckv may free the blocks after the first read.
         engine.lends_once = "asynckv" not in params
@@ -388,50 +501,82 @@ class Router:
             return self._leave_alone(job, "n")
         job.params = params
 
+    async def _ask_for_params(self, engine: Engine, job: Job) -> Params | None:
+        body = {name: value for name, value in job.body.items() if name not in OF_GENERATION}
+        body |= {"max_completion_tokens": 1} if "max_completion_tokens" in body else {}
+        body |= {"max_output_tokens": 1, "store": False} if job.path == RESPONSES else {"max_tokens": 1}
+        body |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        async with self.engines.ask(engine, job, body) as answer:
+            params = engine.decoded(await engine.whole(answer)).get("kv_transfer_params")
+        with contextlib.suppress(msgspec.MsgspecError):  # it is not an object
+            return None if params is None else msgspec.json.decode(params, type=Params)
+        return None
+
     async def _decode(self, engine: Engine, job: Job) -> web.StreamResponse:
         job.asks(engine)
         body = job.body | ({"kv_transfer_params": job.params} if job.params else {})
-        is_stream = job.asked.get("stream")
-        silence_s = self._limits.silence_s if is_stream else None  # an answer in one piece has no limit
         rank = {RANK: job.request.headers[RANK]} if RANK in job.request.headers else {}
-        async with self.engines.ask(engine, job.path, job.headers | rank, body, sock_read=silence_s) as answer:
+        async with self.engines.ask(engine, job, body, rank) as answer:
             headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
-            if not is_stream:
-                data = await answer.read()
-                engine.decoded(data)
-                return web.Response(body=data, headers=headers)
-            piece, end = await engine.first_event(answer), b""
-            self._passed("first", job)
-            response = web.StreamResponse(headers=headers)
+            if job.asked.get("stream"):
+                piece = await engine.first_event(answer, job.hears)
+                self._passed("first", job)
+            elif len(piece := await engine.head(answer)) <= MOST_WHOLE:
+                engine.decoded(piece)
+                job.params = None
+                return web.Response(body=piece, headers=headers)
+            job.params = None  # the engine generates, so it has read them
+            job.stream = web.StreamResponse(headers=headers)
             try:
-                await response.prepare(job.request)
-                job.stream = response
-                rest = b""  # half an event, which the client must not get if the engine fails
-                while piece:
-                    engine.unheard = 0
-                    job.hears()
-                    rest += piece
-                    if cut := max((rest.rfind(it) + len(it) for it in BLANK if it in rest), default=0):
-                        end = (end + rest[:cut])[-END:]
-                        await response.write(rest[:cut])
-                        rest = rest[cut:]
-                    piece = await answer.content.readany()
-                job.failure = engine.failed_at_end(end + rest)
-                await response.write(rest)
-                await response.write_eof()
+                await job.stream.prepare(job.request)
+                await self._pass_on(engine, job, job.stream, answer, piece)
+                await job.stream.write_eof()
             except ConnectionError as exc:
                 raise asyncio.CancelledError from exc  # the client has disconnected
-            return response
+            return job.stream
+
+    async def _pass_on(
+        self, engine: Engine, job: Job, response: web.StreamResponse, answer: ClientResponse, piece: bytes
+    ) -> None:
+        """Pass an answer on as it arrives: a stream by whole events, so that an error can follow."""
+        is_stream, rest, end = job.asked.get("stream"), b"", b""
+        while piece:
+            engine.heard = job.hears()
+            rest = rest + piece if rest else piece
+            cut = len(rest)
+            if is_stream and not rest.endswith(BLANK):
+                cut = max((rest.rfind(it) + len(it) for it in BLANK if it in rest), default=0)
+            if cut:
+                whole, rest = rest[:cut], rest[cut:]
+                end = end if whole == DONE else whole
+                job.is_writing = True
+                await response.write(whole)
+                job.is_writing = False
+            elif len(rest) > MOST_EVENT:
+                raise engine.fault("garbage", f"sent an event of more than {MOST_EVENT >> 20} MiB")
+            piece = await answer.content.readany()
+        if is_stream:
+            job.failure = engine.failed_at_end((end + rest)[-END:])
+        if rest:
+            await response.write(rest)
 
     def _passed(self, until: str, job: Job) -> None:
         seconds = time.monotonic() - job.began
         job.notes[f"{until}_s"] = round(seconds, 4)
-        self._seconds.labels(until).observe(seconds)
+        self._seconds[until](seconds)
+
+
+class Threads(Aside, ThreadPoolExecutor):
+    """Threads of the event loop, such as those that resolve names. The end of the process does not wait for them."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        pass
 
 
 async def serve(router: Router, host: str, port: int, limits: Limits) -> None:
     """Serve until a signal to stop; at a second signal, end the requests in flight."""
     told = told_to_stop(lambda: router.end_within(0))  # first, because process 1 ignores unhandled signals
+    asyncio.get_running_loop().set_default_executor(Threads("asynckv-proxy"))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with serving(router.app(), host, port, GRACE_S, limits) as url:

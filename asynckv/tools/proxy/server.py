@@ -28,6 +28,8 @@ log = structlog.get_logger()
 class Refused(Exception):
     """An error that a client gets instead of an answer."""
 
+    retry_after = "1"
+
     def __init__(self, status: int, text: str, kind: str = "invalid_request_error", body: bytes = b"") -> None:
         super().__init__(text)
         error = {"message": text, "type": kind, "param": None, "code": status}
@@ -37,7 +39,7 @@ class Refused(Exception):
         return b"data: " + self.body + b"\n\n"
 
     def response(self) -> web.Response:
-        headers = {"Retry-After": "1"} if self.status == 503 else None
+        headers = {"Retry-After": self.retry_after} if self.status == 503 else None
         return web.Response(body=self.body, status=self.status, headers=headers, content_type="application/json")
 
 
@@ -59,6 +61,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 READ_BUFFER, MAX_HEADERS = 65_536, 64
 """Bytes of a body that may wait to be read, and headers (of 8 KiB each), per connection."""
+BACKLOG = 4096
+"""Connections that may wait for the event loop; the kernel's own limit (`net.core.somaxconn`) is often the same."""
 SPARE, PROBE_S = 16, 1.0
 """Connections above the limits that are read before refusal, and for how long, so that health probes succeed."""
 
@@ -76,14 +80,17 @@ class _Guard(asyncio.Protocol):
         idle_ms, peer = int(1000 * limits.idle_s), transport.get_extra_info("socket")
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, idle_ms)
         host, *_ = transport.get_extra_info("peername")
-        hosts = [connection.peername[0] for connection in self._server.connections if connection.peername]
+        others = self._server.connections
         most = min(limits.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
-        if len(hosts) >= most:
-            self._why = f"there are {len(hosts)} connections already"
-        elif hosts.count(host) >= limits.max_connections_per_host:
+        if len(others) >= most:
+            self._why = f"there are {len(others)} connections already"
+        # The hosts are counted only if one of them can have so many, because this takes time for every connection.
+        elif (
+            len(others) >= limits.max_connections_per_host <= [x.peername and x.peername[0] for x in others].count(host)
+        ):
             self._why = f"there are {limits.max_connections_per_host} connections of {host} already"
         self._waiting.add(self)
-        if self._why and len(hosts) + len(self._waiting) <= most + SPARE:
+        if self._why and len(others) + len(self._waiting) <= most + SPARE:
             asyncio.get_running_loop().call_later(PROBE_S, self.data_received, b"")
         else:
             self.data_received(b"")
@@ -121,7 +128,9 @@ async def serving(
         assert http is not None
         try:
             waiting: set[_Guard] = set()
-            listener = await asyncio.get_running_loop().create_server(lambda: _Guard(http, limits, waiting), host, port)
+            listener = await asyncio.get_running_loop().create_server(
+                lambda: _Guard(http, limits, waiting), host, port, backlog=BACKLOG
+            )
         except OSError as exc:
             raise ConfigError(f"--host {host} --port {port}: {exc.strerror}") from exc
         where = f"[{host}]" if ":" in host else host

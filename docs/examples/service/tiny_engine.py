@@ -6,6 +6,7 @@ the same event loop as the HTTP server, and the model in a thread. To the router
 
 - `do_remote_decode`: compute the prompt without its last token, lend the KV cache, and answer with a token and params.
 - `do_remote_prefill`: fetch the KV cache that the params describe, and generate from the last token of the prompt.
+  Params without it are given back to their owner at once.
 - Neither: do both here. The tokens are the same, bit by bit, because the steps are the same.
 
 The essential part is how long blocks are held. On the prefill side a request holds them until its lease has ended, long
@@ -187,6 +188,10 @@ class TinyEngine:
             if is_prefill:
                 found = await self._prefill(request_id, prompt, request.headers)
                 return await answer.whole(found[0], {"do_remote_prefill": True, "asynckv": found[1]})
+            if isinstance(lent, dict) and not params.get("do_remote_prefill"):
+                with contextlib.suppress(AsyncKVError):  # params that are no good give nothing back
+                    self._engine.cancel(request_id, lent)
+                lent = None
             if isinstance(lent, dict):
                 lent = lent | trace_context(request.headers)  # the trace of the router's request
             async with self._cache(request_id, prompt, lent) as cache:
