@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -82,19 +82,27 @@ def end(process: subprocess.Popen[Any]) -> None:
 async def router(*command: str | Path, log: Path, port: int, path: str) -> AsyncIterator[str]:
     """Run a router as a process, and yield its URL when `path` is answered with 200."""
     url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
+    process = _started(command, log)
     try:
         async with aiohttp.ClientSession() as session, asyncio.timeout(START_S):
             status = 0
             while status != 200:
-                assert process.poll() is None, log.read_text()[-2000:]
+                assert process.poll() is None, _end_of(log)
                 with contextlib.suppress(aiohttp.ClientConnectionError):
                     async with session.get(url + path) as answer:
                         status = answer.status
         yield url
     finally:
         end(process)
+
+
+def _started(command: Sequence[str | Path], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out)
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text()[-2000:]
 
 
 class Crowd:

@@ -38,9 +38,9 @@ async def _between_two_engines(folder: Path) -> None:
             await crowd.come(iter(range(CLIENTS)))
             assert crowd.came == {"right": CLIENTS - LEFT, "left": LEFT}
             ended = await leases(prefill, session)
+            found = why(folder)
     assert ended == {"released": CLIENTS - ended["expired"], "expired": ended["expired"]}
     # The proxy computes the prompts of clients that left before their first event, and asks no decode engine.
     assert 0 < ended["expired"] <= LEFT // 2
-    found = why(folder)
     assert Counter(x["cause"] for x in found["late"]) == {"never_heard_of": ended["expired"]}
     assert all("in the router" in x["remedy"] for x in found["late"])
