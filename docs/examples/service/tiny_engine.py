@@ -357,10 +357,10 @@ class Answer:
             await response.write(f"data: {json.dumps({**head, 'choices': choices, **used})}\n\n".encode())
 
         for index, (each, size) in enumerate(zip(tokens, self.sizes, strict=True)):
-            if self.is_chat:
-                await event(self._choice("delta", index, [], False, role="assistant"), size=size, done=0)
             done = 0
             async for token in each:
+                if self.is_chat and not done:
+                    await event(self._choice("delta", index, [], False, role="assistant"), size=size, done=0)
                 done += 1
                 await event(self._choice("delta", index, [token], done == count), size=size, done=done)
         if options.include_usage:
@@ -401,6 +401,7 @@ def engine(
     command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
     command.check(1 <= blocks <= 100_000, f"--blocks {blocks} is outside 1 ... 100000")
     command.check(0 <= step_ms <= 60_000, f"--step-ms {step_ms} is outside 0 ... 60000")
+    command.check(1 <= lease_s <= 3600, f"--lease-s {lease_s:g} is outside 1 ... 3600")
     load()
     at = {"role": role, "host": host, "port": port}
     told = {"directory": dir, "advertise": advertise, "keys": keys}
