@@ -124,8 +124,8 @@ async def test_params_belong_to_one_prompt(service: Service) -> None:
             asked = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
             status, told = await Client(prefill.url, session).ask(asked)
             assert (status, told["kv_transfer_params"]) == (200, None)
-        asked = {"prompt": ["a", "b"], "kv_transfer_params": {"do_remote_prefill": True, "asynckv": {}}}
-        status, told = await Client(decode[0].url, session).ask(asked)
+        params: dict[str, Any] = {"do_remote_prefill": True, "asynckv": {}}
+        status, told = await Client(decode[0].url, session).ask({"prompt": ["a", "b"], "kv_transfer_params": params})
         assert (status, told["error"]["message"]) == (400, "kv_transfer_params belong to one prompt, but there are 2")
 
 

@@ -42,8 +42,8 @@ def python_with(requirements: Path) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     env = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}  # they need other versions
     venv, pip = ([sys.executable, "-m", name] for name in ("venv", "pip"))
-    wheels = ("-q", "--no-deps", "--only-binary", ":all:", "-r", requirements)
-    for command in ([*venv, "--without-pip", home], [*pip, "--python", python, "install", *wheels]):
+    wheels = ("-q", "--no-deps", "--no-compile", "--only-binary", ":all:", "-r", str(requirements))
+    for command in ([*venv, "--without-pip", str(home)], [*pip, "--python", str(python), "install", *wheels]):
         made = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if made.returncode:
             pytest.skip(f"NOT TESTED: {requirements.name} cannot be installed here: {made.stderr[-500:]}")
@@ -190,7 +190,7 @@ async def leases(engine: Tiny, session: aiohttp.ClientSession) -> dict[str, int]
 
 def why(*sources: Path) -> dict[str, Any]:
     """Ask `asynckv why`."""
-    command = [sys.executable, "-m", "asynckv", "why", *sources, "--json", "-"]
+    command = [sys.executable, "-m", "asynckv", "why", *map(str, sources), "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "100"})
     found: dict[str, Any] = json.loads(done.stdout)
     return found
