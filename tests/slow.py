@@ -21,7 +21,7 @@ PATIENT = [
         # These have engines and processes as well, and wait for events within many seconds.
         *("bench_compare", "bench_sweep", "bench_vs_vllm", "conformance", "docs", "doctor", "doctor_peer", "embed"),
         *("embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_join", "log_sink", "models"),
-        *("proxy", "release", "simulated_logs", "timeline_real"),
+        *("proxy", "public_clients", "release", "simulated_logs", "timeline_real"),
     )
 ]
 ALONE = [str((TESTS / "test_pressure.py").relative_to(TESTS.parent))]

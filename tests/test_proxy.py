@@ -40,9 +40,9 @@ from asynckv.tools.proxy import sources as sources_module
 from asynckv.tools.proxy.engines import UNHEARD
 from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import CAUSES, GRACE_S, RANK, RESPONSES, Router
-from asynckv.tools.proxy.server import COMPLETIONS, Refused, serving, told_to_stop
+from asynckv.tools.proxy.server import COMPLETIONS, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
-from docs.examples.service import pd_service, tiny_request
+from docs.examples.service import pd_service
 
 pytestmark = pytest.mark.anyio
 
@@ -1804,53 +1804,6 @@ async def test_a_second_signal_ends_what_is_under_way() -> None:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
-
-
-# -- what tiny engines are asked ------------------------------------------------------------------------------------
-
-
-def test_a_tiny_engine_reads_what_it_is_asked() -> None:
-    params = {"do_remote_decode": True}
-    body = {"prompt": "one", "max_tokens": 3, "stream": True, "kv_transfer_params": params, "top_p": 1}
-    assert tiny_request.read(msgspec.json.encode(body), COMPLETIONS[0]) == ("one", 3, True, params)
-    chat = {"messages": [{"role": "user", "content": "two"}], "max_tokens": 3, "max_completion_tokens": 4}
-    assert tiny_request.read(msgspec.json.encode(chat), COMPLETIONS[1]) == ("user: two\n", 4, False, {})
-    assert tiny_request.read(b'{"prompt": "one", "max_tokens": null}', COMPLETIONS[0]) == ("one", 16, False, {})
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        (b"", "the body is not a request: Input data was truncated"),
-        (b"[" * 100_000, "the body is not a request: "),
-        (b"[]", "the body is not a request: Expected `object`, got `array`"),
-        (b"{}", "prompt is missing or empty"),
-        (b'{"prompt": ""}', "prompt is missing or empty"),
-        (b'{"prompt": 5}', "Expected `str | null`, got `int` - at `$.prompt`"),
-        (b'{"prompt": "\\ud800"}', "the body is not a request: "),
-        (b'{"prompt": "a", "max_tokens": 0}', "max_tokens 0 is outside 1 ... 4096"),
-        (b'{"prompt": "a", "max_tokens": -1}', "max_tokens -1 is outside 1 ... 4096"),
-        (b'{"prompt": "a", "max_tokens": 100000000}', "max_tokens 100000000 is outside 1 ... 4096"),
-        (b'{"prompt": "a", "max_tokens": "5"}', "at `$.max_tokens`"),
-        (b'{"prompt": "a", "max_completion_tokens": 0}', "max_completion_tokens 0 is outside 1 ... 4096"),
-        (b'{"prompt": "a", "kv_transfer_params": 5}', "at `$.kv_transfer_params`"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_tiny_engine_says_what_is_wrong(body: bytes, text: str) -> None:
-    with pytest.raises(Refused) as refused:
-        tiny_request.read(body, COMPLETIONS[0])
-    assert refused.value.status == 400
-    assert text in str(refused.value)
-
-
-def test_a_tiny_engine_says_what_is_wrong_with_a_chat() -> None:
-    for body, text in (
-        (b'{"prompt": "a"}', "messages is missing or empty"),
-        (b'{"messages": [{"role": "user"}]}', "missing required field `content` - at `$.messages[0]`"),
-    ):
-        with pytest.raises(Refused, match=re.escape(text)):
-            tiny_request.read(body, COMPLETIONS[1])
 
 
 # -- one command for all --------------------------------------------------------------------------------------------

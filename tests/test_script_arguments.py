@@ -71,6 +71,7 @@ BAD = [
     ("tiny_engine --role both", "'both' is not one of"),
     ("tiny_engine --role decode --blocks 0", "--blocks 0 is outside"),
     ("tiny_engine --role decode --port 70000", "--port 70000 is outside"),
+    ("tiny_engine --role decode --lease-s 0", "--lease-s 0 is outside"),
 ]
 TEACHES = {
     "chaos": ["survive: Kill, stop", "--transport", "Exit status"],

@@ -9,6 +9,8 @@ the same event loop as the HTTP server, and the model in a thread. To the router
   Params without it are given back to their owner at once.
 - Neither: do both here. The tokens are the same, bit by bit, because the steps are the same.
 
+A KV cache belongs to one prompt, so a request with several is computed here. Answers have the form of vLLM's.
+
 The essential part is how long blocks are held. On the prefill side a request holds them until its lease has ended, long
 after its answer. On the decode side it holds them until it has generated or its client has disconnected; after an
 interrupted pull, until nothing can write them any more.
@@ -39,6 +41,7 @@ from asynckv import (
     EngineConfig,
     InspectConfig,
     KeysConfig,
+    LeaseConfig,
     LogConfig,
     Metrics,
     PrefillRanks,
@@ -63,11 +66,6 @@ LAYOUTS: dict[Role, dict[str, Any]] = {
     "decode": {"block_size": 8, "order": "nhd"},
 }
 """Layouts of the two sides, which differ as those of real engines do."""
-
-
-def encode(text: str) -> list[int]:
-    """Return one token per byte, after a token that begins every prompt."""
-    return [0, *(byte % 128 for byte in text.encode(errors="replace"))]
 
 
 def decode(tokens: list[int]) -> str:
@@ -105,6 +103,7 @@ class TinyEngine:
     Args:
         role: Role of the engine, which sets its name and its memory layout.
         step_ms: Wait before every step, to imitate a larger model.
+        lease_s: Seconds for which a request stays lent until a decode engine asks for it.
         directory: Directory for its log and for questions of `asynckv why`; none if empty.
         advertise: Address at which other hosts read from it; if empty, only this host can.
         keys: Its `NAME.key_secret`, in a directory with the `.key` files of all engines that it talks to.
@@ -118,6 +117,7 @@ class TinyEngine:
         port: int = 0,
         blocks: int = 1024,
         step_ms: float = 0,
+        lease_s: float = 30,
         seed: int = 0,
         directory: str = "",
         advertise: str = "",
@@ -132,6 +132,7 @@ class TinyEngine:
         self._blocks = Blocks(blocks)
         # A router can ask another engine within seconds, so do not wait long for a lost one.
         pull = PullConfig(timeout_s=20, handshake_s=2, gone_s=4)
+        self._lease = LeaseConfig(lease_s=lease_s)
         told: dict[str, Any] = {}
         if directory:
             log = LogConfig(file=os.path.join(directory, "{engine_id}.jsonl"))
@@ -140,7 +141,9 @@ class TinyEngine:
             told["keys"] = KeysConfig(secret=keys, authorized=os.path.dirname(keys))
         if advertise:
             told |= {"bind": "tcp://0.0.0.0:0", "advertise": advertise}
-        self._engine = Engine(EngineConfig(engine_id=self.name, pull=pull, **told), self._pages.registration)
+        self._engine = Engine(
+            EngineConfig(engine_id=self.name, lease=self._lease, pull=pull, **told), self._pages.registration
+        )
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(Metrics(self._engine))
         with contextlib.suppress(ImportError):  # OpenTelemetry is an extra
@@ -160,7 +163,7 @@ class TinyEngine:
     async def __aenter__(self) -> Self:
         await self._engine.start()
         await self._on_model(self._subject.step, torch.tensor([[0]]))  # the first step takes seconds
-        self._group = PrefillRanks(self.name, [self._engine.endpoint])
+        self._group = PrefillRanks(self.name, [self._engine.endpoint], lease=self._lease)
         # Objects of torch and transformers live as long as the process. Collecting them again when the interpreter
         # ends took seconds.
         gc.freeze()
@@ -179,24 +182,33 @@ class TinyEngine:
     # -- requests ----------------------------------------------------------------------------------
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        text, count, is_stream, params = tiny_request.read(await request.read(), request.path)
-        prompt, is_chat = encode(text), request.path == COMPLETIONS[1]
-        is_prefill, lent = params.get("do_remote_decode"), params.get("asynckv")
+        asked, prompts = tiny_request.read(await request.read(), request.path)
+        params = asked.kv_transfer_params or {}
+        lent, is_one = params.get("asynckv"), len(prompts) == 1
         request_id = f"{request.headers.get('X-Request-Id', 'request')}-{next(self._numbers)}"
-        answer = Answer(request, f"cmpl-{request_id}", is_chat, is_stream, len(prompt))
-        with self._counted("running"):
-            if is_prefill:
-                found = await self._prefill(request_id, prompt, request.headers)
-                return await answer.whole(found[0], {"do_remote_prefill": True, "asynckv": found[1]})
+        answer = Answer(request, request_id, asked, [len(prompt) for prompt in prompts])
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._counted("running"))
+            # Nothing is computed of the last token in advance, so one token alone leaves nothing to lend.
+            if params.get("do_remote_decode") and is_one and len(prompts[0]) > 1:
+                first, lent = await self._prefill(request_id, prompts[0], request.headers)
+                return answer.whole([first], {"do_remote_prefill": True, "asynckv": lent})
             if isinstance(lent, dict) and not params.get("do_remote_prefill"):
                 with contextlib.suppress(AsyncKVError):  # params that are no good give nothing back
                     self._engine.cancel(request_id, lent)
                 lent = None
             if isinstance(lent, dict):
+                if not is_one:
+                    raise Refused(400, f"kv_transfer_params belong to one prompt, but there are {len(prompts)}")
                 lent = lent | trace_context(request.headers)  # the trace of the router's request
-            async with self._cache(request_id, prompt, lent) as cache:
-                tokens = self._generate(cache, prompt[-1], len(prompt) - 1, count)
-                return await (answer.stream(tokens) if answer.is_stream else answer.whole([t async for t in tokens]))
+            caches = [await stack.enter_async_context(self._cache(request_id, prompt, lent)) for prompt in prompts]
+            tokens = [
+                self._generate(cache, prompt[-1], len(prompt) - 1, asked.count)
+                for prompt, cache in zip(prompts, caches, strict=True)
+            ]
+            if asked.stream:
+                return await answer.stream(tokens)
+            return answer.whole([[token async for token in each] for each in tokens])
 
     async def _prefill(
         self, request_id: str, prompt: list[int], headers: Mapping[str, str]
@@ -308,38 +320,62 @@ class TinyEngine:
         return web.Response(body=text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "asynckv"}]})
+        model = {"id": tiny_request.MODEL, "object": "model", "created": int(time.time()), "owned_by": "asynckv"}
+        return web.json_response({"object": "list", "data": [model]})
 
 
 class Answer:
-    """Write tokens as OpenAI's API does."""
+    """Write tokens as OpenAI's API does.
 
-    def __init__(self, request: web.Request, answer_id: str, is_chat: bool, is_stream: bool, num_prompt: int) -> None:
-        self.request, self.is_chat, self.is_stream, self.num_prompt = request, is_chat, is_stream, num_prompt
-        kind = "chat.completion" if is_chat else "text_completion"
-        self._head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": "tiny"}
+    Args:
+        sizes: Number of tokens of each prompt.
+    """
 
-    async def whole(self, tokens: list[int], params: dict[str, Any] | None = None) -> web.Response:
-        text, count = decode(tokens), len(tokens)
-        said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        usage = {"prompt_tokens": self.num_prompt, "completion_tokens": count, "total_tokens": self.num_prompt + count}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length"}
-        return web.json_response({**self._head, "choices": [choice], "usage": usage, "kv_transfer_params": params})
+    def __init__(self, request: web.Request, request_id: str, asked: tiny_request.Asked, sizes: list[int]) -> None:
+        self.request, self.asked, self.sizes = request, asked, sizes
+        self.is_chat = request.path == COMPLETIONS[1]
+        prefix, kind = ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
+        self._head = {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time())}
+        self._head |= {"model": tiny_request.MODEL}
 
-    async def stream(self, tokens: AsyncIterator[int]) -> web.StreamResponse:
+    def _choice(self, name: str, index: int, tokens: list[int], is_end: bool, **role: str) -> dict[str, Any]:
+        text, reason = decode(tokens), "length" if is_end else None
+        said: dict[str, Any] = {name: {**role, "content": text}} if self.is_chat else {"text": text}
+        return {"index": index, **said, "logprobs": None, "finish_reason": reason, "stop_reason": None}
+
+    def whole(self, tokens: list[list[int]], params: dict[str, Any] | None = None) -> web.Response:
+        """Answer with the tokens of each prompt."""
+        choices = [self._choice("message", index, each, True, role="assistant") for index, each in enumerate(tokens)]
+        used = usage(sum(self.sizes), sum(map(len, tokens)))
+        return web.json_response({**self._head, "choices": choices, "usage": used, "kv_transfer_params": params})
+
+    async def stream(self, tokens: list[AsyncIterator[int]]) -> web.StreamResponse:
+        """Answer with an event for each token, of one prompt after the other."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(self.request)
-        async for token in tokens:
-            await self._event(response, decode([token]), None)
-        await self._event(response, "", "length")
+        options, count = self.asked.stream_options or tiny_request.StreamOptions(), self.asked.count
+        head = self._head | ({"object": "chat.completion.chunk"} if self.is_chat else {})
+
+        async def event(*choices: dict[str, Any], size: int, done: int) -> None:
+            is_told = options.include_usage and (options.continuous_usage_stats or not choices)
+            used = {"usage": usage(size, done)} if is_told else {}
+            await response.write(f"data: {json.dumps({**head, 'choices': choices, **used})}\n\n".encode())
+
+        for index, (each, size) in enumerate(zip(tokens, self.sizes, strict=True)):
+            done = 0
+            async for token in each:
+                if self.is_chat and not done:
+                    await event(self._choice("delta", index, [], False, role="assistant"), size=size, done=0)
+                done += 1
+                await event(self._choice("delta", index, [token], done == count), size=size, done=done)
+        if options.include_usage:
+            await event(size=sum(self.sizes), done=len(tokens) * count)
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _event(self, response: web.StreamResponse, text: str, reason: str | None) -> None:
-        said = {"delta": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        kind = {"object": "chat.completion.chunk"} if self.is_chat else {}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
-        await response.write(f"data: {json.dumps({**self._head, **kind, 'choices': [choice]})}\n\n".encode())
+
+def usage(size: int, done: int) -> dict[str, int]:
+    return {"prompt_tokens": size, "completion_tokens": done, "total_tokens": size + done}
 
 
 async def _run(**setup: Any) -> None:
@@ -354,6 +390,9 @@ def engine(
     port: Annotated[int, typer.Option(help="Port; 0 for a free one. The first line of stdout names it.")] = 0,
     blocks: Annotated[int, typer.Option(help="Blocks of the KV cache.")] = 1024,
     step_ms: Annotated[float, typer.Option(help="Wait before every step, to imitate a larger model.")] = 0,
+    lease_s: Annotated[
+        float, typer.Option(help="Seconds for which a request stays lent until a decode engine asks for it.")
+    ] = 30,
     seed: Annotated[int, typer.Option(help="Seed of the weights; use the same for all engines.")] = 0,
     dir: Annotated[str, typer.Option(help="For its log and a socket: asynckv why DIR.", metavar="DIR")] = "",
     advertise: Annotated[
@@ -367,9 +406,11 @@ def engine(
     command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
     command.check(1 <= blocks <= 100_000, f"--blocks {blocks} is outside 1 ... 100000")
     command.check(0 <= step_ms <= 60_000, f"--step-ms {step_ms} is outside 0 ... 60000")
+    command.check(1 <= lease_s <= 3600, f"--lease-s {lease_s:g} is outside 1 ... 3600")
     load()
+    at = {"role": role, "host": host, "port": port}
     told = {"directory": dir, "advertise": advertise, "keys": keys}
-    asyncio.run(_run(role=role, host=host, port=port, blocks=blocks, step_ms=step_ms, seed=seed, **told))
+    asyncio.run(_run(**at, blocks=blocks, step_ms=step_ms, lease_s=lease_s, seed=seed, **told))
     return 0
 
 
