@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -24,14 +25,23 @@ from asynckv.tools.streams import Unwritten, prepare
 
 
 class Root(typer.core.TyperGroup):
-    """All commands. Ctrl-C prints a line before it ends with 130, because typer prints nothing."""
+    """All commands. Ctrl-C becomes `typer.Abort` wherever it comes, because typer would end without a line."""
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with _abortable():
+            return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _abortable():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            _say("interrupted", 130)
-            raise
+
+
+@contextlib.contextmanager
+def _abortable() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as exc:
+        raise typer.Abort from exc
 
 
 app = typer.Typer(
@@ -90,20 +100,26 @@ def main() -> NoReturn:
 
 def run() -> int:
     """Run the command line, with errors as one line on stderr; return the exit status."""
-    prepare()
     try:
+        prepare()
         return _run()
     except Unwritten as exc:
         text, status = exc.told()
         return _say(text, status) if text else status
+    except BaseException as exc:
+        # An error that Ctrl-C caused, such as an import that it broke off, is no error.
+        cause: BaseException | None = exc
+        while cause is not None and not isinstance(cause, typer.Abort | KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        return _say("interrupted", 130)
 
 
 def _run() -> int:
     try:
         found = app(standalone_mode=False)
         status = found if isinstance(found, int) else 0
-    except (typer.Abort, KeyboardInterrupt):
-        status = 130
     except USAGE_ERROR as exc:
         # Without a message there were no arguments, and the help has been printed.
         return _say(_usage(exc), exc.exit_code) if exc.format_message() else int(exc.exit_code)
