@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.core
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -144,9 +145,9 @@ def broken_off(*_: object, **__: object) -> None:
     ("where", "name", "what"),
     [
         (cli, "prepare", interrupted),
-        (cli.Root, "_main_shell_completion", interrupted),
-        (cli.Root, "parse_args", interrupted),
-        (cli.Root, "resolve_command", interrupted),
+        (typer.core.TyperGroup, "_main_shell_completion", interrupted),
+        (typer.core.TyperGroup, "parse_args", interrupted),
+        (typer.core.TyperGroup, "resolve_command", interrupted),
         (layout_file, "load_layouts", interrupted),
         (layout_file, "load_layouts", broken_off),
     ],

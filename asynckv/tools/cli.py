@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
-import typer.core
 
 from asynckv.arguments import without_control
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
@@ -23,29 +21,7 @@ from asynckv.tools.plan import cli as plan_cli
 from asynckv.tools.proxy import cli as proxy_cli
 from asynckv.tools.streams import Unwritten, prepare
 
-
-class Root(typer.core.TyperGroup):
-    """All commands. Ctrl-C becomes `typer.Abort` wherever it comes, because typer would end without a line."""
-
-    def make_context(self, *args: Any, **more: Any) -> Any:
-        with _abortable():
-            return super().make_context(*args, **more)
-
-    def invoke(self, ctx: Any) -> Any:
-        with _abortable():
-            return super().invoke(ctx)
-
-
-@contextlib.contextmanager
-def _abortable() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as exc:
-        raise typer.Abort from exc
-
-
 app = typer.Typer(
-    cls=Root,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -76,6 +52,7 @@ def root(
         raise typer.Exit
 
 
+INTERRUPTED = 130
 MEASURE, LOOK, PREPARE, RUN = "Measure", "Look into a service", "Prepare and try out", "Run a service"
 
 
@@ -109,17 +86,19 @@ def run() -> int:
     except BaseException as exc:
         # An error that Ctrl-C caused, such as an import that it broke off, is no error.
         cause: BaseException | None = exc
-        while cause is not None and not isinstance(cause, typer.Abort | KeyboardInterrupt):
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise
-        return _say("interrupted", 130)
+        return _say("interrupted", INTERRUPTED)
 
 
 def _run() -> int:
     try:
         found = app(standalone_mode=False)
         status = found if isinstance(found, int) else 0
+        if status == INTERRUPTED:  # which typer makes of Ctrl-C, without a word
+            _say("interrupted", status)
     except USAGE_ERROR as exc:
         # Without a message there were no arguments, and the help has been printed.
         return _say(_usage(exc), exc.exit_code) if exc.format_message() else int(exc.exit_code)

@@ -56,13 +56,9 @@ def taking_options(command: C, declared: type, names: Iterable[str] | None = Non
 def write(option: str, target: str, text: str) -> None:
     """Write to a file, or to stdout if the target is `-`."""
     if target == "-":
-        bare = getattr(sys.stdout, "buffer", None)
-        if bare is None:
-            sys.stdout.write(text)
-        else:
-            # Output is UTF-8 even if the terminal has another encoding, because it is meant for files.
-            sys.stdout.flush()
-            bare.write(text.encode())
+        # Output is UTF-8 even if the terminal has another encoding, because it is meant for files.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode())
         sys.stdout.flush()
         return
     try:

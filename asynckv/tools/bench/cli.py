@@ -111,8 +111,6 @@ def sweep(
     its whole report. If a run fails, its line has the reason, and the sweep continues. Where a value contains commas,
     separate the values by semicolons.
     """
-    from rich.console import Console
-
     from asynckv.tools.bench import sweep as sweeps
     from asynckv.tools.bench import table
     from asynckv.tools.progress import Bar
@@ -122,7 +120,7 @@ def sweep(
     target = sweeps.target_of(out)
     made = sweeps.expand(typer.main.get_command(bench_app), context.args)
     command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, errors = consoles(None)
     with contextlib.closing(table.Journal(target)) as book:
         book.begin(made.head(command, rounds))
         rounds = book.sweep.head.rounds
