@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from types import TracebackType
 
 
 def main() -> None:
     """Run the command line."""
     heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and not started to ignore it
     if heeds:
-        sys.excepthook, sys.unraisablehook = _uncaught, _unraisable
+        sys.unraisablehook = _unraisable
         signal.signal(signal.SIGINT, _interrupted)
     from asynckv.tools import cli
 
@@ -35,12 +34,6 @@ def main() -> None:
 def _interrupted(*_: object) -> None:
     os.write(2, b"asynckv: interrupted\n")
     os._exit(130)
-
-
-def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        _interrupted()
-    sys.__excepthook__(kind, error, trace)
 
 
 def _unraisable(found: sys.UnraisableHookArgs) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from asynckv.config import KeysConfig, NixlConfig
 from asynckv.errors import ConfigError
 from asynckv.tools.console import printable
-from asynckv.tools.doctor.facts import Facts, PeerFacts
+from asynckv.tools.doctor.facts import Facts
 from asynckv.tools.output import HELP, consoles, write_json
 
 of_keys = partial(typer.Option, rich_help_panel="Keys")
@@ -76,26 +76,21 @@ def _pair(keys: Path | None, authorized: Path | None, to: str) -> KeysConfig | N
 
 
 def _gather(keys: KeysConfig | None, to: str, note: Callable[[str], None]) -> Facts:
-    from asynckv.tools.doctor import host, probing, software
+    from asynckv.tools.doctor import host, peer, probing, software
 
     has = software.software()
     machine = host.machine()  # before anything of ours makes it busy
-    ucx = probing.try_nixl(note) if has.variant else None
-    return Facts(
+    facts = Facts(
         machine=machine,
         network=host.network(),
         gpu=host.gpu(),
         software=has,
         posting_threads=NixlConfig().num_posters,
-        ucx=ucx,
-        peer=_ask(to, keys, note) if to else None,
+        ucx=probing.try_nixl(note) if has.variant else None,
     )
-
-
-def _ask(to: str, keys: KeysConfig | None, note: Callable[[str], None]) -> PeerFacts:
-    from asynckv.tools.doctor import peer, probing
-
+    if not to:
+        return facts
     asked = asyncio.run(peer.ask(to, keys, note))
     if asked.place is None:
-        return asked.facts
-    return replace(asked.facts, ucx=probing.try_nixl(note, asked.place))
+        return replace(facts, peer=asked.facts)
+    return replace(facts, peer=replace(asked.facts, ucx=probing.try_nixl(note, asked.place)))
