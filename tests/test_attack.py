@@ -13,7 +13,7 @@ from tests.lab.arena import arena
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(240)]
 
-FRAMES = 4_000
+FRAMES = 10_000
 
 
 def test_nobody_notices_an_attack(capsys: pytest.CaptureFixture[str]) -> None:

@@ -299,7 +299,7 @@ async def test_a_cancellation_that_meets_an_answer_of_a_worker_is_not_lost(turns
 def interfered(tmp_path: Path, victim: str, what: signal.Signals) -> dict[str, Any]:
     """Start a run that is far too long, send a signal once windows are under way, and collect the rest."""
     log, out = tmp_path / "log.jsonl", tmp_path / "report.json"
-    argv = [*SMALL, "--requests", "100000", "--timeout-s", "5", "--log", str(log), "--json", str(out)]
+    argv = [*SMALL, "--requests", "20000", "--timeout-s", "5", "--log", str(log), "--json", str(out)]
     with subprocess.Popen(
         [sys.executable, "-m", "asynckv.tools.cli", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as driver:
