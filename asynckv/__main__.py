@@ -8,20 +8,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from types import FrameType
 
 
 def main() -> None:
     """Run the command line."""
     heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and not started to ignore it
     if heeds:
+        sys.unraisablehook = _unraisable
         signal.signal(signal.SIGINT, _interrupted)
     from asynckv.tools import cli
 
-    if heeds:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 130
     try:
+        if heeds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         status = cli.run()
     except KeyboardInterrupt:  # one more, while the first was told
         pass
@@ -31,9 +31,16 @@ def main() -> None:
     sys.exit(status)
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
+def _interrupted(*_: object) -> None:
     os.write(2, b"asynckv: interrupted\n")
     os._exit(130)
+
+
+def _unraisable(found: sys.UnraisableHookArgs) -> None:
+    """Heed a Ctrl-C that came where Python can raise nothing, such as in a callback of the import system."""
+    if issubclass(found.exc_type, KeyboardInterrupt):
+        _interrupted()
+    sys.__unraisablehook__(found)
 
 
 if __name__ == "__main__":

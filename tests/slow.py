@@ -17,14 +17,19 @@ PATIENT = [
     str((TESTS / f"test_{name}.py").relative_to(TESTS.parent))
     for name in (
         # These only compute.
-        *("fuzz", "geometry", "leaks_simulated", "machine", "offload_soak", "real_models", "simulation"),
+        *("alerts", "bench_core", "cli_streams", "deploy", "fuzz", "geometry", "leaks_simulated", "machine"),
+        *("offload_machine", "offload_planted", "offload_soak", "real_models", "simulation", "simulation_offload"),
+        "transformers_models",
         # These have engines and processes as well, and wait for events within many seconds.
-        *("bench_compare", "bench_sweep", "bench_vs_vllm", "conformance", "docs", "doctor", "doctor_peer", "embed"),
-        *("embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_join", "log_sink", "models"),
-        *("proxy", "public_clients", "release", "simulated_logs", "timeline_real"),
+        *("bench_compare", "bench_remote", "bench_sweep", "bench_vs_vllm", "cli", "conformance", "docs", "doctor"),
+        *("doctor_peer", "embed", "embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_join"),
+        *("log_sink", "models", "proxy", "public_clients", "release", "simulated_logs", "timeline_real"),
     )
 ]
-ALONE = [str((TESTS / "test_pressure.py").relative_to(TESTS.parent))]
+ALONE = [
+    f"tests/test_pressure.py::test_what_is_promised_holds_under_pressure[{name}]"
+    for name in ("load-tcp", "isolate-tcp", "drain-tcp", "sleep-tcp", "sleep-auto")
+]
 NOTHING_FOUND = 5
 """Pytest's status where no test was selected."""
 
@@ -35,7 +40,7 @@ def main() -> int:
     with tempfile.TemporaryFile() as said:
         patient = subprocess.Popen([*pytest, "-p", "no:cacheprovider", *PATIENT], stdout=said, stderr=said)
         try:
-            elsewhere = (f"--ignore={path}" for path in (*PATIENT, *ALONE))
+            elsewhere = [*(f"--ignore={path}" for path in PATIENT), *(f"--deselect={test}" for test in ALONE)]
             others = subprocess.run([*pytest, *elsewhere, "tests"], check=False)
             statuses = {others.returncode, patient.wait()}
         finally:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
+import math
 import re
 import time
 from collections import Counter
@@ -130,6 +132,36 @@ def test_a_p99_is_printed_of_200_requests_or_more() -> None:
     assert re.search(r"latency \(199\) +p50 +p90 +max\n", shown(result))
     result["requests"]["completed"] = 200
     assert re.search(r"latency +p50 +p90 +p99 +max\n", shown(result))
+
+
+def test_latencies_are_drawn_as_a_histogram() -> None:
+    work = Workload("fixed 32", (32,) * 400)
+    outcomes = [outcome(i, 0.001 * (1 + i / 100) if i else 1.0) for i in range(400)]
+    found = Measured(submitted=400, windows_s=[1.0], outcomes={x.number: [x] for x in outcomes})
+    result = report.make(Experiment(Options(), MODEL, work), found)
+    bars = result["latency_histogram"]
+    assert (len(bars), bars[-1], sum(bar["count"] for bar in bars)) == (10, {"up_to_s": 1.0, "count": 1}, 400)
+    ratios = [b["up_to_s"] / a["up_to_s"] for a, b in itertools.pairwise(bars)]
+    assert ratios == pytest.approx([ratios[0]] * 9)
+    for bar, below in zip(bars, [0.0, *(x["up_to_s"] for x in bars)], strict=False):
+        assert bar["count"] == sum(below < x.seconds <= bar["up_to_s"] for x in outcomes)
+    stream = io.StringIO()
+    report_text.show(result, Console(file=stream, width=60))
+    lines = stream.getvalue().splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("latency up to"))
+    assert lines[head].split() == ["latency", "up", "to", "requests", "share", "histogram"]
+    drawn = [line.split() for line in lines[head + 1 : head + 11]]
+    assert [int(cells[2]) for cells in drawn] == [bar["count"] for bar in bars]
+    assert drawn[-1] == ["1,000.00", "ms", "1", "0.2%", "#"]
+    longest = max(bars, key=lambda bar: bar["count"])
+    assert [len(cells[4]) if len(cells) > 4 else 0 for cells in drawn] == [
+        math.ceil(24 * bar["count"] / longest["count"]) for bar in bars
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "counts"), [([], []), ([0.1], [1]), ([0.1] * 7, [7]), ([0.0, 0.0], [2])])
+def test_few_latencies_make_few_bars(seconds: list[float], counts: list[int]) -> None:
+    assert [bar["count"] for bar in report.histogram(seconds)] == counts
 
 
 def test_a_load_that_was_not_reached_and_a_machine_that_was_not_quiet_are_said() -> None:

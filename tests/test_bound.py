@@ -118,8 +118,8 @@ def test_a_hybrid_adds_its_groups() -> None:
 def test_the_table_has_one_line_for_ranks_alike() -> None:
     shown = text(explain(ranks("llama-3.1-8b", 2), ranks("llama-3.1-8b", 4, order="hnd"), 1024, 0, nic_gbit=200.0))
     assert "every rank has a device of 200 Gbit/s" in shown
-    assert shown.count("decode tp0, tp1 ") == 2
-    assert "prefill tp0, tp1, tp2, tp3 " in shown
+    assert shown.count("decode tp0-1 ") == 2
+    assert "prefill tp0-3 " in shown
 
 
 def test_what_reads_nothing_has_no_bound() -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.core
 from rich.console import Console
+from typer.testing import CliRunner
 
-from asynckv.tools import cli
-from asynckv.tools.diagnose import reading
+from asynckv.tools import cli, output
 from asynckv.tools.output import print_table
 from asynckv.tools.plan import layout_file
 from asynckv.tools.progress import Bar
@@ -113,19 +118,6 @@ def test_no_head_and_no_number_is_ever_cut(width: int) -> None:
         assert text in shown
 
 
-def test_ctrl_c_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(reading, "read_logs", interrupted)
-    monkeypatch.setattr(sys, "argv", ["asynckv", "why", str(tmp_path)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert (caught.value.code, capsys.readouterr()) == (130, ("", "asynckv: interrupted\n"))
-
-
 def test_ctrl_c_before_the_command_line_is_imported_is_one_line() -> None:
     code = (
         "import builtins, os, signal; from asynckv.__main__ import main; real = builtins.__import__\n"
@@ -138,6 +130,61 @@ def test_ctrl_c_before_the_command_line_is_imported_is_one_line() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "asynckv: interrupted\n")
 
 
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def broken_off(*_: object, **__: object) -> None:
+    try:
+        interrupted()
+    except KeyboardInterrupt as exc:
+        raise ImportError("initialization failed") from exc  # as modules in C++ do
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "what"),
+    [
+        (cli, "prepare", interrupted),
+        (typer.core.TyperGroup, "_main_shell_completion", interrupted),
+        (typer.core.TyperGroup, "parse_args", interrupted),
+        (typer.core.TyperGroup, "resolve_command", interrupted),
+        (layout_file, "load_layouts", interrupted),
+        (layout_file, "load_layouts", broken_off),
+    ],
+)
+def test_ctrl_c_is_one_line_at_every_stage(
+    where: object, name: str, what: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(where, name, what)
+    monkeypatch.setattr(sys, "argv", ["asynckv", "plan", "one.json", "other.json"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert (caught.value.code, capsys.readouterr()) == (130, ("", "asynckv: interrupted\n"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "status", "says"),
+    [
+        # A callback can raise nothing, so Python would print the error and go on.
+        ("class X:\n    def __del__(self): ctrl_c()\ndef run(): X(); time.sleep(30)", 130, "asynckv: interrupted\n"),
+        ("def run():\n    try: ctrl_c()\n    finally: ctrl_c()", 130, ""),
+        ("import atexit\natexit.register(ctrl_c)\ndef run(): return 3", 3, ""),
+    ],
+)
+def test_ctrl_c_where_python_would_print_a_traceback(stage: str, status: int, says: str) -> None:
+    code = (
+        "import os, signal, sys, time, types; from asynckv.__main__ import main\n"
+        "def ctrl_c(): os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"{stage}\n"
+        "import asynckv.tools\n"
+        "stub = types.ModuleType('asynckv.tools.cli'); stub.run = run\n"
+        "asynckv.tools.cli = sys.modules['asynckv.tools.cli'] = stub; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", says)
+
+
 def test_a_broken_pipe_to_somebody_else_is_no_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(**_: object) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
@@ -147,33 +194,67 @@ def test_a_broken_pipe_to_somebody_else_is_no_closed_stdout(monkeypatch: pytest.
         cli.main()
 
 
-def test_ctrl_c_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(layout_file, "load_layouts", interrupted)
-    monkeypatch.setattr(sys, "argv", ["asynckv", "plan", "one.json", "other.json"])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 130
-    assert capsys.readouterr().err.count("interrupted") == 1
-
-
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with Bar(Console(file=io.StringIO()), every_s=0.0) as bar:
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal() -> None:
+    said = io.StringIO()
+    with Bar(Console(file=said), every_s=0.0) as bar:
         bar.begin("starting 2 workers", 2)
         bar.at(1)
         bar.begin("requests", 1000)
         bar.at(500)
         bar.begin("ending the workers")
-    assert capsys.readouterr().err.splitlines() == [
+    assert said.getvalue().splitlines() == [
         "starting 2 workers: 0/2",
         "starting 2 workers: 1/2",
         "requests: 0/1,000",
         "requests: 500/1,000",
         "ending the workers",
     ]
-    with Bar(Console(file=io.StringIO())) as bar:
+    said = io.StringIO()
+    with Bar(Console(file=said)) as bar:
         bar.begin("requests", 10)
         bar.at(10)
-    assert capsys.readouterr().err == ""
+    assert said.getvalue() == ""
+    quiet = Console(file=said, quiet=True)
+    with Bar(quiet, every_s=0.0) as bar:
+        bar.begin("requests", 10)
+    assert said.getvalue() == ""
+
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [
+        (["plan", "prefill.json", "decode.json"], 0),
+        (["plan", "prefill.json", "other.json"], 1),
+        (["bench", "compare", "before.json", "after.json"], 0),
+        (["bench", "offload", "--layers", "1", "--requests", "4", "--shared-prefix", "64"], 0),
+        (["why", str(DATA / "leaks.jsonl")], 1),
+        (["why", "late", str(DATA / "leaks.jsonl")], 1),
+    ],
+)
+def test_json_on_stdout_is_alone(
+    argv: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing but errors is written beside it: no text for people, no progress, and no warning of a library."""
+    monkeypatch.chdir(tmp_path)
+    for name, argv_of in (("prefill", []), ("decode", []), ("other", ["--head-dim", "64"])):
+        made = CliRunner().invoke(cli.app, ["layout", "--layers", "1", *argv_of, "-o", f"{name}.json"])
+        assert made.exit_code == 0
+    for name in ("before", "after"):
+        shutil.copy(DATA / "bench.json", f"{name}.json")
+    written = output.write_json
+
+    def warning(*given: Any) -> None:
+        warnings.warn("a library says", stacklevel=1)
+        written(*given)
+
+    for module in ("plan.cli", "bench.cli", "bench.offload_cli", "diagnose.why_cli"):
+        monkeypatch.setattr(f"asynckv.tools.{module}.write_json", warning)
+    monkeypatch.setattr(sys, "argv", ["asynckv", *argv, "--json", "-"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (status, "")
+    assert json.loads(out)["schema"].startswith("asynckv.")

@@ -111,6 +111,18 @@ def test_a_picture_is_read_on_light_and_on_dark_pages(path: Path) -> None:
     assert (paper.get("fill"), paper.get("width"), paper.get("height")) == (PAPER, "100%", "100%")
 
 
+def test_columns_of_tables_stay_wide_enough_on_a_phone() -> None:
+    """A browser would make them as narrow as their longest word. Two columns of text fit 400 px; others scroll."""
+    css = (DOCS / "_static" / "site.css").read_text()
+    phone = css.partition("@media (max-width: 46em) {")[2].partition("\n}\n")[0]
+    rules = dict(re.findall(r"^  \.content (table\S*(?: :is\(td, th\))?) \{\n    (.*);\n  \}$", phone, re.MULTILINE))
+    assert rules == {
+        "table.docutils": "width: max-content",
+        "table.docutils :is(td, th)": "max-width: 10.5em",
+        "table.docutils:has(td:nth-child(3)) :is(td, th)": "max-width: 15em",
+    }
+
+
 def test_the_map_names_files_that_exist_and_every_folder() -> None:
     text = (ROOT / "docs" / "structure.md").read_text()
     named = {word for word in re.findall(r"`([^`\s]+)`", text) if re.search(r"\.(py|html|md)$|/$", word)}

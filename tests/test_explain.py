@@ -196,22 +196,83 @@ def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return status, out, err
 
 
+def layouts(path: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["asynckv", "layout", "--layers", "4", *argv, "-o", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    return str(path)
+
+
 def test_the_command_line_from_model_to_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here, there = (str(tmp_path / name) for name in ("decode.json", "prefill.json"))
-    for path, more in ((here, ["--tp", "2"]), (there, ["--tp", "4", "--order", "hnd"])):
-        argv = ["layout", "--model", "llama-3.1-8b", "--layers", "4", *more, "-o", path]
-        assert run(argv, monkeypatch, capsys) == (0, "", "")
-    status, out, err = run(["plan", here, there, "--json", "-"], monkeypatch, capsys)
-    assert status == 0
-    assert json.loads(out)["plannable"] is True
-    assert "Releases: a prefill" in err
-    other = str(tmp_path / "other.json")
-    run(["layout", "--layers", "4", "--head-dim", "64", "-o", other], monkeypatch, capsys)
-    status, out, err = run(["plan", here, other], monkeypatch, capsys)
+    decode = layouts(tmp_path / "decode.json", monkeypatch, "--tp", "2")
+    prefill = layouts(tmp_path / "prefill.json", monkeypatch, "--tp", "4", "--order", "hnd")
+    assert capsys.readouterr() == ("", "")
+    status, out, err = run(["plan", prefill, decode, "--json", "-"], monkeypatch, capsys)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert (report["plannable"], report["remote"]["tp_size"], report["local"]["tp_size"]) == (True, 4, 2)
+    status, out, err = run(["plan", prefill, decode], monkeypatch, capsys)
+    assert (status, err) == (0, "")
+    assert "Releases: a prefill" in out
+    other = layouts(tmp_path / "other.json", monkeypatch, "--head-dim", "64")
+    status, out, err = run(["plan", other, decode], monkeypatch, capsys)
     assert status == 1
     assert "Refused" in out
+
+
+def test_layout_files_in_the_wrong_order_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefill, decode = (layouts(tmp_path / role, monkeypatch, "--role", role) for role in ("prefill", "decode"))
+    old = layouts(tmp_path / "old", monkeypatch)
+    for first, second in ((prefill, decode), (old, decode), (prefill, old), (old, old)):
+        assert run(["plan", first, second], monkeypatch, capsys)[0] == 0
+    for first, second, wrong, role, other in (
+        (decode, prefill, decode, "decode", "prefill"),
+        (decode, old, decode, "decode", "prefill"),
+        (old, prefill, prefill, "prefill", "decode"),
+        (prefill, prefill, prefill, "prefill", "decode"),
+    ):
+        status, out, err = run(["plan", first, second], monkeypatch, capsys)
+        assert (status, out) == (2, "")
+        assert err == (
+            f"asynckv: {wrong}: these are ranks of a {role} engine, in the place of the {other} engine; the order is "
+            f"asynckv plan PREFILL DECODE\n"
+        )
+
+
+@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize(("prefill", "decode"), [(8, 8), (8, 1), (1, 8), (8, 4)])
+def test_a_plan_of_tp_8_is_read_at_80_columns(model: str, prefill: int, decode: int) -> None:
+    report = explain(ranks(model, decode), ranks(model, prefill, order="hnd"), 1 << 12, 0)
+    stream = io.StringIO()
+    show(report, Console(file=stream, width=80))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = set(stream.getvalue().split())
+    # No word and no number is broken: each stands whole somewhere.
+    for read in report["ranks"][-1]["reads"]:
+        for group in read["groups"]:
+            assert {f"{group[x]:,}" for x in ("descriptors", "descriptors_in_runs", "posts")} <= words
+    for row in report["bounds"]:
+        assert {row["limit"], f"{row['requests_per_s']:,.0f}"} <= words
+    for line in lines[lines.index("") :]:
+        assert not line.startswith(("scattered ", "runs ", "blocks "))  # the column of ranks is there
+    assert {
+        "ranks",
+        "decode",
+        "reads",
+        "group",
+        "what",
+        "bytes",
+        "descriptors",
+        "posts",
+        "requests/s",
+        "share",
+    } <= words
 
 
 @pytest.mark.parametrize(
@@ -226,7 +287,7 @@ def test_the_command_line_from_model_to_plan(
         (["layout", "--num-blocks", "0"], "Invalid value for '--num-blocks'"),
         (["layout", "--ratio", "3"], "block_size 16 is not a positive multiple of the ratio 3"),
         (["layout", "--order", "x"], "order 'x' is unknown; use one of nhd"),
-        (["plan", "a"], "Missing argument 'remote'; see "),
+        (["plan", "a"], "Missing argument 'decode'; see "),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

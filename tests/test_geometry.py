@@ -148,7 +148,7 @@ def test_every_byte_is_where_it_belongs_and_no_other_is_touched(data: st.DataObj
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @given(data=st.data())
-@settings(max_examples=1000)
+@settings(max_examples=400)
 def test_every_byte_is_where_it_belongs_and_no_other_is_touched_for_long(data: st.DataObject) -> None:
     test_every_byte_is_where_it_belongs_and_no_other_is_touched.hypothesis.inner_test(data)  # type: ignore[attr-defined]
 

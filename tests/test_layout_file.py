@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import Layout
-from asynckv.tools.plan.layout_file import dump_layouts, load_layouts
+from asynckv.tools.plan.layout_file import Role, dump_layouts, load_layouts
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import PRESETS
 
@@ -26,6 +26,19 @@ def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
     layouts = ranks(name, ratio=2, order="cross-hnd")
     path.write_text(dump_layouts(layouts))
     assert load_layouts(path) == layouts
+
+
+@pytest.mark.parametrize("role", [None, "prefill", "decode"])
+def test_a_file_says_its_role_and_older_ones_have_none(role: Role | None, tmp_path: Path) -> None:
+    path, layouts = tmp_path / "ranks.json", ranks("llama-3.1-8b")
+    path.write_text(dump_layouts(layouts, role))
+    assert json.loads(path.read_text()).get("role") == role
+    for place in get_args(Role):
+        if role in (None, place):
+            assert load_layouts(path, place) == load_layouts(path) == layouts
+        else:
+            with pytest.raises(ConfigError, match=f"ranks of a {role} engine, in the place of the {place} engine"):
+                load_layouts(path, place)
 
 
 def broken(path: Path, *keys: Any, **change: Any) -> Path:
@@ -51,6 +64,7 @@ VIEW = ("ranks", 0, "views", 0)
     [
         ((), {"schema": "asynckv.layout/2"}, "schema is 'asynckv.layout/2', but this version reads"),
         ((), {"rank": []}, "unknown field `rank`"),
+        ((), {"role": "lender"}, r"Invalid enum value 'lender' - at `\$.role`"),
         ((), {"ranks": []}, r"Expected `array` of length >= 1 - at `\$.ranks`"),
         ((), {"ranks": [3]}, r"Expected `object`, got `int` - at `\$.ranks\[0\]`"),
         (("ranks", 0), {"tp_rnak": 1}, r"unknown field `tp_rnak` - at `\$.ranks\[0\]`"),

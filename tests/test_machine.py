@@ -253,5 +253,5 @@ TestMachine.settings = settings(max_examples=60, stateful_step_count=60, suppres
 @pytest.mark.timeout(300)
 def test_the_invariants_hold_over_many_more_orders() -> None:
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=650, stateful_step_count=80, suppress_health_check=list(HealthCheck))
+        Machine, settings=settings(max_examples=300, stateful_step_count=80, suppress_health_check=list(HealthCheck))
     )

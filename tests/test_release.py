@@ -195,9 +195,14 @@ def test_the_wheel_runs_in_an_empty_environment(installed: Path, elsewhere: Path
     normal = {re.sub(r"[-_.]+", "-", name).lower() for name in pinned}
     assert {re.sub(r"[-_.]+", "-", name).lower() for name in found["installed"]} - normal == {"asynckv"}
 
-    call([asynckv, "layout", "--model", "llama-3.1-8b", "--tp", "4", "-o", "prefill.json"], elsewhere)
-    call([asynckv, "layout", "--model", "llama-3.1-8b", "--tp", "2", "-o", "decode.json"], elsewhere)
-    plan = json.loads(call([asynckv, "plan", "decode.json", "prefill.json", "--json", "-"], elsewhere))
+    call(
+        [asynckv, "layout", "--model", "llama-3.1-8b", "--tp", "4", "--role", "prefill", "-o", "prefill.json"],
+        elsewhere,
+    )
+    call(
+        [asynckv, "layout", "--model", "llama-3.1-8b", "--tp", "2", "--role", "decode", "-o", "decode.json"], elsewhere
+    )
+    plan = json.loads(call([asynckv, "plan", "prefill.json", "decode.json", "--json", "-"], elsewhere))
     assert len(plan["ranks"]) == 2
 
 

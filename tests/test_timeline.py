@@ -506,7 +506,7 @@ def test_files_and_stdout(
     assert sorted(x["request_id"] for x in value["late"]) == ["chat-20", "chat-8"]
     ahead = {x["rank"]: (x["ahead_s"], x["within_s"]) for x in value["processes"]}
     assert abs(ahead[D[0]][0] - AHEAD) <= ahead[D[0]][1]
-    assert err.splitlines()[0].endswith(" wrong.")
+    assert err == ""
     assert len(page_data(page.read_text())["requests"]) == 11
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
-import typer.core
 
 from asynckv.arguments import without_control
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
@@ -22,20 +21,7 @@ from asynckv.tools.plan import cli as plan_cli
 from asynckv.tools.proxy import cli as proxy_cli
 from asynckv.tools.streams import Unwritten, prepare
 
-
-class Root(typer.core.TyperGroup):
-    """All commands. Ctrl-C prints a line before it ends with 130, because typer prints nothing."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            _say("interrupted", 130)
-            raise
-
-
 app = typer.Typer(
-    cls=Root,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -66,6 +52,7 @@ def root(
         raise typer.Exit
 
 
+INTERRUPTED = 130
 MEASURE, LOOK, PREPARE, RUN = "Measure", "Look into a service", "Prepare and try out", "Run a service"
 
 
@@ -90,20 +77,28 @@ def main() -> NoReturn:
 
 def run() -> int:
     """Run the command line, with errors as one line on stderr; return the exit status."""
-    prepare()
     try:
+        prepare()
         return _run()
     except Unwritten as exc:
         text, status = exc.told()
         return _say(text, status) if text else status
+    except BaseException as exc:
+        # An error that Ctrl-C caused, such as an import that it broke off, is no error.
+        cause: BaseException | None = exc
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        return _say("interrupted", INTERRUPTED)
 
 
 def _run() -> int:
     try:
         found = app(standalone_mode=False)
         status = found if isinstance(found, int) else 0
-    except (typer.Abort, KeyboardInterrupt):
-        status = 130
+        if status == INTERRUPTED:  # which typer makes of Ctrl-C, without a word
+            _say("interrupted", status)
     except USAGE_ERROR as exc:
         # Without a message there were no arguments, and the help has been printed.
         return _say(_usage(exc), exc.exit_code) if exc.format_message() else int(exc.exit_code)

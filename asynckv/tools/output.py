@@ -8,6 +8,7 @@ import os
 import sys
 import tomllib
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib.resources import files
@@ -55,19 +56,31 @@ def taking_options(command: C, declared: type, names: Iterable[str] | None = Non
 def write(option: str, target: str, text: str) -> None:
     """Write to a file, or to stdout if the target is `-`."""
     if target == "-":
-        bare = getattr(sys.stdout, "buffer", None)
-        if bare is None:
-            sys.stdout.write(text)
-        else:
-            # Output is UTF-8 even if the terminal has another encoding, because it is meant for files.
-            sys.stdout.flush()
-            bare.write(text.encode())
+        # Output is UTF-8 even if the terminal has another encoding, because it is meant for files.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode())
         sys.stdout.flush()
         return
     try:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
+
+
+def consoles(json: str | None) -> tuple[Console, Console]:
+    """Return the consoles of a command's results and of its progress.
+
+    If stdout has the JSON, both discard all text, and Python's warnings are off: the only other output is errors.
+
+    Raises:
+        ConfigError: The file of `--json` cannot be written.
+    """
+    from rich.console import Console
+
+    check_writable("--json", json)
+    if is_alone := json == "-":
+        warnings.simplefilter("ignore")
+    return Console(quiet=is_alone, highlight=False), Console(stderr=True, quiet=is_alone, highlight=False)
 
 
 def write_json(target: str | None, value: Any) -> None:
@@ -103,6 +116,10 @@ def print_table(
     """
     from rich.table import Table
 
+    def width(text: str, is_whole: bool) -> int:
+        found = Measurement.get(console, console.options.update(width=MOST_WIDE), text)
+        return found.maximum if is_whole else found.minimum
+
     safe = str if is_markup else escape
     kept = [i for i in range(len(heads)) if not i or heads[i] or any(row[i] for row in rows)]
     broken = [head.replace(" ", "\n").replace("-", "-\n") for head in heads]
@@ -111,7 +128,8 @@ def print_table(
         for i in kept:
             head, is_left, is_whole = safe(chosen[i]), i in (*texts, *wrapped), i not in wrapped
             side: JustifyMethod = "left" if is_left else "right"
-            table.add_column(head, justify=side, no_wrap=is_whole, overflow="fold", vertical="top")
+            least = max(width(text, is_whole) for text in (head, *(safe(row[i]) for row in rows)))
+            table.add_column(head, justify=side, no_wrap=is_whole, overflow="fold", vertical="top", min_width=least)
         for row, style in zip_longest(rows, styles, fillvalue=""):
             table.add_row(*(safe(row[i]) for i in kept), style=style)
         needed = Measurement.get(console, console.options.update(width=MOST_WIDE), table).minimum

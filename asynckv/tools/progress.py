@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Self
 
@@ -54,7 +53,7 @@ class Bar:
         if not self._is_drawn and (now := time.monotonic()) - self._said_at >= self._every_s:
             self._said_at = now
             count = "" if self._total is None else f": {done:,}/{self._total:,}"
-            print(f"{self._what}{count}", file=sys.stderr, flush=True)
+            self._bar.console.print(f"{self._what}{count}", markup=False, highlight=False, soft_wrap=True)
 
     def advance(self, more: int = 1) -> None:
         self.at(self._done + more)

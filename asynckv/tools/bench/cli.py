@@ -16,7 +16,7 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
 from asynckv.tools.bench.options import Options, share_of
 from asynckv.tools.console import printable
-from asynckv.tools.output import HELP, check_writable, help_of, taking_options, write, write_json
+from asynckv.tools.output import HELP, consoles, help_of, taking_options, write, write_json
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=HELP["epilogs"]["bench offload"])(offload_cli.offload)
@@ -42,8 +42,6 @@ def bench(context: typer.Context, **given: Any) -> None:
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    from rich.console import Console
-
     from asynckv.observe.setup import configure_logging
     from asynckv.tools.bench import driver, report, report_text
     from asynckv.tools.bench.experiment import Experiment
@@ -51,12 +49,11 @@ def bench(context: typer.Context, **given: Any) -> None:
 
     experiment = Experiment(Options(**given))
     json, target = experiment.options.json, experiment.options.log
-    check_writable("--json", json)
+    shown, errors = consoles(json)
     if target == "-":
         raise ConfigError("--log -: logs cannot go to stdout; give a file, or omit --log to see errors on stderr")
     if target is not None:
         write("--log", target, "")
-    errors = Console(stderr=True, highlight=False)
     with contextlib.nullcontext(sys.stderr) if target is None else open(target, "a", 1, "utf-8") as stream:
         configure_logging(experiment.options.level, stream=stream)
         try:
@@ -68,7 +65,7 @@ def bench(context: typer.Context, **given: Any) -> None:
         result = report.make(experiment, found)
         result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
     write_json(json, result)
-    report_text.show(result, errors if json == "-" else Console(highlight=False))
+    report_text.show(result, shown)
     raise typer.Exit(0 if report.is_good(result) else 1)
 
 
@@ -114,8 +111,6 @@ def sweep(
     its whole report. If a run fails, its line has the reason, and the sweep continues. Where a value contains commas,
     separate the values by semicolons.
     """
-    from rich.console import Console
-
     from asynckv.tools.bench import sweep as sweeps
     from asynckv.tools.bench import table
     from asynckv.tools.progress import Bar
@@ -125,7 +120,7 @@ def sweep(
     target = sweeps.target_of(out)
     made = sweeps.expand(typer.main.get_command(bench_app), context.args)
     command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, errors = consoles(None)
     with contextlib.closing(table.Journal(target)) as book:
         book.begin(made.head(command, rounds))
         rounds = book.sweep.head.rounds
@@ -165,16 +160,15 @@ def compare(
     Points of sweeps match by their parameters. A parameter that has one value before and another value after is
     reported as changed. To know the noise, give several runs of each point on each side.
     """
-    from rich.console import Console
-
     from asynckv.tools.bench import compare as comparing
     from asynckv.tools.bench import table
 
+    shown, _ = consoles(json)
     limit = None if fail_above is None else share_of("--fail-above", fail_above)
     table.refuse_repeated([before, after])
     result = comparing.compare(table.load(before), table.load(after), limit)
     write_json(json, result)
-    comparing.show(result, Console(stderr=json == "-", highlight=False))
+    comparing.show(result, shown)
     raise typer.Exit(1 if result["exceeded"] else 0)
 
 

@@ -12,7 +12,7 @@ from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
 from asynckv.tools.bench.options import Options
 from asynckv.tools.console import printable, size
-from asynckv.tools.output import HELP, check_writable, print_table, taking_options, write_json
+from asynckv.tools.output import HELP, consoles, print_table, taking_options, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,13 +46,11 @@ def offload(
     its prompt up, loads the tokens that are found, "computes" the rest, and stores them. Several sizes or policies make
     one run per combination.
     """
-    from rich.console import Console
-
     from asynckv.tools.bench import machine, offload_replay
     from asynckv.tools.bench.experiment import Experiment
     from asynckv.tools.progress import Bar
 
-    check_writable("--json", json)
+    shown, errors = consoles(json)
     experiment = Experiment(Options(**given, tp=str(tp)))
     if not experiment.workload.chunks:
         raise ConfigError("these prompts have nothing in common; give --shared-prefix, or a --trace with hash_ids")
@@ -71,7 +69,6 @@ def offload(
     groups = offload_replay.groups_of(layout, hash_tokens)
     align = math.lcm(*(group.block_size for group in groups))
     prompts = offload_replay.Prompts(experiment.workload, hash_tokens, align)
-    errors = Console(stderr=True, highlight=False)
     with Bar(errors) as bar:
         bar.begin("requests", len(prompts) * len(runs))
         done = [tiers._asdict() | offload_replay.replay(prompts, groups, tiers, bar.advance) for tiers in runs]
@@ -98,7 +95,7 @@ def offload(
         "runs": done,
     }
     write_json(json, report)
-    _show(report, errors if json == "-" else Console(highlight=False))
+    _show(report, shown)
 
 
 def _show(report: dict[str, Any], console: Console) -> None:

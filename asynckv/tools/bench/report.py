@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
             "requests_per_s": len(complete) / window if window else 0.0,
         },
         "latency_s": quantiles(complete, p50=0.5, p90=0.9, p99=0.99, max=1.0),
+        "latency_histogram": histogram(complete),
         "pull_s": quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "schedule": {
             "clock": "scheduled arrival" if experiment.is_open else "call of pull",
@@ -164,6 +166,17 @@ def quantiles(values: Sequence[float], **at: float) -> dict[str, float]:
     if not values:
         return dict.fromkeys(at, 0.0)
     return {name: float(np.quantile(values, q, method="higher")) for name, q in at.items()}
+
+
+def histogram(seconds: Sequence[float]) -> list[dict[str, float]]:
+    """Count latencies in at most 10 ranges of equal ratio, from the least to the largest."""
+    values = np.maximum(seconds, 1e-9)
+    if not len(values):
+        return []
+    ranges = min(10, math.ceil(math.sqrt(len(np.unique(values)))))
+    ends = np.geomspace(values.min(), values.max(), ranges + 1)[1:]
+    counts = np.bincount(np.searchsorted(ends[:-1], values), minlength=ranges)
+    return [{"up_to_s": float(end), "count": int(count)} for end, count in zip(ends, counts, strict=True)]
 
 
 def _errors(found: Measured) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ class Part(NamedTuple):
 
     rows: Sequence[tuple[str, ...]]
     head: tuple[str, ...] = ()
+    texts: Sequence[int] = (0,)
     notes: Sequence[str] = ()
 
 
@@ -37,8 +39,8 @@ def verdict(found: dict[str, Any]) -> str:
 
 def parts(found: dict[str, Any]) -> list[Part]:
     beside_floor, notes = floor.table(found)
-    floors = [Part(beside_floor, floor.HEAD, notes)] if beside_floor or notes else []
-    return [_reached(found), _latencies(found), _cost(found), *floors, _run(found)]
+    floors = [Part(beside_floor, floor.HEAD, notes=notes)] if beside_floor or notes else []
+    return [_reached(found), _latencies(found), *_histogram(found), _cost(found), *floors, _run(found)]
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -51,7 +53,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print()
         rows = [tuple(map(without_control, row)) for row in part.rows]
         if part.head:
-            print_table(console, part.head, rows)
+            print_table(console, part.head, rows, texts=part.texts)
         else:
             table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
             table.add_column(style="bold", min_width=14, no_wrap=True)
@@ -115,6 +117,24 @@ def _latencies(found: dict[str, Any]) -> Part:
     if number < LEAST_P99:
         return Part([(*row[:3], *row[4:]) for row in rows], (f"latency ({number})", *_HEAD[1:3], *_HEAD[4:]))
     return Part(rows, _HEAD)
+
+
+def _histogram(found: dict[str, Any]) -> list[Part]:
+    """Return the distribution of latencies; its ranges have equal ratios, so a long tail does not hide the rest."""
+    bars = found["latency_histogram"]
+    if len(bars) < 2:
+        return []
+    most, total = max(bar["count"] for bar in bars), sum(bar["count"] for bar in bars)
+    rows = [
+        (
+            _seconds(x["up_to_s"]),
+            f"{x['count']:,}",
+            f"{x['count'] / total:.1%}",
+            "#" * math.ceil(24 * x["count"] / most),
+        )
+        for x in bars
+    ]
+    return [Part(rows, ("latency up to", "requests", "share", "histogram"), texts=(0, 3))]
 
 
 def _cost(found: dict[str, Any]) -> Part:

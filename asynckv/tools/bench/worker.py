@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,8 @@ def main() -> None:
         return
     for name, value in setup.env.items():
         os.environ.setdefault(name, value)
+    if setup.options.json == "-":
+        warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(prefix="asynckv-bench-") as folder:
         if setup.role == "decode":
             os.environ |= ucx.environment(Path(folder))

@@ -157,6 +157,9 @@ async def _sort(errors: asyncio.StreamReader, log: Path) -> None:
 def _environment(experiment: Experiment) -> dict[str, str]:
     """Return the environment variables that workers get in addition."""
     options, env = experiment.options, dict[str, str]()
+    if options.json == "-":  # stderr has errors only
+        quiet = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+        env |= {name: os.environ.get(name, value) for name, value in quiet.items()}
     if options.transport == "tcp":
         env["UCX_TLS"] = "tcp,cuda_copy" if options.memory == "cuda" else "tcp"
     if (device := os.environ.get("UCX_NET_DEVICES")) is not None:

@@ -15,7 +15,7 @@ import typer
 
 from asynckv.config import KeysConfig
 from asynckv.errors import ConfigError
-from asynckv.tools.output import HELP, check_writable, write, write_json
+from asynckv.tools.output import HELP, check_writable, consoles, write, write_json
 
 said = HELP["why"]
 asking, shown = (partial(typer.Option, rich_help_panel=panel) for panel in ("Asking", "Showing"))
@@ -57,13 +57,14 @@ def why(
         raise ConfigError(f"--top {top} is outside 0 ... {MAX_TOP}")
     if json == "-" == html:
         raise ConfigError("--html and --json cannot share stdout; give one of them a file")
-    for name, target in (("--html", html), ("--json", json)):
-        check_writable(name, target)
+    check_writable("--html", html)
+    console, errors = consoles(json)
     request, sources = _request(sources)
     if watch and (targets(sources)[0] or html is not None or json not in (None, "-")):
         raise ConfigError("--watch asks running engines: give addresses alone, and at most --json -")
     pair = KeysConfig(secret=keys, authorized=authorized) if keys is not None and authorized is not None else None
-    console = Console(stderr="-" in (json, html))
+    if html == "-":
+        console = errors
     looking = Looking(sources, request, since, pair, timeout)
     while watch:  # Ctrl-C ends it
         began = time.monotonic()
@@ -83,7 +84,7 @@ def why(
     if request is not None:
         meant = looking.stories(seen)
         if len(meant) > 1:
-            why_text.show_matches(meant, request, console)
+            why_text.show_matches(meant, request, Console(stderr=True) if json == "-" else console)
             raise typer.Exit(2)
         story = meant[0] if meant else None
     document = report(found, seen, story)

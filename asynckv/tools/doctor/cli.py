@@ -15,15 +15,16 @@ from msgspec.structs import replace
 from asynckv.config import KeysConfig, NixlConfig
 from asynckv.errors import ConfigError
 from asynckv.tools.console import printable
-from asynckv.tools.doctor.facts import Facts, PeerFacts
-from asynckv.tools.output import HELP, check_writable, write_json
+from asynckv.tools.doctor.facts import Facts
+from asynckv.tools.output import HELP, consoles, write_json
 
 of_keys = partial(typer.Option, rich_help_panel="Keys")
 
 
 def doctor(
     to: Annotated[str, typer.Option(help=HELP["doctor"]["to"], metavar="ADDRESS")] = "",
-    secret: Annotated[Path | None, of_keys(help=HELP["doctor"]["secret"], metavar="FILE")] = None,
+    keys: Annotated[Path | None, of_keys(help=HELP["doctor"]["keys"], metavar="FILE")] = None,
+    secret: Annotated[Path | None, of_keys("--secret", hidden=True)] = None,
     authorized: Annotated[Path | None, of_keys(help=HELP["doctor"]["authorized"], metavar="DIR")] = None,
     json: Annotated[
         str | None, typer.Option(help=HELP["doctor"]["json"], rich_help_panel="Output", metavar="FILE")
@@ -35,15 +36,16 @@ def doctor(
     Limits, shared memory, permissions, devices, addresses and versions are looked at as well. Every finding
     comes with a remedy. How fast it is, `asynckv bench` measures.
     """
-    from rich.console import Console
-
     from asynckv.tools.doctor.checks import examine, is_good
     from asynckv.tools.doctor.show import as_json, show
 
     began = time.monotonic()
-    keys = _keys(secret, authorized, to)
-    check_writable("--json", json)
-    errors = Console(stderr=True, highlight=False)
+    shown, errors = consoles(json)
+    if keys is not None and secret is not None:
+        raise ConfigError("--secret is the old name of --keys; give --keys alone")
+    pair = _pair(keys or secret, authorized, to)
+    if secret is not None:
+        errors.print("asynckv: --secret is now --keys; the next release knows the new name only", soft_wrap=True)
     with errors.status("looking", spinner="line") as status:
         if to:
             from asynckv.tools.doctor.peer import check_address
@@ -51,49 +53,44 @@ def doctor(
             to = to if "://" in to else f"tcp://{to}"
             check_address(to)  # before anything starts
         # A spinner is for people; what is piped gets no progress lines.
-        facts = _gather(keys, to, lambda text: status.update(printable(text)))
+        facts = _gather(pair, to, lambda text: status.update(printable(text)))
     found = examine(facts)
     write_json(json, as_json(facts, found, time.monotonic() - began))
-    show(facts, found, Console(stderr=json == "-", highlight=False))
+    show(facts, found, shown)
     raise typer.Exit(0 if is_good(found) else 1)
 
 
-def _keys(secret: Path | None, authorized: Path | None, to: str) -> KeysConfig | None:
+def _pair(keys: Path | None, authorized: Path | None, to: str) -> KeysConfig | None:
     """Read keys as an engine would, or refuse them."""
     from asynckv.edges import zmq
 
-    if secret is None and authorized is None:
+    if keys is None and authorized is None:
         return None
-    if secret is None or authorized is None:
-        raise ConfigError("--secret and --authorized belong together; give both, or none")
+    if keys is None or authorized is None:
+        raise ConfigError("--keys and --authorized belong together; give both, or none")
     if not to:
-        raise ConfigError("--secret and --authorized are for --to; give the address of an engine as well")
-    keys = KeysConfig(secret=secret, authorized=authorized)
-    zmq._load(keys)
-    return keys
+        raise ConfigError("--keys and --authorized are for --to; give the address of an engine as well")
+    pair = KeysConfig(secret=keys, authorized=authorized)
+    zmq._load(pair)
+    return pair
 
 
 def _gather(keys: KeysConfig | None, to: str, note: Callable[[str], None]) -> Facts:
-    from asynckv.tools.doctor import host, probing, software
+    from asynckv.tools.doctor import host, peer, probing, software
 
     has = software.software()
     machine = host.machine()  # before anything of ours makes it busy
-    ucx = probing.try_nixl(note) if has.variant else None
-    return Facts(
+    facts = Facts(
         machine=machine,
         network=host.network(),
         gpu=host.gpu(),
         software=has,
         posting_threads=NixlConfig().num_posters,
-        ucx=ucx,
-        peer=_ask(to, keys, note) if to else None,
+        ucx=probing.try_nixl(note) if has.variant else None,
     )
-
-
-def _ask(to: str, keys: KeysConfig | None, note: Callable[[str], None]) -> PeerFacts:
-    from asynckv.tools.doctor import peer, probing
-
+    if not to:
+        return facts
     asked = asyncio.run(peer.ask(to, keys, note))
     if asked.place is None:
-        return asked.facts
-    return replace(asked.facts, ucx=probing.try_nixl(note, asked.place))
+        return replace(facts, peer=asked.facts)
+    return replace(facts, peer=replace(asked.facts, ucx=probing.try_nixl(note, asked.place)))

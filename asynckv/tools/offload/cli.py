@@ -12,7 +12,7 @@ import typer
 from asynckv.arguments import without_control
 from asynckv.errors import BackendError, ConfigError
 from asynckv.tools.console import printable, size
-from asynckv.tools.output import HELP, check_writable, print_table, write_json
+from asynckv.tools.output import HELP, consoles, print_table, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,11 +61,9 @@ def _each(
     dir: Path, json: str | None, use: Callable[[Path], T], show: Callable[[Sequence[T], bool, Console], None]
 ) -> None:
     """Call `use` on a directory or each one in it; show the results, and write them with errors for `--json`."""
-    from rich.console import Console
-
     from asynckv.tools.offload.folder import folders_in
 
-    check_writable("--json", json)
+    shown, _ = consoles(json)
     folders = folders_in(dir)
     is_one = folders == [dir]
     found: list[T] = []
@@ -82,7 +80,7 @@ def _each(
             report.append({"folder": str(folder), "error": str(exc)})
     write_json(json, report[0] if is_one else report)
     if found:
-        show(found, is_one, Console(stderr=json == "-", highlight=False))
+        show(found, is_one, shown)
     for error in errors:
         print(f"asynckv: {without_control(error)}", file=sys.stderr)
     if errors:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.tools.bench import options as o
-from asynckv.tools.output import HELP, write, write_json
+from asynckv.tools.output import HELP, consoles, write, write_json
 
 MOST_WRITTEN = 1 << 17  # layers of all ranks in one file
 geometry, work, out = (partial(typer.Option, rich_help_panel=panel) for panel in ("Geometry", "Workload", "Output"))
@@ -32,6 +32,7 @@ def layout(
     conv_order: Annotated[str, geometry(help=HELP["layout"]["conv_order"])] = "channel",
     tp: Annotated[int, counted(help=HELP["layout"]["tp"])] = 1,
     pp: Annotated[int, counted(help=HELP["layout"]["pp"])] = 1,
+    role: Annotated[Literal["prefill", "decode"] | None, out(help=HELP["layout"]["role"])] = None,
     output: Annotated[str, out("--output", "-o", help=HELP["layout"]["output"], metavar="FILE")] = "-",
 ) -> None:
     """Write the layout of an engine's ranks: the parts that each holds, and their places in memory.
@@ -61,12 +62,12 @@ def layout(
             register_memory(each)
         except LayoutError as exc:
             raise ConfigError(f"these sizes make no layout: {exc}") from exc
-    write("--output", output, dump_layouts(made))
+    write("--output", output, dump_layouts(made, role))
 
 
 def plan(
-    local: Annotated[Path, typer.Argument(help=HELP["plan"]["local"])],
-    remote: Annotated[Path, typer.Argument(help=HELP["plan"]["remote"])],
+    prefill: Annotated[Path, typer.Argument(help=HELP["plan"]["prefill"])],
+    decode: Annotated[Path, typer.Argument(help=HELP["plan"]["decode"])],
     tokens: Annotated[int, work(help=HELP["plan"]["tokens"])] = 1024,
     prefix_hit: Annotated[str, work(help=HELP["plan"]["prefix_hit"])] = "0",
     nic_gbit: Annotated[float, work(min=0.1, max=1e5, help=HELP["plan"]["nic_gbit"])] = 400.0,
@@ -76,8 +77,6 @@ def plan(
 
     The planner is that of a running engine, and reads two files. Give all ranks of both engines to see all transfers.
     """
-    from rich.console import Console
-
     from asynckv.tools.bench.workload import cached_tokens
     from asynckv.tools.plan import explain
     from asynckv.tools.plan.layout_file import load_layouts
@@ -85,11 +84,12 @@ def plan(
 
     if not 1 <= tokens <= 1 << 24:
         raise ConfigError(f"--tokens {tokens} is outside 1 ... {1 << 24}")
-    mine, theirs = load_layouts(local), load_layouts(remote)
+    shown, errors = consoles(json)
+    theirs, mine = load_layouts(prefill, "prefill"), load_layouts(decode, "decode")
     cached = cached_tokens(prefix_hit, tokens)
-    with Bar() as bar:
+    with Bar(errors) as bar:
         bar.begin("ranks", len(mine))
         report = explain.explain(mine, theirs, tokens, cached, bar.advance, nic_gbit)
     write_json(json, report)
-    explain.show(report, Console(stderr=json == "-", highlight=False))
+    explain.show(report, shown)
     raise typer.Exit(0 if report["plannable"] and not report["problems"] else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -50,6 +50,7 @@ LEGEND = (
     "sides, so that neighbours merge.",
     "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
 )
+COUNTS = ("pieces_per_block", "descriptors", "descriptors_in_runs", "posts")
 BOUND_LEGEND = (
     "the slowest part of a request is the limit, as if requests overlapped without loss. Python was measured on one "
     f"machine; {bound.DESCRIPTOR_S * 1e6:g} µs per descriptor are supposed. share: of the device's bandwidth."
@@ -331,7 +332,7 @@ def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares:
 
 def show(report: dict[str, Any], console: Console) -> None:
     report = printable(report)
-    for role, side in (("decode (local)", report["local"]), ("prefill (remote)", report["remote"])):
+    for role, side in (("prefill (remote)", report["remote"]), ("decode (local)", report["local"])):
         stages = f", pp {side['pp_size']}" if side["pp_size"] > 1 else ""
         whole = side["tp_size"] * side["pp_size"]
         some = "" if side["ranks"] == whole else f"; {side['ranks']} of {whole} ranks are in this file"
@@ -358,17 +359,29 @@ def show(report: dict[str, Any], console: Console) -> None:
     cached = f", of which {report['cached']:,} are on the decode side already" if report["cached"] else ""
     plural = "s" if report["tokens"] > 1 else ""
     console.print(f"[bold]A request of {report['tokens']:,} token{plural}[/bold]{cached}")
-    heads = ("decode", "reads", "group", "what", "bytes", "pieces per block", "descriptors", "if in runs", "posts")
-    rows: list[tuple[str, ...]] = []
+    ranges: dict[tuple[str, str, str], list[str]] = {}
+    costs: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for rank in report["ranks"]:
         for read in rank["reads"]:
             for group in read["groups"]:
-                counts = (group[n] for n in ("pieces_per_block", "descriptors", "descriptors_in_runs", "posts"))
-                whose = rank["rank"], read["remote"], str(group["group"]), _what(group["parts"])
-                rows.append((*whose, size(group["bytes"]), *(f"{n:,}" for n in counts)))
+                number, counts = str(group["group"]), (f"{group[n]:,}" for n in COUNTS)
+                ranges.setdefault((read["remote"], number, _what(group["parts"])), []).append(rank["rank"])
+                costs.setdefault((number, size(group["bytes"]), *counts), []).append((rank["rank"], read["remote"]))
         if not rank["reads"]:
-            rows.append((rank["rank"], "none", "", "", "0", "", "0", "0", "0"))
-    print_table(console, heads, rows, texts=(0, 1), wrapped=(3,), is_markup=True)
+            ranges.setdefault(("none", "", ""), []).append(rank["rank"])
+    print_table(
+        console,
+        ("decode", "reads", "group", "what"),
+        [(_names(names), *cells) for cells, names in ranges.items()],
+        texts=(1,),
+        wrapped=(0, 3),
+        is_markup=True,
+    )
+    if costs:
+        console.print("\n[bold]Each of these reads[/bold]")
+        heads = ("decode", "reads", "group", "bytes", "pieces per block", "descriptors", "if in runs", "posts")
+        rows = [(*(_names(names) for names in zip(*pairs, strict=True)), *cells) for cells, pairs in costs.items()]
+        print_table(console, heads, rows, wrapped=(0, 1), is_markup=True)
     for legend in LEGEND:
         console.print(f"  {legend}", style="dim")
     _show_ways(report, console)
@@ -405,19 +418,18 @@ def _show_ways(report: dict[str, Any], console: Console) -> None:
 def _show_bounds(report: dict[str, Any], console: Console) -> None:
     alike: dict[tuple[str, ...], list[str]] = {}
     for row in report["bounds"]:
-        descriptors = f"{row['descriptors']:,}" if row["blocks"] else ""
         times = (f"{row[f'{name}_s'] * 1e3:,.2f}" for name in bound.PARTS)
-        rate = f"{row['requests_per_s']:,.0f}", f"{row['share_of_wire']:.0%}"
-        key = row["side"], row["blocks"], size(row["bytes"]), descriptors, *times, row["limit"], *rate
+        key = row["side"], row["blocks"], *times, row["limit"], f"{row['requests_per_s']:,.0f}"
+        key = *key, f"{row['share_of_wire']:.0%}"
         alike.setdefault(key, []).append(row["rank"])
     if not alike:
         return
     console.print(
         f"\n[bold]Bound over RDMA, on paper[/bold]: every rank has a device of {report['nic_gbit_per_s']:g} Gbit/s"
     )
-    heads = ("ranks", "blocks", "bytes", "descriptors", *(f"{name} ms" for name in bound.PARTS), "limit")
+    heads = ("ranks", "blocks", *(f"{name} ms" for name in bound.PARTS), "limit", "requests/s", "share")
     rows = [(f"{side} {_names(names)}", *cells) for (side, *cells), names in alike.items()]
-    print_table(console, (*heads, "requests/s", "share"), rows, texts=(1, 7), wrapped=(0,), is_markup=True)
+    print_table(console, heads, rows, texts=(1, 6), wrapped=(0,), is_markup=True)
     console.print(f"  {BOUND_LEGEND}", style="dim")
 
 
@@ -434,22 +446,15 @@ def _how(read: set[str] | None, name: str) -> str:
 
 def _show_refusal(report: dict[str, Any], console: Console) -> None:
     console.print("[bold red]Refused at the handshake[/bold red]")
-    rows: dict[tuple[str, str, str], tuple[list[str], list[str]]] = {}
+    alike: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for rank in report["ranks"]:
         for d in rank["refused"]:
-            if d["remote"]:
-                key = d["field"], _shortened(d["local"]), _shortened(d["remote_value"])
-                for names, name in zip(rows.setdefault(key, ([], [])), (rank["rank"], d["remote"]), strict=True):
-                    names += [name] if name not in names else []
-            else:
-                values = f": {d['local']} here, {d['remote_value']} there" if d["local"] or d["remote_value"] else ""
-                console.print(f"  decode {rank['rank']}: {d['field']}{values}")
-    cells = [
-        (_names(here), _names(there), field, mine, theirs) for (field, mine, theirs), (here, there) in rows.items()
-    ]
-    if cells:
-        heads = ("decode", "prefill", "field", "local", "remote")
-        print_table(console, heads, cells, wrapped=range(5), is_markup=True)
+            key = d["field"], _shortened(d["local"]), _shortened(d["remote_value"])
+            alike.setdefault(key, []).append((rank["rank"], d["remote"]))
+    for (field, mine, theirs), pairs in alike.items():
+        here, there = (_names([name for name in names if name]) for names in zip(*pairs, strict=True))
+        values = f": {mine} here, {theirs} there" if mine or theirs else ""
+        console.print(f"  decode {here}{f', prefill {there}' if there else ''}: {field}{values}")
     for remedy in dict.fromkeys(d["remedy"] for rank in report["ranks"] for d in rank["refused"] if d["remedy"]):
         console.print(f"  what to do: {remedy}")
 
@@ -458,8 +463,17 @@ def _shortened(value: object) -> str:
     return ", ".join(str(x) for x in value) if isinstance(value, list | tuple) else str(value)
 
 
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ... {names[-1]}"
+def _names(names: Iterable[str]) -> str:
+    """Join the names of ranks, with neighbours as a range, such as `tp0-3, tp6`."""
+    runs: list[tuple[str, int, int]] = []
+    for name in dict.fromkeys(names):
+        stage, number = name.split("tp")
+        if runs and (runs[-1][0], runs[-1][2] + 1) == (stage, int(number)):
+            runs[-1] = (*runs[-1][:2], int(number))
+        else:
+            runs.append((stage, int(number), int(number)))
+    said = [f"{stage}tp{first}{f'-{last}' if last > first else ''}" for stage, first, last in runs]
+    return ", ".join(said) if len(said) <= 4 else f"{', '.join(said[:3])}, ... {said[-1]}"
 
 
 def _what(parts: Sequence[dict[str, Any]]) -> str:
@@ -469,6 +483,7 @@ def _what(parts: Sequence[dict[str, Any]]) -> str:
         lines.setdefault((part["axis"], *part["range"], part["extent"], part["layers"]), []).append(part["part"])
     out = []
     for (axis, lo, hi, extent, layers), names in lines.items():
-        where = f"{axis} {lo}-{hi - 1} of {extent}" if axis else "whole"
+        span = f"{lo}-{hi - 1}" if hi - lo > 1 else f"{lo}"
+        where = f"{axis} {span} of {extent}" if axis else "whole"
         out.append(f"{', '.join(names)}: {where} ({layers} layer{'s' if layers > 1 else ''})")
     return "\n".join(out)

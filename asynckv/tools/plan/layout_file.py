@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -20,6 +20,7 @@ from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 
 SCHEMA = "asynckv.layout/1"
+Role = Literal["prefill", "decode"]
 _NESTED: dict[type[Struct], dict[str, type[Struct]]] = {
     Layout: {"memories": Memory, "groups": Group, "views": View},
     View: {"parts": Part},
@@ -45,12 +46,16 @@ class _Head(Struct):
     schema: str = ""
 
 
-_File: Any = msgspec.defstruct("File", [("schema", str), ("ranks", _some(_named(Layout)))], forbid_unknown_fields=True)
+_File: Any = msgspec.defstruct(
+    "File", [("schema", str), ("ranks", _some(_named(Layout))), ("role", Role | None, None)], forbid_unknown_fields=True
+)
 
 
-def dump_layouts(layouts: Sequence[Layout]) -> str:
-    ranks = [_plain(layout) for layout in layouts]
-    return msgspec.json.format(msgspec.json.encode({"schema": SCHEMA, "ranks": ranks}), indent=1).decode() + "\n"
+def dump_layouts(layouts: Sequence[Layout], role: Role | None = None) -> str:
+    """Return the text of a layout file; with a role, `asynckv plan` refuses it in the other engine's place."""
+    head = {"schema": SCHEMA} | ({"role": role} if role else {})
+    whole = msgspec.json.encode({**head, "ranks": [_plain(layout) for layout in layouts]})
+    return msgspec.json.format(whole, indent=1).decode() + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -60,23 +65,29 @@ def _plain(value: Any) -> Any:
     return [_plain(x) for x in value] if isinstance(value, tuple) else value
 
 
-def load_layouts(path: Path) -> list[Layout]:
-    """Read an engine's ranks from a file; every layout is checked."""
+def load_layouts(path: Path, role: Role | None = None) -> list[Layout]:
+    """Read an engine's ranks from a file; every layout is checked, and the role if one is given and in the file."""
     try:
-        return _ranks(path.read_bytes())
+        return _ranks(path.read_bytes(), role)
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror or exc}") from exc
     except (msgspec.MsgspecError, UnicodeError, RecursionError, LayoutError) as exc:
         raise ConfigError(f"{path}: {exc}") from exc
 
 
-def _ranks(raw: bytes) -> list[Layout]:
+def _ranks(raw: bytes, role: Role | None) -> list[Layout]:
     schema = msgspec.json.decode(raw, type=_Head).schema
     if not schema:
         raise LayoutError("is not a layout file; write one with asynckv layout, which also takes --hf-config")
     if schema != SCHEMA:
         raise LayoutError(f"schema is {schema!r:.80}, but this version reads {SCHEMA!r}; write the file anew")
-    layouts = [_wired(Layout, rank) for rank in msgspec.json.decode(raw, type=_File).ranks]
+    file = msgspec.json.decode(raw, type=_File)
+    if role and file.role not in (None, role):
+        raise LayoutError(
+            f"these are ranks of a {file.role} engine, in the place of the {role} engine; the order is asynckv plan "
+            f"PREFILL DECODE"
+        )
+    layouts = [_wired(Layout, rank) for rank in file.ranks]
     for i, layout in enumerate(layouts):
         try:
             check_layout(layout)
