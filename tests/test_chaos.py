@@ -34,7 +34,7 @@ def children() -> set[str]:
 async def test_what_is_published_is_right_whatever_breaks(name: str) -> None:
     before = children()
     async with asyncio.timeout(DEADLINE_S):
-        record = await chaos.run(name, seconds=2.0, seed=1, cycles=4)
+        record = await chaos.run(name, seconds=1.0, seed=1)
     assert record["problems"] == []
     assert sum(pulls["complete"] for pulls in record["pulls"].values()) > 0
     assert {pulls["bytes_wrong"] for pulls in record["pulls"].values()} == {0}

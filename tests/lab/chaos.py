@@ -103,10 +103,10 @@ async def away(arena: Arena) -> None:
 
 
 async def restart(arena: Arena) -> None:
-    """Restart a prefill worker on its port, ten times or more, under load; nothing in the decode worker may grow."""
+    """Restart a prefill worker on its port, six times or more, under load; nothing in the decode worker may grow."""
     victim = await arena.start("victim")
     address, refusals, seen = victim.address, Counter[str](), list[dict[str, int]]()
-    for number in range(1 + max(10, int(2.5 * arena.seconds))):
+    for number in range(1 + max(6, int(2.5 * arena.seconds))):
         async with victim.load(6):
             await victim.more(5, arena.seconds / 20)
             if number:
