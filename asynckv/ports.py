@@ -112,12 +112,10 @@ class AgentInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """The agent that remote readers reach has ended by itself. Another follows (`AgentReplaced`)."""
+    """The agent that remote readers reach has ended. Another follows (`AgentReplaced`). Our own reads go on."""
 
     cause: str
     pause_s: float = 0.0  # seconds until the next one serves, because too many have ended
-    reads: bool = True
-    """True if it posted our reads too: all remote agents are gone from it, and every transfer was reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,6 @@ class AgentReplaced:
     agent: AgentInfo
     cause: str  # reason for which the previous one ended
     seconds: float  # seconds without an agent
-    transfers_failed: int  # number of transfers that ended with the previous one
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_ther
     """The others ask again."""
     monkeypatch.setattr(readers, "MAX_WAITING", 3)
     rank = prefill_rank()
-    rank.core.agent_lost("it died", False, 0.0)
+    rank.core.agent_lost()
     assert [greeted(rank, number) for number in (1, 2, 3, 4, 5, 2)] == [[]] * 6
     rank.core.agent_replaced("another", b"metadata")
     assert len(heard(rank)) == 3

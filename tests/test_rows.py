@@ -297,10 +297,6 @@ def check_peer() -> None:
         it = peer_at(state)
         it.failed(Reason.UNREACHABLE, "no answer", CONFIG, 0.0)
         assert (it.state, it.not_before) == (PeerState.NEW, CONFIG.backoff_s)
-    for state in (PeerState.LOADING, PeerState.READY, PeerState.SUSPECT):
-        it = peer_at(state)
-        it.unloaded(Reason.READ_FAILED, "agent died", 0.0)
-        assert (it.state, it.is_loaded) == (PeerState.NEW, False)
     it = peer_at(PeerState.SUSPECT)
     assert it.heard(1.0)
     assert it.state is PeerState.READY

@@ -318,17 +318,6 @@ class DecodeSide:
                 self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now)
         self._ready(peer, now)
 
-    def unloaded(self, cause: str, now: float) -> None:
-        """Meet all peers anew, because our own data plane has lost them, and every transfer has ended. The remote
-        processes live, so releases that are owed to them are still sent.
-        """
-        for peer in self.peers.by_place.values():
-            if peer.line.is_set_aside and peer.state is not S.GONE:
-                self._take_back(peer)
-        detail = f"this side's data plane has lost its connections: {cause}"
-        for peer in self.peers.unloaded(detail, now):
-            self._fail_readers(peer, Reason.READ_FAILED, detail, now)
-
     def destroyed(self, now: float) -> None:
         for transfer_id, transfer in list(self.transfers.items()):
             transfer.peer.asks.take(transfer_id)
