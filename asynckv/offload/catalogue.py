@@ -22,7 +22,7 @@ from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.cutting import Cutting, WriteBack
-from asynckv.offload.entry import Entry, EntryEvent, EntryState
+from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.found import Found, known, longest, make_room
 from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Jobs, JobState, Move, MoveKind, Piece
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
@@ -453,9 +453,9 @@ class Catalogue:
                 self._jobs.let_go(job, self.host, entry)
             elif move.kind is MoveKind.WRITE_BACK:
                 assert self.file is not None
-                self.file.failed(entry, EntryEvent.DOUBTED)
+                self.file.failed(entry)
             else:
-                self.host.failed(entry, EntryEvent.DOUBTED)
+                self.host.failed(entry)
                 self._jobs.lost(entry, JobOutcome.FAILED, f"its transfer is in doubt: {cause}")
             if job is not None:
                 job.missing.append((entry.group, position))
@@ -467,7 +467,7 @@ class Catalogue:
     def _written_or_lost(self, entry: Entry, is_good: bool, cause: str) -> bool:
         """Note whether a block of host memory was written; return True if it can be found from now on."""
         if not is_good:
-            self.host.failed(entry, EntryEvent.FAILED)
+            self.host.failed(entry)
         elif self.host.written(entry):
             if self._write_back is not None:
                 self._write_back.want(entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from asynckv.offload.entry import Entry, EntryEvent, EntryState
+from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import Item, Job, JobKind, Jobs, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Tier
@@ -199,7 +199,7 @@ class WriteBack:
         if is_good:
             self._file.written(entry)
         else:
-            self._file.failed(entry, EntryEvent.FAILED)
+            self._file.failed(entry)
             source.tries += 1
             if source.tries < TRIES and source.state is EntryState.READY:
                 self.want(source)

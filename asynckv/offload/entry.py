@@ -1,7 +1,7 @@
 """One stored block in one tier: being written, ready, or leaving.
 
     WRITING --WRITTEN--> READY --DROPPED--> LEAVING --nothing needs it--> GONE
-       \\---FAILED, DOUBTED, DROPPED--------/
+       \\---FAILED, DROPPED----------------/
 
 **holders** are the names of jobs, pins and leases that keep the block. **moves** are the transfers that may still read
 or write its slot, also those in doubt. Both are sets, so letting go twice changes nothing. The slot is free only when
@@ -31,9 +31,7 @@ class EntryEvent(enum.StrEnum):
     WRITTEN = "written"
     """All of the block is in place."""
     FAILED = "failed"
-    """The block is not in place, and nothing writes it any more."""
-    DOUBTED = "doubted"
-    """The block is not in place, and a transfer may still write it."""
+    """The block is not in place. A transfer in doubt, which may still write it, is in `moves`."""
     DROPPED = "dropped"
     """The block was evicted, is not wanted, or was found to be corrupt."""
 
@@ -47,9 +45,9 @@ def nothing_needs_it(entry: Entry) -> bool:
 
 
 ON_EVENT: Mapping[EntryState, Mapping[EntryEvent, EntryState]] = {
-    S.WRITING: {E.WRITTEN: S.READY, E.FAILED: S.LEAVING, E.DOUBTED: S.LEAVING, E.DROPPED: S.LEAVING},
+    S.WRITING: {E.WRITTEN: S.READY, E.FAILED: S.LEAVING, E.DROPPED: S.LEAVING},
     S.READY: {E.DROPPED: S.LEAVING},
-    S.LEAVING: {E.WRITTEN: S.LEAVING, E.FAILED: S.LEAVING, E.DOUBTED: S.LEAVING, E.DROPPED: S.LEAVING},
+    S.LEAVING: {E.WRITTEN: S.LEAVING, E.FAILED: S.LEAVING, E.DROPPED: S.LEAVING},
     S.GONE: {},
 }
 

@@ -207,11 +207,11 @@ class Tier:
         self._settle(entry)
         return True
 
-    def failed(self, entry: Entry, event: EntryEvent) -> None:
+    def failed(self, entry: Entry) -> None:
         if entry.state is S.WRITING:
             self.policies[entry.kind].remove(entry)
         self._hide(entry)
-        self._take(entry, event)
+        self._take(entry, E.FAILED)
 
     def drop(self, entry: Entry) -> None:
         """Remove a block from the index; its slot is free when no holder and no transfer needs it."""
