@@ -168,7 +168,6 @@ class NixlPlane:
             self._name = f"{self._base_name}-{self._starts}"
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
         self._is_sweep_due = self._has_posted = False
-        self._posters.begin()
         try:
             self._agent = self._make_agent(self._name, memories)
             self._listen(self._agent, self._loop)
