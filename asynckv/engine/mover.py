@@ -98,7 +98,7 @@ class Mover:
         self.on_moved: Callable[[], None] = lambda: None
         self._late_at = math.inf  # no copy is late before
         self._timer: TimerHandle | None = None
-        self._is_due = False
+        self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
         self._idle = asyncio.Event()
         self._failures, self._no_room = Rate(1.0, MAX_FAILURES), Rate(1 / NO_ROOM_S, 1)
 
@@ -197,16 +197,13 @@ class Mover:
     # -- between the catalogue and the planes --------------------------------------------------------
 
     def soon(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._pump_soon)
-
-    def _pump_soon(self) -> None:
-        self._is_due = False
-        self.pump()
+        self._due = self._due or asyncio.get_running_loop().call_soon(self.pump)
 
     def pump(self) -> None:
         """Do what the catalogue wants, and tell what became of jobs."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         if not self.is_open:
             return  # catalogues are another thread's still
         now = self._driver.clock.now()
