@@ -145,7 +145,7 @@ def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
     world.run()
     request.ended(4.0)
     assert (again.reason, state_of(request)) == (Reason.COMPLETE, RequestState.OVER)
-    assert request.take_discharge() is None, "nobody was told that another would follow"
+    assert request.discharge is None, "nobody was told that another would follow"
 
 
 def state_of(request: Request) -> RequestState:

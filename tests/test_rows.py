@@ -342,7 +342,7 @@ def check_attempts() -> None:
     attempt.grant()
     it.pull = attempt.pull
     it.ended(1.0)
-    assert (it.state, it.take_discharge()) == (RequestState.OVER, None)
+    assert (it.state, it.discharge) == (RequestState.OVER, None)
     it, attempt = request(), Attempt().draining()
     attempt.end(Ending.DONE)
     it.pull = attempt.pull
@@ -355,12 +355,12 @@ def check_attempts() -> None:
     it = failed(request())
     assert (it.state, it.next_at, it.attempts) == (RequestState.PAUSING, 1.1, 1)
     it.time(2.0)
-    assert (it.state, it.attempts, it.take_discharge()) == (RequestState.TRYING, 2, None)
+    assert (it.state, it.attempts, it.discharge) == (RequestState.TRYING, 2, None)
     # Given up: who was told that another attempt follows hears that none does.
     it = failed(request(), doubt=True)
     it.give_up()
     assert it.state is RequestState.OVER
-    assert it.take_discharge() is Reason.READ_FAILED
+    assert it.discharge is Reason.READ_FAILED
     for step in (time_is_over, Request.give_up, Request.refused):
         with pytest.raises(LocalProtocolError):
             step(it)
@@ -376,32 +376,31 @@ def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
         it.stop(reason)
         it.time(2.0)
         assert (it.state, it.attempts) == (RequestState.OVER, 1)
-        assert it.take_discharge() is reason
+        assert it.discharge is reason
 
 
 def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
     """A pause and blocks that come back may be late."""
     it = failed(request(), doubt=True)
     it.time(50.0)
-    assert (it.state, it.attempts, it.take_discharge()) == (RequestState.OVER, 1, Reason.READ_FAILED)
+    assert (it.state, it.attempts, it.discharge) == (RequestState.OVER, 1, Reason.READ_FAILED)
 
 
-def test_a_request_is_discharged_once() -> None:
+def test_a_request_whose_next_attempt_is_refused_is_discharged() -> None:
     it = failed(request())
     it.time(2.0)
     it.refused()
-    assert it.take_discharge() is Reason.UNPLANNABLE
-    assert it.take_discharge() is None
+    assert it.discharge is Reason.UNPLANNABLE
 
 
 def test_a_caller_that_tries_again_himself_is_not_discharged() -> None:
     it = failed(request(is_last=False))
     it.give_up()
-    assert it.take_discharge() is None
+    assert it.discharge is None
     it = failed(request(is_last=False))
     it.stop(Reason.CANCELLED)
     it.give_up()
-    assert it.take_discharge() is Reason.CANCELLED
+    assert it.discharge is Reason.CANCELLED
 
 
 def test_no_attempt_follows_after_the_deadline_or_a_refusal_that_stays() -> None:

@@ -5,7 +5,7 @@
 
 Every attempt is a pull with its own id. It begins once nothing of the attempt before it can write the blocks any more,
 so a late first attempt can neither complete nor overwrite the second. While an attempt may follow, the prefill ranks
-keep the request lent to this reader; `take_discharge` says when they must hear that none follows.
+keep the request lent to this reader; `discharge` says when they must hear that none follows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class Request:
         self.stopped: Reason | None = None  # why no attempt may follow, once the request was stopped
         self._retries, self._pause_s = retries, pause_s
         self._given_up_for: Reason | None = None  # reason that is reported instead of the last attempt's failure
-        self._discharge: Reason | None = None
         self.retryable = RETRYABLE if retries else frozenset[Reason]()
         """Failures of this attempt after which another attempt follows."""
 
@@ -74,10 +73,13 @@ class Request:
     def was_promised(self) -> bool:
         return self.pull is not None and self.pull.reason in self.pull.retryable
 
-    def take_discharge(self) -> Reason | None:
-        """Return, once, the reason to give the prefill ranks because no attempt follows after all; else None."""
-        found, self._discharge = self._discharge, None
-        return found
+    @property
+    def discharge(self) -> Reason | None:
+        """Return the reason to give the prefill ranks if they expect another attempt, and none follows; else None."""
+        pull, is_last = self.pull, self.wanted.is_last or self.stopped is Reason.CANCELLED
+        if self.state is not S.OVER or pull is None or not self.was_promised or not is_last:
+            return None
+        return self.stopped or self._given_up_for or pull.reason
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -135,8 +137,3 @@ class Request:
             self.attempts += 1
             if self.attempts > self._retries:
                 self.retryable = frozenset()
-        elif after is S.OVER:
-            # Ranks that expect another attempt must hear that none follows.
-            pull, is_last = self.pull, self.wanted.is_last or self.stopped is Reason.CANCELLED
-            if pull is not None and pull.reason is not None and self.was_promised and is_last:
-                self._discharge = self.stopped or self._given_up_for or pull.reason
