@@ -419,7 +419,7 @@ class Catalogue:
                 job.loaded.append(entry)
             else:
                 self._jobs.let_go(job, self.host, entry)
-        self.host.end(entry, move_id)
+        self.host.let_go(entry, move_id)
 
     def _store_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
         (position, entry), job = running.items[i], running.job
@@ -430,14 +430,14 @@ class Catalogue:
                 job.blocks += 1
             else:
                 job.missing.append((entry.group, position))
-        self.host.end(entry, running.move.move_id)
+        self.host.let_go(entry, running.move.move_id)
 
     def _promotion_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
         assert self.file is not None
         entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
         self._written_or_lost(entry, is_good, cause or "the file tier no longer has it, or it was corrupt")
-        self.file.end(source, move_id)
-        self.host.end(entry, move_id)
+        self.file.let_go(source, move_id)
+        self.host.let_go(entry, move_id)
 
     def _write_back_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
         assert self._write_back is not None

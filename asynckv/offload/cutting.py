@@ -56,10 +56,10 @@ class Cutting:
         return items, num_bytes
 
     def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
+        if kind is MoveKind.STORE:  # the move itself keeps the slots
+            self._jobs.let_go_all(job, items)
         move = self._traffic.begin(kind, job, items, self._host, [], num_bytes)
         job.running.add(move.move_id)
-        if kind is MoveKind.STORE:  # from now on the move itself keeps the slots
-            self._jobs.let_go_all(job, items)
         return move
 
     def promotions(self, patience: float = LOOKED_AT) -> Iterator[Move]:
@@ -205,8 +205,8 @@ class WriteBack:
                 self.want(source)
             else:
                 self.failed += 1
-        self._file.end(entry, move_id)
-        self._host.end(source, move_id)
+        self._file.let_go(entry, move_id)
+        self._host.let_go(source, move_id)
 
     def _size(self, entry: Entry) -> int:
         return self._groups[entry.group].record_bytes

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from asynckv.core.types import impossible, members
-from asynckv.offload.entry import Entry, EntryState
+from asynckv.offload.entry import Entry, EntryState, Holder
 from asynckv.offload.tier import Tier
 
 
@@ -213,7 +213,7 @@ class Jobs:
 
     def __init__(self, num_groups: int, host: Tier, file: Tier | None) -> None:
         self._num_groups, self._host, self._file = num_groups, host, file
-        self.by_name: dict[str, Job] = {}
+        self.by_name: dict[Holder, Job] = {}
         self.ready: dict[JobKind, dict[str, Job]] = {kind: {} for kind in JobKind}
         self.absent: dict[str, Job] = {}
         self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
@@ -270,10 +270,10 @@ class Jobs:
         self.absent[job.job_id] = job
 
     def waiting(self, entry: Entry) -> list[Job]:
-        if not entry.holders:
+        if self.by_name.keys().isdisjoint(entry.holders):
             return []
-        jobs = (self.by_name.get(name) for name in sorted(entry.holders))
-        return [job for job in jobs if job is not None and entry in job.waits]
+        jobs = [self.by_name[name] for name in entry.holders if name in self.by_name]
+        return sorted([job for job in jobs if entry in job.waits], key=lambda job: job.job_id)
 
     def cancel(self, job: Job) -> None:
         was_running = job.state is JobState.RUNNING

@@ -54,11 +54,10 @@ def audit(catalogue: Catalogue) -> list[str]:
         name = f"slot {entry.slot} of group {entry.group} ({entry.state})"
         if entry not in known:
             wrong.append(f"{name} is in no tier, and is still touched or held")
-        if entry.moves != touched.get(entry, set()):
-            wrong.append(f"{name}: moves {set(entry.moves)} are noted, and {touched.get(entry)} run")
-        if entry.holders != holders.get(entry, set()):
-            wrong.append(f"{name}: {set(entry.holders)} are noted, and {holders.get(entry)} hold it")
-        if entry.state is EntryState.WRITING and not entry.moves and entry not in to_write:
+        moves = touched.get(entry, set())
+        if entry.holders != holders.get(entry, set()) | moves:
+            wrong.append(f"{name}: {set(entry.holders)} are noted, {holders.get(entry)} hold it, and {moves} run")
+        if entry.state is EntryState.WRITING and not moves and entry not in to_write:
             wrong.append(f"{name}: nobody writes it")
     return wrong
 
