@@ -418,7 +418,7 @@ class Catalogue:
             if is_good and job.is_pinning and job.state is JobState.RUNNING:
                 job.loaded.append(entry)
             else:
-                self._jobs.let_go(job, self.host, entry)
+                self.host.let_go(entry, job.job_id)
         self.host.let_go(entry, move_id)
 
     def _store_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
@@ -450,7 +450,7 @@ class Catalogue:
         for position, entry in running.items:
             if move.kind is MoveKind.LOAD:
                 assert job is not None
-                self._jobs.let_go(job, self.host, entry)
+                self.host.let_go(entry, job.job_id)
             elif move.kind is MoveKind.WRITE_BACK:
                 assert self.file is not None
                 self.file.failed(entry)
@@ -477,7 +477,7 @@ class Catalogue:
                     self._jobs.do(job, position, entry)
                 else:
                     job.blocks += 1
-                    self._jobs.let_go(job, self.host, entry)
+                    self.host.let_go(entry, job.job_id)
                     self._jobs.settle(job)
             return True
         self._jobs.lost(entry, JobOutcome.FAILED, cause)

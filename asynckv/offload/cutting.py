@@ -49,7 +49,7 @@ class Cutting:
             item = job.todo.popleft()
             if kind is MoveKind.STORE and entry.state is not EntryState.WRITING:
                 job.missing.append((entry.group, position))  # evicted before it was stored
-                self._jobs.let_go(job, self._host, entry)
+                self._host.let_go(entry, job.job_id)
                 continue
             items.append(item)
             num_bytes += size
@@ -57,7 +57,8 @@ class Cutting:
 
     def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
         if kind is MoveKind.STORE:  # the move itself keeps the slots
-            self._jobs.let_go_all(job, items)
+            for _, entry in items:
+                self._host.let_go(entry, job.job_id)
         move = self._traffic.begin(kind, job, items, self._host, [], num_bytes)
         job.running.add(move.move_id)
         return move
@@ -101,7 +102,7 @@ class Cutting:
         num_bytes = len(made) * self._groups[made[0].group].record_bytes
         move = self._traffic.begin(MoveKind.PROMOTION, job, todo, self._file, sources, num_bytes)
         for entry in sources:
-            self._jobs.let_go(job, self._file, entry)
+            self._file.let_go(entry, job.job_id)
         return move
 
     def _next_absent(self, job: Job, full: set[int]) -> list[Item]:
@@ -122,11 +123,11 @@ class Cutting:
                 continue
             job.absent.popleft()
             if entry.state is EntryState.READY:
-                self._jobs.hold(job, self._host, entry)
+                self._host.hold(entry, job.job_id)
                 self._jobs.do(job, position, entry)
             else:
                 self._jobs.wait(job, position, entry)
-            self._jobs.let_go(job, self._file, source)
+            self._file.let_go(source, job.job_id)
         return items
 
 

@@ -175,7 +175,6 @@ class Job:
     absent: deque[Item] = field(default_factory=deque)  # blocks that are only in files, without a slot in host memory
     running: set[int] = field(default_factory=set)  # posted moves that read or write the caller's blocks
     doubtful: set[int] = field(default_factory=set)  # posted moves with an end in doubt
-    holding: set[Entry] = field(default_factory=set)  # held entries of any tier
     loaded: list[Entry] = field(default_factory=list)  # entries held because it `is_pinning`
     missing: list[tuple[int, int]] = field(default_factory=list)  # `(group, position)` that will not be moved
     blocks: int = 0
@@ -229,20 +228,6 @@ class Jobs:
         news, self._news = self._news, []
         return news
 
-    def hold(self, job: Job, tier: Tier, entry: Entry) -> None:
-        tier.hold(entry, job.job_id)
-        job.holding.add(entry)
-
-    def let_go(self, job: Job, tier: Tier, entry: Entry) -> None:
-        job.holding.discard(entry)
-        tier.let_go(entry, job.job_id)
-
-    def let_go_all(self, job: Job, items: Sequence[Item]) -> None:
-        name, let_go = job.job_id, self._host.let_go
-        job.holding.difference_update([entry for _, entry in items])
-        for _, entry in items:
-            let_go(entry, name)
-
     def do(self, job: Job, position: int, entry: Entry) -> None:
         job.todo.append(Item(position, entry))
         self.ready[job.kind][job.job_id] = job
@@ -253,19 +238,18 @@ class Jobs:
             name, hold = job.job_id, self._host.hold
             for _, entry in items:
                 hold(entry, name)
-            job.holding.update([entry for _, entry in items])
             job.todo += items
             self.ready[job.kind][name] = job
 
     def wait(self, job: Job, position: int, entry: Entry) -> None:
         """Let a job wait for a block that another job writes."""
-        self.hold(job, self._host, entry)
+        self._host.hold(entry, job.job_id)
         job.waits[entry] = position
 
     def fetch(self, job: Job, position: int, source: Entry) -> None:
         """Hold a block of the file tier for a job, and queue it for promotion."""
         assert self._file is not None
-        self.hold(job, self._file, source)
+        self._file.hold(source, job.job_id)
         job.absent.append(Item(position, source))
         self.absent[job.job_id] = job
 
@@ -295,7 +279,7 @@ class Jobs:
         for job in self.waiting(entry):
             if entry in job.waits:  # it may have failed with another job that it waited for
                 job.missing.append((entry.group, job.waits.pop(entry)))
-                self.let_go(job, self._host, entry)
+                self._host.let_go(entry, job.job_id)
                 self.fail(job, outcome, cause)
 
     def _abandon(self, job: Job, cause: str) -> None:
@@ -305,14 +289,14 @@ class Jobs:
         self.ready[job.kind].pop(job.job_id, None)
         self.absent.pop(job.job_id, None)
         for entry in loaded:
-            self.let_go(job, self._host, entry)
+            self._host.let_go(entry, job.job_id)
         for position, entry in absent:
             assert self._file is not None
             job.missing.append((entry.group, position))
-            self.let_go(job, self._file, entry)
+            self._file.let_go(entry, job.job_id)
         for entry, position in waits.items():
             job.missing.append((entry.group, position))
-            self.let_go(job, self._host, entry)
+            self._host.let_go(entry, job.job_id)
         for position, entry in todo:
             job.missing.append((entry.group, position))
             if job.kind is JobKind.STORE and entry.state is EntryState.WRITING:
@@ -322,7 +306,7 @@ class Jobs:
                 else:
                     self._host.drop(entry)
                     self.lost(entry, JobOutcome.MISSING, cause)
-            self.let_go(job, self._host, entry)
+            self._host.let_go(entry, job.job_id)
 
     def settle(self, job: Job) -> None:
         if (told := job.settle(self._num_groups)) is not None:
