@@ -14,9 +14,7 @@ LOOKED_AT = 64  # most waiting loads that one turn looks at
 
 
 class Cutting:
-    def __init__(
-        self, groups: Sequence[StoredGroup], host: Tier, file: Tier | None, jobs: Jobs, traffic: Traffic
-    ) -> None:
+    def __init__(self, groups: Sequence[StoredGroup], host: Tier, file: Tier, jobs: Jobs, traffic: Traffic) -> None:
         self._groups, self._host, self._file, self._jobs, self._traffic = groups, host, file, jobs, traffic
         self._turn = 0
 
@@ -94,7 +92,6 @@ class Cutting:
             del self._jobs.absent[job.job_id]
 
     def _promote(self, job: Job, items: list[Item], made: list[Entry]) -> Move:
-        assert self._file is not None
         todo = [Item(item.position, entry) for item, entry in zip(items, made, strict=False)]
         for position, entry in todo:
             self._jobs.wait(job, position, entry)
@@ -107,7 +104,6 @@ class Cutting:
 
     def _next_absent(self, job: Job, full: set[int]) -> list[Item]:
         """Take blocks of one group that a load needs from the file tier, except those that are being promoted."""
-        assert self._file is not None
         items: list[Item] = []
         num_bytes = 0
         while job.absent and (not items or job.absent[0].entry.group == items[0].entry.group):
@@ -154,7 +150,7 @@ class WriteBack:
         if self._file.takes_more:
             self._host.onward[entry] = None
         else:
-            self.lost += 1
+            self.lost += self._file.slots.num_bytes > 0
 
     def switch_off(self) -> None:
         self._file.takes_more = False

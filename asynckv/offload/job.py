@@ -23,7 +23,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from asynckv.core.types import impossible, members
-from asynckv.offload.entry import Entry, EntryState, Holder
+from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.tier import Tier
 
 
@@ -210,9 +210,9 @@ class Job:
 class Jobs:
     """Jobs that are not over, by name, with separate lists of those that can go on."""
 
-    def __init__(self, num_groups: int, host: Tier, file: Tier | None) -> None:
+    def __init__(self, num_groups: int, host: Tier, file: Tier) -> None:
         self._num_groups, self._host, self._file = num_groups, host, file
-        self.by_name: dict[Holder, Job] = {}
+        self.by_name: dict[str, Job] = {}
         self.ready: dict[JobKind, dict[str, Job]] = {kind: {} for kind in JobKind}
         self.absent: dict[str, Job] = {}
         self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
@@ -248,16 +248,13 @@ class Jobs:
 
     def fetch(self, job: Job, position: int, source: Entry) -> None:
         """Hold a block of the file tier for a job, and queue it for promotion."""
-        assert self._file is not None
         self._file.hold(source, job.job_id)
         job.absent.append(Item(position, source))
         self.absent[job.job_id] = job
 
     def waiting(self, entry: Entry) -> list[Job]:
-        if self.by_name.keys().isdisjoint(entry.holders):
-            return []
-        jobs = [self.by_name[name] for name in entry.holders if name in self.by_name]
-        return sorted([job for job in jobs if entry in job.waits], key=lambda job: job.job_id)
+        names = self.by_name.keys() & entry.holders
+        return [job for name in sorted(names) if entry in (job := self.by_name[name]).waits] if names else []
 
     def cancel(self, job: Job) -> None:
         was_running = job.state is JobState.RUNNING
@@ -291,7 +288,6 @@ class Jobs:
         for entry in loaded:
             self._host.let_go(entry, job.job_id)
         for position, entry in absent:
-            assert self._file is not None
             job.missing.append((entry.group, position))
             self._file.let_go(entry, job.job_id)
         for entry, position in waits.items():

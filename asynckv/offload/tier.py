@@ -49,8 +49,8 @@ class Tier:
         self._doomed: list[dict[bytes, Entry]] = []  # entries that are not found any more, and are dropped in slices
         self.freed: list[tuple[int, int]] = []  # `(group, slot)` that the files' index must forget
         self.tick = 0
-        self.is_off = False  # True if nothing is found in it
-        self.takes_more = True
+        self.is_off = not num_bytes  # True if nothing is found in it
+        self.takes_more = num_bytes > 0
         self.evicted = self.lost = 0  # evicted blocks, and blocks that left before the next tier got them
         self._spared = -1
         self.may_take = math.inf  # chunks that a size may take from others though it has blocks to evict

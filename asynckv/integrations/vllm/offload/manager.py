@@ -178,10 +178,9 @@ class Manager(OffloadingManager):
             request = req_context.get_state(_Request)
             if allows(Medium.CPU, Locality.LOCAL) or (request is not None and key in request.fetched):
                 return LookupResult.HIT if entry.state is READY else LookupResult.HIT_PENDING
-        file = self.catalogue.file
-        if entry is not None or file is None or not allows(Medium.STORAGE, Locality.LOCAL):
+        if entry is not None or not allows(Medium.STORAGE, Locality.LOCAL):
             return LookupResult.MISS
-        kept, request = file.index[place].get(hash_), self._request(req_context)
+        kept, request = self.catalogue.file.index[place].get(hash_), self._request(req_context)
         if kept is None or kept.state is not READY or key in request.refused:
             return LookupResult.MISS
         if key in request.coming:
@@ -303,8 +302,7 @@ class Manager(OffloadingManager):
         order = sorted(enumerate(request.used), key=lambda each: (at(each[1]) or 0, each[0]), reverse=True)
         found = [self._find(key) for _, key in order]
         for tier in (self.catalogue.host, self.catalogue.file):
-            if tier is not None:
-                tier.use(entry for place, hash_ in found if (entry := tier.index[place].get(hash_)) is not None)
+            tier.use(entry for place, hash_ in found if (entry := tier.index[place].get(hash_)) is not None)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._take_name()
@@ -439,7 +437,7 @@ class Manager(OffloadingManager):
         assert self._region is not None
         joined = self._region.joined()
         self._is_checked = joined == self._world_size
-        if not self._is_checked and self.catalogue.file is not None and not self.catalogue.file.is_off:
+        if not self._is_checked and not self.catalogue.file.is_off:
             log.error(
                 "only %d of %d ranks share host memory with the scheduler's process: files need all ranks of an engine "
                 "on one host; leave directory and file_bytes out",
