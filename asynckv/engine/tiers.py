@@ -93,14 +93,16 @@ class Tiers:
         )
         self.others: dict[Shelf, ByTokens] = {}
         self.align = self.own.align
-        self.mover = Mover(self.driver, config)
-        self.mover.shelves = (self.own,)
+        if copies is None:
+            from asynckv.edges.copies import NixlCopies
+
+            copies = NixlCopies(self._name, threads=config.copy_threads)
+        self.mover = Mover(self.driver, config, copies, self.own)
         self.figures = Figures(self.driver, self.mover, config)
         self.mover.on_moved = self.figures.tell
         self.network: Engine | None = None
         self.is_started = self._is_to_be_told = False
         self._written_before: int | None = None
-        self._copies = copies
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._opening: asyncio.Future[int] | None = None
         """Another thread takes memory and opens files: until it has ended, they are its own."""
@@ -148,14 +150,9 @@ class Tiers:
         if self.others:
             self.others = reading(layout, list(self.others), self.engine.config, most)
             copying |= self.others
-        if self._copies is None:
-            from asynckv.edges.copies import NixlCopies
-
-            name = f"{self._name}-{self.engine.memory_epoch}"
-            self._copies = NixlCopies(name, threads=self.config.copy_threads)
         far = {shelf.far: [shelf.memory.memory] for shelf in mover.shelves if shelf.memory is not None}
-        self._copies.start(layout.memories, far, mover.on_copies)
-        mover.copies, mover.copying, mover.is_copying = self._copies, copying, True
+        mover.copies.start(layout.memories, far, mover.on_copies)
+        mover.copying, mover.is_copying = copying, True
 
     @property
     def _name(self) -> str:
@@ -342,7 +339,7 @@ class Tiers:
         return {f"offload.{name}": value for name, value in self.figures.gauges().items()}
 
     def describe(self) -> dict[str, str]:
-        planes = self._copies, self.own.records, self.own.memory
+        planes = self.mover.copies, self.own.records, self.own.memory
         said = {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
         off = {"off": self.mover.cause, "files_off": self.own.files_lost}
         return said | {name: cause for name, cause in off.items() if cause}
