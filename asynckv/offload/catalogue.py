@@ -376,7 +376,7 @@ class Catalogue:
             MoveKind.LOAD: self._load_ended,
             MoveKind.STORE: self._store_ended,
             MoveKind.PROMOTION: self._promotion_ended,
-            MoveKind.WRITE_BACK: self._write_back_ended,
+            MoveKind.WRITE_BACK: self._write_back.ended,
         }[running.move.kind]
         if is_done and running.move.kind is MoveKind.PROMOTION:
             for i in lost:  # only here: the records of a move that failed as a whole, say by being late, may be good
@@ -432,9 +432,6 @@ class Catalogue:
         self._written_or_lost(entry, is_good, cause or "the file tier no longer has it, or it was corrupt")
         self.file.let_go(source, move_id)
         self.host.let_go(entry, move_id)
-
-    def _write_back_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
-        self._write_back.ended(running, i, is_good)
 
     def _doubt(self, running: Running, cause: str) -> None:
         """Keep the blocks that a move touches, but do not count on their content any more."""

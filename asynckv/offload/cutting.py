@@ -190,7 +190,7 @@ class WriteBack:
             sources += entries[: len(made)]
         return items, sources
 
-    def ended(self, running: Running, i: int, is_good: bool) -> None:
+    def ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
         """Note the end of a block's write-back; a failed one is repeated up to `TRIES` times."""
         entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
         if is_good:
