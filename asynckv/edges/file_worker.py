@@ -11,8 +11,8 @@ import sqlite3
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -487,29 +487,25 @@ class Worker:
         return number >= MAX_PENDING or (number > 0 and time.monotonic() - self._pending_since >= COMMIT_S)
 
     def _commit(self) -> bool:
-        """Write the changes to the index; return False if that failed."""
-        stored, dropped = self._stored, self._dropped
+        """Write the changes to the index; return False if that failed. Then new records are known to this process only,
+        and no more are taken.
+        """
+        stored, dropped, index = self._stored, self._dropped, self._index
         self._stored, self._dropped, self._pending_since = {}, set(), 0.0
-        if stored or dropped:
-            with self._gate:
-                self._busy_since = self._busy_since or time.monotonic()
-            with self._telling() as index:
-                places = sorted(dropped)
-                while len(places) > MAX_CHANGES:
-                    index.change({}, places[-MAX_CHANGES:])
-                    del places[-MAX_CHANGES:]
-                index.change(stored, places)
-                self._counts["commits"] += 1
-                return True
-        return not (stored or dropped)
-
-    @contextmanager
-    def _telling(self) -> Iterator[FileIndex]:
-        """Use the index. If that fails, new records are known to this process only, and no more are taken."""
-        assert self._index is not None
+        if index is None or not (stored or dropped):
+            return True
+        with self._gate:
+            self._busy_since = self._busy_since or time.monotonic()
         try:
-            yield self._index
+            places = sorted(dropped)
+            while len(places) > MAX_CHANGES:
+                index.change({}, places[-MAX_CHANGES:])
+                del places[-MAX_CHANGES:]
+            index.change(stored, places)
         except sqlite3.Error as exc:
             with self._gate:
                 cause = explained_index(self._folder, exc)
                 self._take(Takes.READS, f"the index of {self._folder} cannot be written: {cause}, and start again")
+            return False
+        self._counts["commits"] += 1
+        return True
