@@ -121,7 +121,7 @@ PLANTED = {
         example.test_a_block_is_stored_again_while_its_old_slot_is_written_back,
     ),
     "a cancelled job does not wait for its transfers": Bug(
-        C, "cancel", "self._jobs.cancel(job)", "job.running.clear(); self._jobs.cancel(job)", any_order
+        C, "cancel", "self._jobs.fail(job", "job.running.clear(); self._jobs.fail(job", any_order
     ),
     "a cancelled store takes others with it": Bug(
         Jobs,

@@ -86,7 +86,7 @@ PLANTED = {
     "a pin is ignored": Bug(Catalogue, "pin", "tier.hold(entry, name)", "pass", 1),
     "a checksum is not compared": Bug(SimRecords, "finish", "not self.disk.is_good(record.far)", "False", 108),
     "a cancelled load's blocks are given back at once": Bug(
-        Catalogue, "cancel", "self._jobs.cancel(job)", "job.running.clear(); self._jobs.cancel(job)", 20
+        Catalogue, "cancel", "self._jobs.fail(job", "job.running.clear(); self._jobs.fail(job", 20
     ),
     "a copy in doubt is taken for one that has ended": Bug(
         Mover,

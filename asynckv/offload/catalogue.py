@@ -220,7 +220,7 @@ class Catalogue:
         job = self.jobs.get(job_id)
         if job is None:
             return False
-        self._jobs.cancel(job)
+        self._jobs.fail(job, JobOutcome.CANCELLED)
         return True
 
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:

@@ -4,8 +4,8 @@ A *job* is one call of the caller; it ends once, with one result. A *move* is on
 promotion or a write-back belongs to no job.
 
     RUNNING --all blocks are moved--> OVER
-    RUNNING --FAILED, CANCELLED--> DRAINING --no move runs--> OVER
-                                   DRAINING --only moves in doubt run--> HELD --no move is in doubt--> OVER
+    RUNNING --STOPPED--> DRAINING --no move runs--> OVER
+                         DRAINING --only moves in doubt run--> HELD --no move is in doubt--> OVER
 
 A job in doubt reports its failure on entering HELD, and returns its blocks to the caller on leaving. Transfers cannot
 be stopped, so a cancelled job ends when its posted moves have ended.
@@ -111,10 +111,8 @@ class JobState(enum.StrEnum):
 class JobEvent(enum.StrEnum):
     """Event of a job besides the ends of its moves."""
 
-    FAILED = "failed"
-    """A transfer failed, a block is missing, there is no room, or the time is up."""
-    CANCELLED = "cancelled"
-    """The caller has cancelled it."""
+    STOPPED = "stopped"
+    """A transfer failed, a block is missing, there is no room, the time is up, or the caller has cancelled it."""
 
 
 def all_is_moved(job: Job) -> bool:
@@ -139,9 +137,9 @@ def nothing_is_in_doubt(job: Job) -> bool:
 
 S, E = members(JobState), members(JobEvent)
 ON_EVENT: Mapping[JobState, Mapping[JobEvent, JobState]] = {
-    S.RUNNING: {E.FAILED: S.DRAINING, E.CANCELLED: S.DRAINING},
-    S.DRAINING: {E.FAILED: S.DRAINING, E.CANCELLED: S.DRAINING},
-    S.HELD: {E.CANCELLED: S.HELD},
+    S.RUNNING: {E.STOPPED: S.DRAINING},
+    S.DRAINING: {},
+    S.HELD: {},
     S.OVER: {},
 }
 
@@ -185,11 +183,9 @@ class Job:
         return self.state is S.OVER
 
     def receive(self, event: JobEvent, outcome: JobOutcome, cause: str = "") -> None:
-        """Take an event; the first outcome counts. An event after the end raises `LocalProtocolError`."""
-        after = ON_EVENT[self.state].get(event) or impossible(event, f"job {self.job_id!r}", self.state)
-        if self.state is S.RUNNING:
-            self.outcome, self.cause = outcome, cause
-        self.state = after
+        """Take an event and its outcome. An impossible event raises `LocalProtocolError`."""
+        self.state = ON_EVENT[self.state].get(event) or impossible(event, f"job {self.job_id!r}", self.state)
+        self.outcome, self.cause = outcome, cause
 
     def settle(self, num_groups: int) -> JobEnded | JobReturned | None:
         """Change the state if a condition holds; return the news for the caller."""
@@ -256,19 +252,11 @@ class Jobs:
         names = self.by_name.keys() & entry.holders
         return [job for name in sorted(names) if entry in (job := self.by_name[name]).waits] if names else []
 
-    def cancel(self, job: Job) -> None:
-        was_running = job.state is JobState.RUNNING
-        job.receive(JobEvent.CANCELLED, JobOutcome.CANCELLED)
-        if was_running:
-            self._abandon(job, "the job that stored it was cancelled")
-        self.settle(job)
-
-    def fail(self, job: Job, outcome: JobOutcome, cause: str) -> None:
-        if job.state in (JobState.RUNNING, JobState.DRAINING):
-            was_running = job.state is JobState.RUNNING
-            job.receive(JobEvent.FAILED, outcome, cause)
-            if was_running:
-                self._abandon(job, f"the job that stored it failed: {cause}")
+    def fail(self, job: Job, outcome: JobOutcome, cause: str = "") -> None:
+        """Begin nothing more of a job; the first outcome counts."""
+        if job.state is JobState.RUNNING:
+            job.receive(JobEvent.STOPPED, outcome, cause)
+            self._abandon(job, f"the job that stored it ended as {outcome}" + (f": {cause}" if cause else ""))
         self.settle(job)
 
     def lost(self, entry: Entry, outcome: JobOutcome, cause: str) -> None:
