@@ -120,7 +120,7 @@ class Attempt:
         self.pull.answered(self.source, Refused(PARAMS.key, "x-1", nonce, Reason.REVOKED), self.later())
 
     def draining(self) -> Attempt:
-        self.to(S.READING).pull.cancel(self.later())
+        self.to(S.READING).pull.fail(Reason.CANCELLED, "cancelled", self.later())
         return self
 
     def notifying(self, doubt: bool = False) -> Attempt:
@@ -148,7 +148,7 @@ def check_pull() -> None:
         for failing, reason in (
             (Attempt.fail, Reason.PEER_LOST),
             (Attempt.refuse, Reason.REVOKED),
-            (lambda x: x.pull.cancel(x.later()), Reason.CANCELLED),
+            (lambda x: x.pull.fail(Reason.CANCELLED, "cancelled", x.later()), Reason.CANCELLED),
             (Attempt.expire, Reason.TIMEOUT),
         ):
             it = Attempt().to(state)
@@ -198,7 +198,12 @@ def check_pull() -> None:
     assert it.grant(lent_for_s=0.0) == [Effect.QUEUE]
     assert (it.pull.state, it.pull.rereads) == (S.QUEUED, 1)
     # Draining takes what comes, and ends when nothing runs.
-    for late in (Attempt.fail, lambda x: x.pull.cancel(x.later()), Attempt.grant, Attempt.refuse):
+    for late in (
+        Attempt.fail,
+        lambda x: x.pull.fail(Reason.CANCELLED, "cancelled", x.later()),
+        Attempt.grant,
+        Attempt.refuse,
+    ):
         it = Attempt().draining()
         late(it)
         assert (it.pull.state, it.pull.reason) == (S.DRAINING, None)
@@ -210,7 +215,7 @@ def check_pull() -> None:
         it = Attempt(max_bytes=64).to(S.READING)
         it.pull.posted(it.source, TransferId(2), it.later())
         if drains:
-            it.pull.cancel(it.later())
+            it.pull.fail(Reason.CANCELLED, "cancelled", it.later())
         it.end(Ending.DONE)
         assert it.pull.state is (S.DRAINING if drains else S.READING)
         it.end(Ending.DONE, 2)
@@ -218,7 +223,7 @@ def check_pull() -> None:
         it = Attempt(max_bytes=64).to(S.READING)
         it.pull.posted(it.source, TransferId(2), it.later())
         if drains:
-            it.pull.cancel(it.later())
+            it.pull.fail(Reason.CANCELLED, "cancelled", it.later())
         it.end(Ending.FAILED)
         assert (it.pull.state, it.pull.reason) == (S.DRAINING, None)
         it.end(Ending.DONE, 2)

@@ -31,8 +31,7 @@ class RequestState(enum.StrEnum):
 
 
 class RequestEvent(enum.StrEnum):
-    COMPLETED = "completed"  # an attempt has filled the blocks, and its bytes are proven
-    FAILED = "failed"  # an attempt failed, and none follows
+    ENDED = "ended"  # an attempt has ended, well or not, and none follows
     FAILED_FOR_NOW = "failed_for_now"  # an attempt failed, and another may succeed
     TIME = "time"  # the pause is over, and the blocks are free
     GIVEN_UP = "given_up"
@@ -41,7 +40,7 @@ class RequestEvent(enum.StrEnum):
 
 S, E = RequestState, RequestEvent
 ON_EVENT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
-    S.TRYING: {E.COMPLETED: S.OVER, E.FAILED: S.OVER, E.FAILED_FOR_NOW: S.PAUSING},
+    S.TRYING: {E.ENDED: S.OVER, E.FAILED_FOR_NOW: S.PAUSING},
     S.PAUSING: {E.TIME: S.TRYING, E.GIVEN_UP: S.OVER},
     S.OVER: {},
 }
@@ -85,7 +84,7 @@ class Request:
 
     def refused(self) -> None:
         """Note that an attempt could not begin, so that the outcome of the one before is final."""
-        after = self._allow(E.FAILED)
+        after = self._allow(E.ENDED)
         self._given_up_for = Reason.UNPLANNABLE
         self._enter(after)
 
@@ -100,14 +99,11 @@ class Request:
         pull = self.pull
         assert pull is not None
         assert pull.reason is not None
-        if pull.reason is Reason.COMPLETE:
-            self._enter(self._allow(E.COMPLETED))
-            return
         when = math.inf
         if pull.reason in self.retryable and self.stopped is None:
             pause_s = min(self._pause_s * 2 ** min(self.attempts - 1, 16), MAX_PAUSE_S)
             when = max(now + pause_s, pull.not_before)
-        after = self._allow(E.FAILED_FOR_NOW if when < self.deadline else E.FAILED)
+        after = self._allow(E.FAILED_FOR_NOW if when < self.deadline else E.ENDED)
         self.next_at = when
         self._enter(after)
 

@@ -163,7 +163,7 @@ class DecodeSide:
 
     def cancel(self, pull: Pull, now: float, reason: Reason = Reason.CANCELLED) -> None:
         if pull.reason is None:
-            self._carry_out(pull, pull.cancel(now, reason), now)
+            self.fail(pull, reason, reason.value, now)
 
     def extend(self, pull: Pull, deadline: float, now: float) -> None:
         pull.deadline = deadline
