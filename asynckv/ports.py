@@ -21,6 +21,7 @@ import asyncio
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from asynckv.core.events import Ending, TransferEnded
@@ -113,12 +114,10 @@ class AgentInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """The agent that remote readers reach has ended by itself. Another follows (`AgentReplaced`)."""
+    """The agent that remote readers reach has ended. Another follows (`AgentReplaced`). Our own reads go on."""
 
     cause: str
     pause_s: float = 0.0  # seconds until the next one serves, because too many have ended
-    reads: bool = True
-    """True if it posted our reads too: all remote agents are gone from it, and every transfer was reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,6 @@ class AgentReplaced:
     agent: AgentInfo
     cause: str  # reason for which the previous one ended
     seconds: float  # seconds without an agent
-    transfers_failed: int  # number of transfers that ended with the previous one
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,10 +344,15 @@ class RecordPlane(_MovePlane, Protocol):
     """
 
     def start(
-        self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+        self,
+        memory: Memory,
+        on_ready: Callable[[], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+        layouts: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Sequence[Stored]:
         """Open the records, register the memory that they move from and to, and return them, the oldest first.
 
+        The `layouts` of records, encoded, are kept by their fingerprints for processes that find the records later.
         This may take seconds, so it may be called on another thread, with the loop of all other calls.
 
         Raises:
@@ -364,9 +367,6 @@ class RecordPlane(_MovePlane, Protocol):
 
     def forget(self, places: Iterable[int]) -> None:
         """Drop the records that begin at some places, before all later moves; harmless if none does."""
-
-    def keep_layout(self, fingerprint: str, body: bytes) -> None:
-        """Store the layout of the records, for processes that find them later."""
 
     def poll(self) -> Sequence[RecordNews]:
         """Return the moves that have ended since the last call, as `CopyPlane.poll` does. Never blocks."""

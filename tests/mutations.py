@@ -46,7 +46,6 @@ from asynckv.core.wire import (
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
 from asynckv.ports import AgentInfo, AgentLost, CopyMade
 from asynckv.scheduler import PrefillRanks
-from asynckv.testing.fabric import Violation
 from tests.lab.world import Process
 from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
 
@@ -1159,24 +1158,6 @@ def no_pause_between_handshakes(rank: Rank) -> None:
 def hellos_are_repeated_without_patience(rank: Rank) -> None:
     """A rank that does not answer is asked each tenth of a second."""
     rank.pull_config = lambda pull: replace(pull, hello_retry_s=0.1 / 8)
-
-
-@planted
-def peers_outlive_the_agent_that_loaded_them(rank: Rank) -> None:
-    """A loaded peer is taken for loaded, whatever became of our agent."""
-
-    def poll() -> list[Any]:
-        news = rank.data.honest.poll()
-        return [AgentLost(each.cause, each.pause_s, False) if isinstance(each, AgentLost) else each for each in news]
-
-    def post_read(*args: Any) -> Any:
-        try:
-            return rank.data.honest.post_read(*args)
-        except Violation as exc:
-            rank.process.world.violate(str(exc))  # the engine would take it for a bug of the plane's
-            raise
-
-    rank.data.poll, rank.data.post_read = poll, post_read
 
 
 @planted

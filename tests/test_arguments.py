@@ -568,7 +568,7 @@ async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Benc
 def quiet_too(offload: Offload) -> tuple[Any, ...]:
     check_offload(offload)
     said, own = offload.statistics(), offload._own.catalogue
-    held = {name: len(job.holding) for name, job in own.jobs.items()}, {name: len(x) for name, x in own.pins.items()}
+    held = {name: len(job.todo) for name, job in own.jobs.items()}, {name: len(x) for name, x in own.pins.items()}
     return said.counters, said.gauges, held, quiet(offload.engine), offload._tiers._closing
 
 

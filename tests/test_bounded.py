@@ -109,7 +109,7 @@ def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_ther
     """The others ask again."""
     monkeypatch.setattr(readers, "MAX_WAITING", 3)
     rank = prefill_rank()
-    rank.core.agent_lost("it died", False, 0.0)
+    rank.core.agent_lost()
     assert [greeted(rank, number) for number in (1, 2, 3, 4, 5, 2)] == [[]] * 6
     rank.core.agent_replaced("another", b"metadata")
     assert len(heard(rank)) == 3
@@ -145,7 +145,7 @@ def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
     world.run()
     request.ended(4.0)
     assert (again.reason, state_of(request)) == (Reason.COMPLETE, RequestState.OVER)
-    assert request.take_discharge() is None, "nobody was told that another would follow"
+    assert request.discharge is None, "nobody was told that another would follow"
 
 
 def state_of(request: Request) -> RequestState:

@@ -75,8 +75,8 @@ class Tier:
         self._event = asyncio.Event()
         self._numbers = itertools.count(1)
 
-    def start(self) -> Sequence[Stored]:
-        return self.plane.start(self.pool.memory, self._poll)
+    def start(self, **layouts: bytes) -> Sequence[Stored]:
+        return self.plane.start(self.pool.memory, self._poll, None, layouts)
 
     def _poll(self) -> None:
         self.news += self.plane.poll()
@@ -173,8 +173,7 @@ async def test_what_is_stored_is_found_by_the_next_start(
     make: Make, tmp_path: Path, back_end: str, direct: bool
 ) -> None:
     tier, all_of_it = make(back_end=back_end, direct=direct), records(*range(COUNT))
-    assert tier.start() == []
-    tier.plane.keep_layout("layout", b"how it lies")
+    assert tier.start(layout=b"how it lies") == []
     assert (await tier.store(all_of_it)).ending is DONE
     assert (await tier.load(all_of_it)).ending is DONE
     await tier.plane.quiesce()
@@ -501,12 +500,11 @@ async def test_others_read_along_without_a_trace_and_never_what_was_written_sinc
             await asyncio.sleep(0.001)
     before = state()
     for reader in (first, second):
-        assert {stored.key for stored in reader.start()} == {r.key for r in some}
+        assert {stored.key for stored in reader.start(x=b"y")} == {r.key for r in some}
         assert (await reader.load(some)).ending is DONE
         ended = await reader.store(new)
         assert (ended.ending, "read only" in ended.cause) == (Ending.FAILED, True)
         reader.plane.forget([some[5].far])
-        reader.plane.keep_layout("x", b"y")
         assert (await reader.load(some)).lost == (5,)
     assert state() == before
     await owner.store(new)

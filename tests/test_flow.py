@@ -102,25 +102,6 @@ def test_what_is_in_doubt_takes_no_room_again_when_its_rank_goes_on() -> None:
     world.check()
 
 
-def test_reads_count_again_when_another_agent_serves() -> None:
-    """A peer that was set aside is met anew after our own agent died."""
-    world, (prefill,), decode = world_of()
-    ask(world, prefill, decode, 1)
-    world.deliver_all()
-    (peer,) = decode.core.decode.peers.by_place.values()
-    while not peer.line.is_set_aside:
-        world.advance(0.25)
-        world.deliver_all()
-    world.lose_agent(decode)
-    world.replace_agent(decode)
-    world.run()
-    ask(world, prefill, decode, 2)
-    world.deliver_all()
-    assert decode.reads
-    assert decode.core.decode.posting.in_flight.num_bytes == 256
-    world.check()
-
-
 def test_what_left_the_queue_is_not_kept_there() -> None:
     """Ids of pulls that were cancelled while they waited, and tickets of flows that are gone, are swept up."""
     admission = Admission(1, 1)

@@ -29,9 +29,9 @@ def keep(directory: Path, form: Layout, stored_at: int = 0) -> None:
     folder = rank_folder(directory, form)
     folder.mkdir(exist_ok=True)
     index = FileIndex(folder)
-    index.note(num_bytes=1 << 50, segment_bytes=1 << 20, **{STORED_AT: stored_at})
+    layouts = {fingerprint(form): msgspec.msgpack.encode(form)}
+    index.prepare([], layouts, num_bytes=1 << 50, segment_bytes=1 << 20, **{STORED_AT: stored_at})
     (folder / "segment-00003.kv").write_bytes(bytes(4096))
-    index.put_layout(fingerprint(form), msgspec.msgpack.encode(form))
     index.close()
 
 

@@ -758,14 +758,14 @@ def test_an_audit_says_what_does_not_add_up() -> None:
     assert catalogue.statistics()["host_evicted"] == 0
     first, second, third, *_ = catalogue.host.entries()
     first.hold("nobody")
-    second.begin(99)
+    second.hold(99)
     third.state = EntryState.LEAVING
     catalogue.traffic.under_way[MoveKind.LOAD] = 5
     wrong = "\n".join(audit(catalogue))
     for words in (
         "host slot 2 of group 0 is leaving, and found by its key",
-        "{'nobody'} are noted, and None hold it",
-        "moves {99} are noted, and None run",
+        "{'nobody'} are noted, None hold it, and set() run",
+        "{99} are noted, None hold it, and set() run",
         "bytes are counted under way",
     ):
         assert words in wrong

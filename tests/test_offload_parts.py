@@ -40,7 +40,7 @@ def test_every_state_is_in_both_tables() -> None:
 @pytest.mark.parametrize("event", EntryEvent)
 def test_an_entry_takes_what_its_table_lists_and_nothing_else(state: EntryState, event: EntryEvent) -> None:
     stored = Entry(0, b"key", 7, state, 0)
-    stored.begin(1)
+    stored.hold(1)
     after = entry.ON_EVENT[state].get(event)
     if after is None:
         with pytest.raises(LocalProtocolError, match=event.name):
@@ -55,11 +55,11 @@ def test_an_entry_is_gone_when_nobody_holds_it_and_nothing_touches_it() -> None:
     for order in itertools.permutations(["pin", "move", "drop"]):
         stored = Entry(0, b"key", 7, EntryState.READY, 0)
         stored.hold("pin")
-        stored.begin(1)
+        stored.hold(1)
         gone = [
             {
                 "pin": lambda e=stored: e.let_go("pin"),
-                "move": lambda e=stored: e.end(1),
+                "move": lambda e=stored: e.let_go(1),
                 "drop": lambda e=stored: e.receive(EntryEvent.DROPPED),
             }[what]()
             for what in order

@@ -1063,7 +1063,7 @@ def test_a_pull_that_is_cancelled_while_it_waits_for_copies_returns_its_blocks_a
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("how", ["cancelled", "peer lost", "agent lost", "destroyed"])
+@pytest.mark.parametrize("how", ["cancelled", "peer lost", "destroyed"])
 def test_a_pull_that_ends_in_the_turn_of_an_answer_reads_nothing(how: str, is_packed: bool) -> None:
     pair = Pair()
     pair.deliver_until(Packed)
@@ -1079,8 +1079,6 @@ def test_a_pull_that_ends_in_the_turn_of_an_answer_reads_nothing(how: str, is_pa
             core.decode.cancel(pair.pull, now)
         case "peer lost":
             core.decode.forget(pair.owner.address, now)
-        case "agent lost":
-            core.agent_lost("our agent died", True, now)
         case _:
             core.close(now)
             core.decode.destroyed(now)
@@ -1192,25 +1190,6 @@ def test_a_peer_that_is_lost_while_it_is_asked_fails_its_pulls_and_is_asked_no_m
     pair.world.deliver_all()
     for _ in range(40):
         pair.world.run(1.0)
-    assert pair.is_clean()
-
-
-@pytest.mark.parametrize("when", ["asked", "read"])
-def test_our_agent_dies_and_what_was_asked_for_ends(when: str) -> None:
-    pair = Pair()
-    pair.deliver_until(Pack if when == "asked" else Packed)
-    if when == "read":
-        pair.world.deliver()
-    pair.world.lose_agent(pair.reader)
-    assert pair.pull.reason is Reason.READ_FAILED
-    assert pair.reader.returned == [pair.pull]
-    pair.world.run()
-    assert pair.is_clean()
-    again = pair.start("again", pair.pull.params)
-    pair.world.run()
-    assert again.reason is Reason.COMPLETE
-    assert pair.is_right()
-    assert again.num_packed == 8
     assert pair.is_clean()
 
 

@@ -116,8 +116,7 @@ def test_whoever_was_met_is_asked_again_soon() -> None:
     pull = ask(world, prefill, decode, 500)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    world.lose_agent(decode)
-    world.replace_agent(decode)
+    decode.core.decode.forget(prefill.address, world.time(decode))
     assert pauses(world, prefill, decode, 2) == pytest.approx([0.5, 1.0], abs=0.11)
 
 
@@ -228,7 +227,7 @@ def test_a_rank_that_stays_silent_is_given_up_with_all_who_wait_for_it() -> None
     assert after.reason is Reason.COMPLETE
 
 
-@pytest.mark.parametrize("how", ["says goodbye", "is forgotten", "our agent dies"])
+@pytest.mark.parametrize("how", ["says goodbye", "is forgotten"])
 def test_nobody_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
     """Whoever stood there has failed, and is not kept for as long as the rank is remembered."""
     world, prefill, decode, pull = silent()
@@ -236,10 +235,8 @@ def test_nobody_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
     assert len(peer.line.posters) == 1
     if how == "says goodbye":
         say(world, prefill, decode, Goodbye())
-    elif how == "is forgotten":
-        decode.core.decode.forget(prefill.address, world.time(decode))
     else:
-        world.lose_agent(decode)
+        decode.core.decode.forget(prefill.address, world.time(decode))
     assert [*peer.line.posters] == []
     assert pull.state in (PullState.DRAINING, PullState.NOTIFYING)
 

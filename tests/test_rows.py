@@ -120,7 +120,7 @@ class Attempt:
         self.pull.answered(self.source, Refused(PARAMS.key, "x-1", nonce, Reason.REVOKED), self.later())
 
     def draining(self) -> Attempt:
-        self.to(S.READING).pull.cancel(self.later())
+        self.to(S.READING).pull.fail(Reason.CANCELLED, "cancelled", self.later())
         return self
 
     def notifying(self, doubt: bool = False) -> Attempt:
@@ -148,7 +148,7 @@ def check_pull() -> None:
         for failing, reason in (
             (Attempt.fail, Reason.PEER_LOST),
             (Attempt.refuse, Reason.REVOKED),
-            (lambda x: x.pull.cancel(x.later()), Reason.CANCELLED),
+            (lambda x: x.pull.fail(Reason.CANCELLED, "cancelled", x.later()), Reason.CANCELLED),
             (Attempt.expire, Reason.TIMEOUT),
         ):
             it = Attempt().to(state)
@@ -198,7 +198,12 @@ def check_pull() -> None:
     assert it.grant(lent_for_s=0.0) == [Effect.QUEUE]
     assert (it.pull.state, it.pull.rereads) == (S.QUEUED, 1)
     # Draining takes what comes, and ends when nothing runs.
-    for late in (Attempt.fail, lambda x: x.pull.cancel(x.later()), Attempt.grant, Attempt.refuse):
+    for late in (
+        Attempt.fail,
+        lambda x: x.pull.fail(Reason.CANCELLED, "cancelled", x.later()),
+        Attempt.grant,
+        Attempt.refuse,
+    ):
         it = Attempt().draining()
         late(it)
         assert (it.pull.state, it.pull.reason) == (S.DRAINING, None)
@@ -210,7 +215,7 @@ def check_pull() -> None:
         it = Attempt(max_bytes=64).to(S.READING)
         it.pull.posted(it.source, TransferId(2), it.later())
         if drains:
-            it.pull.cancel(it.later())
+            it.pull.fail(Reason.CANCELLED, "cancelled", it.later())
         it.end(Ending.DONE)
         assert it.pull.state is (S.DRAINING if drains else S.READING)
         it.end(Ending.DONE, 2)
@@ -218,7 +223,7 @@ def check_pull() -> None:
         it = Attempt(max_bytes=64).to(S.READING)
         it.pull.posted(it.source, TransferId(2), it.later())
         if drains:
-            it.pull.cancel(it.later())
+            it.pull.fail(Reason.CANCELLED, "cancelled", it.later())
         it.end(Ending.FAILED)
         assert (it.pull.state, it.pull.reason) == (S.DRAINING, None)
         it.end(Ending.DONE, 2)
@@ -297,10 +302,6 @@ def check_peer() -> None:
         it = peer_at(state)
         it.failed(Reason.UNREACHABLE, "no answer", CONFIG, 0.0)
         assert (it.state, it.not_before) == (PeerState.NEW, CONFIG.backoff_s)
-    for state in (PeerState.LOADING, PeerState.READY, PeerState.SUSPECT):
-        it = peer_at(state)
-        it.unloaded(Reason.READ_FAILED, "agent died", 0.0)
-        assert (it.state, it.is_loaded) == (PeerState.NEW, False)
     it = peer_at(PeerState.SUSPECT)
     assert it.heard(1.0)
     assert it.state is PeerState.READY
@@ -346,7 +347,7 @@ def check_attempts() -> None:
     attempt.grant()
     it.pull = attempt.pull
     it.ended(1.0)
-    assert (it.state, it.take_discharge()) == (RequestState.OVER, None)
+    assert (it.state, it.discharge) == (RequestState.OVER, None)
     it, attempt = request(), Attempt().draining()
     attempt.end(Ending.DONE)
     it.pull = attempt.pull
@@ -359,12 +360,12 @@ def check_attempts() -> None:
     it = failed(request())
     assert (it.state, it.next_at, it.attempts) == (RequestState.PAUSING, 1.1, 1)
     it.time(2.0)
-    assert (it.state, it.attempts, it.take_discharge()) == (RequestState.TRYING, 2, None)
+    assert (it.state, it.attempts, it.discharge) == (RequestState.TRYING, 2, None)
     # Given up: who was told that another attempt follows hears that none does.
     it = failed(request(), doubt=True)
     it.give_up()
     assert it.state is RequestState.OVER
-    assert it.take_discharge() is Reason.READ_FAILED
+    assert it.discharge is Reason.READ_FAILED
     for step in (time_is_over, Request.give_up, Request.refused):
         with pytest.raises(LocalProtocolError):
             step(it)
@@ -380,32 +381,31 @@ def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
         it.stop(reason)
         it.time(2.0)
         assert (it.state, it.attempts) == (RequestState.OVER, 1)
-        assert it.take_discharge() is reason
+        assert it.discharge is reason
 
 
 def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
     """A pause and blocks that come back may be late."""
     it = failed(request(), doubt=True)
     it.time(50.0)
-    assert (it.state, it.attempts, it.take_discharge()) == (RequestState.OVER, 1, Reason.READ_FAILED)
+    assert (it.state, it.attempts, it.discharge) == (RequestState.OVER, 1, Reason.READ_FAILED)
 
 
-def test_a_request_is_discharged_once() -> None:
+def test_a_request_whose_next_attempt_is_refused_is_discharged() -> None:
     it = failed(request())
     it.time(2.0)
     it.refused()
-    assert it.take_discharge() is Reason.UNPLANNABLE
-    assert it.take_discharge() is None
+    assert it.discharge is Reason.UNPLANNABLE
 
 
 def test_a_caller_that_tries_again_himself_is_not_discharged() -> None:
     it = failed(request(is_last=False))
     it.give_up()
-    assert it.take_discharge() is None
+    assert it.discharge is None
     it = failed(request(is_last=False))
     it.stop(Reason.CANCELLED)
     it.give_up()
-    assert it.take_discharge() is Reason.CANCELLED
+    assert it.discharge is Reason.CANCELLED
 
 
 def test_no_attempt_follows_after_the_deadline_or_a_refusal_that_stays() -> None:

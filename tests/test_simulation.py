@@ -127,7 +127,6 @@ SEEN = {
     "old_references_are_served_after_sleep": 9,
     "one_handshake_at_a_time": 65,
     "one_lost_reader_ends_a_lease": 167,
-    "peers_outlive_the_agent_that_loaded_them": 14,
     "rates_are_equal": 22,
     "release_by_count": 29,
     "request_ids_are_not_compared": 4,

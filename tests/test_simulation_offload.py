@@ -80,13 +80,13 @@ PLANTED = {
         Catalogue, "load", "elif entry.state is EntryState.READY:", "elif entry.state:"
     ),
     "a slot is free though a copy may touch it": Bug(
-        Entry, "_settle", "condition(self)", "not self.holders and self.state.name == 'LEAVING'", 10
+        Entry, "_settle", "condition(self)", "{*map(type, self.holders)} <= {int} and self.state.name == 'LEAVING'", 10
     ),
-    "a slot is given up under a reader": Bug(Tier, "_is_busy", "entry.holders or entry.moves", "()", 62),
+    "a slot is given up under a reader": Bug(Tier, "_is_busy", "entry.holders", "()", 62),
     "a pin is ignored": Bug(Catalogue, "pin", "tier.hold(entry, name)", "pass", 1),
     "a checksum is not compared": Bug(SimRecords, "finish", "not self.disk.is_good(record.far)", "False", 108),
     "a cancelled load's blocks are given back at once": Bug(
-        Catalogue, "cancel", "self._jobs.cancel(job)", "job.running.clear(); self._jobs.cancel(job)", 20
+        Catalogue, "cancel", "self._jobs.fail(job", "job.running.clear(); self._jobs.fail(job", 20
     ),
     "a copy in doubt is taken for one that has ended": Bug(
         Mover,

@@ -12,7 +12,6 @@ from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core import routes
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
-from asynckv.core.outbox import RemovePeer
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Endpoint, KVTransferParams, Outcome, Reason, decode_params
@@ -652,19 +651,6 @@ def test_what_is_remembered_of_prefill_groups_is_bounded(what: str, monkeypatch:
         assert pull.reason is Reason.COMPLETE
     known = decode.core.decode.routes
     assert len(known._groups if what == "groups" else known._chosen) <= 4
-
-
-def test_what_was_to_be_forgotten_of_an_agent_that_died_is_not_done_to_the_next() -> None:
-    it = Pair(1, 1)
-    params, _ = it.lend([3], 4)
-    it.pull([9], params)
-    it.world.run()
-    [decode] = it.decode
-    decode.core.decode.forget(it.prefill[0].address, it.world.time(decode))
-    commands = decode.core.outbox.commands
-    assert [command for command in commands if isinstance(command, RemovePeer)]
-    decode.core.agent_lost("killed", True, it.world.time(decode))
-    assert not [command for command in decode.core.outbox.commands if isinstance(command, RemovePeer)]
 
 
 def test_a_rank_that_is_still_being_loaded_is_not_loaded_a_second_time() -> None:

@@ -366,16 +366,8 @@ class World(Fabric):
         self.settle(rank)
 
     def lose_agent(self, rank: Rank) -> None:
-        """The agent of a rank dies, with all that it had loaded and posted; reads of the rank's memory fail."""
-        now, core = self.time(rank), rank.core
-        for transfer_id in list(rank.reads):
-            del rank.reads[transfer_id]
-            core.decode.ended(TransferEnded(transfer_id, Ending.FAILED, "our agent died"), 0.0, now)
-        rank.peers.clear()
-        core.agent_lost("our agent died", True, now)
-        loading, rank.loading = rank.loading, []
-        for peer in loading:
-            core.decode.load_ended(peer, "our agent died", now)
+        """The agent that serves a rank's memory dies, and reads of that memory fail."""
+        rank.core.agent_lost()
         self.settle(rank)
         for other in self.ranks.values():
             for transfer_id, read in list(other.reads.items()):

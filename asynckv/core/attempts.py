@@ -5,7 +5,7 @@
 
 Every attempt is a pull with its own id. It begins once nothing of the attempt before it can write the blocks any more,
 so a late first attempt can neither complete nor overwrite the second. While an attempt may follow, the prefill ranks
-keep the request lent to this reader; `take_discharge` says when they must hear that none follows.
+keep the request lent to this reader; `discharge` says when they must hear that none follows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class RequestState(enum.StrEnum):
 
 
 class RequestEvent(enum.StrEnum):
-    COMPLETED = "completed"  # an attempt has filled the blocks, and its bytes are proven
-    FAILED = "failed"  # an attempt failed, and none follows
+    ENDED = "ended"  # an attempt has ended, well or not, and none follows
     FAILED_FOR_NOW = "failed_for_now"  # an attempt failed, and another may succeed
     TIME = "time"  # the pause is over, and the blocks are free
     GIVEN_UP = "given_up"
@@ -41,7 +40,7 @@ class RequestEvent(enum.StrEnum):
 
 S, E = RequestState, RequestEvent
 ON_EVENT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
-    S.TRYING: {E.COMPLETED: S.OVER, E.FAILED: S.OVER, E.FAILED_FOR_NOW: S.PAUSING},
+    S.TRYING: {E.ENDED: S.OVER, E.FAILED_FOR_NOW: S.PAUSING},
     S.PAUSING: {E.TIME: S.TRYING, E.GIVEN_UP: S.OVER},
     S.OVER: {},
 }
@@ -66,7 +65,6 @@ class Request:
         self.stopped: Reason | None = None  # why no attempt may follow, once the request was stopped
         self._retries, self._pause_s = retries, pause_s
         self._given_up_for: Reason | None = None  # reason that is reported instead of the last attempt's failure
-        self._discharge: Reason | None = None
         self.retryable = RETRYABLE if retries else frozenset[Reason]()
         """Failures of this attempt after which another attempt follows."""
 
@@ -74,16 +72,19 @@ class Request:
     def was_promised(self) -> bool:
         return self.pull is not None and self.pull.reason in self.pull.retryable
 
-    def take_discharge(self) -> Reason | None:
-        """Return, once, the reason to give the prefill ranks because no attempt follows after all; else None."""
-        found, self._discharge = self._discharge, None
-        return found
+    @property
+    def discharge(self) -> Reason | None:
+        """Return the reason to give the prefill ranks if they expect another attempt, and none follows; else None."""
+        pull, is_last = self.pull, self.wanted.is_last or self.stopped is Reason.CANCELLED
+        if self.state is not S.OVER or pull is None or not self.was_promised or not is_last:
+            return None
+        return self.stopped or self._given_up_for or pull.reason
 
     # -- events ------------------------------------------------------------------------------------
 
     def refused(self) -> None:
         """Note that an attempt could not begin, so that the outcome of the one before is final."""
-        after = self._allow(E.FAILED)
+        after = self._allow(E.ENDED)
         self._given_up_for = Reason.UNPLANNABLE
         self._enter(after)
 
@@ -98,14 +99,11 @@ class Request:
         pull = self.pull
         assert pull is not None
         assert pull.reason is not None
-        if pull.reason is Reason.COMPLETE:
-            self._enter(self._allow(E.COMPLETED))
-            return
         when = math.inf
         if pull.reason in self.retryable and self.stopped is None:
             pause_s = min(self._pause_s * 2 ** min(self.attempts - 1, 16), MAX_PAUSE_S)
             when = max(now + pause_s, pull.not_before)
-        after = self._allow(E.FAILED_FOR_NOW if when < self.deadline else E.FAILED)
+        after = self._allow(E.FAILED_FOR_NOW if when < self.deadline else E.ENDED)
         self.next_at = when
         self._enter(after)
 
@@ -135,8 +133,3 @@ class Request:
             self.attempts += 1
             if self.attempts > self._retries:
                 self.retryable = frozenset()
-        elif after is S.OVER:
-            # Ranks that expect another attempt must hear that none follows.
-            pull, is_last = self.pull, self.wanted.is_last or self.stopped is Reason.CANCELLED
-            if pull is not None and pull.reason is not None and self.was_promised and is_last:
-                self._discharge = self.stopped or self._given_up_for or pull.reason

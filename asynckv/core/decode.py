@@ -36,7 +36,7 @@ from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.gather import can_ask, recipe
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.pairing import BlockLists
-from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.plan import Plan, ReadRequest, plan_read
 from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
 
@@ -55,10 +55,8 @@ class _Transfer:
     pull: Pull
     source: Source
     peer: Peer
-    num_bytes: int
-    num_descriptors: int
+    read: ReadRequest
     posted_at: float
-    is_staged: bool
     is_packed: bool = False  # True once a packed copy of the owner's is read
     beside: int = 0  # transfers of the peer when this one began, if it shows how long reads take with or without copies
     is_detached: bool = False  # True once it concerns only the peer: its pull goes on without it
@@ -189,7 +187,7 @@ class DecodeSide:
 
     def cancel(self, pull: Pull, now: float, reason: Reason = Reason.CANCELLED) -> None:
         if pull.reason is None:
-            self._carry_out(pull, pull.cancel(now, reason), now)
+            self.fail(pull, reason, reason.value, now)
 
     def extend(self, pull: Pull, deadline: float, now: float) -> None:
         pull.deadline = deadline
@@ -234,9 +232,7 @@ class DecodeSide:
             pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
             transfer_id = TransferId(next(self._transfer_ids))
             read = pull.posted(source, transfer_id, now)
-            self.transfers[transfer_id] = _Transfer(
-                pull, source, peer, read.num_bytes, read.num_descriptors, now, read.table.boxes != ()
-            )
+            self.transfers[transfer_id] = _Transfer(pull, source, peer, read, now)
             peer.transfers.add(transfer_id)
             if not peer.line.in_flight.sizes:
                 peer.moved_at = now
@@ -301,11 +297,11 @@ class DecodeSide:
             peer.moved_at = now  # only a transfer that is done shows that the peer makes progress
             if peer.line.is_set_aside and peer.state is S.READY:
                 self._take_back(peer)
-            counters["bytes.read"] += transfer.num_bytes
+            counters["bytes.read"] += transfer.read.num_bytes
             if transfer.beside and now > transfer.posted_at:
                 # By Little's law a peer's reads end that far apart.
                 seconds = (now - transfer.posted_at) / transfer.beside
-                peer.asks.pace.note(is_first=transfer.is_packed, num_bytes=transfer.num_bytes, seconds=seconds)
+                peer.asks.pace.note(is_first=transfer.is_packed, num_bytes=transfer.read.num_bytes, seconds=seconds)
         elif ending is ENDING.REFUSED:
             # The pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
             self._outbox.commands.append(told.TableRefused(peer.name, cause))
@@ -315,7 +311,7 @@ class DecodeSide:
                 pull.could_not_meet(now + self._config.backoff_s)
             if now - transfer.posted_at < detect_s:
                 detect_s = now - transfer.posted_at
-            effects = pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now)
+            effects = pull.ended(source, transfer_ended, transfer.read.num_bytes, detect_s, now)
             # The pull has to be woken earlier only if it sends something, or has failed.
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
             if pull.reason is not None and not pull.is_over:
@@ -343,17 +339,6 @@ class DecodeSide:
             if other is not peer and other.state in (S.READY, S.SUSPECT):
                 self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now)
         self._ready(peer, now)
-
-    def unloaded(self, cause: str, now: float) -> None:
-        """Meet all peers anew, because our own data plane has lost them, and every transfer has ended. The remote
-        processes live, so releases that are owed to them are still sent.
-        """
-        for peer in self.peers.by_place.values():
-            if peer.line.is_set_aside and peer.state is not S.GONE:
-                self._take_back(peer)
-        detail = f"this side's data plane has lost its connections: {cause}"
-        for peer in self.peers.unloaded(detail, now):
-            self._fail_readers(peer, Reason.READ_FAILED, detail, now)
 
     def destroyed(self, now: float) -> None:
         for transfer_id, transfer in list(self.transfers.items()):
@@ -560,7 +545,7 @@ class DecodeSide:
                     for transfer_id in [each for source in pull.sources for each in source.running]:
                         # A transfer that is not known has just ended.
                         transfer = self.transfers.get(transfer_id)
-                        if transfer is not None and transfer.is_staged and not transfer.is_packed:
+                        if transfer is not None and transfer.read.table.boxes and not transfer.is_packed:
                             is_posted = transfer.peer.asks.take(transfer_id) is None
                             self._outbox.commands.append(DetachRead(transfer_id, is_posted))
                             asked[transfer.peer] = None
@@ -827,7 +812,7 @@ class DecodeSide:
         for transfer_id in peer.transfers:
             transfer = self.transfers[transfer_id]
             if transfer.pull.reason is None and transfer_id in transfer.source.running:
-                self.posting.in_flight.enter(transfer_id, transfer.num_bytes, transfer.num_descriptors)
+                self.posting.in_flight.enter(transfer_id, transfer.read.num_bytes, transfer.read.num_descriptors)
         for pull_id in peer.pulls:
             if not self._is_aside(self.pulls[pull_id]):
                 self.admission.count(pull_id, True)

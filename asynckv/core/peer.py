@@ -51,8 +51,6 @@ class PeerEvent(enum.StrEnum):
     FAILED = "failed"  # this handshake failed; another may succeed
     HEARD = "heard"  # the peer answers again
     SILENT = "silent"  # the peer sent nothing for a while, in spite of pings
-    UNLOADED = "unloaded"
-    """Our own data plane lost everything it had loaded; the process is met again when it is needed."""
     LOST = "lost"  # there is evidence that this process start no longer serves us, or its refusal is final
 
 
@@ -60,9 +58,9 @@ S, E = members(PeerState), members(PeerEvent)
 ON_EVENT: Mapping[PeerState, Mapping[PeerEvent, PeerState]] = {
     S.NEW: {E.WANTED: S.CONNECTING, E.LOST: S.GONE},
     S.CONNECTING: {E.WELCOMED: S.LOADING, E.FAILED: S.NEW, E.LOST: S.GONE},
-    S.LOADING: {E.LOADED: S.READY, E.FAILED: S.NEW, E.UNLOADED: S.NEW, E.LOST: S.GONE},
-    S.READY: {E.SILENT: S.SUSPECT, E.UNLOADED: S.NEW, E.LOST: S.GONE},
-    S.SUSPECT: {E.HEARD: S.READY, E.UNLOADED: S.NEW, E.LOST: S.GONE},
+    S.LOADING: {E.LOADED: S.READY, E.FAILED: S.NEW, E.LOST: S.GONE},
+    S.READY: {E.SILENT: S.SUSPECT, E.LOST: S.GONE},
+    S.SUSPECT: {E.HEARD: S.READY, E.LOST: S.GONE},
     S.GONE: {},
 }
 """The events that each state takes, and where each leads. Any other event raises before anything has changed."""
@@ -201,11 +199,6 @@ class Peer:
     def lost(self, reason: Reason, detail: str, pause_s: float, now: float) -> None:
         self.receive(E.LOST)
         self.reason, self.detail, self.gone_at, self.not_before = reason, detail, now, now + pause_s
-
-    def unloaded(self, reason: Reason, detail: str, now: float) -> None:
-        self.receive(E.UNLOADED)
-        self.reason, self.detail, self.not_before, self.is_loaded = reason, detail, now, False
-        self.tables.clear()
 
     def heard(self, now: float) -> bool:
         self.heard_at = now

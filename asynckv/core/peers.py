@@ -256,17 +256,6 @@ class Peers:
             self.wake(peer)
         return True
 
-    def unloaded(self, detail: str, now: float) -> list[Peer]:
-        # Pending removals are for the lost connections, and must not remove the ones that follow.
-        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, RemovePeer)]
-        self._routes.clear()
-        known = [p for p in self.by_place.values() if p.state in (S.LOADING, S.READY, S.SUSPECT)]
-        for peer in known:
-            peer.unloaded(Reason.READ_FAILED, detail, now)
-            peer.line.clear()
-            self.wake(peer)
-        return known
-
     def failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         self._hellos.pop(peer.nonce, None)
         peer.failed(reason, detail, self._config, now)

@@ -70,12 +70,10 @@ class PullEvent(enum.StrEnum):
     ADMITTED = "admitted"  # there is room to read
     POSTED = "posted"  # a transfer is about to be posted
     ANSWERED = "answered"  # a claim or renewal was answered before the outcome
-    REFUSED = "refused"  # a refused claim or renewal ends the attempt
     ENDED = "ended"  # a transfer ended well
     TRANSFER_FAILED = "transfer_failed"  # a transfer failed, or fell in doubt
-    FAILED = "failed"  # a plan was refused, or a peer was lost
-    CANCELLED = "cancelled"  # the caller cancelled the request, or needs nothing of it
-    TIME_UP = "time_up"  # the deadline has passed
+    FAILED = "failed"
+    """A claim or a plan was refused, a peer was lost, the deadline has passed, or the caller needs nothing any more."""
     SETTLED = "settled"  # a rank acknowledged or refused the release, or is gone
 
 
@@ -94,21 +92,19 @@ class Effect(enum.Enum):
 
 S, E, DO, KIND = members(PullState), members(PullEvent), members(Effect), members(Kind)
 
-_FAILS = dict.fromkeys((E.REFUSED, E.FAILED, E.CANCELLED, E.TIME_UP), S.DRAINING)
-
 ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
-    S.ANNOUNCED: {**_FAILS, E.ANSWERED: S.ANNOUNCED, E.STARTED: S.CONNECTING},
-    S.CONNECTING: {**_FAILS, E.ANSWERED: S.CONNECTING, E.ROUTED: S.QUEUED},
-    S.QUEUED: {**_FAILS, E.ANSWERED: S.QUEUED, E.ADMITTED: S.READING},
+    S.ANNOUNCED: {E.FAILED: S.DRAINING, E.ANSWERED: S.ANNOUNCED, E.STARTED: S.CONNECTING},
+    S.CONNECTING: {E.FAILED: S.DRAINING, E.ANSWERED: S.CONNECTING, E.ROUTED: S.QUEUED},
+    S.QUEUED: {E.FAILED: S.DRAINING, E.ANSWERED: S.QUEUED, E.ADMITTED: S.READING},
     S.READING: {
-        **_FAILS,
+        E.FAILED: S.DRAINING,
         E.ANSWERED: S.READING,
         E.POSTED: S.READING,
         E.ENDED: S.READING,
         E.TRANSFER_FAILED: S.DRAINING,
     },
-    S.CONFIRMING: {**_FAILS, E.ANSWERED: S.CONFIRMING},
-    S.DRAINING: dict.fromkeys((E.ANSWERED, E.REFUSED, E.ENDED, E.TRANSFER_FAILED, E.FAILED, E.CANCELLED), S.DRAINING),
+    S.CONFIRMING: {E.FAILED: S.DRAINING, E.ANSWERED: S.CONFIRMING},
+    S.DRAINING: dict.fromkeys((E.ANSWERED, E.ENDED, E.TRANSFER_FAILED, E.FAILED), S.DRAINING),
     S.NOTIFYING: dict.fromkeys((E.SETTLED, E.ENDED, E.TRANSFER_FAILED), S.NOTIFYING),
     S.QUARANTINED: dict.fromkeys((E.SETTLED, E.ENDED, E.TRANSFER_FAILED), S.QUARANTINED),
     S.RELEASED: {},
@@ -459,7 +455,7 @@ class Pull:
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
                     self._fail(*failure, now)
-                    event = E.REFUSED
+                    event = E.FAILED
                 elif source.claim_at == math.inf:
                     self._note(now, notes.Unrenewed(source.name, answer.reason))
             case _:
@@ -526,12 +522,6 @@ class Pull:
         self._fail(reason, detail, now)
         return self._settle(after, now)
 
-    def cancel(self, now: float, reason: Reason = Reason.CANCELLED) -> list[Effect]:
-        """End the pull, because the caller cancelled it or needs nothing of it (`DISCHARGED`)."""
-        after = ON_EVENT[self.state].get(E.CANCELLED) or self._impossible(E.CANCELLED)
-        self._fail(reason, reason.value, now)
-        return self._settle(after, now)
-
     def settled(self, source: Source, how: str, now: float) -> list[Effect]:
         after = ON_EVENT[self.state].get(E.SETTLED) or self._impossible(E.SETTLED)
         if source.release is not RELEASE.SETTLED and len(self.history) < MAX_HISTORY:
@@ -554,7 +544,7 @@ class Pull:
                     source.release, source.release_at, source.claim_at = RELEASE.SETTLED, math.inf, math.inf
         after = self.state
         if now >= self.deadline and self.failure is None and self.reason is None:
-            after = ON_EVENT[self.state].get(E.TIME_UP) or self._impossible(E.TIME_UP)
+            after = ON_EVENT[self.state].get(E.FAILED) or self._impossible(E.FAILED)
             reason, waiting = self._waiting_for(now)
             self._fail(reason, f"{waiting} when the deadline passed", now)
         self._effects.append(DO.SEND)

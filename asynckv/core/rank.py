@@ -372,12 +372,10 @@ class RankCore:
                 return isinstance(message, wire.StatusRequest) and not self._refusals.take(principal or origin, now)
         return False
 
-    def agent_lost(self, cause: str, reads: bool, now: float) -> None:
-        """Note that the data plane's agent has ended, and with it our own reads if `reads`. Lent blocks stay lent."""
+    def agent_lost(self) -> None:
+        """Note that the agent that remote readers reach has ended. Lent blocks stay lent."""
         self.readers.agent_lost()
         self.outbox.counters["agents_lost"] += 1
-        if reads:
-            self.decode.unloaded(cause, now)
 
     def agent_replaced(self, agent_name: str, metadata: bytes) -> None:
         """Let readers that shake hands from now on read through another agent."""

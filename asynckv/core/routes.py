@@ -161,8 +161,3 @@ class Routes:
         for route in self._groups.values():
             if route.ready and place in route.flow:
                 route.ready.clear()
-
-    def clear(self) -> None:
-        self._chosen.clear()
-        for route in self._groups.values():
-            route.ready.clear()

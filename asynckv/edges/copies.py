@@ -87,7 +87,6 @@ class NixlCopies:
         api = load_nixl()
         self._starts += 1
         self._loop, self._on_ready, self._is_due = asyncio.get_running_loop(), on_ready, False
-        self._posters.begin()
         kinds = {memory.kind for some in (near, *far.values()) for memory in some}
         self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
         try:

@@ -203,10 +203,11 @@ class FileIndex:
         with typed(self._path.parent):
             return _said(self._db, records=True)
 
-    def prepare(self, forgotten: Iterable[int], **facts: int) -> None:
-        """Forget the records at some places, and note numbers about the directory."""
+    def prepare(self, forgotten: Iterable[int], layouts: Mapping[str, bytes], **facts: int) -> None:
+        """Forget the records at some places, and note layouts of others and numbers about the directory."""
         with typed(self._path.parent):
             self.note(**facts)
+            self._db.executemany("INSERT OR REPLACE INTO layouts VALUES (?, ?)", layouts.items())
             self.change({}, forgotten)
 
     def removed(self) -> str:
@@ -216,9 +217,6 @@ class FileIndex:
 
     def note(self, **facts: int) -> None:
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
-
-    def put_layout(self, fingerprint: str, body: bytes) -> None:
-        self._db.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", (fingerprint, body))
 
     def change(self, stored: Mapping[int, Entry], forgotten: Iterable[int]) -> None:
         """Forget the records at some places and note those stored at others, all or nothing."""

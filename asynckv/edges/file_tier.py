@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import anyio.to_thread
 
@@ -84,13 +85,17 @@ class FileTier:
         self.found: Counter[str] = Counter()  # counts of the start: records found, and records dropped by cause
 
     def start(
-        self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+        self,
+        memory: Memory,
+        on_ready: Callable[[], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+        layouts: Mapping[str, bytes] = MappingProxyType({}),
     ) -> list[Stored]:
         if self._worker is not None:
             raise BackendError(f"the file tier in {self._folder} has not ended; `close()` first")
         if memory.kind != "cpu" or memory.base % ALIGN:
             raise BackendError(f"records go to and from host memory that begins at a multiple of {ALIGN}")
-        self._loop, self._on_ready = loop or asyncio.get_running_loop(), on_ready
+        self._loop, self._on_ready, self._layouts = loop or asyncio.get_running_loop(), on_ready, layouts
         self._starts += 1
         self.found = Counter(index_damaged=0)
         self._news.clear()
@@ -145,7 +150,7 @@ class FileTier:
             undo.callback(segments.close)
             entries, bad = self._recover(said, segments)
             if index is not None:
-                index.prepare(bad, segment_bytes=size, num_bytes=self._num_bytes)
+                index.prepare(bad, self._layouts, segment_bytes=size, num_bytes=self._num_bytes)
             undo.pop_all()
         return index, segments, entries
 
@@ -201,10 +206,6 @@ class FileTier:
     def forget(self, places: Iterable[int]) -> None:
         if self._worker is not None:
             self._worker.forget(places)
-
-    def keep_layout(self, fingerprint: str, body: bytes) -> None:
-        if self._worker is not None:
-            self._worker.keep_layout(fingerprint, body)
 
     def poll(self) -> list[RecordNews]:
         news, self._news = self._news, []

@@ -11,8 +11,8 @@ import sqlite3
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -106,7 +106,6 @@ class Worker:
         self._moves: dict[TransferId, _Move] = {}
         self._queues: dict[bool, deque[_Move]] = {False: deque(), True: deque()}
         self._forgotten: list[int] = []
-        self._new_layouts: dict[str, bytes] = {}
         self._news: list[RecordNews] = []
         self._takes, self._cause = Takes.ALL if index is not None else Takes.READS, only_read
         self._is_stopping = False
@@ -166,12 +165,6 @@ class Worker:
         with self._gate:
             self._forgotten += places
             self._gate.notify()
-
-    def keep_layout(self, fingerprint: str, body: bytes) -> None:
-        with self._gate:
-            if self._takes is Takes.ALL:
-                self._new_layouts[fingerprint] = body
-                self._gate.notify()
 
     def look(self) -> bool:
         """Give up moves and calls that take too long; return True if there is a reason to look again."""
@@ -267,7 +260,6 @@ class Worker:
                 self._take(Takes.NOTHING, f"the thread of the file tier broke: {exc!r}")
         for far in self._forgotten:
             self._drop(far)
-        self._write_layouts(self._new_layouts)
         self._commit()
         # Closing may wait for the disk, so the thread does it and not the loop.
         if self._index is not None:
@@ -283,13 +275,11 @@ class Worker:
                 if not self._wait():
                     return
                 forgotten, self._forgotten = self._forgotten, []
-                layouts, self._new_layouts = self._new_layouts, {}
                 batch = self._next_batch() if len(self._batches) < IN_FLIGHT else None
                 if batch is not None or self._batches:
                     self._busy_since = self._busy_since or time.monotonic()
             for far in forgotten:
                 self._drop(far)
-            self._write_layouts(layouts)
             if batch is not None:
                 self._begin(batch)
             self._collect()
@@ -301,7 +291,7 @@ class Worker:
         """Wait for work; return False if there will be none any more. The lock is held."""
         if self._is_stopping and not self._batches:
             return False
-        if self._forgotten or self._new_layouts or (len(self._batches) < IN_FLIGHT and any(self._queues.values())):
+        if self._forgotten or (len(self._batches) < IN_FLIGHT and any(self._queues.values())):
             return True
         if self._batches:
             self._gate.wait(self._nap_s)
@@ -497,35 +487,25 @@ class Worker:
         return number >= MAX_PENDING or (number > 0 and time.monotonic() - self._pending_since >= COMMIT_S)
 
     def _commit(self) -> bool:
-        """Write the changes to the index; return False if that failed."""
-        stored, dropped = self._stored, self._dropped
+        """Write the changes to the index; return False if that failed. Then new records are known to this process only,
+        and no more are taken.
+        """
+        stored, dropped, index = self._stored, self._dropped, self._index
         self._stored, self._dropped, self._pending_since = {}, set(), 0.0
-        if stored or dropped:
-            with self._gate:
-                self._busy_since = self._busy_since or time.monotonic()
-            with self._telling() as index:
-                places = sorted(dropped)
-                while len(places) > MAX_CHANGES:
-                    index.change({}, places[-MAX_CHANGES:])
-                    del places[-MAX_CHANGES:]
-                index.change(stored, places)
-                self._counts["commits"] += 1
-                return True
-        return not (stored or dropped)
-
-    def _write_layouts(self, layouts: Mapping[str, bytes]) -> None:
-        if layouts:
-            with self._telling() as index:
-                for fingerprint, body in layouts.items():
-                    index.put_layout(fingerprint, body)
-
-    @contextmanager
-    def _telling(self) -> Iterator[FileIndex]:
-        """Use the index. If that fails, new records are known to this process only, and no more are taken."""
-        assert self._index is not None
+        if index is None or not (stored or dropped):
+            return True
+        with self._gate:
+            self._busy_since = self._busy_since or time.monotonic()
         try:
-            yield self._index
+            places = sorted(dropped)
+            while len(places) > MAX_CHANGES:
+                index.change({}, places[-MAX_CHANGES:])
+                del places[-MAX_CHANGES:]
+            index.change(stored, places)
         except sqlite3.Error as exc:
             with self._gate:
                 cause = explained_index(self._folder, exc)
                 self._take(Takes.READS, f"the index of {self._folder} cannot be written: {cause}, and start again")
+            return False
+        self._counts["commits"] += 1
+        return True

@@ -126,6 +126,8 @@ class _Remote:
 class NixlPlane:
     """One NIXL agent on the running event loop, and one per posting thread."""
 
+    _loop: asyncio.AbstractEventLoop  # of the last start
+
     def __init__(self, config: NixlConfig, agent_name: str, taster: Taster | None = None) -> None:
         self._config, self._taster = config, taster
         self._name = self._base_name = agent_name
@@ -144,7 +146,6 @@ class NixlPlane:
         self._handed_doubtful: set[TransferId] = set()
         self._fds: tuple[int, ...] = ()
         self._on_ready: Callable[[], None] = lambda: None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_sweep_due = self._has_posted = self._posts_copy = False
         self._is_serving = False
@@ -168,10 +169,9 @@ class NixlPlane:
             self._name = f"{self._base_name}-{self._starts}"
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
         self._is_sweep_due = self._has_posted = False
-        self._posters.begin()
         try:
             self._agent = self._make_agent(self._name, memories)
-            self._listen(self._agent, self._loop)
+            self._listen(self._agent)
             is_on_host = all(memory.kind == "cpu" for memory in memories)
             if is_on_host and self._config.packing_bytes:
                 num_copies = max(self._config.packing_bytes // PACK_BYTES, 1)
@@ -198,12 +198,12 @@ class NixlPlane:
                 self.close()
             raise
 
-    def _listen(self, agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
+    def _listen(self, agent: Agent) -> None:
         fds = []
         for fd in agent.fds:
             # asyncio refuses descriptors that it cannot watch; the plane polls in that case.
             with suppress(OSError, ValueError):
-                loop.add_reader(fd, self._woken)
+                self._loop.add_reader(fd, self._woken)
                 fds.append(fd)
         self._fds = tuple(fds)
 
@@ -224,13 +224,12 @@ class NixlPlane:
     def close(self) -> None:
         """Release everything, or raise `BackendError` if something may still write. Idempotent."""
         self._posters.stop()
-        if self._loop is not None:
-            for fd in self._fds:
-                self._loop.remove_reader(fd)
-            self._fds = ()
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self._fds = ()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._is_serving = False
         if self._agent is not None:
             self._agent, self._ending = None, self._agent
@@ -352,7 +351,7 @@ class NixlPlane:
             self._posts_copy = ended is not None and ended.ending is Ending.DONE
         if num_bytes and ended is not None and ended.ending is Ending.DONE:
             self._pace.note(is_first=False, num_bytes=num_bytes, seconds=time.monotonic() - began)
-        if ended is None and not self._is_sweep_due and self._loop is not None:
+        if ended is None and not self._is_sweep_due:
             # A post makes progress, and may have consumed the wake-up of another transfer.
             self._is_sweep_due = True
             self._loop.call_soon(self._sweep_soon)
@@ -367,9 +366,8 @@ class NixlPlane:
         """
         if self._handed or self._has_posted:
             return True
-        if self._loop is not None:
-            self._has_posted = True
-            self._loop.call_soon(self._turned)
+        self._has_posted = True
+        self._loop.call_soon(self._turned)
         return False
 
     def _turned(self) -> None:
@@ -443,7 +441,7 @@ class NixlPlane:
             self._on_ready()
 
     def _arm(self) -> None:
-        if self._timer is None and self._loop is not None and (delay := self._delay()) >= 0:
+        if self._timer is None and (delay := self._delay()) >= 0:
             self._timer = self._loop.call_later(delay, self._timed_out)
 
     def _delay(self) -> float:

@@ -461,20 +461,18 @@ def _clear_frames(exc: BaseException) -> None:
 class Posters(list[Poster]):
     """The posting threads of one plane; `told` is called on the loop when they have put news into `inbox`."""
 
+    _loop: asyncio.AbstractEventLoop  # of the last start
+
     def __init__(self, told: Callable[[], None], what: str) -> None:
         super().__init__()
         self.inbox: deque[TransferEnded] = deque()
         self.num_broken = 0
         self._told, self._what = told, what
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_told = False
         self._close_by: float | None = None  # deadline of `join`, if `quiesce` has begun the wait off the loop
 
-    def begin(self) -> None:
-        self._loop, self._is_told, self._close_by = asyncio.get_running_loop(), False, None
-
     def start(self, name: str, agent: Agent, tell_s: float = TELL_S, *, joins: bool = True) -> None:
-        assert self._loop is not None
+        self._loop, self._is_told = asyncio.get_running_loop(), False
         self.append(Poster(name, agent, self._hear, self._loop, self._tell_broken, tell_s=tell_s, joins=joins))
 
     def stop(self) -> None:
@@ -509,7 +507,7 @@ class Posters(list[Poster]):
 
     def _hear(self, news: list[TransferEnded]) -> None:
         self.inbox.extend(news)
-        if not self._is_told and self._loop is not None:
+        if not self._is_told:
             self._is_told = True
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._on_told)
@@ -519,6 +517,5 @@ class Posters(list[Poster]):
         self._told()
 
     def _tell_broken(self, exc: BaseException) -> None:
-        assert self._loop is not None
         self.num_broken += 1
         self._loop.call_exception_handler({"message": f"{self._what} broke", "exception": exc})

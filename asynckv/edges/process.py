@@ -62,13 +62,13 @@ class ServingPlane:
     def _lost(self, cause: str, pause_s: float) -> None:
         self._cause = cause
         self._lost_at = self._lost_at or time.monotonic()
-        self._tell(AgentLost(cause, pause_s, reads=False))
+        self._tell(AgentLost(cause, pause_s))
 
     def _served(self) -> None:
         if self._lost_at:
             seconds, self._lost_at = time.monotonic() - self._lost_at, 0.0
             self._num_restarts += 1
-            self._tell(AgentReplaced(self._keeper.agent, self._cause, seconds, 0))
+            self._tell(AgentReplaced(self._keeper.agent, self._cause, seconds))
 
     def _tell(self, news: DataNews) -> None:
         self._inbox.append(news)

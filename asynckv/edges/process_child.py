@@ -23,9 +23,10 @@ BROKEN = 70  # exit status: a bug; its traceback was printed
 
 
 class Child:
+    _plane: NixlPlane  # made by the first order, `Setup`; no other comes before the answer
+
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._plane: NixlPlane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: dict[str, int] = {}
         self._stats_due: asyncio.TimerHandle | None = None
@@ -38,19 +39,18 @@ class Child:
         self._loop.add_reader(self._link.fileno(), self._on_orders)
         await self._over.wait()
         self._loop.remove_reader(self._link.fileno())
-        if self._plane is not None:
-            await self._plane.quiesce()
-            # A load in progress holds the agent, and the engine does not wait for it any more.
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._plane.close()
+        await self._plane.quiesce()
+        # A load in progress holds the agent, and the engine does not wait for it any more.
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._plane.close()
 
     def _on_orders(self) -> None:
         frames, is_there = self._link.receive()
         for frame in frames:
             self._obey(wire.orders.decode(frame))
-        self._tell_soon()
+            self._tell_soon()
         if not is_there:
             self._over.set()
 
@@ -61,34 +61,30 @@ class Child:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case wire.Drop(name):
-                if self._plane is not None:
-                    self._plane.remove_remote_agent(name)
+                self._plane.remove_remote_agent(name)
             case wire.Watch(serving):
-                if self._plane is not None:
-                    self._plane.watch(serving)
+                self._plane.watch(serving)
             case wire.Setup():
                 self._set_up(order)
             case wire.Beat():
-                self._link.send(wire.Stats(self._plane.statistics() if self._plane is not None else {}))
+                self._link.send(wire.Stats(self._plane.statistics()))
             case wire.Close():
                 self._over.set()
             case _:
                 assert_never(order)
 
     def _set_up(self, order: wire.Setup) -> None:
-        plane = NixlPlane(order.config, order.agent_name)
+        self._plane = NixlPlane(order.config, order.agent_name)
         try:
-            agent = plane.begin(order.memories, self._on_ready)
+            agent = self._plane.begin(order.memories, self._on_ready)
         except BackendError as exc:
             self._link.send(wire.Unready(str(exc)))
             self._over.set()
             return
-        self._plane = plane
         _bound_growth()
         self._link.send(wire.Ready(agent))
 
     async def _load(self, order: wire.Load) -> None:
-        assert self._plane is not None
         cause = ""
         try:
             await self._plane.add_remote_agent(order.remote, order.memories)
@@ -97,9 +93,8 @@ class Child:
         self._link.send(wire.Loaded(cause))
 
     def _on_ready(self) -> None:
-        if self._plane is not None:
-            self._plane.poll()  # makes progress for remote readers
-            self._tell_soon()
+        self._plane.poll()  # makes progress for remote readers
+        self._tell_soon()
 
     def _tell_soon(self) -> None:
         if self._stats_due is None:
@@ -107,7 +102,7 @@ class Child:
 
     def _tell_stats(self) -> None:
         self._stats_due = None
-        stats = self._plane.statistics() if self._plane is not None else {}
+        stats = self._plane.statistics()
         if stats != self._stats:
             self._stats = stats
             self._link.send(wire.Stats(stats))

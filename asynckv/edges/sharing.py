@@ -99,8 +99,7 @@ class Shares:
         self.shares.clear()
 
     def _find(self, memories: Sequence[Memory]) -> None:
-        mappings = list(_mappings())
-        files: dict[tuple[int, int], int] | None = None
+        mappings, files = list(_mappings()), _open_files()
         needed: dict[int, _Mapping] = {}
         for number, memory in enumerate(memories):
             where = f"memory {number} ({memory.length} bytes)"
@@ -110,8 +109,6 @@ class Shares:
                 needed[mapping.start] = mapping
                 if mapping.file in self._fds:
                     continue
-                if files is None:
-                    files = _open_files()
                 fd = _reopen(mapping, files)
                 if fd < 0:
                     raise NotShared(

@@ -64,7 +64,7 @@ class EngineDesk:
         self._wake, self._on_news = wake, on_news
         self._handed: deque[tuple[Order, ...]] = deque()
         self._left: deque[Order] = deque()  # orders that the loop took from the queue, and has not carried out yet
-        self._is_due = False
+        self._due: asyncio.Handle | None = None  # the next slice, if one was asked for
         self._tasks: dict[asyncio.Task[None], Order] = {}  # orders in flight, by the task that waits for their end
         self._unbegun: set[asyncio.Task[None]] = set()  # pulls, loads and stores with a task that has not run yet
         self._failed: set[asyncio.Task[None]] = set()
@@ -170,13 +170,11 @@ class EngineDesk:
     # -- on the loop -------------------------------------------------------------------------------
 
     def _soon(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self.carry_out)
+        self._due = self._due or asyncio.get_running_loop().call_soon(self.carry_out)
 
     def carry_out(self) -> None:
         """Carry out orders for a slice of the loop's time, and schedule the rest."""
-        self._is_due = False
+        self._due = None
         if self._is_over:
             return
         left, until = self._left, time.monotonic() + SLICE_S

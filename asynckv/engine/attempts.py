@@ -116,7 +116,7 @@ def error_of(waiting: Waiting) -> PullError:
 
 def let_go(driver: Driver, request: Request) -> None:
     """Tell the prefill ranks that no attempt follows, if they were told that one would."""
-    reason = request.take_discharge()
+    reason = request.discharge
     if reason is not None and not driver.life.is_shut and driver.life.state is not LifeState.SUSPENDED:
         with suppress(AsyncKVError):
             driver.core.let_go(request.wanted, reason, driver.clock.now())

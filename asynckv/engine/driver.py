@@ -307,15 +307,15 @@ class Driver:
                     self._safely(self.core.prefill.copies.made, slot, cause)
                 case AgentLost():
                     self.data_down = news.cause or "its process died"
-                    self._safely(self.core.agent_lost, news.cause, news.reads, now)
+                    self._safely(self.core.agent_lost)
                     if news.pause_s:
                         self.recorder.log(told.DataPlaneBroken(news.cause, news.pause_s))
                 case AgentReplaced():
                     self.data_down = ""
                     self.core.outbox.counters["agents_replaced"] += 1
                     self._safely(self.core.agent_replaced, news.agent.name, news.agent.metadata)
-                    seconds, failed = round(news.seconds, 6), news.transfers_failed
-                    self.recorder.log(told.DataPlaneRestarted(news.cause, news.agent.name, seconds, failed))
+                    seconds = round(news.seconds, 6)
+                    self.recorder.log(told.DataPlaneRestarted(news.cause, news.agent.name, seconds, 0))
                 case _:
                     assert_never(news)
         if found:

@@ -64,7 +64,7 @@ class Figures:
         gauges["bytes_under_way"] = sum(said[f"{kind.value}_bytes_under_way"] for kind in MoveKind)
         limits = {"host": self._config.host_bytes}
         gauges["reads.host"] = gauges["writes.host"] = int(not mover.cause)
-        if file is not None:
+        if file.slots.num_bytes:
             limits["file"] = self._config.file_bytes
             gauges["reads.file"] = int(not mover.cause and not file.is_off)
             gauges["writes.file"] = int(not mover.cause and file.takes_more)

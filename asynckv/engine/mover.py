@@ -68,10 +68,11 @@ class Mover:
 
     Args:
         driver: The engine's driver, with its clock, its log, and the core with the ledger of blocks in use.
+        copies: The copy plane.
+        own: The rank's own shelf.
 
     Attributes:
         shelves: Shelves with blocks, the rank's own first.
-        copies: The copy plane; set when the device's memory is taken.
         copying: Copies between the device and each shelf.
         is_open: True if shelves were opened, and belong to the loop.
         cause: Reason for which no move begins; empty while moves may begin.
@@ -81,10 +82,9 @@ class Mover:
         on_moved: Callback after the end of a move.
     """
 
-    def __init__(self, driver: Driver, config: OffloadConfig) -> None:
-        self._driver, self._config = driver, config
-        self.shelves: tuple[Shelf, ...] = ()
-        self.copies: CopyPlane | None = None
+    def __init__(self, driver: Driver, config: OffloadConfig, copies: CopyPlane, own: Shelf) -> None:
+        self._driver, self._config, self.copies = driver, config, copies
+        self.shelves: tuple[Shelf, ...] = (own,)
         self.copying: dict[Shelf, Copying] = {}
         self.is_copying = self.is_open = self._is_flushing = False
         self.cause = "it has not started yet"
@@ -98,7 +98,7 @@ class Mover:
         self.on_moved: Callable[[], None] = lambda: None
         self._late_at = math.inf  # no copy is late before
         self._timer: TimerHandle | None = None
-        self._is_due = False
+        self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
         self._idle = asyncio.Event()
         self._failures, self._no_room = Rate(1.0, MAX_FAILURES), Rate(1 / NO_ROOM_S, 1)
 
@@ -190,23 +190,20 @@ class Mover:
             if job.kind is JobKind.LOAD:  # a store's copies go on: others may wait for them
                 loads.add(job.job_id)
         for transfer_id, posted in self.posted.items():
-            if posted.move.job_id in loads and posted.move.kind is MoveKind.LOAD and self.copies is not None:
+            if posted.move.job_id in loads and posted.move.kind is MoveKind.LOAD:
                 self.copies.cancel(transfer_id)
         self.pump()
 
     # -- between the catalogue and the planes --------------------------------------------------------
 
     def soon(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._pump_soon)
-
-    def _pump_soon(self) -> None:
-        self._is_due = False
-        self.pump()
+        self._due = self._due or asyncio.get_running_loop().call_soon(self.pump)
 
     def pump(self) -> None:
         """Do what the catalogue wants, and tell what became of jobs."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         if not self.is_open:
             return  # catalogues are another thread's still
         now = self._driver.clock.now()
@@ -292,8 +289,7 @@ class Mover:
                 continue
             posted.is_doubtful = True
             self.counts["moves_doubted"] += 1
-            if self.copies is not None:
-                self.copies.cancel(transfer_id)  # if it has not begun, its blocks come back at once
+            self.copies.cancel(transfer_id)  # if it has not begun, its blocks come back at once
             cause = f"a copy was begun {now - posted.since:.3g} s ago and has not ended"
             posted.shelf.catalogue.overdue(posted.move.move_id, cause)
         self._late_at = when
@@ -354,7 +350,6 @@ class Mover:
             case MoveKind.LOAD | MoveKind.STORE:
                 op = CopyOp.READ if move.kind is MoveKind.LOAD else CopyOp.WRITE
                 pieces = self.copying[shelf].pieces(move, self.jobs[move.job_id].blocks)
-                assert self.copies is not None
                 self.copies.post(transfer_id, op, shelf.far, pieces)
             case MoveKind.PROMOTION | MoveKind.WRITE_BACK:
                 assert shelf.records is not None
@@ -366,7 +361,6 @@ class Mover:
         self.pump()
 
     def on_copies(self) -> None:
-        assert self.copies is not None
         for news in self.copies.poll():
             self._ended(news.transfer_id, news.ending, news.cause)
         self.pump()
@@ -468,7 +462,7 @@ class Mover:
 
     async def let_go_of_device(self, timeout_s: float) -> None:
         """End the copy plane, with `timeout_s` for its threads; raise `BackendError` if it may still write."""
-        if self.is_copying and self.copies is not None:
+        if self.is_copying:
             await self.copies.quiesce(timeout_s)
             self.copies.close()
             self.is_copying = False

@@ -91,11 +91,12 @@ class Shelf:
         if self.records is None:
             return 0
         assert self.memory is not None
-        found, others, strange = self.block_records.known(self.records.start(self.memory.memory, on_ready, loop))
+        layouts = {self.form_id: msgspec.msgpack.encode(self.form)} if self._is_own else {}
+        stored = self.records.start(self.memory.memory, on_ready, loop, layouts)
+        found, others, strange = self.block_records.known(stored)
         if self._is_own:
             self.unfit = len(strange)
             self.records.forget(strange)
-            self.records.keep_layout(self.form_id, msgspec.msgpack.encode(self.form))
             return self.catalogue.recover(found, others)
         count = self.catalogue.recover(found)
         self.catalogue.switch_off(reads=False)  # what the files lose is not written there again: they are another's

@@ -23,7 +23,7 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
 from asynckv.edges.aside import Aside
 from asynckv.engine.copying import ByTokens, Copying, SlotBySlot, reading
-from asynckv.engine.driver import kept
+from asynckv.engine.driver import kept, wait_until
 from asynckv.engine.engine import Engine
 from asynckv.engine.figures import Figures
 from asynckv.engine.jobs import OffloadJob
@@ -93,20 +93,22 @@ class Tiers:
         )
         self.others: dict[Shelf, ByTokens] = {}
         self.align = self.own.align
-        self.mover = Mover(self.driver, config)
-        self.mover.shelves = (self.own,)
+        if copies is None:
+            from asynckv.edges.copies import NixlCopies
+
+            copies = NixlCopies(self._name, threads=config.copy_threads)
+        self.mover = Mover(self.driver, config, copies, self.own)
         self.figures = Figures(self.driver, self.mover, config)
         self.mover.on_moved = self.figures.tell
         self.network: Engine | None = None
         self.is_started = self._is_to_be_told = False
         self._written_before: int | None = None
-        self._copies = copies
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._opening: asyncio.Future[int] | None = None
         """Another thread takes memory and opens files: until it has ended, they are its own."""
-        self._is_left = False
-        """True once that thread did not come back in time. It is waited for no longer, and lets go of all by itself."""
-        self._leaving: asyncio.Future[None] | None = None  # what all that wait for that thread now wait for as well
+        self._num_left = 0
+        """Number of times that this thread did not come back in time. Once left, it lets go of all by itself."""
+        self._turned = asyncio.Event()  # set when it has come back, or was left
         self._tidying: asyncio.Task[None] | None = None
 
     # -- beginning -----------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ class Tiers:
             self._take()
         except BaseException:
             with anyio.CancelScope(shield=True):
-                if not self._is_left:
+                if not self._num_left:
                     await self._let_go_of_planes(driver.clock.now() + CLOSE_S)
             if self in driver.guests:
                 driver.guests.remove(self)
@@ -148,14 +150,9 @@ class Tiers:
         if self.others:
             self.others = reading(layout, list(self.others), self.engine.config, most)
             copying |= self.others
-        if self._copies is None:
-            from asynckv.edges.copies import NixlCopies
-
-            name = f"{self._name}-{self.engine.memory_epoch}"
-            self._copies = NixlCopies(name, threads=self.config.copy_threads)
         far = {shelf.far: [shelf.memory.memory] for shelf in mover.shelves if shelf.memory is not None}
-        self._copies.start(layout.memories, far, mover.on_copies)
-        mover.copies, mover.copying, mover.is_copying = self._copies, copying, True
+        mover.copies.start(layout.memories, far, mover.on_copies)
+        mover.copying, mover.is_copying = copying, True
 
     @property
     def _name(self) -> str:
@@ -173,7 +170,7 @@ class Tiers:
             with anyio.CancelScope(shield=True), suppress(BackendError):  # which the log has told
                 await self._until_opened(GRACE_S)
             raise
-        if self._is_left:
+        if self._num_left:
             raise BackendError(self._hangs)  # it came back just now, and is let go of
         found = work.result()
         for cause in self._left_out[:MAX_TOLD]:
@@ -190,17 +187,20 @@ class Tiers:
         return found
 
     async def _until_opened(self, timeout_s: float) -> None:
-        """Wait until nothing is being opened any more; raise `BackendError` if it took too long."""
-        work, clock = self._opening, self.driver.clock
+        """Wait until nothing is being opened any more; raise `BackendError` if it took too long for any caller."""
+        work, clock, before = self._opening, self.driver.clock, self._num_left
         if work is None or work.done():
             return
-        over = self._leaving = self._leaving or asyncio.get_running_loop().create_future()
-        handle = clock.call_at(clock.now() + timeout_s, self._leave) if timeout_s < math.inf else None
-        try:
-            await asyncio.wait([work, over], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if handle is not None:
-                handle.cancel()
+
+        def is_over() -> bool:
+            return work.done() or self._num_left > before
+
+        await wait_until(clock, self._turned, is_over, clock.now() + timeout_s)
+        if not is_over():
+            if not before:
+                self.driver.recorder.log(told.OffloadBroken(self._hangs))
+            self._num_left += 1
+            self._turned.set()
         if not work.done():
             raise BackendError(self._hangs)
 
@@ -213,19 +213,11 @@ class Tiers:
             f"go of them once it is answered; close again to wait again"
         )
 
-    def _leave(self) -> None:
-        """Stop waiting for shelves that are being opened, and tell the waiting callers."""
-        if not self._is_left:
-            self._is_left = True
-            self.driver.recorder.log(told.OffloadBroken(self._hangs))
-        over, self._leaving = self._leaving, None
-        if over is not None:
-            over.set_result(None)
-
     def _came_back(self, work: asyncio.Future[int]) -> None:
         """Note that opening has ended; release the shelves if no caller has waited for them."""
         work.exception()
-        if self._is_left:
+        self._turned.set()
+        if self._num_left:
             self._tidying = asyncio.get_running_loop().create_task(self._tidy())
 
     async def _tidy(self) -> None:
@@ -256,7 +248,7 @@ class Tiers:
         found = own.open_files(partial(mover.on_records, own), loop)
         try:
             for shelf in self._leftovers(config, own, self._name):
-                if self._is_left:
+                if self._num_left:
                     break
                 mover.shelves = (*mover.shelves, shelf)
                 shelf.take_memory(self.engine.registration.layout)
@@ -347,7 +339,7 @@ class Tiers:
         return {f"offload.{name}": value for name, value in self.figures.gauges().items()}
 
     def describe(self) -> dict[str, str]:
-        planes = self._copies, self.own.records, self.own.memory
+        planes = self.mover.copies, self.own.records, self.own.memory
         said = {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
         off = {"off": self.mover.cause, "files_off": self.own.files_lost}
         return said | {name: cause for name, cause in off.items() if cause}

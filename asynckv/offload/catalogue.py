@@ -22,7 +22,7 @@ from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.cutting import Cutting, WriteBack
-from asynckv.offload.entry import Entry, EntryEvent, EntryState
+from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.found import Found, known, longest, make_room
 from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Jobs, JobState, Move, MoveKind, Piece
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
@@ -38,7 +38,7 @@ class Catalogue:
 
     Args:
         hash_tokens: Tokens per hash.
-        file_bytes: Size of the file tier; 0 if there is none.
+        file_bytes: Size of the file tier; one of 0 bytes is off from the start.
         policy: Name of the eviction policy, see `asynckv.offload.eviction`.
         budgets: Most bytes in flight, by kind of move; those of `BUDGETS` for other kinds.
         move_bytes: Most bytes of one move.
@@ -66,14 +66,14 @@ class Catalogue:
         limits = {**BUDGETS, **budgets}
         limits[MoveKind.WRITE_BACK] = min(limits[MoveKind.WRITE_BACK], host_bytes // 4)
         self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
-        self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
+        self.file = Tier(Place.FILE, self.groups, file_bytes, policy)
         self.wake_at = math.inf  # when to call `moves` again though nothing else happens
         self.corrupt_or_unread = 0
         self.traffic = Traffic(limits, move_bytes)
         self._jobs = Jobs(len(self.groups), self.host, self.file)
         self.jobs, self.pins = self._jobs.by_name, self._jobs.pins
         self._cutting = Cutting(self.groups, self.host, self.file, self._jobs, self.traffic)
-        self._write_back = WriteBack(self.groups, self.host, self.file, self.traffic) if self.file else None
+        self._write_back = WriteBack(self.groups, self.host, self.file, self.traffic)
         self._tick = 0
 
     # -- questions ---------------------------------------------------------------------------------
@@ -100,14 +100,14 @@ class Catalogue:
         return said | {
             "lost_before_write_back": self.host.lost,
             "to_write_back": len(self.host.onward),
-            "write_backs_without_room": back.without_room if back else 0,
-            "write_backs_failed": back.failed if back else 0,
-            "write_backs_lost": back.lost if back else 0,
+            "write_backs_without_room": back.without_room,
+            "write_backs_failed": back.failed,
+            "write_backs_lost": back.lost,
             "corrupt_or_unread": self.corrupt_or_unread,
         }
 
     def _tiers(self, place: Place | None = None) -> Iterator[Tier]:
-        return (tier for tier in (self.host, self.file) if tier is not None and place in (None, tier.place))
+        return (tier for tier in (self.host, self.file) if tier.slots.num_bytes and place in (None, tier.place))
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Catalogue:
         job = self._jobs.begin(job_id, JobKind.LOAD, until, is_pinning=is_pinning)
         found: list[tuple[int, Entry | None, bool]] = []
         for g, wanted in enumerate(where):
-            file = self.file.index[g] if self.file else {}
+            file = self.file.index[g]
             for position in wanted:
                 key = mine[g][position]
                 entry = self.host.index[g].get(key)
@@ -220,7 +220,7 @@ class Catalogue:
         job = self.jobs.get(job_id)
         if job is None:
             return False
-        self._jobs.cancel(job)
+        self._jobs.fail(job, JobOutcome.CANCELLED)
         return True
 
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
@@ -298,13 +298,13 @@ class Catalogue:
         Blocks that were not taken are `forgotten`. `others` are `(group, slot)` of other models' blocks, which are
         evicted first.
         """
-        if self.file is None or any(True for _ in self.file.entries()):
+        if any(True for _ in self.file.entries()):
             raise LocalProtocolError("only an empty file tier takes in recovered blocks")
         return self.file.recover(((g, slot, key) for g, slot, key in found if 0 <= g < len(self.groups)), others)
 
     def switch_off(self, *, reads: bool = True) -> None:
         """Write nothing to the file tier any more; with `reads` its blocks are not found any more either."""
-        if self.file is None or self._write_back is None or self.file.is_off:
+        if self.file.is_off:
             return
         self.file.is_off = reads
         self._write_back.switch_off()
@@ -318,8 +318,6 @@ class Catalogue:
 
     def forgotten(self) -> list[tuple[int, int]]:
         """Return the `(group, slot)` of the file tier that became empty since the last call."""
-        if self.file is None:
-            return []
         freed, self.file.freed = self.file.freed, []
         return freed
 
@@ -334,9 +332,7 @@ class Catalogue:
                 self.wake_at = now
         promotions = list(self._cutting.promotions())
         moves = [*self._cutting.of(MoveKind.LOAD, JobKind.LOAD), *self._cutting.of(MoveKind.STORE, JobKind.STORE)]
-        moves += promotions
-        if self._write_back is not None:
-            moves += self._write_back.moves()
+        moves += [*promotions, *self._write_back.moves()]
         while not moves and self.traffic.is_idle() and self._jobs.absent:
             moves = [*self._cutting.promotions(math.inf), *self._cutting.of(MoveKind.LOAD, JobKind.LOAD)]
             if not moves and self._jobs.absent:
@@ -380,11 +376,10 @@ class Catalogue:
             MoveKind.LOAD: self._load_ended,
             MoveKind.STORE: self._store_ended,
             MoveKind.PROMOTION: self._promotion_ended,
-            MoveKind.WRITE_BACK: self._write_back_ended,
+            MoveKind.WRITE_BACK: self._write_back.ended,
         }[running.move.kind]
         if is_done and running.move.kind is MoveKind.PROMOTION:
             for i in lost:  # only here: the records of a move that failed as a whole, say by being late, may be good
-                assert self.file is not None
                 self.corrupt_or_unread += 1
                 self.file.drop(running.sources[i])
         for i in range(len(running.items)):
@@ -418,8 +413,8 @@ class Catalogue:
             if is_good and job.is_pinning and job.state is JobState.RUNNING:
                 job.loaded.append(entry)
             else:
-                self._jobs.let_go(job, self.host, entry)
-        self.host.end(entry, move_id)
+                self.host.let_go(entry, job.job_id)
+        self.host.let_go(entry, move_id)
 
     def _store_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
         (position, entry), job = running.items[i], running.job
@@ -430,18 +425,13 @@ class Catalogue:
                 job.blocks += 1
             else:
                 job.missing.append((entry.group, position))
-        self.host.end(entry, running.move.move_id)
+        self.host.let_go(entry, running.move.move_id)
 
     def _promotion_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
-        assert self.file is not None
         entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
         self._written_or_lost(entry, is_good, cause or "the file tier no longer has it, or it was corrupt")
-        self.file.end(source, move_id)
-        self.host.end(entry, move_id)
-
-    def _write_back_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
-        assert self._write_back is not None
-        self._write_back.ended(running, i, is_good)
+        self.file.let_go(source, move_id)
+        self.host.let_go(entry, move_id)
 
     def _doubt(self, running: Running, cause: str) -> None:
         """Keep the blocks that a move touches, but do not count on their content any more."""
@@ -450,12 +440,11 @@ class Catalogue:
         for position, entry in running.items:
             if move.kind is MoveKind.LOAD:
                 assert job is not None
-                self._jobs.let_go(job, self.host, entry)
+                self.host.let_go(entry, job.job_id)
             elif move.kind is MoveKind.WRITE_BACK:
-                assert self.file is not None
-                self.file.failed(entry, EntryEvent.DOUBTED)
+                self.file.failed(entry)
             else:
-                self.host.failed(entry, EntryEvent.DOUBTED)
+                self.host.failed(entry)
                 self._jobs.lost(entry, JobOutcome.FAILED, f"its transfer is in doubt: {cause}")
             if job is not None:
                 job.missing.append((entry.group, position))
@@ -467,17 +456,16 @@ class Catalogue:
     def _written_or_lost(self, entry: Entry, is_good: bool, cause: str) -> bool:
         """Note whether a block of host memory was written; return True if it can be found from now on."""
         if not is_good:
-            self.host.failed(entry, EntryEvent.FAILED)
+            self.host.failed(entry)
         elif self.host.written(entry):
-            if self._write_back is not None:
-                self._write_back.want(entry)
+            self._write_back.want(entry)
             for job in self._jobs.waiting(entry):
                 position = job.waits.pop(entry)
                 if job.kind is JobKind.LOAD:
                     self._jobs.do(job, position, entry)
                 else:
                     job.blocks += 1
-                    self._jobs.let_go(job, self.host, entry)
+                    self.host.let_go(entry, job.job_id)
                     self._jobs.settle(job)
             return True
         self._jobs.lost(entry, JobOutcome.FAILED, cause)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from asynckv.offload.entry import Entry, EntryEvent, EntryState
+from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import Item, Job, JobKind, Jobs, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Tier
@@ -14,9 +14,7 @@ LOOKED_AT = 64  # most waiting loads that one turn looks at
 
 
 class Cutting:
-    def __init__(
-        self, groups: Sequence[StoredGroup], host: Tier, file: Tier | None, jobs: Jobs, traffic: Traffic
-    ) -> None:
+    def __init__(self, groups: Sequence[StoredGroup], host: Tier, file: Tier, jobs: Jobs, traffic: Traffic) -> None:
         self._groups, self._host, self._file, self._jobs, self._traffic = groups, host, file, jobs, traffic
         self._turn = 0
 
@@ -49,17 +47,18 @@ class Cutting:
             item = job.todo.popleft()
             if kind is MoveKind.STORE and entry.state is not EntryState.WRITING:
                 job.missing.append((entry.group, position))  # evicted before it was stored
-                self._jobs.let_go(job, self._host, entry)
+                self._host.let_go(entry, job.job_id)
                 continue
             items.append(item)
             num_bytes += size
         return items, num_bytes
 
     def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
+        if kind is MoveKind.STORE:  # the move itself keeps the slots
+            for _, entry in items:
+                self._host.let_go(entry, job.job_id)
         move = self._traffic.begin(kind, job, items, self._host, [], num_bytes)
         job.running.add(move.move_id)
-        if kind is MoveKind.STORE:  # from now on the move itself keeps the slots
-            self._jobs.let_go_all(job, items)
         return move
 
     def promotions(self, patience: float = LOOKED_AT) -> Iterator[Move]:
@@ -93,7 +92,6 @@ class Cutting:
             del self._jobs.absent[job.job_id]
 
     def _promote(self, job: Job, items: list[Item], made: list[Entry]) -> Move:
-        assert self._file is not None
         todo = [Item(item.position, entry) for item, entry in zip(items, made, strict=False)]
         for position, entry in todo:
             self._jobs.wait(job, position, entry)
@@ -101,12 +99,11 @@ class Cutting:
         num_bytes = len(made) * self._groups[made[0].group].record_bytes
         move = self._traffic.begin(MoveKind.PROMOTION, job, todo, self._file, sources, num_bytes)
         for entry in sources:
-            self._jobs.let_go(job, self._file, entry)
+            self._file.let_go(entry, job.job_id)
         return move
 
     def _next_absent(self, job: Job, full: set[int]) -> list[Item]:
         """Take blocks of one group that a load needs from the file tier, except those that are being promoted."""
-        assert self._file is not None
         items: list[Item] = []
         num_bytes = 0
         while job.absent and (not items or job.absent[0].entry.group == items[0].entry.group):
@@ -122,11 +119,11 @@ class Cutting:
                 continue
             job.absent.popleft()
             if entry.state is EntryState.READY:
-                self._jobs.hold(job, self._host, entry)
+                self._host.hold(entry, job.job_id)
                 self._jobs.do(job, position, entry)
             else:
                 self._jobs.wait(job, position, entry)
-            self._jobs.let_go(job, self._file, source)
+            self._file.let_go(source, job.job_id)
         return items
 
 
@@ -153,7 +150,7 @@ class WriteBack:
         if self._file.takes_more:
             self._host.onward[entry] = None
         else:
-            self.lost += 1
+            self.lost += self._file.slots.num_bytes > 0
 
     def switch_off(self) -> None:
         self._file.takes_more = False
@@ -193,20 +190,20 @@ class WriteBack:
             sources += entries[: len(made)]
         return items, sources
 
-    def ended(self, running: Running, i: int, is_good: bool) -> None:
+    def ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
         """Note the end of a block's write-back; a failed one is repeated up to `TRIES` times."""
         entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
         if is_good:
             self._file.written(entry)
         else:
-            self._file.failed(entry, EntryEvent.FAILED)
+            self._file.failed(entry)
             source.tries += 1
             if source.tries < TRIES and source.state is EntryState.READY:
                 self.want(source)
             else:
                 self.failed += 1
-        self._file.end(entry, move_id)
-        self._host.end(source, move_id)
+        self._file.let_go(entry, move_id)
+        self._host.let_go(source, move_id)
 
     def _size(self, entry: Entry) -> int:
         return self._groups[entry.group].record_bytes

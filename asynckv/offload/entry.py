@@ -1,11 +1,11 @@
 """One stored block in one tier: being written, ready, or leaving.
 
     WRITING --WRITTEN--> READY --DROPPED--> LEAVING --nothing needs it--> GONE
-       \\---FAILED, DOUBTED, DROPPED--------/
+       \\---FAILED, DROPPED----------------/
 
-**holders** are the names of jobs, pins and leases that keep the block. **moves** are the transfers that may still read
-or write its slot, also those in doubt. Both are sets, so letting go twice changes nothing. The slot is free only when
-both are empty. A LEAVING block is not found by its key any more.
+**holders** are the names of jobs, pins and leases that keep the block, and the numbers of the moves that may still read
+or write its slot, also those in doubt. They are a set, so letting go twice changes nothing. The slot is free only when
+it is empty. A LEAVING block is not found by its key any more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
 
 from msgspec import Struct
 
@@ -31,9 +30,7 @@ class EntryEvent(enum.StrEnum):
     WRITTEN = "written"
     """All of the block is in place."""
     FAILED = "failed"
-    """The block is not in place, and nothing writes it any more."""
-    DOUBTED = "doubted"
-    """The block is not in place, and a transfer may still write it."""
+    """The block is not in place. A move in doubt, which may still write it, holds its slot."""
     DROPPED = "dropped"
     """The block was evicted, is not wanted, or was found to be corrupt."""
 
@@ -43,13 +40,13 @@ S, E = members(EntryState), members(EntryEvent)
 
 def nothing_needs_it(entry: Entry) -> bool:
     """No job, pin or lease holds it, and no transfer may touch it."""
-    return not entry.holders and not entry.moves
+    return not entry.holders
 
 
 ON_EVENT: Mapping[EntryState, Mapping[EntryEvent, EntryState]] = {
-    S.WRITING: {E.WRITTEN: S.READY, E.FAILED: S.LEAVING, E.DOUBTED: S.LEAVING, E.DROPPED: S.LEAVING},
+    S.WRITING: {E.WRITTEN: S.READY, E.FAILED: S.LEAVING, E.DROPPED: S.LEAVING},
     S.READY: {E.DROPPED: S.LEAVING},
-    S.LEAVING: {E.WRITTEN: S.LEAVING, E.FAILED: S.LEAVING, E.DOUBTED: S.LEAVING, E.DROPPED: S.LEAVING},
+    S.LEAVING: {E.WRITTEN: S.LEAVING, E.FAILED: S.LEAVING, E.DROPPED: S.LEAVING},
     S.GONE: {},
 }
 
@@ -62,14 +59,14 @@ WHEN: Mapping[EntryState, Mapping[Callable[[Entry], bool], EntryState]] = {
 """Checked after every event, and whenever a holder or a transfer lets go."""
 
 CONDITIONS = {state: tuple(row.items()) for state, row in WHEN.items()}
-NO_HOLDERS: frozenset[str] = frozenset()
-NO_MOVES: frozenset[int] = frozenset()
+Holder = str | int  # name of a job, pin or lease; or number of a move
+NO_HOLDERS: frozenset[Holder] = frozenset()
 
 
 @lru_cache(64)
-def only(one: str | int) -> frozenset[Any]:
-    """Return the set of one holder or one transfer; it is cached because thousands of blocks share it."""
-    return frozenset((one,))
+def only(holder: Holder) -> frozenset[Holder]:
+    """Return the set of one holder; it is cached because thousands of blocks share it."""
+    return frozenset((holder,))
 
 
 class Entry(Struct, eq=False, gc=False):
@@ -82,8 +79,7 @@ class Entry(Struct, eq=False, gc=False):
     used: int = 0  # tick of the tier at which it was last used
     kind: int = 0  # index of its record size in the tier
     chunk: int = 0  # the chunk of its tier that the slot lies in
-    holders: frozenset[str] = NO_HOLDERS
-    moves: frozenset[int] = NO_MOVES
+    holders: frozenset[Holder] = NO_HOLDERS
     tries: int = 0  # failed writes to the next tier
 
     def receive(self, event: EntryEvent) -> bool:
@@ -91,20 +87,13 @@ class Entry(Struct, eq=False, gc=False):
         self.state = ON_EVENT[self.state].get(event) or impossible(event, "a stored block", self.state)
         return self._settle()
 
-    def hold(self, holder: str) -> None:
+    def hold(self, holder: Holder) -> None:
         self.holders = self.holders | {holder} if self.holders else only(holder)
 
-    def let_go(self, holder: str) -> bool:
+    def let_go(self, holder: Holder) -> bool:
         if holder not in self.holders:
             return False
         self.holders = self.holders - {holder} or NO_HOLDERS
-        return self._settle()
-
-    def begin(self, move: int) -> None:
-        self.moves = self.moves | {move} if self.moves else only(move)
-
-    def end(self, move: int) -> bool:
-        self.moves = self.moves - {move} or NO_MOVES
         return self._settle()
 
     def _settle(self) -> bool:

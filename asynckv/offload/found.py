@@ -89,7 +89,7 @@ def _last(usable: npt.NDArray[np.bool_]) -> int:
 
 
 def known(
-    groups: Mapping[int, StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]
+    groups: Mapping[int, StoredGroup], hash_tokens: int, host: Tier, file: Tier, keys: list[bytes]
 ) -> list[Codes]:
     codes = dict.fromkeys(groups, np.zeros(0, np.uint8))
     most = len(keys) * hash_tokens
@@ -110,13 +110,13 @@ def known(
     return list(codes.values())
 
 
-def _codes(host: Tier, file: Tier | None, g: int, hashes: list[bytes]) -> Codes:
+def _codes(host: Tier, file: Tier, g: int, hashes: list[bytes]) -> Codes:
     """Return the code of each block without reading entries, because each read would miss the processor's cache."""
     writing = host.writing[g]
     codes = np.fromiter(map(host.index[g].__contains__, hashes), np.uint8, len(hashes))
     if writing:
         codes[[i for i, key in enumerate(hashes) if key in writing]] = STORING
-    if file is not None:
+    if file.index[g]:
         writing = file.writing[g]
         absent = np.flatnonzero(codes == ABSENT)
         rest = [hashes[i] for i in absent.tolist()]
@@ -129,7 +129,7 @@ def _codes(host: Tier, file: Tier | None, g: int, hashes: list[bytes]) -> Codes:
 def make_room(
     groups: Sequence[StoredGroup],
     host: Tier,
-    file: Tier | None,
+    file: Tier,
     keys: Sequence[Sequence[bytes]],
     new: Sequence[Sequence[int]],
     spared: Sequence[Entry],
@@ -165,7 +165,7 @@ def make_room(
         for at, (group, places, count) in enumerate(zip(groups, new, up_to(low), strict=True)):
             known = np.ones(low // group.block_size, np.uint8)
             if group.is_state or group.window:
-                tiers = [tier.index[at] for tier in (host, file) if tier is not None]
+                tiers = [tier.index[at] for tier in (host, file)]
                 mine = keys[at][: len(known)]
                 known[:] = [any(key in index for index in tiers) for key in mine] + [0] * (len(known) - len(mine))
                 known[list(places[:count])] = 1

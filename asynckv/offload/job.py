@@ -4,8 +4,8 @@ A *job* is one call of the caller; it ends once, with one result. A *move* is on
 promotion or a write-back belongs to no job.
 
     RUNNING --all blocks are moved--> OVER
-    RUNNING --FAILED, CANCELLED--> DRAINING --no move runs--> OVER
-                                   DRAINING --only moves in doubt run--> HELD --no move is in doubt--> OVER
+    RUNNING --STOPPED--> DRAINING --no move runs--> OVER
+                         DRAINING --only moves in doubt run--> HELD --no move is in doubt--> OVER
 
 A job in doubt reports its failure on entering HELD, and returns its blocks to the caller on leaving. Transfers cannot
 be stopped, so a cancelled job ends when its posted moves have ended.
@@ -111,10 +111,8 @@ class JobState(enum.StrEnum):
 class JobEvent(enum.StrEnum):
     """Event of a job besides the ends of its moves."""
 
-    FAILED = "failed"
-    """A transfer failed, a block is missing, there is no room, or the time is up."""
-    CANCELLED = "cancelled"
-    """The caller has cancelled it."""
+    STOPPED = "stopped"
+    """A transfer failed, a block is missing, there is no room, the time is up, or the caller has cancelled it."""
 
 
 def all_is_moved(job: Job) -> bool:
@@ -139,9 +137,9 @@ def nothing_is_in_doubt(job: Job) -> bool:
 
 S, E = members(JobState), members(JobEvent)
 ON_EVENT: Mapping[JobState, Mapping[JobEvent, JobState]] = {
-    S.RUNNING: {E.FAILED: S.DRAINING, E.CANCELLED: S.DRAINING},
-    S.DRAINING: {E.FAILED: S.DRAINING, E.CANCELLED: S.DRAINING},
-    S.HELD: {E.CANCELLED: S.HELD},
+    S.RUNNING: {E.STOPPED: S.DRAINING},
+    S.DRAINING: {},
+    S.HELD: {},
     S.OVER: {},
 }
 
@@ -175,7 +173,6 @@ class Job:
     absent: deque[Item] = field(default_factory=deque)  # blocks that are only in files, without a slot in host memory
     running: set[int] = field(default_factory=set)  # posted moves that read or write the caller's blocks
     doubtful: set[int] = field(default_factory=set)  # posted moves with an end in doubt
-    holding: set[Entry] = field(default_factory=set)  # held entries of any tier
     loaded: list[Entry] = field(default_factory=list)  # entries held because it `is_pinning`
     missing: list[tuple[int, int]] = field(default_factory=list)  # `(group, position)` that will not be moved
     blocks: int = 0
@@ -186,11 +183,9 @@ class Job:
         return self.state is S.OVER
 
     def receive(self, event: JobEvent, outcome: JobOutcome, cause: str = "") -> None:
-        """Take an event; the first outcome counts. An event after the end raises `LocalProtocolError`."""
-        after = ON_EVENT[self.state].get(event) or impossible(event, f"job {self.job_id!r}", self.state)
-        if self.state is S.RUNNING:
-            self.outcome, self.cause = outcome, cause
-        self.state = after
+        """Take an event and its outcome. An impossible event raises `LocalProtocolError`."""
+        self.state = ON_EVENT[self.state].get(event) or impossible(event, f"job {self.job_id!r}", self.state)
+        self.outcome, self.cause = outcome, cause
 
     def settle(self, num_groups: int) -> JobEnded | JobReturned | None:
         """Change the state if a condition holds; return the news for the caller."""
@@ -211,7 +206,7 @@ class Job:
 class Jobs:
     """Jobs that are not over, by name, with separate lists of those that can go on."""
 
-    def __init__(self, num_groups: int, host: Tier, file: Tier | None) -> None:
+    def __init__(self, num_groups: int, host: Tier, file: Tier) -> None:
         self._num_groups, self._host, self._file = num_groups, host, file
         self.by_name: dict[str, Job] = {}
         self.ready: dict[JobKind, dict[str, Job]] = {kind: {} for kind in JobKind}
@@ -229,20 +224,6 @@ class Jobs:
         news, self._news = self._news, []
         return news
 
-    def hold(self, job: Job, tier: Tier, entry: Entry) -> None:
-        tier.hold(entry, job.job_id)
-        job.holding.add(entry)
-
-    def let_go(self, job: Job, tier: Tier, entry: Entry) -> None:
-        job.holding.discard(entry)
-        tier.let_go(entry, job.job_id)
-
-    def let_go_all(self, job: Job, items: Sequence[Item]) -> None:
-        name, let_go = job.job_id, self._host.let_go
-        job.holding.difference_update([entry for _, entry in items])
-        for _, entry in items:
-            let_go(entry, name)
-
     def do(self, job: Job, position: int, entry: Entry) -> None:
         job.todo.append(Item(position, entry))
         self.ready[job.kind][job.job_id] = job
@@ -253,41 +234,29 @@ class Jobs:
             name, hold = job.job_id, self._host.hold
             for _, entry in items:
                 hold(entry, name)
-            job.holding.update([entry for _, entry in items])
             job.todo += items
             self.ready[job.kind][name] = job
 
     def wait(self, job: Job, position: int, entry: Entry) -> None:
         """Let a job wait for a block that another job writes."""
-        self.hold(job, self._host, entry)
+        self._host.hold(entry, job.job_id)
         job.waits[entry] = position
 
     def fetch(self, job: Job, position: int, source: Entry) -> None:
         """Hold a block of the file tier for a job, and queue it for promotion."""
-        assert self._file is not None
-        self.hold(job, self._file, source)
+        self._file.hold(source, job.job_id)
         job.absent.append(Item(position, source))
         self.absent[job.job_id] = job
 
     def waiting(self, entry: Entry) -> list[Job]:
-        if not entry.holders:
-            return []
-        jobs = (self.by_name.get(name) for name in sorted(entry.holders))
-        return [job for job in jobs if job is not None and entry in job.waits]
+        names = self.by_name.keys() & entry.holders
+        return [job for name in sorted(names) if entry in (job := self.by_name[name]).waits] if names else []
 
-    def cancel(self, job: Job) -> None:
-        was_running = job.state is JobState.RUNNING
-        job.receive(JobEvent.CANCELLED, JobOutcome.CANCELLED)
-        if was_running:
-            self._abandon(job, "the job that stored it was cancelled")
-        self.settle(job)
-
-    def fail(self, job: Job, outcome: JobOutcome, cause: str) -> None:
-        if job.state in (JobState.RUNNING, JobState.DRAINING):
-            was_running = job.state is JobState.RUNNING
-            job.receive(JobEvent.FAILED, outcome, cause)
-            if was_running:
-                self._abandon(job, f"the job that stored it failed: {cause}")
+    def fail(self, job: Job, outcome: JobOutcome, cause: str = "") -> None:
+        """Begin nothing more of a job; the first outcome counts."""
+        if job.state is JobState.RUNNING:
+            job.receive(JobEvent.STOPPED, outcome, cause)
+            self._abandon(job, f"the job that stored it ended as {outcome}" + (f": {cause}" if cause else ""))
         self.settle(job)
 
     def lost(self, entry: Entry, outcome: JobOutcome, cause: str) -> None:
@@ -295,7 +264,7 @@ class Jobs:
         for job in self.waiting(entry):
             if entry in job.waits:  # it may have failed with another job that it waited for
                 job.missing.append((entry.group, job.waits.pop(entry)))
-                self.let_go(job, self._host, entry)
+                self._host.let_go(entry, job.job_id)
                 self.fail(job, outcome, cause)
 
     def _abandon(self, job: Job, cause: str) -> None:
@@ -305,14 +274,13 @@ class Jobs:
         self.ready[job.kind].pop(job.job_id, None)
         self.absent.pop(job.job_id, None)
         for entry in loaded:
-            self.let_go(job, self._host, entry)
+            self._host.let_go(entry, job.job_id)
         for position, entry in absent:
-            assert self._file is not None
             job.missing.append((entry.group, position))
-            self.let_go(job, self._file, entry)
+            self._file.let_go(entry, job.job_id)
         for entry, position in waits.items():
             job.missing.append((entry.group, position))
-            self.let_go(job, self._host, entry)
+            self._host.let_go(entry, job.job_id)
         for position, entry in todo:
             job.missing.append((entry.group, position))
             if job.kind is JobKind.STORE and entry.state is EntryState.WRITING:
@@ -322,7 +290,7 @@ class Jobs:
                 else:
                     self._host.drop(entry)
                     self.lost(entry, JobOutcome.MISSING, cause)
-            self.let_go(job, self._host, entry)
+            self._host.let_go(entry, job.job_id)
 
     def settle(self, job: Job) -> None:
         if (told := job.settle(self._num_groups)) is not None:

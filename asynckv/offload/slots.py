@@ -108,14 +108,14 @@ class Slots:
         self.kinds = tuple(self.sizes.index(size) for size in record_bytes)  # per group, the index of its record size
         least = RECORDS_PER_CHUNK * max(self.sizes) * len(self.sizes)
         if len(self.sizes) == 1:
-            least, self.chunk_bytes = self.sizes[0], num_bytes
+            least, self.chunk_bytes = self.sizes[0], num_bytes or 1
         else:
             self.chunk_bytes = max(RECORDS_PER_CHUNK * max(self.sizes), -(-num_bytes // MAX_CHUNKS))
             every = math.lcm(*self.sizes)
             if every <= self.chunk_bytes:  # a multiple of all sizes loses nothing at a chunk's ends
                 self.chunk_bytes = -(-self.chunk_bytes // every) * every
-            self.chunk_bytes = min(self.chunk_bytes, num_bytes // len(self.sizes))
-        if num_bytes < least:
+            self.chunk_bytes = min(self.chunk_bytes, num_bytes // len(self.sizes) or 1)
+        if 0 < num_bytes < least:
             raise ConfigError(
                 f"{name} is {num_bytes}, which cannot hold records of {', '.join(map(str, self.sizes))} bytes; "
                 f"give {least} or more"
@@ -124,7 +124,7 @@ class Slots:
         self.owners: list[int | None] = [None] * self.num_chunks  # per chunk, the record size that it holds
         self._free_chunks = dict.fromkeys(range(self.num_chunks))
         self._per_chunk = [
-            min(hi - lo for lo, hi in (self.bounds(kind, chunk) for chunk in range(self.num_chunks)))
+            min((hi - lo for lo, hi in (self.bounds(kind, chunk) for chunk in range(self.num_chunks))), default=0)
             for kind in range(len(self.sizes))
         ]
         self._runs = [Runs() for _ in self.sizes]

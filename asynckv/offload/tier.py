@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from asynckv.core.types import members
-from asynckv.offload.entry import Entry, EntryEvent, EntryState
+from asynckv.offload.entry import Entry, EntryEvent, EntryState, Holder
 from asynckv.offload.eviction import Policy, S3Fifo, policy_named
 from asynckv.offload.keys import StoredGroup
 from asynckv.offload.slots import Room, Slots
@@ -49,12 +49,12 @@ class Tier:
         self._doomed: list[dict[bytes, Entry]] = []  # entries that are not found any more, and are dropped in slices
         self.freed: list[tuple[int, int]] = []  # `(group, slot)` that the files' index must forget
         self.tick = 0
-        self.is_off = False  # True if nothing is found in it
-        self.takes_more = True
+        self.is_off = not num_bytes  # True if nothing is found in it
+        self.takes_more = num_bytes > 0
         self.evicted = self.lost = 0  # evicted blocks, and blocks that left before the next tier got them
         self._spared = -1
         self.may_take = math.inf  # chunks that a size may take from others though it has blocks to evict
-        self._idle = [0] * len(self.slots.sizes)  # per record size, the READY entries without holders and moves
+        self._idle = [0] * len(self.slots.sizes)  # per record size, the READY entries without holders
         self._idle_in = [0] * self.slots.num_chunks  # the same per chunk
         self._evictions = [0] * len(self.slots.sizes)
         self._is_mixed = len(self.slots.sizes) > 1
@@ -108,12 +108,12 @@ class Tier:
             self._used[entry.chunk] = self.tick
 
     def _is_busy(self, entry: Entry) -> bool:
-        if entry.holders or entry.moves or entry.state is not S.READY:
+        if entry.holders or entry.state is not S.READY:
             return True
         return entry.used == self._spared  # `use` follows, and informs the policy
 
     def _is_idle(self, entry: Entry) -> bool:
-        return entry.state is S.READY and not entry.holders and not entry.moves
+        return entry.state is S.READY and not entry.holders
 
     def _count(self, entry: Entry, more: int) -> None:
         self._idle[entry.kind] += more
@@ -207,11 +207,11 @@ class Tier:
         self._settle(entry)
         return True
 
-    def failed(self, entry: Entry, event: EntryEvent) -> None:
+    def failed(self, entry: Entry) -> None:
         if entry.state is S.WRITING:
             self.policies[entry.kind].remove(entry)
         self._hide(entry)
-        self._take(entry, event)
+        self._take(entry, E.FAILED)
 
     def drop(self, entry: Entry) -> None:
         """Remove a block from the index; its slot is free when no holder and no transfer needs it."""
@@ -249,33 +249,21 @@ class Tier:
             left -= 1
         return bool(self._doomed)
 
-    def hold(self, entry: Entry, holder: str) -> None:
+    def hold(self, entry: Entry, holder: Holder) -> None:
         if self._is_idle(entry):
             self._count(entry, -1)
         entry.hold(holder)
 
-    def let_go(self, entry: Entry, holder: str) -> None:
+    def let_go(self, entry: Entry, holder: Holder) -> None:
         if holder in entry.holders:
             if entry.let_go(holder):
                 self._gone(entry)
             elif entry.state is S.READY:
                 self._settle(entry)
 
-    def begin(self, entry: Entry, move: int) -> None:
-        if self._is_idle(entry):
-            self._count(entry, -1)
-        entry.begin(move)
-
-    def end(self, entry: Entry, move: int) -> None:
-        if move in entry.moves:
-            if entry.end(move):
-                self._gone(entry)
-            elif entry.state is S.READY:
-                self._settle(entry)
-
     def _settle(self, entry: Entry) -> None:
-        """Count a READY entry as idle if it has no holders and moves any more."""
-        if not entry.holders and not entry.moves:
+        """Count a READY entry as idle if it has no holders any more."""
+        if not entry.holders:
             self._count(entry, 1)
             self.policies[entry.kind].idle(entry)
 

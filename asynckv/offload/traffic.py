@@ -63,9 +63,9 @@ class Traffic:
         items, sources = [x for here, _ in by_group for x in here], [x for _, there in by_group for x in there]
         move = Move(self._last_id, kind, job.job_id if job is not None else "", pieces, num_bytes)
         for _, entry in items:
-            entry.begin(move.move_id)
+            entry.hold(move.move_id)
         for entry in sources:
-            of.begin(entry, move.move_id)
+            of.hold(entry, move.move_id)
         self.under_way[kind] += num_bytes
         is_device = kind in (MoveKind.LOAD, MoveKind.STORE)
         self.running[move.move_id] = Running(move, job if is_device else None, items, sources)

@@ -469,19 +469,15 @@ class SimData(Nic):
         for transfer in [t for t in self.running.values() if t.owner is owner]:
             self.fail(transfer.transfer_id, peer_lost=True)
 
-    def lose_agent(self, *, reads: bool = True) -> None:
-        """End like a process that dies: reads from this plane fail, and its own as well unless `reads` is false."""
+    def lose_agent(self) -> None:
+        """End like a process that serves and dies: reads from this plane fail, and its own go on."""
         self._network.crash(self.name)
-        if reads:
-            for one in list(self.running):
-                self.fail(one)
-            self.remotes.clear()
-        self.report(AgentLost("killed on request", 0.0, reads))
+        self.report(AgentLost("killed on request"))
 
     def replace_agent(self) -> None:
         """Serve again after `lose_agent`, under another name."""
         self.starts += 1
-        self.report(AgentReplaced(self.join(), "killed on request", 0.0, 0))
+        self.report(AgentReplaced(self.join(), "killed on request", 0.0))
 
     def report(self, news: DataNews) -> None:
         self._news.append(news)

@@ -37,15 +37,14 @@ def audit(catalogue: Catalogue) -> list[str]:
             touched.setdefault(entry, set()).add(move_id)
     holders: dict[Entry, set[str]] = {}
     for job in jobs:
-        for entry in job.holding:
-            holders.setdefault(entry, set()).add(job.job_id)
-        if job.holding != {item.entry for item in (*job.todo, *job.absent)} | {*job.waits, *job.loaded} | {
-            item.entry
+        reads = [
+            item
             for one in running.values()
             if one.job is job and one.move.kind is MoveKind.LOAD and not one.is_doubtful
             for item in one.items
-        }:
-            wrong.append(f"job {job.job_id!r} holds what it does not need, or does not hold what it needs")
+        ]
+        for entry in (*(item.entry for item in (*job.todo, *job.absent, *reads)), *job.waits, *job.loaded):
+            holders.setdefault(entry, set()).add(job.job_id)
     for name, held in catalogue.pins.items():
         for _, entry in held:
             holders.setdefault(entry, set()).add(name)
@@ -54,11 +53,10 @@ def audit(catalogue: Catalogue) -> list[str]:
         name = f"slot {entry.slot} of group {entry.group} ({entry.state})"
         if entry not in known:
             wrong.append(f"{name} is in no tier, and is still touched or held")
-        if entry.moves != touched.get(entry, set()):
-            wrong.append(f"{name}: moves {set(entry.moves)} are noted, and {touched.get(entry)} run")
-        if entry.holders != holders.get(entry, set()):
-            wrong.append(f"{name}: {set(entry.holders)} are noted, and {holders.get(entry)} hold it")
-        if entry.state is EntryState.WRITING and not entry.moves and entry not in to_write:
+        moves = touched.get(entry, set())
+        if entry.holders != holders.get(entry, set()) | moves:
+            wrong.append(f"{name}: {set(entry.holders)} are noted, {holders.get(entry)} hold it, and {moves} run")
+        if entry.state is EntryState.WRITING and not moves and entry not in to_write:
             wrong.append(f"{name}: nobody writes it")
     return wrong
 

@@ -130,8 +130,6 @@ class _Greeting:
     at: float
     times: int = 1
     is_answered: bool = False
-    is_void: bool = False
-    """Its effects were lost since, through the fault of neither side."""
     is_again: bool = False
     """One before it was answered, so this may be a probe, which is over sooner."""
 
@@ -253,12 +251,6 @@ class Wire:
         if until > self._promises.get(place, ("", -math.inf))[1]:
             self._promises[place] = (granted.key.token, until)
 
-    def unloaded(self, process: Process) -> None:
-        """A process has lost what its own agent had loaded: it may meet everybody anew without a pause."""
-        for place, known in self._greetings.items():
-            # A handshake that is under way goes on, and may fail like any other.
-            known.is_void = known.is_void or place[0] is process
-
     def _greets(self, process: Process, to: str, target: str, nonce: int) -> None:
         now, place = process.now, (process, to, target)
         known = self._greetings.get(place)
@@ -267,7 +259,7 @@ class Wire:
             if known.times > self._most_hellos:
                 self._world.violate(f"{process.name} greets {to} for the {known.times}th time in one handshake")
             return
-        if known is not None and not (known.is_void and known.is_answered):
+        if known is not None:
             # A handshake that failed, or a peer that was lost, is followed by a pause. (A process that was stopped
             # between reading its clock and sending cannot be judged by when it sent.)
             ended_at = known.at

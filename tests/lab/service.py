@@ -50,9 +50,6 @@ HEARD = {"brink", "duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revo
 COUNTED = {"duplicate", "cancel", "revoke", "garbage", "hostile"}
 """Faults that make no rank fall silent, and no transfer take long: whatever runs takes room."""
 
-SERVES_ONLY = 0.3
-"""Up to this likelihood an agent that dies takes no reads of its own rank with it."""
-
 HASTY = 0.5
 """Up to this likelihood an engine that closes has less time than its promises run, and its process dies at once."""
 
@@ -569,12 +566,10 @@ class Service(Stage):
     def _meet_agent(self, rank: _Rank, fault: Fault) -> None:
         if not rank.process.is_dead:
             lose = partial(self._lose_agent, rank, rank.data)
-            rank.process.call_at(self.world.now, partial(lose, min(fault.seconds, 2.0), fault.p > SERVES_ONLY))
+            rank.process.call_at(self.world.now, partial(lose, min(fault.seconds, 2.0)))
 
-    def _lose_agent(self, rank: _Rank, data: WorldData, down_s: float, reads: bool) -> None:
-        if reads:
-            self.wire.unloaded(rank.process)
-        data.lose_agent(down_s, reads=reads)
+    def _lose_agent(self, rank: _Rank, data: WorldData, down_s: float) -> None:
+        data.lose_agent(down_s)
         for other in self.ranks.values():
             if other is not rank and not other.process.is_dead:
                 other.data.lose(data)

@@ -6,17 +6,15 @@ blocks away, is paused or dies. A disk outlives its processes, and has one of th
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from asynckv.core.types import TransferId
 from asynckv.errors import BackendError
-from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp, Record, Stored
 from tests.lab.tiers import SimCopies, SimDisk, SimRecords, digest
@@ -123,16 +121,14 @@ class WorldRecords(SimRecords):
         self.deferred, self._process, self._fate_of = True, process, fate_of
         self._random = process.world.random_of("records", process.name)
 
-    def start(
-        self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
-    ) -> Sequence[Stored]:
+    def start(self, *args: Any) -> Sequence[Stored]:
         """Open the disk, unless another process has it."""
         owner = self.disk.owner
         if not self._is_shared:
             if owner is not None and not owner.is_dead:
                 raise BackendError(f"{owner.name} has the directory")
             self.disk.owner, self.disk.opened_at = self._process, self._process.now
-        return super().start(memory, on_ready, loop)
+        return super().start(*args)
 
     def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
         """Begin a move."""

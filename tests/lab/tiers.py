@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -230,10 +231,15 @@ class SimRecords:
         self._on_ready: Callable[[], None] = lambda: None
 
     def start(
-        self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+        self,
+        memory: Memory,
+        on_ready: Callable[[], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+        layouts: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Sequence[Stored]:
         """Say what is there."""
         assert not self.is_open
+        self.disk.layouts |= layouts
         self.is_open, self._on_ready, self._memory = True, on_ready, bytes_at(memory)
         return [Stored(r.key, far, r.size, r.layout, r.tag) for far, (r, _) in self.disk.records.items()]
 
@@ -298,10 +304,6 @@ class SimRecords:
         """Drop what is stored."""
         for far in places:
             self.disk.records.pop(far, None)
-
-    def keep_layout(self, fingerprint: str, body: bytes) -> None:
-        """Write a layout down."""
-        self.disk.layouts[fingerprint] = body
 
     def _tell(self, news: RecordNews) -> None:
         self._news.append(news)

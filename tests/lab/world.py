@@ -26,7 +26,6 @@ from typing import Any, Literal, TypeVarTuple
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.slots import Slots
 from asynckv.core.types import Address, ReplyTo, TransferId
-from asynckv.errors import BackendError
 from asynckv.geometry.gather import Gathered
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -446,7 +445,7 @@ class WorldData(Nic):
         self.fate_of: Callable[[Transfer, TransferFate], TransferFate] = lambda transfer, fate: fate
         self.is_closed = False
         self._life = 0  # counts its ends, after which no copy is made
-        self._has_agent = self._can_read = self._reads_stay = True
+        self._has_agent = True
         self._put_off: dict[TransferId, float] = {}
         self._slots = Slots[TransferId](NUM_SLOTS)
         self._in_slots: dict[TransferId, Transfer] = {}
@@ -458,15 +457,12 @@ class WorldData(Nic):
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Join the world, each time as another agent, with the memory that this plane was made for."""
         assert tuple(memories) == self._declared
-        self.is_closed, self._has_agent, self._can_read = False, True, True
+        self.is_closed, self._has_agent = False, True
         return await super().start(memories, on_ready)
 
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         """Load it, which takes a while."""
-        starts = self.starts
         await asyncio.sleep(self._random.random() * 2e-3)
-        if not self._can_read or (starts != self.starts and not self._reads_stay):
-            raise BackendError("our agent has died")
         await super().add_remote_agent(agent, memories)
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
@@ -475,9 +471,7 @@ class WorldData(Nic):
         process.spend()
         self.posts += 1
         if name not in self.remotes:
-            if self._can_read:
-                raise Violation(f"{process.name} reads from {name}, which it has not loaded")
-            return TransferEnded(transfer_id, Ending.FAILED, "our agent has died")
+            raise Violation(f"{process.name} reads from {name}, which it has not loaded")
         if name not in world.nics:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         transfer = self.prepare(transfer_id, name, read)
@@ -601,37 +595,24 @@ class WorldData(Nic):
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def lose_agent(self, down_s: float, *, reads: bool) -> None:
-        """The agent that others reach dies, and with `reads` what posts our reads; another follows. In our loop."""
+    def lose_agent(self, down_s: float) -> None:
+        """The agent that others reach dies; another follows. In our loop."""
         world = self.process.world
         if self.is_closed or not self._has_agent or world.nics.get(self.name) is not self:
             return
-        world.note(self.process.name, "loses its agent", "and its reads" if reads else "")
-        self._has_agent, self._can_read, self._reads_stay = False, not reads, not reads
+        world.note(self.process.name, "loses its agent")
+        self._has_agent = False
         self.leave()
         self.ends, self.starts = self.ends + 1, self.starts + 1
-        starts, left = self.starts, list(self.running.values()) if reads else []
-
-        def end() -> None:
-            for transfer in left:
-                transfer.is_dead = True
-
-        # A process may be ahead of the world: what lands until then has landed before.
-        world.at(self.process.now, end)
-        for transfer in left:
-            if not transfer.is_over:
-                transfer.is_over = True
-                self._news.append(TransferEnded(transfer.transfer_id, Ending.FAILED, "our agent has died"))
-        if reads:
-            self.remotes.clear()
-        self._news.append(AgentLost("our agent has died", 0.0, reads))
+        starts = self.starts
+        self._news.append(AgentLost("our agent has died"))
         self._on_ready()
 
         def follow() -> None:
             if self.is_closed or self.starts != starts:
                 return
-            self._has_agent = self._can_read = True
-            self._news.append(AgentReplaced(self.join(), "our agent has died", down_s, len(left)))
+            self._has_agent = True
+            self._news.append(AgentReplaced(self.join(), "our agent has died", down_s))
             self._on_ready()
 
         self.process.call_at(world.now + down_s, follow)

@@ -80,7 +80,6 @@ PREFIX = "asynckv:kv_offload_"
 class _Request:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.wanted: dict[OffloadKey, None] = {}  # found in files since the last step ended
         self.coming: set[OffloadKey] = set()  # ordered from files
         self.refused: set[OffloadKey] = set()  # in files, but could not be brought
         self.fetched: set[OffloadKey] = set()
@@ -127,7 +126,7 @@ class Manager(OffloadingManager):
         self._stores, self._loads = OpenMoves(), OpenMoves()
         self._stale: list[Move] = []  # moves from before the last `reset_cache`, which workers may still carry out
         self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}  # jobs that bring blocks from files
-        self._wanting: list[_Request] = []
+        self._wanted: dict[_Request, dict[OffloadKey, None]] = {}  # found in files since the last step ended
         self._pinned: dict[str, _Request] = {}  # requests with pinned blocks, by their ids
         self._moving: dict[int, tuple[str, int]] = {}  # name of the counter, and number of blocks
         self._seen = Seen(self.catalogue.host, self._is_known, config.enable_kv_cache_events)
@@ -178,17 +177,14 @@ class Manager(OffloadingManager):
             request = req_context.get_state(_Request)
             if allows(Medium.CPU, Locality.LOCAL) or (request is not None and key in request.fetched):
                 return LookupResult.HIT if entry.state is READY else LookupResult.HIT_PENDING
-        file = self.catalogue.file
-        if entry is not None or file is None or not allows(Medium.STORAGE, Locality.LOCAL):
+        if entry is not None or not allows(Medium.STORAGE, Locality.LOCAL):
             return LookupResult.MISS
-        kept, request = file.index[place].get(hash_), self._request(req_context)
+        kept, request = self.catalogue.file.index[place].get(hash_), self._request(req_context)
         if kept is None or kept.state is not READY or key in request.refused:
             return LookupResult.MISS
         if key in request.coming:
             return LookupResult.HIT_PENDING
-        if not request.wanted:
-            self._wanting.append(request)
-        request.wanted[key] = None
+        self._wanted.setdefault(request, {})[key] = None
         return LookupResult.HIT_PENDING
 
     def _request(self, context: ReqContext) -> _Request:
@@ -303,8 +299,7 @@ class Manager(OffloadingManager):
         order = sorted(enumerate(request.used), key=lambda each: (at(each[1]) or 0, each[0]), reverse=True)
         found = [self._find(key) for _, key in order]
         for tier in (self.catalogue.host, self.catalogue.file):
-            if tier is not None:
-                tier.use(entry for place, hash_ in found if (entry := tier.index[place].get(hash_)) is not None)
+            tier.use(entry for place, hash_ in found if (entry := tier.index[place].get(hash_)) is not None)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._take_name()
@@ -322,7 +317,7 @@ class Manager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._request(req_context)
         request.is_over = True
-        request.wanted.clear()
+        self._wanted.pop(request, None)
         self._release(request)
         self._chain(request, req_context, 0)
 
@@ -337,17 +332,14 @@ class Manager(OffloadingManager):
         for name in context.new_req_ids:
             if (begun := self._pinned.get(name)) is not None:
                 self._release(begun)
-        wanting, self._wanting = self._wanting, []
-        for request in wanting:
-            keys, request.wanted = list(request.wanted), {}
-            if not keys:
-                continue
-            name = f"fetch{next(self._names)}"
+        wanted, self._wanted = self._wanted, {}
+        for request, found in wanted.items():
+            name, keys = f"fetch{next(self._names)}", list(found)
             self._fetches[name] = request, keys
             request.coming |= set(keys)
             until = self._clock() + self._timeout_s
-            self.catalogue.load(name, list(keys), positions=self._positions(keys), until=until)
-        if wanting:
+            self.catalogue.load(name, keys, positions=self._positions(keys), until=until)
+        if wanted:
             self._advance()
 
     def reset_cache(self) -> None:
@@ -439,7 +431,7 @@ class Manager(OffloadingManager):
         assert self._region is not None
         joined = self._region.joined()
         self._is_checked = joined == self._world_size
-        if not self._is_checked and self.catalogue.file is not None and not self.catalogue.file.is_off:
+        if not self._is_checked and not self.catalogue.file.is_off:
             log.error(
                 "only %d of %d ranks share host memory with the scheduler's process: files need all ranks of an engine "
                 "on one host; leave directory and file_bytes out",
