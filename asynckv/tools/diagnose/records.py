@@ -330,15 +330,15 @@ class _Reader:
         self._other(line)
 
     def _is_taken(self, text: bytes) -> bool:
-        """Take an object, if it is an event with a process and a time."""
+        """Take an object, if it is an event with a process and a time, under asynckv's own names."""
         head = _head_of(text)
-        if head is None or head.at is None or not _is_event(head):
+        if head is None or head.at is None or head.level not in _LEVELS or not _is_event(head):
             return False
         self._take(head, text)
         return True
 
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
-        """Take a line with its time, level or event outside of the object, or with values of other types."""
+        """Take a line with its time, level or event outside of the object, or with other names or types."""
         head = Head()
         head.incarnation, head.engine_id = (_first_text(fields, [x]) for x in ("incarnation", "engine_id"))
         head.event, head.level, head.at = (x or y for x, y in zip(_said(fields), _said(outer), strict=True))
@@ -425,16 +425,12 @@ def _object(line: bytes) -> bytes:
 
 
 def _head_of(text: bytes) -> Head | None:
-    """Decode event, level and time of a line, under any of their names."""
+    """Decode the head of a line whose fields have asynckv's own names and types; None for any other."""
     try:
         head = _head(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    is_usual = isinstance(head.event, str) and isinstance(head.level, str) and isinstance(head.timestamp, str)
-    if is_usual and head.level in _LEVELS and (at := _time(head.timestamp)) is not None:
-        head.at = at
-    else:
-        head.event, head.level, head.at = _said(msgspec.to_builtins(head))
+    head.at = _time(head.timestamp)
     return head
 
 
