@@ -19,7 +19,6 @@ from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kep
 from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed, moment
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
 from asynckv.tools.diagnose.presence import Presence
-from asynckv.tools.diagnose.records import number
 
 
 def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
@@ -84,17 +83,17 @@ def _is_open(lease: Lease) -> bool:
     """Return True if it is held at the end of the log. A good end without a line was not sampled."""
     if lease.lent is not None or not lease.held:
         return lease.lent is not None
-    record, entry = lease.held[-1]
-    lent_s = number(entry.get("lent_s"), 0.0)
+    held = lease.held[-1]
+    lent_s = held.number("lent_s", 0.0)
     if not lease.process.says_info:
         # A release is no warning: only a warning past its lease says that it was not released.
-        promised = (number(x.get("lent_s")) + number(x.get("left_s")) for _, x in lease.held[:-1])
+        promised = (x.number("lent_s") + x.number("left_s") for x in lease.held[:-1])
         if not any(until <= lent_s for until in promised):
             return False
     due = lent_s + GATHERED_S
     if not lease.claims:
-        due = min(due, number(entry.get("left_s"), math.inf) + 1.0)  # then it would have expired, and been told
-    return lease.process.last_at <= record.at + due
+        due = min(due, held.number("left_s", math.inf) + 1.0)  # then it would have expired, and been told
+    return lease.process.last_at <= held.at + due
 
 
 def _is_kept(pull: Pull) -> bool:

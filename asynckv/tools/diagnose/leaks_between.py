@@ -14,7 +14,7 @@ from asynckv.tools.diagnose.causes import REFUSED_AS, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
-from asynckv.tools.diagnose.records import Record, number
+from asynckv.tools.diagnose.records import Record
 
 GATHERED_S = 11.0
 """Most seconds by which a warning may be late."""
@@ -154,11 +154,10 @@ def is_forgotten(presence: Presence, pull: Pull) -> bool:
 
 def is_overdue(pull: Pull) -> bool:
     """Return True if an announcement's time was up before its process's log ends."""
-    record, entry = pull.held[-1]
-    return number(entry.get("left_s"), 0.0) <= pull.process.last_at - record.at
+    return pull.held[-1].number("left_s", 0.0) <= pull.process.last_at - pull.held[-1].at
 
 
 def is_last_word(pull: Pull) -> bool:
     """Return True if no further line of a pull was due before its process's log ends."""
-    record, entry = pull.held[-1]
-    return pull.process.last_at <= record.at + number(entry.get("state_s"), 0.0) + GATHERED_S
+    held = pull.held[-1]
+    return pull.process.last_at <= held.at + held.number("state_s", 0.0) + GATHERED_S

@@ -162,7 +162,7 @@ def why_kept(presence: Presence, pull: Pull) -> Verdict:
         "held": f"for {in_seconds(kept_s(pull))} s after its pull had failed{after}",
         "why": f"{pull.cause}{f', {pull.detail}' if pull.detail else ''}" or pull.state,
     }
-    until = pull.returned or pull.retired or pull.ended or pull.held[-1][0]
+    until = pull.returned or pull.retired or pull.ended or pull.held[-1]
     state, more = _befell(presence, pull, until)
     if state in (None, R.AWAY):
         high = presence.when(pull.process, until.at)[1]

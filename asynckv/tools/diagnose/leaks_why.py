@@ -241,8 +241,7 @@ class _Debt:
         """Return True if nothing is to be read from this rank, so that it hears nothing before the pull is done."""
         if pull.ended is not None and (pull.ended.texts("read_ranks") or pull.cause in ("complete", "discharged")):
             return all(base_name(x) != self.lease.process.base for x in pull.ended.texts("read_ranks"))
-        ranks = (entry["ranks"].items() for _, entry in pull.held if isinstance(entry.get("ranks"), dict))
-        states = {base_name(x): state for found in ranks for x, state in found}
+        states = {base_name(x): state for held in pull.held for x, state in held.mapping("ranks").items()}
         return states.get(self.lease.process.base) == "only_released"
 
     # -- a reader with a known pull ----------------------------------------------------------------------------------

@@ -338,7 +338,7 @@ def _lease_marks(lease: Lease) -> Iterator[Said]:
     for refusal in lease.refused:
         why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
         yield start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning"
-    for record, _ in lease.held:
+    for record in lease.held:
         yield record.at, f"held for long: {record.text('waits')}", record.level
     if lease.ended is not None:
         owed = f", owed by {', '.join(lease.owed)}" if lease.owed else ""
@@ -412,8 +412,8 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
     """Make the bars of a pull without an end in the log: from its steps, or from warnings."""
     last = pull.process.last_at
     found = [(s.at, _STATES[s.what]) for s in pull_steps(pull) if isinstance(s.what, str) and s.what in _STATES]
-    for record, entry in pull.held:
-        seconds = number(entry.get("state_s"))
+    for record in pull.held:
+        seconds = record.number("state_s")
         phase = _STATES.get(record.text("state"))
         if phase is not None and math.isfinite(seconds):
             found.append((record.at - seconds, phase))
@@ -433,7 +433,7 @@ def _pull_marks(pull: Pull) -> Iterator[Said]:
         detail = f": {pull.detail}" if pull.detail and not steps else ""
         after = shown_seconds(pull.ended.number("seconds", 0.0))
         yield outcome, f"outcome {pull.cause} after {after}{detail}", pull.ended.level
-    for record, _ in pull.held:
+    for record in pull.held:
         yield record.at, f"held for long: {record.text('waits')}", record.level
     if pull.ended is None and process.stopped is None:
         yield process.last_at, "log ends; what became of the pull is not told", "warning"
