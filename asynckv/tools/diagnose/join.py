@@ -30,7 +30,7 @@ from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoke
 from asynckv.core.told import RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
-from asynckv.tools.diagnose.records import Logs, Record, integer, number
+from asynckv.tools.diagnose.records import Logs, Record, number
 
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
@@ -500,9 +500,9 @@ class _Builder:
     def take(self, record: Record) -> None:
         process, event = self.speaks(record), record.event
         if event in LEASE_EVENTS:
-            _place(self._lease(process, record.fields), record)
+            _place(self._lease(process, record), record)
         elif event in PULL_EVENTS:
-            _place(self._pull(process, record.fields), record)
+            _place(self._pull(process, record), record)
         else:
             process.records.append(record)
         if event in (told.RequestWithdrawn.event, told.PullRefused.event):
@@ -510,7 +510,8 @@ class _Builder:
         elif event in (told.LeaseHeld.event, told.PullHeld.event):
             subject = self._lease if event == told.LeaseHeld.event else self._pull
             for entry in record.entries("oldest"):
-                subject(process, entry).held.append(replace(record, said={**record.fields, **entry}))
+                held = replace(record, said={**record.fields, **entry})
+                subject(process, held).held.append(held)
 
     def finish(self) -> Service:
         by_rank: dict[str, list[Process]] = defaultdict(list)
@@ -547,27 +548,24 @@ class _Builder:
             process.stopped = record
         return process
 
-    def _lease(self, process: Process, fields: Mapping[str, Any]) -> Lease:
-        request_id, number_ = fields.get("request_id"), integer(fields.get("sequence"))
-        name = request_id if isinstance(request_id, str) else ""
-        if number_ < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
+    def _lease(self, process: Process, record: Record) -> Lease:
+        name, sequence = record.text("request_id"), record.integer("sequence")
+        if sequence < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
             return known
-        key = (process.incarnation, number_, name)
+        key = (process.incarnation, sequence, name)
         if (lease := self._leases.get(key)) is None:
-            lease = self._leases[key] = Lease(process, name, number_)
+            lease = self._leases[key] = Lease(process, name, sequence)
         self._unnamed[process.incarnation, name] = lease
         return lease
 
-    def _pull(self, process: Process, fields: Mapping[str, Any]) -> Pull:
-        pull_id = fields.get("pull_id")
-        name = pull_id if isinstance(pull_id, str) and pull_id else f"{process.start}-?{fields.get('request_id')}"
+    def _pull(self, process: Process, record: Record) -> Pull:
+        name = record.text("pull_id") or f"{process.start}-?{record.fields.get('request_id')}"
         if (pull := self._pulls.get(name)) is None:
             pull = self._pulls[name] = Pull(process, name)
-        for attribute in ("request_id", "prefill_request_id", "peer"):
-            if isinstance(value := fields.get(attribute), str) and value and not getattr(pull, attribute):
-                setattr(pull, attribute, value)
-        if pull.sequence < 0:
-            pull.sequence = integer(fields.get("sequence"))
+        pull.request_id = pull.request_id or record.text("request_id")
+        pull.prefill_request_id = pull.prefill_request_id or record.text("prefill_request_id")
+        pull.peer = pull.peer or record.text("peer")
+        pull.sequence = pull.sequence if pull.sequence >= 0 else record.integer("sequence")
         return pull
 
 
