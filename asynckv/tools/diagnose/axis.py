@@ -93,13 +93,9 @@ def lent_at(lease: Lease) -> float:
     return lease.lent_at if is_time(lease.lent_at) else math.nan
 
 
-def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
-    """Yield the grants in a lease's life: the pull, its reader, and the time of the first grant."""
-    seen: set[str] = set()
-    for step in steps:
-        if isinstance(note := step.what, Granted) and note.pull_id not in seen:
-            seen.add(note.pull_id)
-            yield note.pull_id, note.reader, step.at
+def granted_in(steps: Sequence[Step]) -> dict[str, float]:
+    """Return the pulls that were granted in a lease's life, with the time of the first grant."""
+    return {step.what.pull_id: step.at for step in reversed(steps) if isinstance(step.what, Granted)}
 
 
 def exchanges(service: Service) -> Iterator[Pair]:

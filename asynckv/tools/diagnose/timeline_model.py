@@ -188,7 +188,7 @@ def names(family: Sequence[Request]) -> set[str]:
     out |= {x for p in pulls for x in (p.prefill_request_id, p.pull_id)} | {x for r in family for x in r.decode_ids}
     # The prefill side knows the pulls of a reader with a missing log.
     out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
-    out |= {pull_id for x in leases for pull_id, _, _ in granted_in(lease_steps(x))}
+    out |= {pull_id for x in leases for pull_id in granted_in(lease_steps(x))}
     return out - {""}
 
 
@@ -303,7 +303,7 @@ def _lease_lane(axis: Axis, lease: Lease) -> Lane:
     process, start, steps = lease.process, lent_at(lease), lease_steps(lease)
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
-    grants = [*(start + x.claimed_s for x in lease.claims.values()), *(at for _, _, at in granted_in(steps))]
+    grants = [*(start + x.claimed_s for x in lease.claims.values()), *granted_in(steps).values()]
     cuts = [("lent", start)]
     if (first := min((x for x in grants if start <= x <= end), default=math.nan)) <= end:
         cuts.append(("granted", first))
