@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, Owner, Reader
+from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, Owner, Reader
 from asynckv.tools.diagnose.join import Process, Pull, Request, Service, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
@@ -28,17 +27,26 @@ WELL = frozenset({"", "complete", "discharged", "cancelled", "withdrawn", "revok
 """Ends of a pull that are no failures."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    cause: CAUSE
-    sentence: str
-    cell: tuple[Owner, Reader]
-    by: str  # the rank that was away, died, or was to be read from; the reader itself if that was the one
-    readers: tuple[str, ...]
-    pulls: int  # how many
-    since: float  # when the first of them failed, by its reader's clock
-    until: float  # when the last did
-    requests: tuple[str, ...]  # ids on the decode side
+class Failure(NamedTuple):
+    """Pulls that failed for one reason and by one rank: `by`, which was away, died, or was to be read from, or the
+    reader itself."""
+
+    verdict: Verdict
+    pulls: Sequence[Pull]
+
+    @property
+    def times(self) -> list[float]:
+        """When they failed, by their readers' clocks."""
+        return [x.ended.at for x in self.pulls if x.ended is not None]
+
+    @property
+    def sentence(self) -> str:
+        ends, names = Counter(x.cause for x in self.pulls), self.verdict.names
+        told_as = ", ".join(f"{number:,} {cause}" for cause, number in ends.most_common(4))
+        title = CATALOGUE[self.verdict.cause].title
+        why = f" for {names['away_s']} s" if "away_s" in names else f" ({names['why']})" if names["why"] else ""
+        readers = listed(x.process.rank for x in self.pulls)
+        return f"pulls of {readers} from {names['holder']} failed ({told_as}): {title}{why}"
 
 
 def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
@@ -52,30 +60,9 @@ def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool
             if pull.cause not in WELL and counts(pull):
                 verdict = _why_failed(presence, pull)
                 groups[verdict.reader, str(verdict.names["by"])].append((pull, verdict))
-    out = [_failure(by, found) for (_, by), found in groups.items()]
-    return sorted(out, key=lambda x: (-x.pulls, x.since))
-
-
-def _failure(by: str, found: Sequence[tuple[Pull, Verdict]]) -> Failure:
-    pulls = [pull for pull, _ in found]
-    verdict = max((x for _, x in found), key=lambda x: float(x.names.get("away", 0.0)))
-    ends = Counter(x.cause for x in pulls)
-    told_as = ", ".join(f"{number:,} {cause}" for cause, number in ends.most_common(4))
-    readers = tuple(dict.fromkeys(x.process.rank for x in pulls))
-    times = [x.ended.at for x in pulls if x.ended is not None]
-    title, names = CATALOGUE[verdict.cause].title, verdict.names
-    why = f" for {names['away_s']} s" if "away_s" in names else f" ({names['why']})" if names["why"] else ""
-    return Failure(
-        cause=verdict.cause,
-        sentence=f"pulls of {listed(readers)} from {names['holder']} failed ({told_as}): {title}{why}",
-        cell=(verdict.owner, verdict.reader),
-        by=by,
-        readers=readers,
-        pulls=len(pulls),
-        since=min(times),
-        until=max(times),
-        requests=tuple(dict.fromkeys(x.request_id for x in pulls)),
-    )
+    longest = ((max(found, key=lambda x: float(x[1].names.get("away", 0.0))), found) for found in groups.values())
+    out = [Failure(verdict, [pull for pull, _ in found]) for (_, verdict), found in longest]
+    return sorted(out, key=lambda x: (-len(x.pulls), min(x.times)))
 
 
 def _why_failed(presence: Presence, pull: Pull) -> Verdict:
