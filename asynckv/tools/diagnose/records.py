@@ -35,7 +35,7 @@ from asynckv.core.types import rank_name
 from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, PIECE, Pieces, found, lines_of
-from asynckv.tools.diagnose.well import Head, Packed, Well
+from asynckv.tools.diagnose.well import Head, Well
 
 MAX_WRAPPED = 3  # a collector may wrap a container's log once more
 SHOWN = 160  # letters of a line that is shown for its kind
@@ -259,7 +259,10 @@ class _Reader:
             if record.event in MANY:
                 self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
         chosen = self._well.chosen(self._wrong)
-        self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
+        for text, source, number in chosen.lines:
+            if (head := _head_of(text)) is not None:
+                source_ = self._sources[source]
+                self._records.append((_record(head, text, f"{source_.path}:{number}"), text, source_))
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
         return Logs(
@@ -284,12 +287,6 @@ class _Reader:
             else:
                 seen.add((record.incarnation, text))
                 yield from _each(record) if record.event in ALIKE else (record,)
-
-    def _again(self, line: Packed) -> Iterator[Record]:
-        """Make a record of a line that was put aside."""
-        text, source, number = line
-        if (head := _head_of(text)) is not None:
-            yield _record(head, text, f"{self._sources[source].path}:{number}")
 
     def _line(self, line: bytes) -> None:
         """Take one line, without everything that is wrapped around it."""
