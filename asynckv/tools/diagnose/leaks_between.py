@@ -92,18 +92,11 @@ def turned_away(process: Process, since: float, until: float) -> str:
     return listed(f"{x.text('who') or x.text('reader')} was turned away ({x.text('cause')})" for x in records)
 
 
-def would_be_given_up(presence: Presence, pull: Pull) -> bool:
-    """Return True if its reader lived for long enough to log a release that was never answered."""
-    if pull.ended is None:
-        return False
-    given_up_at = pull.ended.at + pull.process.durations.get("release_timeout_s", 30.0)
-    match presence.fate(pull.process).kind:
-        case "stopped":  # which gives up all releases, and says so
-            return True
-        case "died":
-            return pull.process.last_at >= given_up_at
-        case _:
-            return presence.last >= presence.when(pull.process, given_up_at)[1]
+def would_be_given_up(presence: Presence, reader: Process, ended_at: float) -> bool:
+    """Return True if a reader that did not die lived for long enough to log a release that was never answered."""
+    given_up_at = ended_at + reader.durations.get("release_timeout_s", 30.0)
+    # A reader that stops gives up all releases, and says so.
+    return presence.fate(reader).kind == "stopped" or presence.last >= presence.when(reader, given_up_at)[1]
 
 
 def unanswered_ranks(pull: Pull) -> list[str]:

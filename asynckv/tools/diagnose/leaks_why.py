@@ -285,7 +285,7 @@ class _Debt:
             return self._is(R.DIED, fate.why, gone=fate.gone)
         if closed:
             return self._is(R.CLOSED, f"{self._said()}; {fate.why}")
-        if not between.would_be_given_up(presence, pull):
+        if not between.would_be_given_up(presence, pull.process, pull.ended.at):
             return self._is(R.NO_LOG, f"{self._said()}; an unanswered release would be logged later")
         # Every message was answered, so the release arrived after the lease had ended.
         return self._is(R.LATE)
