@@ -182,17 +182,19 @@ def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict
             why = f"release {record.text('cause')}{f', {detail}' if (detail := record.text('detail')) else ''}"
             names = {"reader": pull.process.rank, "why": why, "message": "release"} | other_id(pull.prefill_request_id)
             for rank in record.texts("ranks"):
-                is_known = _is_told(presence, request, pull, rank, record) or _is_gone(pull.process, rank)
+                is_known = _is_told(presence, request, pull, rank, (pull.ended or record).at) or _is_gone(
+                    pull.process, rank
+                )
                 if state is not None and not is_known:
                     found.append((Verdict(W.UNKNOWN, state, names), rank, pull))
     return sorted(found, key=lambda x: x[0].order)
 
 
-def _is_told(presence: Presence, request: Request, pull: Pull, rank: str, record: Record | None) -> bool:
+def _is_told(presence: Presence, request: Request, pull: Pull, rank: str, at: float) -> bool:
     """Return True if the log of a prefill rank shows the end of what a pull had of it."""
     owner = presence.service.process_named(rank)
     ended = any(x.process is owner and x.ended is not None for x in request.leases.values())
-    return owner is not None and (ended or presence.tells(owner, pull, record))
+    return owner is not None and (ended or presence.tells(owner, pull.process, at))
 
 
 def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Verdict | None:
@@ -204,7 +206,7 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
         fate, is_over = presence.fate(owner), any(x.process is owner and x.ended for x in request.leases.values())
         if fate.kind == "died" and pull.was_granted_by(rank) and not is_over:
             return Verdict(W.UNKNOWN, R.OWNER_DIED, names | {"why": fate.why, "gone": fate.gone})
-        if _is_told(presence, request, pull, rank, next(iter(records), None)):
+        if _is_told(presence, request, pull, rank, (pull.ended or records[0]).at):
             return None
     # A rank that was closed in order has revoked it, and one that was restarted holds it no more.
     # Nor did a reader that closed wait for long: the answer may have been on its way.

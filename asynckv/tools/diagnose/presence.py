@@ -15,7 +15,7 @@ from functools import cache
 
 from asynckv.core import told
 from asynckv.tools.diagnose.axis import Axis, make_axis
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
+from asynckv.tools.diagnose.join import Lease, Process, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
@@ -168,21 +168,17 @@ class Presence:
         is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
         return is_silent and self.last - self.when(process, process.last_at)[1] > bound
 
-    def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
-        """Return True if a prefill rank's log continues for as long as a pull's blocks may have been lent, or ends in a
-        known way.
+    def tells(self, process: Process, reader: Process, at: float) -> bool:
+        """Return True if a prefill rank's log continues for as long as blocks may have been lent after a moment of a
+        reader's clock, or ends in a known way.
 
         Only then does a missing line prove that they did not expire: the time after the end of a log is not known.
         """
         fate = self.fate(process)
         if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
             return True
-        told = pull.ended or record
-        if told is None:
-            return True
         longest = max(process.durations.get("lease_s", DEFAULT_LEASE_S), process.durations.get("grant_s", 0.0))
-        since = self.near(pull.process, told.at)
-        return self.near(process, process.last_at) >= since + longest + LATE_S
+        return self.near(process, process.last_at) >= self.near(reader, at) + longest + LATE_S
 
     def near(self, process: Process, at: float) -> float:
         """Convert a moment of a process's clock to common time, in the middle of the uncertainty."""
