@@ -453,17 +453,16 @@ def _is_name(event: str) -> bool:
 def _decoded(text: bytes) -> dict[str, Any]:
     """Decode an object, or raise `ValueError` with the reason."""
     try:
-        value = _decode(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except (msgspec.DecodeError, ValueError):
-        try:  # what Python's own encoder writes besides JSON: NaN and Infinity (no numbers), lone surrogates
+        try:
+            value = _decode(text)
+        except (msgspec.DecodeError, ValueError):
+            # Python's own encoder writes more than JSON: NaN and Infinity (no numbers), lone surrogates.
             plain = json.dumps(json.loads(text, parse_constant=lambda name: None), ensure_ascii=False)
             value = json.loads(plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        except ValueError:
-            raise ValueError("no JSON" if text.rstrip().endswith(b"}") else "cut short") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError:
+        raise ValueError("no JSON" if text.rstrip().endswith(b"}") else "cut short") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
