@@ -21,16 +21,7 @@ from typing import NamedTuple
 from asynckv.arguments import without_control
 from asynckv.core import told
 from asynckv.core.notes import Revoked
-from asynckv.tools.diagnose.axis import (
-    Axis,
-    counted,
-    granted_in,
-    is_time,
-    lease_steps,
-    lent_at,
-    pull_steps,
-    shown_seconds,
-)
+from asynckv.tools.diagnose.axis import Axis, counted, granted_in, is_time, lent_at, shown_seconds, steps_of
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request
 from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.presence import Fate, Presence
@@ -188,7 +179,7 @@ def names(family: Sequence[Request]) -> set[str]:
     out |= {x for p in pulls for x in (p.prefill_request_id, p.pull_id)} | {x for r in family for x in r.decode_ids}
     # The prefill side knows the pulls of a reader with a missing log.
     out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
-    out |= {pull_id for x in leases for pull_id in granted_in(lease_steps(x))}
+    out |= {pull_id for x in leases for pull_id in granted_in(steps_of(x))}
     return out - {""}
 
 
@@ -300,7 +291,7 @@ def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
 
 
 def _lease_lane(axis: Axis, lease: Lease) -> Lane:
-    process, start, steps = lease.process, lent_at(lease), lease_steps(lease)
+    process, start, steps = lease.process, lent_at(lease), steps_of(lease)
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
     grants = [*(start + x.claimed_s for x in lease.claims.values()), *granted_in(steps).values()]
@@ -328,7 +319,7 @@ def _lease_lane(axis: Axis, lease: Lease) -> Lane:
 
 
 def _lease_marks(lease: Lease) -> Iterator[Said]:
-    process, start, steps = lease.process, lent_at(lease), lease_steps(lease)
+    process, start, steps = lease.process, lent_at(lease), steps_of(lease)
     yield start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""), "info"
     for step in steps:
         if step.what not in ("lent", lease.state):
@@ -368,7 +359,7 @@ def _pull_lane(axis: Axis, pull: Pull) -> Lane:
 
 def _pull_bars(pull: Pull) -> Iterator[Bar]:
     """Make the bars of one attempt, by its process's clock."""
-    steps = pull_steps(pull)
+    steps = steps_of(pull)
     if (ended := pull.ended) is None:
         yield from _open_bars(pull)
         return
@@ -394,7 +385,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
 
 def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
     """Yield the bars after an outcome: its release, and blocks that may still be written."""
-    ends = [s.at for s in pull_steps(pull) if s.what in ("released", "quarantined")]
+    ends = [s.at for s in steps_of(pull) if s.what in ("released", "quarantined")]
     ends += [x.at for x in pull.unanswered]
     if ends:
         yield Bar("release", outcome, ends[0], note="given up" if pull.unanswered else "")
@@ -411,7 +402,7 @@ def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
 def _open_bars(pull: Pull) -> Iterator[Bar]:
     """Make the bars of a pull without an end in the log: from its steps, or from warnings."""
     last = pull.process.last_at
-    found = [(s.at, _STATES[s.what]) for s in pull_steps(pull) if isinstance(s.what, str) and s.what in _STATES]
+    found = [(s.at, _STATES[s.what]) for s in steps_of(pull) if isinstance(s.what, str) and s.what in _STATES]
     for record in pull.held:
         seconds = record.number("state_s")
         phase = _STATES.get(record.text("state"))
@@ -423,7 +414,7 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
 
 
 def _pull_marks(pull: Pull) -> Iterator[Said]:
-    process, steps = pull.process, pull_steps(pull)
+    process, steps = pull.process, steps_of(pull)
     for step in steps:
         yield step.at, str(step.what), "debug" if step.what in _STATES else "info"
     if not steps:
