@@ -428,22 +428,19 @@ def _pull_marks(pull: Pull) -> Iterator[Said]:
         yield record.at, f"held for long: {record.text('waits')}", record.level
     if pull.ended is None and process.stopped is None:
         yield process.last_at, "log ends; what became of the pull is not told", "warning"
-    for record, text in _said(pull):
-        yield record.at, text, record.level
-
-
-def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
     for record in pull.retried:
-        yield record, f"attempt {record.integer('attempt')} follows after {record.number('after_s', 0.0):g} s"
+        after_s = record.number("after_s", 0.0)
+        yield record.at, f"attempt {record.integer('attempt')} follows after {after_s:g} s", record.level
     if pull.returned is not None:
-        yield pull.returned, "its blocks came back"
+        yield pull.returned.at, "its blocks came back", pull.returned.level
     if pull.retired is not None:
-        yield pull.retired, "its blocks are given up: a transfer does not end"
+        yield pull.retired.at, "its blocks are given up: a transfer does not end", pull.retired.level
     for record in pull.unanswered:
-        yield record, f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}"
+        yield record.at, f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}", record.level
     for record in pull.refused:
         # Its field `rank` would name the pull's own rank.
-        yield record, f"release refused by {', '.join(record.texts('ranks')) or '?'}: {record.text('cause')}"
+        ranks = ", ".join(record.texts("ranks")) or "?"
+        yield record.at, f"release refused by {ranks}: {record.text('cause')}", record.level
 
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
