@@ -488,10 +488,8 @@ def _about(record: Record) -> str:
             return f"met {record.text('reader')}"
         case told.ReaderRefused.event | told.Refused.event:
             return f"refused {record.text('reader') or record.text('who')}: {record.text('cause')}"
-        case told.LeaseHeld.event | told.PullHeld.event | told.LoopWasAway.event | told.PullRefused.event:
+        case told.LeaseHeld.event | told.PullHeld.event | told.PullRefused.event | told.EngineAlive.event:
             return ""  # said where it belongs
-        case told.EngineAlive.event:
-            return ""
         case _:
             said = record.text("detail") or record.text("cause")
             return record.event.replace("_", " ") + (f": {said}" if said else "")
