@@ -402,8 +402,7 @@ class Request:
 
     def records(self) -> list[Record]:
         spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
-        out = {id(x): x for x in (*self.before, *(y for x in spoken_of for y in x.records))}
-        return sorted(out.values(), key=lambda x: x.at)
+        return sorted((*self.before, *(y for x in spoken_of for y in x.records)), key=attrgetter("at"))
 
 
 @dataclass(slots=True, eq=False)
