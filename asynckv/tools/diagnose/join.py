@@ -106,7 +106,6 @@ class Process:
 class Claim:
     """One reader's last claim, as its prefill rank knows it; times are seconds since the request was lent."""
 
-    name: str
     pull_id: str
     claimed_s: float = math.nan
     heard_s: float = math.nan
@@ -195,7 +194,7 @@ class Lease:
             if known is not None and known.pull_id == pull_id:
                 claimed_s = known.claimed_s if math.isnan(claimed_s) else claimed_s
                 heard_s = known.heard_s if math.isnan(heard_s) else heard_s
-            out[name] = Claim(name, str(pull_id or ""), claimed_s, heard_s)
+            out[name] = Claim(str(pull_id or ""), claimed_s, heard_s)
 
         for record in self.granted:
             claim(record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0))

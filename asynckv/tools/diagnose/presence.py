@@ -91,9 +91,9 @@ class Presence:
         claims = list[float]()
         for request in service.requests:
             for lease in request.leases.values():
-                for claim in lease.claims.values():
+                for name, claim in lease.claims.items():
                     claims.append(claim.claimed_s)
-                    self._hear(claim.name, lease.process, lease.lent_at + claim.heard_s)
+                    self._hear(name, lease.process, lease.lent_at + claim.heard_s)
             for pull in request.all_pulls:
                 if pull.ended is not None and pull.cause == "complete":
                     for rank in pull.ended.texts("read_ranks"):

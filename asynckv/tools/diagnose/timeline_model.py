@@ -324,8 +324,8 @@ def _lease_marks(lease: Lease) -> Iterator[Said]:
     for step in steps:
         if step.what not in ("lent", lease.state):
             yield step.at, str(step.what), "info"
-    for claim in () if steps else lease.claims.values():
-        yield start + claim.claimed_s, f"granted to {claim.name}, pull {claim.pull_id}", "info"
+    for name, claim in () if steps else lease.claims.items():
+        yield start + claim.claimed_s, f"granted to {name}, pull {claim.pull_id}", "info"
     for refusal in lease.refused:
         why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
         yield start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning"
