@@ -1101,7 +1101,8 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
 
     def judged(records: list[Record], *unanswered: str) -> Leak:
         service = join(records)
-        service.unanswered = list(unanswered)
+        asked: dict[str, Any] = {"address": "/run/d.sock", "error": "no answer", "trouble": Trouble.AWAY}
+        tell(service, [Answer(**asked, account=Account(rank=x)) for x in unanswered], 2e9)
         [leak] = find_leaks(service)
         return leak
 

@@ -328,7 +328,9 @@ class _Debt:
         bound = {engine_of(x) for x in (*lease.owed, *self.claims, *lease.released)}
         spoke = [x for x in dict.fromkeys(x.process for x in self.request.all_pulls) if engine_of(x.rank) not in bound]
         readers = presence.decoders(lease.process.engine_id)
-        readers = [x for x in readers if not presence.when(x, x.first_at)[0] > self.until]
+        # It is not known since when a process without a log is there.
+        began = {x: x.first_at if x.num_records or not presence.fate(x).hangs else -math.inf for x in readers}
+        readers = [x for x in readers if not presence.when(x, began[x])[0] > self.until]
         if name != "*":
             readers = [x for x in readers if x.base == base_name(name)]
         elif spoke:  # others of its engine, to this rank or another
@@ -353,8 +355,6 @@ class _Debt:
         if not is_nobody:
             return self._of_left_out(spoke, alive, silent)
         absent = presence.absent(lease, alive)
-        if not spoke:
-            absent |= dict.fromkeys(presence.unanswered_decoders(), "it does not answer")
         there = {engine_of(x.rank) for x in alive if x.rank not in absent}  # they would have spoken of a request
         if absent := {rank: why for rank, why in absent.items() if engine_of(rank) not in there}:
             return self._absent(absent, missing=strangers)

@@ -16,7 +16,7 @@ from functools import cache
 from asynckv.core import told
 from asynckv.tools.diagnose.axis import Axis, make_axis
 from asynckv.tools.diagnose.join import Lease, Process, Service, start_of
-from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, moment
+from asynckv.tools.diagnose.leaks_values import in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
@@ -204,11 +204,6 @@ class Presence:
     def _find_strangers(self, process: Process) -> dict[str, float]:
         met = {x.text("reader"): x.at for x in reversed(list(process.of(told.ReaderMet)))}
         return {x: at for x, at in met.items() if x and self.service.process_named(x) is None}
-
-    def unanswered_decoders(self) -> list[str]:
-        """Return ranks that did not answer, have no log, and may be of the decode side."""
-        named = (x for x in self.service.unanswered if self.service.process_named(x) is None)
-        return [x for x in named if engine_of(x) not in self._lenders]
 
     # -- presence -------------------------------------------------------------------------------------------------
 
