@@ -123,17 +123,11 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
         if fate.kind == "died" and fate.after <= high:
             return R.OWNER_DIED, {"by": owner.rank, "holder": owner.rank, "why": fate.why}
     for process, state in (*((x, R.OWNER_AWAY) for x in owners), (reader, R.AWAY)):
-        away_s = _away_s(presence, process, low, high)
-        if away_s > 0.0:
+        least, most = presence.when(process, 0.0)  # as far as its clock may be apart
+        if (away_s := presence.away_s(process, low - most, high - least)) > 0.0:
             holder = {"holder": process.rank} if state is R.OWNER_AWAY else {}
             return state, {"by": process.rank, "away": away_s, "away_s": in_seconds(away_s), **holder}
     return None, {}
-
-
-def _away_s(presence: Presence, process: Process, since: float, until: float) -> float:
-    """Return the longest absence of a process's loop between two moments of common time."""
-    spans = [(seconds, presence.when(process, at)) for seconds, at in presence.absences(process)]
-    return max((s for s, at in spans if at[1] >= since and at[0] - s <= until), default=0.0)
 
 
 # -- blocks of failed pulls --------------------------------------------------------------------------------------------

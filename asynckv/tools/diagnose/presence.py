@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -207,16 +207,13 @@ class Presence:
 
     # -- presence -------------------------------------------------------------------------------------------------
 
-    def absences(self, process: Process, since: float = -math.inf) -> Iterator[tuple[float, float]]:
-        """Yield the seconds of each absence of a process's loop and its end by its clock; until now if it hangs."""
-        yield from ((x.number("seconds", 0.0), x.at) for x in process.since(told.LoopWasAway, since))
+    def away_s(self, process: Process, since: float, until: float) -> float:
+        """Return the longest absence of a loop between two moments of its process's clock; until now if it hangs."""
+        spans = [(x.number("seconds", 0.0), x.at) for x in process.since(told.LoopWasAway, since)]
         if self.fate(process).hangs and process.num_records:
             seconds = max(self.last - self.near(process, process.last_at), 0.0)
-            yield seconds, process.last_at + seconds
-
-    def away_s(self, process: Process, since: float, until: float) -> float:
-        """Return the longest absence of a process's loop between two moments of its own clock."""
-        return max((s for s, back in self.absences(process, since) if back - s <= until), default=0.0)
+            spans.append((seconds, process.last_at + seconds))
+        return max((s for s, back in spans if back - s <= until), default=0.0)
 
     def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
         """Return the absence of a reader's loop over most of a lease's time, and its end by its own clock."""
