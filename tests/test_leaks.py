@@ -651,8 +651,7 @@ def test_files_in_the_wrong_order_are_no_clock_that_was_put_back() -> None:
 
 
 def failed(records: list[Record]) -> list[Failure]:
-    service = join(records)
-    return failures(service, Presence(service))
+    return failures(Presence(make_axis(join(records))))
 
 
 BLOCKED = [

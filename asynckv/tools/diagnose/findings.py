@@ -238,7 +238,7 @@ def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Findi
     def counts(pull: Pull) -> bool:
         return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
-    for each in failures(axis.service, Presence(axis.service, axis), counts):
+    for each in failures(Presence(axis), counts):
         cause, number, times = each.verdict.cause, len(each.pulls), each.times
         entry, span = CATALOGUE[cause], f"{counted(number, 'pull')}, {clock_time(min(times))}"
         span += f" to {clock_time(max(times))}" if number > 1 else ""

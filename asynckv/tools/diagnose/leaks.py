@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asynckv.tools.diagnose.axis import Axis
+from asynckv.tools.diagnose.axis import Axis, make_axis
 from asynckv.tools.diagnose.causes import Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
@@ -29,7 +29,7 @@ def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request]
         axis: Aligns clocks; if left out, they are aligned by what the processes said to each other.
         of: Of these requests only.
     """
-    presence = Presence(service, axis)
+    presence = Presence(axis or make_axis(service))
     leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(presence, request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 

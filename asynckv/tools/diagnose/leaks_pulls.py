@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from asynckv.core import told
 from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, Owner, Reader
-from asynckv.tools.diagnose.join import Process, Pull, Request, Service, start_of
+from asynckv.tools.diagnose.join import Process, Pull, Request, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import Verdict
@@ -49,13 +49,13 @@ class Failure(NamedTuple):
         return f"pulls of {readers} from {names['holder']} failed ({told_as}): {title}{why}"
 
 
-def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
+def failures(presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
     """Group failed pulls by reason and by rank; the most frequent first.
 
     A pull counts whether or not its lease was late, also if its own engine refused it.
     """
     groups: dict[tuple[Reader, str], list[tuple[Pull, Verdict]]] = defaultdict(list)
-    for request in service.requests:
+    for request in presence.service.requests:
         for pull in request.all_pulls:
             if pull.cause not in WELL and counts(pull):
                 verdict = _why_failed(presence, pull)

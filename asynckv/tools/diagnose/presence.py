@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from asynckv.core import told
-from asynckv.tools.diagnose.axis import Axis, make_axis
-from asynckv.tools.diagnose.join import Lease, Process, Service, start_of
+from asynckv.tools.diagnose.axis import Axis
+from asynckv.tools.diagnose.join import Lease, Process, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
@@ -60,19 +60,13 @@ class Presence:
     """The fates of all processes of a service, in one common time.
 
     Args:
-        service: Result of `join`.
-        axis: Aligns clocks; made of the service if left out.
+        axis: Aligns the clocks of the service.
         shown: Writes a moment of a process's clock; as it is, if left out.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        axis: Axis | None = None,
-        shown: Callable[[Process, float], str] = lambda _, at: moment(at),
-    ) -> None:
-        self.service, self._axis, self._shown = service, axis or make_axis(service), shown
-        self.when = when = self._axis.when
+    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] = lambda _, at: moment(at)) -> None:
+        self.service, self._axis, self._shown = (service := axis.service), axis, shown
+        self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
         # Clocks that cannot be compared do not show which process goes on after another.
