@@ -246,10 +246,9 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
             marks += _placed(axis, pull.process, [(pull.begun_at, said, "warning")])
     for request in requests:
         for record in request.before:
-            if (process := axis.service.processes.get(record.incarnation)) is not None:
-                why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
-                text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
-                marks += _placed(axis, process, [(record.at, text, record.level)])
+            why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
+            text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
+            marks += _placed(axis, axis.service.processes[record.incarnation], [(record.at, text, record.level)])
     marks.sort(key=lambda x: x.at)
     lanes = [x for x in lanes if x.bars]
     processes = [x.process for x in lanes] + [x.process for x in marks]
