@@ -62,8 +62,8 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         for hold in account.holds:  # failed stores and loads with blocks that may still be in use
             what = hold.pull_id.partition("-")[0]
             if what in ("store", "load") and hold.reason in ("quarantined", "retired") and hold.held_s >= LEAST_S:
-                blocks = sum(map(len, hold.blocks.values()))
-                copy = {"what": what, "job": hold.pull_id, "request_id": hold.request_id, "blocks": blocks}
+                copy: dict[str, Any] = {"what": what, "job": hold.pull_id, "request_id": hold.request_id}
+                copy["blocks"] = sum(map(len, hold.blocks.values()))
                 yield say(told.OffloadFailed, came - hold.held_s, **copy, held=1)
                 if hold.reason == "retired":
                     yield say(told.OffloadRetired, **copy)

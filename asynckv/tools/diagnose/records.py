@@ -259,10 +259,10 @@ class _Reader:
             if record.event in MANY:
                 self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
         chosen = self._well.chosen(self._wrong)
-        for text, source, number in chosen.lines:
+        for text, i, number in chosen.lines:
             if (head := _head_of(text)) is not None:
-                source_ = self._sources[source]
-                self._records.append((_record(head, text, f"{source_.path}:{number}"), text, source_))
+                source = self._sources[i]
+                self._records.append((_record(head, text, f"{source.path}:{number}"), text, source))
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
         return Logs(
@@ -338,7 +338,8 @@ class _Reader:
         """Take a line with its time, level or event outside of the object, or with other names or types."""
         head = Head()
         head.incarnation, head.engine_id = (_first_text(fields, [x]) for x in ("incarnation", "engine_id"))
-        head.event, head.level, head.at = (x or y for x, y in zip(_said(fields), _said(outer), strict=True))
+        (event, level, at), around = _said(fields), _said(outer)
+        head.event, head.level, head.at = event or around[0], level or around[1], at or around[2]
         if not _is_event(head):
             self._other(line)
         elif head.at is None:
