@@ -193,7 +193,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
     """Make a finding of a request's verdicts, of which the first counts."""
     verdict = found[0]
     also = tuple(dict.fromkeys(x.sentence for x in found[1:] if x.cause is not verdict.cause))
-    records = request.records()
+    until = fields["since"] + fields.get("seconds", math.nan)
     reader = str(verdict.names.get("reader", ""))
     return Leak(
         cause=verdict.cause,
@@ -206,7 +206,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
         missing=tuple(dict.fromkeys((*fields.pop("missing", ()), *verdict.missing))),
         # Of a reader that may have been meant, nothing is known.
         reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
-        told_at=records[-1].at if records else math.nan,
+        until=until if not math.isnan(until) else max((x.at for x in request.records()), default=math.nan),
         other_request_id=verdict.names.get("other_id", "") if verdict.reader is Reader.RENAMED else "",
         also=fields.pop("also", also),
         **fields,
