@@ -13,14 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.options import Options
-from asynckv.tools.bench.protocol import encode
-from asynckv.tools.bench.workers import Host
-from asynckv.tools.bench.workload import Workload
+from asynckv.tools.bench.protocol import Setup, encode
 from asynckv.tools.plan.models import Heads, Model
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
@@ -101,9 +99,9 @@ def test_a_command_that_cannot_be_run_or_greets_is_named() -> None:
 
 def test_a_worker_refuses_another_version_and_what_is_no_driver() -> None:
     model = Model("tiny", (Heads(4, 16),) * 2)
-    experiment = Experiment(Options(), model, Workload("fixed 32", (32, 32)))
-    (_, _, setup), _ = Host(experiment, {"prefill": [4], "decode": [4]}).setups
-    setup.version = "0.0.1"
+    rank: dict[str, Any] = {"role": "prefill", "engine_id": "prefill", "tp_rank": 0, "pp_stage": 0, "model": model}
+    rest: dict[str, Any] = {"num_blocks": [4], "bind": "tcp://127.0.0.1:0", "keys": None, "env": {}, "log": None}
+    setup = Setup(version="0.0.1", options=Options(), **rank, **rest)
     done = subprocess.run(WORKER, input=encode(setup), capture_output=True, timeout=50)
     assert json.loads(done.stdout)["message"].endswith("but its driver is 0.0.1; install the same version on both")
     done = subprocess.run(WORKER, input=b"hello\n", capture_output=True, timeout=50)

@@ -53,7 +53,7 @@ def test_the_cache_agrees_with_a_naive_one(capacity: int, prompts: list[list[int
         assert cache.num_cached(prompt) == oracle.num_cached(prompt)
         cache.use(prompt)
         oracle.use(prompt)
-        assert len(cache) == len(oracle.used) <= capacity
+        assert len(cache._chunks) == len(oracle.used) <= capacity
 
 
 def test_the_beginning_of_a_prompt_outlives_its_end() -> None:

@@ -461,7 +461,7 @@ def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
         assert leak.evidence.startswith(SAID[owner])
         assert "?" not in leak.sentence.replace("?@", "")
     failures = [x for _, records in FAILURES.values() for x in failed(records)]
-    told_of = {x.cell for x in leaks} | {x.cell for x in (*failures, *failed(BLOCKED))}
+    told_of = {x.cell for x in leaks} | {(x.owner, x.reader) for x, _ in (*failures, *failed(BLOCKED))}
     assert told_of == {(owner, reader) for owner, row in WHY.items() for reader in row}
 
 
@@ -654,8 +654,7 @@ def test_files_in_the_wrong_order_are_no_clock_that_was_put_back() -> None:
 
 
 def failed(records: list[Record]) -> list[Failure]:
-    service = join(records)
-    return failures(service, Presence(service))
+    return failures(Presence(make_axis(join(records))))
 
 
 BLOCKED = [
@@ -668,8 +667,9 @@ BLOCKED = [
 def test_pulls_that_a_blocked_loop_made_fail_are_told_though_nothing_was_late() -> None:
     assert not found(BLOCKED)
     [failure] = failed(BLOCKED)
-    assert (failure.cause, failure.by, failure.pulls) == (C.PREFILL_LOOP_AWAY, RANK[P], 112)
-    assert CATALOGUE[failure.cause].heading is HEADING.STOPPED
+    verdict, pulls = failure
+    assert (verdict.cause, verdict.names["by"], len(pulls)) == (C.PREFILL_LOOP_AWAY, RANK[P], 112)
+    assert CATALOGUE[verdict.cause].heading is HEADING.STOPPED
     assert failure.sentence == (
         f"pulls of {RANK[D]} from {RANK[P]} failed (112 timeout): the prefill engine's loop was away for 22 s"
     )
@@ -742,8 +742,9 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
 def test_why_a_pull_failed_is_told(name: str) -> None:
     cause, records = FAILURES[name]
     [failure] = failed(records)
-    assert failure.cause is cause
-    assert failure.by == (RANK[D] if cause in (C.DECODE_LOOP_AWAY, C.READER_CLOSED, C.REFUSED_LOCALLY) else RANK[P])
+    assert failure.verdict.cause is cause
+    itself = cause in (C.DECODE_LOOP_AWAY, C.READER_CLOSED, C.REFUSED_LOCALLY)
+    assert failure.verdict.names["by"] == RANK[D if itself else P]
     assert "?" not in failure.sentence
 
 
@@ -1133,7 +1134,8 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
 
     def judged(records: list[Record], *unanswered: str) -> Leak:
         service = join(records)
-        service.unanswered = list(unanswered)
+        asked: dict[str, Any] = {"address": "/run/d.sock", "error": "no answer", "trouble": Trouble.AWAY}
+        tell(service, [Answer(**asked, account=Account(rank=x)) for x in unanswered], 2e9)
         [leak] = find_leaks(service)
         return leak
 

@@ -194,7 +194,7 @@ class Experiment:
 
 
 def memory_available() -> int:
-    return int((machine.field("/proc/meminfo", "MemAvailable") or f"{8 << 20}").split()[0]) * 1024
+    return int((machine.field(Path("/proc/meminfo"), "MemAvailable") or f"{8 << 20}").split()[0]) * 1024
 
 
 def _hosts(options: Options) -> dict[str, str]:

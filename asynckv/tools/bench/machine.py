@@ -15,9 +15,9 @@ def environment() -> dict[str, str]:
     """Describe this machine and the installed versions, so that sweeps of different ones are not mixed."""
     return {
         "host": platform.node(),
-        "cpu": field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cpu": field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine(),
         "cpu_count": str(os.cpu_count()),
-        "memory": field("/proc/meminfo", "MemTotal"),
+        "memory": field(Path("/proc/meminfo"), "MemTotal"),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "asynckv": VERSION,
@@ -26,9 +26,10 @@ def environment() -> dict[str, str]:
     }
 
 
-def field(path: str, name: str) -> str:
+def field(path: Path, name: str) -> str:
+    """Return the value of the first `name: value` line of this name; empty if there is none."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -7,6 +7,7 @@ instead of the request.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -191,14 +192,8 @@ def _kernel_blocks(group: Group, blocks: Sequence[int]) -> Int64s:
 
 
 def _mix(*numbers: int) -> int:
-    """Hash numbers into 64 bits (splitmix64's finaliser)."""
-    mask, out = (1 << 64) - 1, 0
-    for number in numbers:
-        out = (out + number + 0x9E3779B97F4A7C15) & mask
-        out = ((out ^ (out >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        out = ((out ^ (out >> 27)) * 0x94D049BB133111EB) & mask
-        out ^= out >> 31
-    return out
+    """Hash numbers into 64 bits."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest())
 
 
 def _field(layout: Layout, view: View, part: Part, raw: npt.NDArray[np.uint8]) -> _Field:

@@ -78,9 +78,6 @@ class PrefixCache:
         self.capacity = capacity
         self._chunks: OrderedDict[Hashable, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
     def num_cached(self, chunks: Sequence[Hashable]) -> int:
         return next((n for n, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
 

@@ -7,7 +7,8 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,30 +81,13 @@ class Host:
 
     def __init__(self, experiment: Experiment, num_blocks: Mapping[str, list[int]]) -> None:
         self._experiment, self._options = experiment, experiment.options
-        self._env = _environment(experiment)
-        self.setups = list(self._setups(num_blocks))
+        self._num_blocks, self._env = num_blocks, _environment(experiment)
         self._processes = Processes(self._env)
         self._logs: list[asyncio.Task[None]] = []
         self.workers: dict[Place, list[Worker]] = {place: [] for place in experiment.engines.places}
 
     async def start(self) -> Workers:
-        """Start all workers, and send each its setup; they get ready in the background."""
-        for name, place, setup in self.setups:
-            worker = Worker(await self._start(name, is_remote=self._is_remote(place.role)))
-            self.workers[place].append(worker)
-            worker.tell(setup)
-        return self.workers
-
-    async def end(self, within_s: float = END_S) -> None:
-        await asyncio.gather(*(worker.end(within_s) for workers in self.workers.values() for worker in workers))
-        await self._processes.stop()
-        await asyncio.gather(*self._logs)
-
-    def _is_remote(self, role: str) -> bool:
-        return self._options.remote is not None and role == "prefill"
-
-    def _setups(self, num_blocks: Mapping[str, list[int]]) -> Iterator[tuple[str, Place, p.Setup]]:
-        """Yield the name, place and setup of every rank, stage by stage."""
+        """Start all workers, stage by stage, and send each its setup; they get ready in the background."""
         experiment, options, keys = self._experiment, self._options, None
         if options.remote is not None:
             from asynckv.edges.zmq import make_pair
@@ -111,24 +95,32 @@ class Host:
             keys = make_pair()
         for place in experiment.engines.places:
             shape, engine_id = experiment.sides[place.role], experiment.engines.name(place)
-            for stage in range(shape.pp):
-                for rank in range(shape.tp):
-                    name = f"{engine_id}/pp{stage}/tp{rank}" if shape.pp > 1 else f"{engine_id}/tp{rank}"
-                    setup = p.Setup(
-                        options=options,
-                        role=place.role,
-                        engine_id=engine_id,
-                        tp_rank=rank,
-                        pp_stage=stage,
-                        model=experiment.model,
-                        num_blocks=num_blocks[place.role],
-                        bind=f"tcp://{experiment.hosts[place.role]}:0",
-                        keys=keys,
-                        env=self._env,
-                        # A remote worker logs to stderr, which the command brings here.
-                        log=None if self._is_remote(place.role) else options.log,
-                    )
-                    yield name, place, setup
+            is_remote = options.remote is not None and place.role == "prefill"
+            for stage, rank in product(range(shape.pp), range(shape.tp)):
+                name = f"{engine_id}/pp{stage}/tp{rank}" if shape.pp > 1 else f"{engine_id}/tp{rank}"
+                worker = Worker(await self._start(name, is_remote=is_remote))
+                self.workers[place].append(worker)
+                setup = p.Setup(
+                    options=options,
+                    role=place.role,
+                    engine_id=engine_id,
+                    tp_rank=rank,
+                    pp_stage=stage,
+                    model=experiment.model,
+                    num_blocks=self._num_blocks[place.role],
+                    bind=f"tcp://{experiment.hosts[place.role]}:0",
+                    keys=keys,
+                    env=self._env,
+                    # A remote worker logs to stderr, which the command brings here.
+                    log=None if is_remote else options.log,
+                )
+                worker.tell(setup)
+        return self.workers
+
+    async def end(self, within_s: float = END_S) -> None:
+        await asyncio.gather(*(worker.end(within_s) for workers in self.workers.values() for worker in workers))
+        await self._processes.stop()
+        await asyncio.gather(*self._logs)
 
     async def _start(self, name: str, *, is_remote: bool) -> Child:
         remote, log = self._options.remote or "", self._options.log

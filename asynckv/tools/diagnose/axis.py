@@ -22,7 +22,6 @@ from typing import NamedTuple
 from asynckv.core import told
 from asynckv.core.notes import Granted, Note
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
-from asynckv.tools.diagnose.records import Record
 
 CLOCKS_S = 10.0
 """Most seconds between the clocks of two hosts, if nothing else is known of them."""
@@ -64,28 +63,22 @@ def is_time(at: float) -> bool:
     return abs(at) < MAX_TIME
 
 
-def _steps(ended: Record | None, transitions: Sequence[Record], begun: Iterable[float]) -> list[Step]:
-    """Convert seconds since a beginning to the wall clock.
+def steps_of(lived: Lease | Pull) -> list[Step]:
+    """Return a life by the wall clock; its history and transitions have seconds since a beginning.
 
     The earliest beginning counts, because every line with a beginning was written a little late.
     """
-    lived = list(itertools.islice(history(ended), MAX_STEPS))
+    ended, transitions = lived.ended, lived.transitions
+    past = list(itertools.islice(history(ended), MAX_STEPS))
     told = [(x.number("at_s"), note_of(x.text("to"))) for x in transitions[:MAX_STEPS]]
-    begun = [*begun, *(record.at - at for record, (at, _) in zip(transitions, told, strict=False))]
-    if ended is not None and not transitions and lived:
-        begun.append(ended.at - lived[-1][0])
+    begun = [record.at - at for record, (at, _) in zip(transitions, told, strict=False)]
+    begun += [lived.lent_at] if isinstance(lived, Lease) else []
+    if ended is not None and not transitions and past:
+        begun.append(ended.at - past[-1][0])
     began = min(filter(is_time, begun), default=math.nan)
     # Lines at level debug go on after the end of a life; the history does not.
-    entries = sorted(told, key=lambda x: x[0]) if len(told) >= len(lived) else lived
+    entries = sorted(told, key=lambda x: x[0]) if len(told) >= len(past) else past
     return [Step(began + at, what) for at, what in entries if is_time(began + at)]
-
-
-def pull_steps(pull: Pull) -> list[Step]:
-    return _steps(pull.ended, pull.transitions, ())
-
-
-def lease_steps(lease: Lease) -> list[Step]:
-    return _steps(lease.ended, lease.transitions, (lease.lent_at,))
 
 
 def lent_at(lease: Lease) -> float:
@@ -93,13 +86,9 @@ def lent_at(lease: Lease) -> float:
     return lease.lent_at if is_time(lease.lent_at) else math.nan
 
 
-def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
-    """Yield the grants in a lease's life: the pull, its reader, and the time of the first grant."""
-    seen: set[str] = set()
-    for step in steps:
-        if isinstance(note := step.what, Granted) and note.pull_id not in seen:
-            seen.add(note.pull_id)
-            yield note.pull_id, note.reader, step.at
+def granted_in(steps: Sequence[Step]) -> dict[str, float]:
+    """Return the pulls that were granted in a lease's life, with the time of the first grant."""
+    return {step.what.pull_id: step.at for step in reversed(steps) if isinstance(step.what, Granted)}
 
 
 def exchanges(service: Service) -> Iterator[Pair]:

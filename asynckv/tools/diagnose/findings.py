@@ -240,10 +240,12 @@ def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Findi
     def counts(pull: Pull) -> bool:
         return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
-    for each in failures(axis.service, Presence(axis.service, axis), counts):
-        entry, span = CATALOGUE[each.cause], f"{counted(each.pulls, 'pull')}, {clock_time(each.since)}"
-        span += f" to {clock_time(each.until)}" if each.pulls > 1 else ""
-        yield Finding(entry.heading, each.cause.value, each.sentence[:MAX_TEXT], span, each.remedy, each.requests)
+    for each in failures(Presence(axis), counts):
+        cause, number, times = each.verdict.cause, len(each.pulls), each.times
+        entry, span = CATALOGUE[cause], f"{counted(number, 'pull')}, {clock_time(min(times))}"
+        span += f" to {clock_time(max(times))}" if number > 1 else ""
+        names = tuple(dict.fromkeys(x.request_id for x in each.pulls))
+        yield Finding(entry.heading, cause.value, each.sentence[:MAX_TEXT], span, each.remedy, names)
 
 
 def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:

@@ -19,7 +19,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +30,7 @@ from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoke
 from asynckv.core.told import RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
-from asynckv.tools.diagnose.records import Logs, Record, integer, number
+from asynckv.tools.diagnose.records import Logs, Record, number
 
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
@@ -106,14 +106,9 @@ class Process:
 class Claim:
     """One reader's last claim, as its prefill rank knows it; times are seconds since the request was lent."""
 
-    name: str
     pull_id: str
     claimed_s: float = math.nan
     heard_s: float = math.nan
-
-
-Held = list[tuple[Record, Mapping[str, Any]]]
-"""Warnings that named a request, with its entry in each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +120,7 @@ class Lease:
     sequence: int
     lent: Record | None = None
     granted: list[Record] = field(default_factory=list)
-    held: Held = field(default_factory=list)
+    held: list[Record] = field(default_factory=list)  # warnings that named it, each with its entry's fields
     ended: Record | None = None
     transitions: list[Record] = field(default_factory=list)
 
@@ -134,7 +129,7 @@ class Lease:
         """The end of the lease (`released`, `expired`, `revoked`); `lent` or `ending` if the logs show none."""
         if self.ended is not None:
             return self.ended.text("cause") or "ended"
-        return (self.held[-1][0].text("state") or "lent") if self.held else "lent"
+        return (self.held[-1].text("state") or "lent") if self.held else "lent"
 
     @property
     def lent_at(self) -> float:
@@ -144,15 +139,15 @@ class Lease:
             return min(self.ended.at - seconds, said)  # a line may be late
         if self.lent is not None:
             return said
-        for record, entry in self.held:
-            if not math.isnan(seconds := number(entry.get("lent_s"))):
+        for record in self.held:
+            if not math.isnan(seconds := record.number("lent_s")):
                 return record.at - seconds
         return min((x.at for x in (*self.granted, *self.transitions)), default=math.nan)
 
     @property
     def records(self) -> list[Record]:
-        ended = (self.lent, self.ended)
-        return [x for x in (*ended, *self.granted, *self.transitions, *(x for x, _ in self.held)) if x is not None]
+        every = (self.lent, self.ended, *self.granted, *self.transitions, *self.held)
+        return [x for x in every if x is not None]
 
     @property
     def seconds(self) -> float:
@@ -164,9 +159,8 @@ class Lease:
     @property
     def blocks(self) -> int:
         """Number of blocks; -1 if it is not known."""
-        said = [x.fields for x in (self.ended, self.lent) if x is not None]
-        said += [entry for _, entry in reversed(self.held)]
-        return next((n for x in said if (n := integer(x.get("blocks"))) >= 0), -1)
+        said = (self.ended, self.lent, *reversed(self.held))
+        return next((n for x in said if x is not None and (n := x.integer("blocks")) >= 0), -1)
 
     @property
     def lease_s(self) -> float:
@@ -180,10 +174,9 @@ class Lease:
         if self.ended is not None:
             return self.ended.texts("owed")
         if self.held:
-            entry = self.held[-1][1]
-            if isinstance(names := entry.get("owed"), list):
-                return tuple(x for x in names if isinstance(x, str))
-            return tuple(entry["claims"]) if isinstance(entry.get("claims"), dict) and entry["claims"] else ("*",)
+            last = self.held[-1]
+            has_names = isinstance(last.fields.get("owed"), list)
+            return last.texts("owed") if has_names else tuple(last.mapping("claims")) or ("*",)
         return ()
 
     @property
@@ -201,16 +194,16 @@ class Lease:
             if known is not None and known.pull_id == pull_id:
                 claimed_s = known.claimed_s if math.isnan(claimed_s) else claimed_s
                 heard_s = known.heard_s if math.isnan(heard_s) else heard_s
-            out[name] = Claim(name, str(pull_id or ""), claimed_s, heard_s)
+            out[name] = Claim(str(pull_id or ""), claimed_s, heard_s)
 
         for record in self.granted:
             claim(record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0))
-        for _, entry in self.held:
-            for name, said in _objects(entry.get("claims")):
+        for record in self.held:
+            for name, said in _objects(record.fields.get("claims")):
                 claimed_s, heard_s = number(said.get("claimed_s")), number(said.get("heard_s"))
                 # Beside `claimed_s` it counts from when it was lent, as where a lease ends; alone it is an age.
                 if math.isnan(claimed_s):
-                    heard_s = number(entry.get("lent_s")) - heard_s
+                    heard_s = record.number("lent_s") - heard_s
                 claim(name, said.get("pull_id") or "", claimed_s, heard_s)
         if self.ended is not None:
             for at_s, note in history(self.ended):
@@ -231,8 +224,7 @@ class Lease:
     @property
     def refused(self) -> list[RefusedMessage]:
         """Messages for this very key that were refused."""
-        values = [self.ended.fields.get("refused")] if self.ended is not None else []
-        values += [entry.get("refused") for _, entry in reversed(self.held)]
+        values = [x.fields.get("refused") for x in (self.ended, *reversed(self.held)) if x is not None]
         said: list[Any] = next((x for x in values if isinstance(x, list)), [])
         rows = (x for x in said if isinstance(x, list) and len(x) >= 4)
         return [RefusedMessage(number(x[0]), *map(str, x[1:5])) for x in rows]
@@ -289,7 +281,7 @@ class Pull:
     sequence: int = -1
     peer: str = ""
     ended: Record | None = None
-    held: Held = field(default_factory=list)
+    held: list[Record] = field(default_factory=list)
     retried: list[Record] = field(default_factory=list)
     unanswered: list[Record] = field(default_factory=list)
     refused: list[Record] = field(default_factory=list)
@@ -321,7 +313,7 @@ class Pull:
     @property
     def records(self) -> list[Record]:
         ended = (self.ended, self.returned, self.retired)
-        more = (*self.unanswered, *self.refused, *self.retried, *self.transitions, *(x for x, _ in self.held))
+        more = (*self.unanswered, *self.refused, *self.retried, *self.transitions, *self.held)
         return [x for x in (*ended, *more) if x is not None]
 
     @property
@@ -334,8 +326,8 @@ class Pull:
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
             # Only the history has an announcement's time: its pull counts from the call.
             return self.ended.at - max([seconds, *(at for at, _ in history(self.ended))])
-        for record, entry in self.held:
-            if not math.isnan(seconds := number(entry.get("age_s"), number(entry.get("state_s")))):
+        for record in self.held:
+            if not math.isnan(seconds := record.number("age_s", record.number("state_s"))):
                 return record.at - seconds
         return min((x.at for x in (*self.transitions, *self.retried)), default=math.nan)
 
@@ -344,7 +336,7 @@ class Pull:
         """State at the end of the logs: its end, or the state in a warning."""
         if self.ended is not None:
             return self.cause
-        return self.held[-1][0].text("state") if self.held else ""
+        return self.held[-1].text("state") if self.held else ""
 
     @property
     def attempt(self) -> int:
@@ -354,8 +346,8 @@ class Pull:
     def peer_ranks(self) -> tuple[str, ...]:
         if self.said is not None and (names := self.said.texts("peer_ranks")):
             return names
-        for _, entry in reversed(self.held):
-            if isinstance(ranks := entry.get("ranks"), dict):
+        for record in reversed(self.held):
+            if isinstance(ranks := record.fields.get("ranks"), dict):
                 return tuple(str(x) for x in ranks)
         of_releases = (x.texts("ranks") for x in (*self.unanswered, *self.refused))
         return next(filter(None, of_releases), ())
@@ -409,8 +401,7 @@ class Request:
 
     def records(self) -> list[Record]:
         spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
-        out = {id(x): x for x in (*self.before, *(y for x in spoken_of for y in x.records))}
-        return sorted(out.values(), key=lambda x: x.at)
+        return sorted((*self.before, *(y for x in spoken_of for y in x.records)), key=attrgetter("at"))
 
 
 @dataclass(slots=True, eq=False)
@@ -507,9 +498,9 @@ class _Builder:
     def take(self, record: Record) -> None:
         process, event = self.speaks(record), record.event
         if event in LEASE_EVENTS:
-            _place(self._lease(process, record.fields), record)
+            _place(self._lease(process, record), record)
         elif event in PULL_EVENTS:
-            _place(self._pull(process, record.fields), record)
+            _place(self._pull(process, record), record)
         else:
             process.records.append(record)
         if event in (told.RequestWithdrawn.event, told.PullRefused.event):
@@ -517,7 +508,8 @@ class _Builder:
         elif event in (told.LeaseHeld.event, told.PullHeld.event):
             subject = self._lease if event == told.LeaseHeld.event else self._pull
             for entry in record.entries("oldest"):
-                subject(process, entry).held.append((record, entry))
+                held = replace(record, said={**record.fields, **entry})
+                subject(process, held).held.append(held)
 
     def finish(self) -> Service:
         by_rank: dict[str, list[Process]] = defaultdict(list)
@@ -554,27 +546,24 @@ class _Builder:
             process.stopped = record
         return process
 
-    def _lease(self, process: Process, fields: Mapping[str, Any]) -> Lease:
-        request_id, number_ = fields.get("request_id"), integer(fields.get("sequence"))
-        name = request_id if isinstance(request_id, str) else ""
-        if number_ < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
+    def _lease(self, process: Process, record: Record) -> Lease:
+        name, sequence = record.text("request_id"), record.integer("sequence")
+        if sequence < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
             return known
-        key = (process.incarnation, number_, name)
+        key = (process.incarnation, sequence, name)
         if (lease := self._leases.get(key)) is None:
-            lease = self._leases[key] = Lease(process, name, number_)
+            lease = self._leases[key] = Lease(process, name, sequence)
         self._unnamed[process.incarnation, name] = lease
         return lease
 
-    def _pull(self, process: Process, fields: Mapping[str, Any]) -> Pull:
-        pull_id = fields.get("pull_id")
-        name = pull_id if isinstance(pull_id, str) and pull_id else f"{process.start}-?{fields.get('request_id')}"
+    def _pull(self, process: Process, record: Record) -> Pull:
+        name = record.text("pull_id") or f"{process.start}-?{record.fields.get('request_id')}"
         if (pull := self._pulls.get(name)) is None:
             pull = self._pulls[name] = Pull(process, name)
-        for attribute in ("request_id", "prefill_request_id", "peer"):
-            if isinstance(value := fields.get(attribute), str) and value and not getattr(pull, attribute):
-                setattr(pull, attribute, value)
-        if pull.sequence < 0:
-            pull.sequence = integer(fields.get("sequence"))
+        pull.request_id = pull.request_id or record.text("request_id")
+        pull.prefill_request_id = pull.prefill_request_id or record.text("prefill_request_id")
+        pull.peer = pull.peer or record.text("peer")
+        pull.sequence = pull.sequence if pull.sequence >= 0 else record.integer("sequence")
         return pull
 
 

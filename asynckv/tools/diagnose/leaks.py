@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asynckv.tools.diagnose.axis import Axis
+from asynckv.tools.diagnose.axis import Axis, make_axis
 from asynckv.tools.diagnose.causes import Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
@@ -19,7 +19,6 @@ from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kep
 from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed, moment
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
 from asynckv.tools.diagnose.presence import Presence
-from asynckv.tools.diagnose.records import number
 
 
 def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
@@ -30,7 +29,7 @@ def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request]
         axis: Aligns clocks; if left out, they are aligned by what the processes said to each other.
         of: Of these requests only.
     """
-    presence = Presence(service, axis)
+    presence = Presence(axis or make_axis(service))
     leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(presence, request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 
@@ -84,17 +83,17 @@ def _is_open(lease: Lease) -> bool:
     """Return True if it is held at the end of the log. A good end without a line was not sampled."""
     if lease.lent is not None or not lease.held:
         return lease.lent is not None
-    record, entry = lease.held[-1]
-    lent_s = number(entry.get("lent_s"), 0.0)
+    held = lease.held[-1]
+    lent_s = held.number("lent_s", 0.0)
     if not lease.process.says_info:
         # A release is no warning: only a warning past its lease says that it was not released.
-        promised = (number(x.get("lent_s")) + number(x.get("left_s")) for _, x in lease.held[:-1])
+        promised = (x.number("lent_s") + x.number("left_s") for x in lease.held[:-1])
         if not any(until <= lent_s for until in promised):
             return False
     due = lent_s + GATHERED_S
     if not lease.claims:
-        due = min(due, number(entry.get("left_s"), math.inf) + 1.0)  # then it would have expired, and been told
-    return lease.process.last_at <= record.at + due
+        due = min(due, held.number("left_s", math.inf) + 1.0)  # then it would have expired, and been told
+    return lease.process.last_at <= held.at + due
 
 
 def _is_kept(pull: Pull) -> bool:
@@ -194,7 +193,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
     """Make a finding of a request's verdicts, of which the first counts."""
     verdict = found[0]
     also = tuple(dict.fromkeys(x.sentence for x in found[1:] if x.cause is not verdict.cause))
-    records = request.records()
+    until = fields["since"] + fields.get("seconds", math.nan)
     reader = str(verdict.names.get("reader", ""))
     return Leak(
         cause=verdict.cause,
@@ -207,7 +206,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
         missing=tuple(dict.fromkeys((*fields.pop("missing", ()), *verdict.missing))),
         # Of a reader that may have been meant, nothing is known.
         reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
-        told_at=records[-1].at if records else math.nan,
+        until=until if not math.isnan(until) else max((x.at for x in request.records()), default=math.nan),
         reason=str(verdict.names.get("reason", "")),
         other_request_id=verdict.names.get("other_id", "") if verdict.reader is Reader.RENAMED else "",
         also=fields.pop("also", also),

@@ -14,7 +14,7 @@ from asynckv.tools.diagnose.causes import REFUSED_AS, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
-from asynckv.tools.diagnose.records import Record, number
+from asynckv.tools.diagnose.records import Record
 
 GATHERED_S = 11.0
 """Most seconds by which a warning may be late."""
@@ -92,18 +92,11 @@ def turned_away(process: Process, since: float, until: float) -> str:
     return listed(f"{x.text('who') or x.text('reader')} was turned away ({x.text('cause')})" for x in records)
 
 
-def would_be_given_up(presence: Presence, pull: Pull) -> bool:
-    """Return True if its reader lived for long enough to log a release that was never answered."""
-    if pull.ended is None:
-        return False
-    given_up_at = pull.ended.at + pull.process.durations.get("release_timeout_s", 30.0)
-    match presence.fate(pull.process).kind:
-        case "stopped":  # which gives up all releases, and says so
-            return True
-        case "died":
-            return pull.process.last_at >= given_up_at
-        case _:
-            return presence.last >= presence.when(pull.process, given_up_at)[1]
+def would_be_given_up(presence: Presence, reader: Process, ended_at: float) -> bool:
+    """Return True if a reader that did not die lived for long enough to log a release that was never answered."""
+    given_up_at = ended_at + reader.durations.get("release_timeout_s", 30.0)
+    # A reader that stops gives up all releases, and says so.
+    return presence.fate(reader).kind == "stopped" or presence.last >= presence.when(reader, given_up_at)[1]
 
 
 def unanswered_ranks(pull: Pull) -> list[str]:
@@ -154,11 +147,10 @@ def is_forgotten(presence: Presence, pull: Pull) -> bool:
 
 def is_overdue(pull: Pull) -> bool:
     """Return True if an announcement's time was up before its process's log ends."""
-    record, entry = pull.held[-1]
-    return number(entry.get("left_s"), 0.0) <= pull.process.last_at - record.at
+    return pull.held[-1].number("left_s", 0.0) <= pull.process.last_at - pull.held[-1].at
 
 
 def is_last_word(pull: Pull) -> bool:
     """Return True if no further line of a pull was due before its process's log ends."""
-    record, entry = pull.held[-1]
-    return pull.process.last_at <= record.at + number(entry.get("state_s"), 0.0) + GATHERED_S
+    held = pull.held[-1]
+    return pull.process.last_at <= held.at + held.number("state_s", 0.0) + GATHERED_S

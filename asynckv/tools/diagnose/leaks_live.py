@@ -59,10 +59,14 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             yield say(told.PromptsCounted, **seen)
         if "offload.jobs" in answer.gauges:
             yield say(told.OffloadStarted, began)
-        for since, is_retired, copy in _copies(answer, came):
-            yield say(told.OffloadFailed, since, **copy, held=1)
-            if is_retired:
-                yield say(told.OffloadRetired, **copy)
+        for hold in account.holds:  # failed stores and loads with blocks that may still be in use
+            what = hold.pull_id.partition("-")[0]
+            if what in ("store", "load") and hold.reason in ("quarantined", "retired") and hold.held_s >= LEAST_S:
+                copy: dict[str, Any] = {"what": what, "job": hold.pull_id, "request_id": hold.request_id}
+                copy["blocks"] = sum(map(len, hold.blocks.values()))
+                yield say(told.OffloadFailed, came - hold.held_s, **copy, held=1)
+                if hold.reason == "retired":
+                    yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
             held: dict[str, Any] = {"waits": status.waits, "requests": 1}
             if status.kind != "lease":
@@ -128,16 +132,6 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
 
 def _below(prefix: str, figures: Mapping[str, int]) -> dict[str, Any]:
     return {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix)}
-
-
-def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:
-    """Yield failed stores and loads with blocks that may still be in use."""
-    for hold in answer.account.holds:
-        what = hold.pull_id.partition("-")[0]
-        if what in ("store", "load") and hold.reason in ("quarantined", "retired") and hold.held_s >= LEAST_S:
-            blocks = sum(map(len, hold.blocks.values()))
-            said = {"what": what, "job": hold.pull_id, "request_id": hold.request_id, "blocks": blocks}
-            yield now - hold.held_s, hold.reason == "retired", said
 
 
 def _lease(status: RequestStatus) -> dict[str, Any]:

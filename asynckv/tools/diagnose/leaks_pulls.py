@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, Owner, Reader, remedy_of
-from asynckv.tools.diagnose.join import Process, Pull, Request, Service, start_of
+from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, Owner, Reader, remedy_of
+from asynckv.tools.diagnose.join import Process, Pull, Request, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
@@ -28,56 +27,46 @@ WELL = frozenset({"", "complete", "discharged", "cancelled", "withdrawn", "revok
 """Ends of a pull that are no failures."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    cause: CAUSE
-    remedy: str
-    sentence: str
-    cell: tuple[Owner, Reader]
-    by: str  # the rank that was away, died, or was to be read from; the reader itself if that was the one
-    readers: tuple[str, ...]
-    pulls: int  # how many
-    since: float  # when the first of them failed, by its reader's clock
-    until: float  # when the last did
-    requests: tuple[str, ...]  # ids on the decode side
+class Failure(NamedTuple):
+    """Pulls that failed for one reason and by one rank: `by`, which was away, died, or was to be read from, or the
+    reader itself."""
+
+    verdict: Verdict
+    pulls: Sequence[Pull]
+
+    @property
+    def times(self) -> list[float]:
+        """When they failed, by their readers' clocks."""
+        return [x.ended.at for x in self.pulls if x.ended is not None]
+
+    @property
+    def remedy(self) -> str:
+        return remedy_of(self.verdict.cause, self.verdict.names.get("reason", ""))
+
+    @property
+    def sentence(self) -> str:
+        ends, names = Counter(x.cause for x in self.pulls), self.verdict.names
+        told_as = ", ".join(f"{number:,} {cause}" for cause, number in ends.most_common(4))
+        title = CATALOGUE[self.verdict.cause].title
+        why = f" for {names['away_s']} s" if "away_s" in names else f" ({names['why']})" if names["why"] else ""
+        readers = listed(x.process.rank for x in self.pulls)
+        return f"pulls of {readers} from {names['holder']} failed ({told_as}): {title}{why}"
 
 
-def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
+def failures(presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
     """Group failed pulls by reason and by rank; the most frequent first.
 
     A pull counts whether or not its lease was late, also if its own engine refused it.
     """
     groups: dict[tuple[Reader, str, str], list[tuple[Pull, Verdict]]] = defaultdict(list)
-    for request in service.requests:
+    for request in presence.service.requests:
         for pull in request.all_pulls:
             if pull.cause not in WELL and counts(pull):
                 verdict = _why_failed(presence, pull)
                 groups[verdict.reader, verdict.names["by"], verdict.names.get("reason", "")].append((pull, verdict))
-    out = [_failure(by, reason, found) for (_, by, reason), found in groups.items()]
-    return sorted(out, key=lambda x: (-x.pulls, x.since))
-
-
-def _failure(by: str, reason: str, found: Sequence[tuple[Pull, Verdict]]) -> Failure:
-    pulls = [pull for pull, _ in found]
-    verdict = max((x for _, x in found), key=lambda x: float(x.names.get("away", 0.0)))
-    ends = Counter(x.cause for x in pulls)
-    told_as = ", ".join(f"{number:,} {cause}" for cause, number in ends.most_common(4))
-    readers = tuple(dict.fromkeys(x.process.rank for x in pulls))
-    times = [x.ended.at for x in pulls if x.ended is not None]
-    title, names = CATALOGUE[verdict.cause].title, verdict.names
-    why = f" for {names['away_s']} s" if "away_s" in names else f" ({names['why']})" if names["why"] else ""
-    return Failure(
-        cause=verdict.cause,
-        remedy=remedy_of(verdict.cause, reason),
-        sentence=f"pulls of {listed(readers)} from {names['holder']} failed ({told_as}): {title}{why}",
-        cell=(verdict.owner, verdict.reader),
-        by=by,
-        readers=readers,
-        pulls=len(pulls),
-        since=min(times),
-        until=max(times),
-        requests=tuple(dict.fromkeys(x.request_id for x in pulls)),
-    )
+    longest = ((max(found, key=lambda x: float(x[1].names.get("away", 0.0))), found) for found in groups.values())
+    out = [Failure(verdict, [pull for pull, _ in found]) for (_, verdict), found in longest]
+    return sorted(out, key=lambda x: (-len(x.pulls), min(x.times)))
 
 
 def _why_failed(presence: Presence, pull: Pull) -> Verdict:
@@ -140,17 +129,11 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
         if fate.kind == "died" and fate.after <= high:
             return R.OWNER_DIED, {"by": owner.rank, "holder": owner.rank, "why": fate.why}
     for process, state in (*((x, R.OWNER_AWAY) for x in owners), (reader, R.AWAY)):
-        away_s = _away_s(presence, process, low, high)
-        if away_s > 0.0:
+        least, most = presence.when(process, 0.0)  # as far as its clock may be apart
+        if (away_s := presence.away_s(process, low - most, high - least)) > 0.0:
             holder = {"holder": process.rank} if state is R.OWNER_AWAY else {}
             return state, {"by": process.rank, "away": away_s, "away_s": in_seconds(away_s), **holder}
     return None, {}
-
-
-def _away_s(presence: Presence, process: Process, since: float, until: float) -> float:
-    """Return the longest absence of a process's loop between two moments of common time."""
-    spans = [(seconds, presence.when(process, at)) for seconds, at in presence.absences(process)]
-    return max((s for s, at in spans if at[1] >= since and at[0] - s <= until), default=0.0)
 
 
 # -- blocks of failed pulls --------------------------------------------------------------------------------------------
@@ -166,7 +149,7 @@ def why_kept(presence: Presence, pull: Pull) -> Verdict:
         "held": f"for {in_seconds(kept_s(pull))} s after its pull had failed{after}",
         "why": f"{pull.cause}{f', {pull.detail}' if pull.detail else ''}" or pull.state,
     }
-    until = pull.returned or pull.retired or pull.ended or pull.held[-1][0]
+    until = pull.returned or pull.retired or pull.ended or pull.held[-1]
     state, more = _befell(presence, pull, until)
     if state in (None, R.AWAY):
         high = presence.when(pull.process, until.at)[1]
@@ -199,17 +182,19 @@ def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict
             why = f"release {record.text('cause')}{f', {detail}' if (detail := record.text('detail')) else ''}"
             names = {"reader": pull.process.rank, "why": why, "message": "release"} | other_id(pull.prefill_request_id)
             for rank in record.texts("ranks"):
-                is_known = _is_told(presence, request, pull, rank, record) or _is_gone(pull.process, rank)
+                is_known = _is_told(presence, request, pull, rank, (pull.ended or record).at) or _is_gone(
+                    pull.process, rank
+                )
                 if state is not None and not is_known:
                     found.append((Verdict(W.UNKNOWN, state, names), rank, pull))
     return sorted(found, key=lambda x: x[0].order)
 
 
-def _is_told(presence: Presence, request: Request, pull: Pull, rank: str, record: Record | None) -> bool:
+def _is_told(presence: Presence, request: Request, pull: Pull, rank: str, at: float) -> bool:
     """Return True if the log of a prefill rank shows the end of what a pull had of it."""
     owner = presence.service.process_named(rank)
     ended = any(x.process is owner and x.ended is not None for x in request.leases.values())
-    return owner is not None and (ended or presence.tells(owner, pull, record))
+    return owner is not None and (ended or presence.tells(owner, pull.process, at))
 
 
 def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Verdict | None:
@@ -221,7 +206,7 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
         fate, is_over = presence.fate(owner), any(x.process is owner and x.ended for x in request.leases.values())
         if fate.kind == "died" and pull.was_granted_by(rank) and not is_over:
             return Verdict(W.UNKNOWN, R.OWNER_DIED, names | {"why": fate.why, "gone": fate.gone})
-        if _is_told(presence, request, pull, rank, next(iter(records), None)):
+        if _is_told(presence, request, pull, rank, (pull.ended or records[0]).at):
             return None
     # A rank that was closed in order has revoked it, and one that was restarted holds it no more.
     # Nor did a reader that closed wait for long: the answer may have been on its way.

@@ -34,18 +34,13 @@ class Leak:
     blocks: int = -1  # number on all of these; -1 if no log says so
     seconds: float = math.nan  # seconds for which they were held, as far as is known
     since: float = math.nan  # start, in seconds since 1970 by the holder's clock; nan if unknown
-    told_at: float = math.nan  # time of the last line about it
+    until: float = math.nan  # its end, or the last line about it, by the holder's clock
     owed: tuple[str, ...] = ()  # readers that were waited for; `*` is a decode engine that never spoke up
     reader: str = ""  # the one that the sentence speaks of, as far as one is known
     reason: str = ""  # of the failed pull, if that explains it
     other_request_id: str = ""  # the other id in the logs, if it was not its own
     also: tuple[str, ...] = ()  # other stories that are true of other readers
     missing: tuple[str, ...] = ()  # processes with logs that would say more
-
-    @property
-    def until(self) -> float:
-        """Time of its end, or of the last line about it, by the holder's clock."""
-        return self.told_at if math.isnan(self.since + self.seconds) else self.since + self.seconds
 
     @property
     def evidence(self) -> str:

@@ -245,8 +245,7 @@ class _Debt:
         """Return True if nothing is to be read from this rank, so that it hears nothing before the pull is done."""
         if pull.ended is not None and (pull.ended.texts("read_ranks") or pull.cause in ("complete", "discharged")):
             return all(base_name(x) != self.lease.process.base for x in pull.ended.texts("read_ranks"))
-        ranks = (entry["ranks"].items() for _, entry in pull.held if isinstance(entry.get("ranks"), dict))
-        states = {base_name(x): state for found in ranks for x, state in found}
+        states = {base_name(x): state for held in pull.held for x, state in held.mapping("ranks").items()}
         return states.get(self.lease.process.base) == "only_released"
 
     # -- a reader with a known pull ----------------------------------------------------------------------------------
@@ -290,7 +289,7 @@ class _Debt:
             return self._is(R.DIED, fate.why, gone=fate.gone)
         if closed:
             return self._is(R.CLOSED, f"{self._said()}; {fate.why}")
-        if not between.would_be_given_up(presence, pull):
+        if not between.would_be_given_up(presence, pull.process, pull.ended.at):
             return self._is(R.NO_LOG, f"{self._said()}; an unanswered release would be logged later")
         # Every message was answered, so the release arrived after the lease had ended.
         return self._is(R.LATE)
@@ -333,7 +332,9 @@ class _Debt:
         bound = {engine_of(x) for x in (*lease.owed, *self.claims, *lease.released)}
         spoke = [x for x in dict.fromkeys(x.process for x in self.request.all_pulls) if engine_of(x.rank) not in bound]
         readers = presence.decoders(lease.process.engine_id)
-        readers = [x for x in readers if not presence.when(x, x.first_at)[0] > self.until]
+        # It is not known since when a process without a log is there.
+        began = {x: x.first_at if x.num_records or not presence.fate(x).hangs else -math.inf for x in readers}
+        readers = [x for x in readers if not presence.when(x, began[x])[0] > self.until]
         if name != "*":
             readers = [x for x in readers if x.base == base_name(name)]
         elif spoke:  # others of its engine, to this rank or another
@@ -358,8 +359,6 @@ class _Debt:
         if not is_nobody:
             return self._of_left_out(spoke, alive, silent)
         absent = presence.absent(lease, alive)
-        if not spoke:
-            absent |= dict.fromkeys(presence.unanswered_decoders(), "it does not answer")
         there = {engine_of(x.rank) for x in alive if x.rank not in absent}  # they would have spoken of a request
         if absent := {rank: why for rank, why in absent.items() if engine_of(rank) not in there}:
             return self._absent(absent, missing=strangers)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from asynckv.core import told
-from asynckv.tools.diagnose.axis import Axis, make_axis
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
-from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, moment
+from asynckv.tools.diagnose.axis import Axis
+from asynckv.tools.diagnose.join import Lease, Process, start_of
+from asynckv.tools.diagnose.leaks_values import in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
@@ -60,19 +60,13 @@ class Presence:
     """The fates of all processes of a service, in one common time.
 
     Args:
-        service: Result of `join`.
-        axis: Aligns clocks; made of the service if left out.
+        axis: Aligns the clocks of the service.
         shown: Writes a moment of a process's clock; as it is, if left out.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        axis: Axis | None = None,
-        shown: Callable[[Process, float], str] = lambda _, at: moment(at),
-    ) -> None:
-        self.service, self._axis, self._shown = service, axis or make_axis(service), shown
-        self.when = when = self._axis.when
+    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] = lambda _, at: moment(at)) -> None:
+        self.service, self._axis, self._shown = (service := axis.service), axis, shown
+        self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
         # Clocks that cannot be compared do not show which process goes on after another.
@@ -91,9 +85,9 @@ class Presence:
         claims = list[float]()
         for request in service.requests:
             for lease in request.leases.values():
-                for claim in lease.claims.values():
+                for name, claim in lease.claims.items():
                     claims.append(claim.claimed_s)
-                    self._hear(claim.name, lease.process, lease.lent_at + claim.heard_s)
+                    self._hear(name, lease.process, lease.lent_at + claim.heard_s)
             for pull in request.all_pulls:
                 if pull.ended is not None and pull.cause == "complete":
                     for rank in pull.ended.texts("read_ranks"):
@@ -168,21 +162,17 @@ class Presence:
         is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
         return is_silent and self.last - self.when(process, process.last_at)[1] > bound
 
-    def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
-        """Return True if a prefill rank's log continues for as long as a pull's blocks may have been lent, or ends in a
-        known way.
+    def tells(self, process: Process, reader: Process, at: float) -> bool:
+        """Return True if a prefill rank's log continues for as long as blocks may have been lent after a moment of a
+        reader's clock, or ends in a known way.
 
         Only then does a missing line prove that they did not expire: the time after the end of a log is not known.
         """
         fate = self.fate(process)
         if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
             return True
-        told = pull.ended or record
-        if told is None:
-            return True
         longest = max(process.durations.get("lease_s", DEFAULT_LEASE_S), process.durations.get("grant_s", 0.0))
-        since = self.near(pull.process, told.at)
-        return self.near(process, process.last_at) >= since + longest + LATE_S
+        return self.near(process, process.last_at) >= self.near(reader, at) + longest + LATE_S
 
     def near(self, process: Process, at: float) -> float:
         """Convert a moment of a process's clock to common time, in the middle of the uncertainty."""
@@ -209,23 +199,15 @@ class Presence:
         met = {x.text("reader"): x.at for x in reversed(list(process.of(told.ReaderMet)))}
         return {x: at for x, at in met.items() if x and self.service.process_named(x) is None}
 
-    def unanswered_decoders(self) -> list[str]:
-        """Return ranks that did not answer, have no log, and may be of the decode side."""
-        named = (x for x in self.service.unanswered if self.service.process_named(x) is None)
-        return [x for x in named if engine_of(x) not in self._lenders]
-
     # -- presence -------------------------------------------------------------------------------------------------
 
-    def absences(self, process: Process, since: float = -math.inf) -> Iterator[tuple[float, float]]:
-        """Yield the seconds of each absence of a process's loop and its end by its clock; until now if it hangs."""
-        yield from ((x.number("seconds", 0.0), x.at) for x in process.since(told.LoopWasAway, since))
+    def away_s(self, process: Process, since: float, until: float) -> float:
+        """Return the longest absence of a loop between two moments of its process's clock; until now if it hangs."""
+        spans = [(x.number("seconds", 0.0), x.at) for x in process.since(told.LoopWasAway, since)]
         if self.fate(process).hangs and process.num_records:
             seconds = max(self.last - self.near(process, process.last_at), 0.0)
-            yield seconds, process.last_at + seconds
-
-    def away_s(self, process: Process, since: float, until: float) -> float:
-        """Return the longest absence of a process's loop between two moments of its own clock."""
-        return max((s for s, back in self.absences(process, since) if back - s <= until), default=0.0)
+            spans.append((seconds, process.last_at + seconds))
+        return max((s for s, back in spans if back - s <= until), default=0.0)
 
     def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
         """Return the absence of a reader's loop over most of a lease's time, and its end by its own clock."""

@@ -35,7 +35,7 @@ from asynckv.core.types import rank_name
 from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, PIECE, Pieces, found, lines_of
-from asynckv.tools.diagnose.well import Head, Packed, Well
+from asynckv.tools.diagnose.well import Head, Well
 
 MAX_WRAPPED = 3  # a collector may wrap a container's log once more
 SHOWN = 160  # letters of a line that is shown for its kind
@@ -259,7 +259,10 @@ class _Reader:
             if record.event in MANY:
                 self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
         chosen = self._well.chosen(self._wrong)
-        self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
+        for text, i, number in chosen.lines:
+            if (head := _head_of(text)) is not None:
+                source = self._sources[i]
+                self._records.append((_record(head, text, f"{source.path}:{number}"), text, source))
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
         return Logs(
@@ -284,12 +287,6 @@ class _Reader:
             else:
                 seen.add((record.incarnation, text))
                 yield from _each(record) if record.event in ALIKE else (record,)
-
-    def _again(self, line: Packed) -> Iterator[Record]:
-        """Make a record of a line that was put aside."""
-        text, source, number = line
-        if (head := _head_of(text)) is not None:
-            yield _record(head, text, f"{self._sources[source].path}:{number}")
 
     def _line(self, line: bytes) -> None:
         """Take one line, without everything that is wrapped around it."""
@@ -330,18 +327,19 @@ class _Reader:
         self._other(line)
 
     def _is_taken(self, text: bytes) -> bool:
-        """Take an object, if it is an event with a process and a time."""
+        """Take an object, if it is an event with a process and a time, under asynckv's own names."""
         head = _head_of(text)
-        if head is None or head.at is None or not _is_event(head):
+        if head is None or head.at is None or head.level not in _LEVELS or not _is_event(head):
             return False
         self._take(head, text)
         return True
 
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
-        """Take a line with its time, level or event outside of the object, or with values of other types."""
+        """Take a line with its time, level or event outside of the object, or with other names or types."""
         head = Head()
         head.incarnation, head.engine_id = (_first_text(fields, [x]) for x in ("incarnation", "engine_id"))
-        head.event, head.level, head.at = (x or y for x, y in zip(_said(fields), _said(outer), strict=True))
+        (event, level, at), around = _said(fields), _said(outer)
+        head.event, head.level, head.at = event or around[0], level or around[1], at or around[2]
         if not _is_event(head):
             self._other(line)
         elif head.at is None:
@@ -425,16 +423,12 @@ def _object(line: bytes) -> bytes:
 
 
 def _head_of(text: bytes) -> Head | None:
-    """Decode event, level and time of a line, under any of their names."""
+    """Decode the head of a line whose fields have asynckv's own names and types; None for any other."""
     try:
         head = _head(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    is_usual = isinstance(head.event, str) and isinstance(head.level, str) and isinstance(head.timestamp, str)
-    if is_usual and head.level in _LEVELS and (at := _time(head.timestamp)) is not None:
-        head.at = at
-    else:
-        head.event, head.level, head.at = _said(msgspec.to_builtins(head))
+    head.at = _time(head.timestamp)
     return head
 
 
@@ -460,17 +454,16 @@ def _is_name(event: str) -> bool:
 def _decoded(text: bytes) -> dict[str, Any]:
     """Decode an object, or raise `ValueError` with the reason."""
     try:
-        value = _decode(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except (msgspec.DecodeError, ValueError):
-        try:  # what Python's own encoder writes besides JSON: NaN and Infinity (no numbers), lone surrogates
+        try:
+            value = _decode(text)
+        except (msgspec.DecodeError, ValueError):
+            # Python's own encoder writes more than JSON: NaN and Infinity (no numbers), lone surrogates.
             plain = json.dumps(json.loads(text, parse_constant=lambda name: None), ensure_ascii=False)
             value = json.loads(plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        except ValueError:
-            raise ValueError("no JSON" if text.rstrip().endswith(b"}") else "cut short") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError:
+        raise ValueError("no JSON" if text.rstrip().endswith(b"}") else "cut short") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value

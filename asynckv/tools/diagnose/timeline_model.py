@@ -21,16 +21,7 @@ from typing import NamedTuple
 from asynckv.arguments import without_control
 from asynckv.core import told
 from asynckv.core.notes import Revoked
-from asynckv.tools.diagnose.axis import (
-    Axis,
-    counted,
-    granted_in,
-    is_time,
-    lease_steps,
-    lent_at,
-    pull_steps,
-    shown_seconds,
-)
+from asynckv.tools.diagnose.axis import Axis, counted, granted_in, is_time, lent_at, shown_seconds, steps_of
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request
 from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.presence import Fate, Presence
@@ -188,7 +179,7 @@ def names(family: Sequence[Request]) -> set[str]:
     out |= {x for p in pulls for x in (p.prefill_request_id, p.pull_id)} | {x for r in family for x in r.decode_ids}
     # The prefill side knows the pulls of a reader with a missing log.
     out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
-    out |= {pull_id for x in leases for pull_id, _, _ in granted_in(lease_steps(x))}
+    out |= {pull_id for x in leases for pull_id in granted_in(steps_of(x))}
     return out - {""}
 
 
@@ -255,10 +246,9 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
             marks += _placed(axis, pull.process, [(pull.begun_at, said, "warning")])
     for request in requests:
         for record in request.before:
-            if (process := axis.service.processes.get(record.incarnation)) is not None:
-                why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
-                text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
-                marks += _placed(axis, process, [(record.at, text, record.level)])
+            why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
+            text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
+            marks += _placed(axis, axis.service.processes[record.incarnation], [(record.at, text, record.level)])
     marks.sort(key=lambda x: x.at)
     lanes = [x for x in lanes if x.bars]
     processes = [x.process for x in lanes] + [x.process for x in marks]
@@ -300,10 +290,10 @@ def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
 
 
 def _lease_lane(axis: Axis, lease: Lease) -> Lane:
-    process, start, steps = lease.process, lent_at(lease), lease_steps(lease)
+    process, start, steps = lease.process, lent_at(lease), steps_of(lease)
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
-    grants = [*(start + x.claimed_s for x in lease.claims.values()), *(at for _, _, at in granted_in(steps))]
+    grants = [*(start + x.claimed_s for x in lease.claims.values()), *granted_in(steps).values()]
     cuts = [("lent", start)]
     if (first := min((x for x in grants if start <= x <= end), default=math.nan)) <= end:
         cuts.append(("granted", first))
@@ -328,17 +318,17 @@ def _lease_lane(axis: Axis, lease: Lease) -> Lane:
 
 
 def _lease_marks(lease: Lease) -> Iterator[Said]:
-    process, start, steps = lease.process, lent_at(lease), lease_steps(lease)
+    process, start, steps = lease.process, lent_at(lease), steps_of(lease)
     yield start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""), "info"
     for step in steps:
         if step.what not in ("lent", lease.state):
             yield step.at, str(step.what), "info"
-    for claim in () if steps else lease.claims.values():
-        yield start + claim.claimed_s, f"granted to {claim.name}, pull {claim.pull_id}", "info"
+    for name, claim in () if steps else lease.claims.items():
+        yield start + claim.claimed_s, f"granted to {name}, pull {claim.pull_id}", "info"
     for refusal in lease.refused:
         why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
         yield start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning"
-    for record, _ in lease.held:
+    for record in lease.held:
         yield record.at, f"held for long: {record.text('waits')}", record.level
     if lease.ended is not None:
         owed = f", owed by {', '.join(lease.owed)}" if lease.owed else ""
@@ -368,7 +358,7 @@ def _pull_lane(axis: Axis, pull: Pull) -> Lane:
 
 def _pull_bars(pull: Pull) -> Iterator[Bar]:
     """Make the bars of one attempt, by its process's clock."""
-    steps = pull_steps(pull)
+    steps = steps_of(pull)
     if (ended := pull.ended) is None:
         yield from _open_bars(pull)
         return
@@ -394,7 +384,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
 
 def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
     """Yield the bars after an outcome: its release, and blocks that may still be written."""
-    ends = [s.at for s in pull_steps(pull) if s.what in ("released", "quarantined")]
+    ends = [s.at for s in steps_of(pull) if s.what in ("released", "quarantined")]
     ends += [x.at for x in pull.unanswered]
     if ends:
         yield Bar("release", outcome, ends[0], note="given up" if pull.unanswered else "")
@@ -411,9 +401,9 @@ def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
 def _open_bars(pull: Pull) -> Iterator[Bar]:
     """Make the bars of a pull without an end in the log: from its steps, or from warnings."""
     last = pull.process.last_at
-    found = [(s.at, _STATES[s.what]) for s in pull_steps(pull) if isinstance(s.what, str) and s.what in _STATES]
-    for record, entry in pull.held:
-        seconds = number(entry.get("state_s"))
+    found = [(s.at, _STATES[s.what]) for s in steps_of(pull) if isinstance(s.what, str) and s.what in _STATES]
+    for record in pull.held:
+        seconds = record.number("state_s")
         phase = _STATES.get(record.text("state"))
         if phase is not None and math.isfinite(seconds):
             found.append((record.at - seconds, phase))
@@ -423,7 +413,7 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
 
 
 def _pull_marks(pull: Pull) -> Iterator[Said]:
-    process, steps = pull.process, pull_steps(pull)
+    process, steps = pull.process, steps_of(pull)
     for step in steps:
         yield step.at, str(step.what), "debug" if step.what in _STATES else "info"
     if not steps:
@@ -433,26 +423,23 @@ def _pull_marks(pull: Pull) -> Iterator[Said]:
         detail = f": {pull.detail}" if pull.detail and not steps else ""
         after = shown_seconds(pull.ended.number("seconds", 0.0))
         yield outcome, f"outcome {pull.cause} after {after}{detail}", pull.ended.level
-    for record, _ in pull.held:
+    for record in pull.held:
         yield record.at, f"held for long: {record.text('waits')}", record.level
     if pull.ended is None and process.stopped is None:
         yield process.last_at, "log ends; what became of the pull is not told", "warning"
-    for record, text in _said(pull):
-        yield record.at, text, record.level
-
-
-def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
     for record in pull.retried:
-        yield record, f"attempt {record.integer('attempt')} follows after {record.number('after_s', 0.0):g} s"
+        after_s = record.number("after_s", 0.0)
+        yield record.at, f"attempt {record.integer('attempt')} follows after {after_s:g} s", record.level
     if pull.returned is not None:
-        yield pull.returned, "its blocks came back"
+        yield pull.returned.at, "its blocks came back", pull.returned.level
     if pull.retired is not None:
-        yield pull.retired, "its blocks are given up: a transfer does not end"
+        yield pull.retired.at, "its blocks are given up: a transfer does not end", pull.retired.level
     for record in pull.unanswered:
-        yield record, f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}"
+        yield record.at, f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}", record.level
     for record in pull.refused:
         # Its field `rank` would name the pull's own rank.
-        yield record, f"release refused by {', '.join(record.texts('ranks')) or '?'}: {record.text('cause')}"
+        ranks = ", ".join(record.texts("ranks")) or "?"
+        yield record.at, f"release refused by {ranks}: {record.text('cause')}", record.level
 
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
@@ -472,7 +459,7 @@ def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark
 
 def ground(axis: Axis) -> list[Ground]:
     out = []
-    presence = Presence(axis.service, axis, lambda process, at: moment(axis.at(process, at)))
+    presence = Presence(axis, lambda process, at: moment(axis.at(process, at)))
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []
@@ -500,10 +487,8 @@ def _about(record: Record) -> str:
             return f"met {record.text('reader')}"
         case told.ReaderRefused.event | told.Refused.event:
             return f"refused {record.text('reader') or record.text('who')}: {record.text('cause')}"
-        case told.LeaseHeld.event | told.PullHeld.event | told.LoopWasAway.event | told.PullRefused.event:
+        case told.LeaseHeld.event | told.PullHeld.event | told.PullRefused.event | told.EngineAlive.event:
             return ""  # said where it belongs
-        case told.EngineAlive.event:
-            return ""
         case _:
             said = record.text("detail") or record.text("cause")
             return record.event.replace("_", " ") + (f": {said}" if said else "")

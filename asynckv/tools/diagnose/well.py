@@ -39,18 +39,9 @@ class Head(msgspec.Struct, gc=False):
 
     incarnation: str = ""
     engine_id: str = ""
-    event: Any = None  # text once it is decoded, and so is the level
-    message: Any = None
-    msg: Any = None
-    level: Any = None
-    levelname: Any = None
-    severity: Any = None
-    log_level: Any = None
+    event: str = ""
+    level: str = ""
     timestamp: Any = None
-    time: Any = None
-    ts: Any = None
-    iso: Any = msgspec.field(default=None, name="@timestamp")
-    asctime: Any = None
     at: Any = None  # when, in seconds since 1970; None if it does not say
     rank: str = ""
     sequence: int = -1

@@ -61,7 +61,7 @@ def plain(value: Any) -> Any:
 
 
 def _leak(leak: Leak) -> dict[str, Any]:
-    said = {name: value for name, value in plain(leak).items() if name not in ("cell", "told_at")}
+    said = {name: value for name, value in plain(leak).items() if name not in ("cell", "until")}
     return said | {
         "heading": CATALOGUE[leak.cause].heading.value,
         "is_class": CATALOGUE[leak.cause].is_class,

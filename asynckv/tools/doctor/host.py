@@ -23,6 +23,7 @@ from asynckv.edges.keeper import check_processes
 from asynckv.edges.sharing import shm_use
 from asynckv.edges.transports import copy_from, rdma_devices
 from asynckv.errors import BackendError
+from asynckv.tools.bench.machine import field
 from asynckv.tools.doctor.facts import Gpu, Interface, Machine, Network, Rdma
 
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # its inode, in every kernel
@@ -44,8 +45,6 @@ sys.stdin.read()
 
 
 def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
-    memory = _fields(_text(proc / "meminfo"))
-    status = _fields(_text(proc / "self/status"))
     quota, throttled, limit, used = _control_group(system / "fs/cgroup", proc)
     shm_bytes, shm_free = _free("/dev/shm")
     huge = system / "kernel/mm/transparent_hugepage"
@@ -56,14 +55,14 @@ def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
         child_error = str(exc)
     return Machine(
         kernel=platform.release(),
-        cpu=_fields(_text(proc / "cpuinfo")).get("model name", platform.machine()),
+        cpu=field(proc / "cpuinfo", "model name") or platform.machine(),
         cores_present=os.cpu_count() or 1,
         cores_allowed=len(os.sched_getaffinity(0)),
         cpu_quota=quota,
         throttled=throttled,
         load=os.getloadavg()[0],
         numa_nodes=max(1, len(list((system / "devices/system/node").glob("node[0-9]*")))),
-        memory_bytes=_number(memory.get("MemTotal", "")) << 10,
+        memory_bytes=_number(field(proc / "meminfo", "MemTotal")) << 10,
         memory_limit=limit,
         memory_used=used,
         huge_pages=_chosen(_text(huge / "enabled")),
@@ -74,7 +73,7 @@ def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
         nofile=_soft(resource.RLIMIT_NOFILE),
         memlock=_soft(resource.RLIMIT_MEMLOCK),
         ptrace_scope=_number(_text(proc / "sys/kernel/yama/ptrace_scope")),
-        seccomp=status.get("Seccomp", "0") == "2",
+        seccomp=field(proc / "self/status", "Seccomp") == "2",
         container=_container(proc),
         own_pid_namespace=_inode(proc / "self/ns/pid") not in (0, INITIAL_PID_NAMESPACE),
         uid=os.geteuid(),
@@ -90,16 +89,6 @@ def _text(path: Path) -> str:
             return file.read(1 << 20).decode(errors="replace")
     except OSError:
         return ""
-
-
-def _fields(text: str) -> dict[str, str]:
-    """Read `name: value` lines; the first of each name."""
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        name, colon, value = line.partition(":")
-        if colon:
-            found.setdefault(name.strip(), value.strip())
-    return found
 
 
 def _number(text: str) -> int:
