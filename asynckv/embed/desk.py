@@ -304,19 +304,16 @@ class EngineDesk:
         self, order: Pull | Load | Store, exc: BaseException, owner: Engine | Offload
     ) -> None:
         """Report an order with an error that says nothing of its blocks, once it is known what became of them."""
-        is_returned = False
         try:
             await owner.returned(order.request_id)
-            is_returned = True
-        except BlocksRetired:
-            pass
-        finally:
-            if is_returned:
-                error = exc if isinstance(exc, Exception) else PullCancelled(f"request {order.request_id!r}: {exc!r}")
-                self._report(_of(order, "failed"), Failed(order.request_id, error))
-            else:
-                self._report(_of(order, "failed"), Failed(order.request_id, _held(order, exc)))
-                self._report(_of(order, "retired"), order.request_id)
+        except BaseException as other:
+            self._report(_of(order, "failed"), Failed(order.request_id, _held(order, exc)))
+            self._report(_of(order, "retired"), order.request_id)
+            if not isinstance(other, BlocksRetired):
+                raise
+        else:
+            error = exc if isinstance(exc, Exception) else PullCancelled(f"request {order.request_id!r}: {exc!r}")
+            self._report(_of(order, "failed"), Failed(order.request_id, error))
 
     async def _sent(self, lent: LentRequest) -> None:
         try:
