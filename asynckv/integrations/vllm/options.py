@@ -77,21 +77,15 @@ OF_NIXL_CONNECTOR: Mapping[str, str] = WORDS["of_nixl_connector"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(EngineConfig):
     """`kv_connector_extra_config`, checked: `EngineConfig` without the engine's id, and options of the connector.
 
     Attributes:
+        engine_id: Stands for the ids of the workers' engines (`engine_config`), and is no option.
         bind: Address of the first worker's control plane; the others take the ports that follow. With port 0 the
             system chooses a port for each.
-        advertise: Address that other engines are told, if it differs from the bound one.
-        allow_insecure: Allow addresses beyond loopback without keys.
-        keys: Authenticate and encrypt the control plane.
         lease: See `LeaseConfig`. A prefilled request waits `lease_s` for a decode engine to ask for it.
         pull: See `PullConfig`. `timeout_s` limits a load, and `announce_s` the wait in vLLM's queue.
-        nixl: See `NixlConfig`.
-        log: See `LogConfig`.
-        limits: See `LimitsConfig`.
-        inspect: See `InspectConfig`.
         metrics: Show each worker's engine to Prometheus; see `MetricsOptions`.
         turn_lease_s: Seconds that blocks wait for the next turn, if their request generated more than one token and is
             lent at its end.
@@ -99,16 +93,9 @@ class Options:
             client can then have any lent KV loaded for any prompt of the same length.
     """
 
-    bind: str = LOOPBACK
-    advertise: str = ""
-    allow_insecure: bool = False
-    keys: KeysConfig | None = None
+    engine_id: str = "checked"
     lease: LeaseConfig = field(default_factory=lambda: LeaseConfig(**DEFAULTS["lease"]))
     pull: PullConfig = field(default_factory=lambda: PullConfig(**DEFAULTS["pull"]))
-    nixl: NixlConfig = field(default_factory=NixlConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-    inspect: InspectConfig = field(default_factory=InspectConfig)
     metrics: MetricsOptions | None = None
     turn_lease_s: float = 480.0
     allow_unhashed: bool = False
@@ -121,7 +108,7 @@ class Options:
                 f"turn_lease_s {self.turn_lease_s:g} is outside [2, lease.max_lease_s {self.lease.max_lease_s:g}] "
                 f"seconds; lower it, or raise lease.max_lease_s"
             )
-        self.engine_config("checked")
+        EngineConfig.__post_init__(self)
 
     @classmethod
     def parse(cls, given: object) -> Options:
@@ -129,7 +116,7 @@ class Options:
         for name in values:
             if (remedy := OF_NIXL_CONNECTOR.get(name)) is not None:
                 raise ConfigError(f"{WHERE}.{name} is an option of NixlConnector; {remedy}")
-        refuse_unknown(WHERE, values, [f.name for f in fields(cls)])
+        refuse_unknown(WHERE, values, [f.name for f in fields(cls) if f.name != "engine_id"])
         for name, kind in SECTIONS.items():
             if values.get(name) is not None:
                 section = dict(mapping(f"{WHERE}.{name}", values[name]))
@@ -146,10 +133,10 @@ class Options:
         Args:
             number: Number of the worker among those with the same options; it is added to the first worker's port.
         """
-        values = {name: getattr(self, name) for name in _ENGINE}
+        values = {f.name: getattr(self, f.name) for f in fields(EngineConfig)} | {"engine_id": engine_id}
         for name in ("bind", "advertise") if number else ():
             values[name] = _port_of(name, values[name], number)
-        return EngineConfig(engine_id=engine_id, **values)
+        return EngineConfig(**values)
 
     def check_addresses(self) -> None:
         """Raise `ConfigError` if the addresses or the key files cannot be used."""
@@ -159,9 +146,6 @@ class Options:
             ZmqPlane(self.bind, self.advertise, self.allow_insecure, self.keys)
         except ConfigError as exc:
             raise ConfigError(f"{WHERE}: {exc}") from exc
-
-
-_ENGINE = tuple(f.name for f in fields(EngineConfig) if f.name != "engine_id")
 
 
 def remarks(options: Options, version: str, environment: Mapping[str, str], missing: Sequence[str] = ()) -> list[str]:
