@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from asynckv.arguments import MAX_NAME, did_you_mean, flag, integer, seconds, shown, text
-from asynckv.config import (
-    EngineConfig,
-    InspectConfig,
-    KeysConfig,
-    LeaseConfig,
-    LimitsConfig,
-    LogConfig,
-    NixlConfig,
-    PullConfig,
-)
+from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.errors import ConfigError
 
 TESTED_VERSIONS = ("0.33.0", "0.32.0")  # vLLM changes its connector interface without notice
@@ -49,17 +40,6 @@ class MetricsOptions:
         text("host", self.host, MAX_NAME, 1, ConfigError)
         flag("allow_remote", self.allow_remote, ConfigError)
 
-
-SECTIONS: Mapping[str, type[Any]] = {
-    "lease": LeaseConfig,
-    "pull": PullConfig,
-    "nixl": NixlConfig,
-    "log": LogConfig,
-    "limits": LimitsConfig,
-    "inspect": InspectConfig,
-    "keys": KeysConfig,
-    "metrics": MetricsOptions,
-}
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     # vLLM reports the end of every request, so a request may wait in its queue for long. An announcement is kept for a
@@ -117,13 +97,14 @@ class Options(EngineConfig):
             if (remedy := OF_NIXL_CONNECTOR.get(name)) is not None:
                 raise ConfigError(f"{WHERE}.{name} is an option of NixlConnector; {remedy}")
         refuse_unknown(WHERE, values, [f.name for f in fields(cls) if f.name != "engine_id"])
-        for name, kind in SECTIONS.items():
-            if values.get(name) is not None:
-                section = dict(mapping(f"{WHERE}.{name}", values[name]))
-                refuse_unknown(f"{WHERE}.{name}", section, [f.name for f in fields(kind)])
-                values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
-            elif name in values and name not in ("keys", "metrics"):
-                raise ConfigError(f"{WHERE}.{name} is None; give an object, or leave it out")
+        for name, hint in get_type_hints(cls).items():
+            for kind in filter(is_dataclass, (hint, *get_args(hint))):  # sections, and those that may be None
+                if values.get(name) is not None:
+                    section = dict(mapping(f"{WHERE}.{name}", values[name]))
+                    refuse_unknown(f"{WHERE}.{name}", section, [f.name for f in fields(kind)])
+                    values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
+                elif name in values and kind is hint:
+                    raise ConfigError(f"{WHERE}.{name} is None; give an object, or leave it out")
         options: Options = _made(WHERE, cls, values)
         return options
 
