@@ -107,7 +107,7 @@ class EngineThread:
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
-        self._ask = asyncio.Event()
+        self._ask: asyncio.Event | None = None
         self._is_asked_for = self._is_closing = self._is_over = self._has_crashed = False
         self._untold: list[BaseException] = []
         self._cause = "it is not started; call start()"
@@ -406,6 +406,7 @@ class EngineThread:
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
+        self._ask = asyncio.Event()
         # Not run_until_complete: threads that other code makes on the loop would live as long as its coroutine.
         self._main = main = loop.create_task(self._live())
         main.add_done_callback(lambda _: loop.stop())
@@ -443,6 +444,7 @@ class EngineThread:
         self._on_news()
 
     async def _live(self) -> None:
+        assert self._ask is not None
         loop = asyncio.get_running_loop()
         loop.set_default_executor(_InPlace())  # a start that fails leaves no thread
         try:
@@ -487,6 +489,7 @@ class EngineThread:
     def _end_soon(self, timeout_s: float = CLOSE_S - LAST_S) -> None:
         """Cancel the start, shorten a running end, or begin the end, depending on the state of `_live`."""
         assert self._main is not None
+        assert self._ask is not None
         if not self._started.done():
             self._main.cancel()
         elif self._is_ending:
