@@ -170,7 +170,7 @@ def refuse_unknown(where: str, given: Iterable[str], known: Sequence[str]) -> No
             raise ConfigError(f"{where} has no option {shown(name)}{hint} It takes {', '.join(known)}")
 
 
-def _made(where: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
+def _made(where: str, kind: Any, values: Mapping[str, Any]) -> Any:
     try:
         return kind(**values)
     except ConfigError as exc:
