@@ -98,14 +98,11 @@ class AllowList:
                     f"any key; run chmod o-w {directory}"
                 )
             self._load(is_start=True)
-        except OSError as exc:
+        except (OSError, ValueError) as exc:
+            cause = exc.strerror if isinstance(exc, OSError) else exc
             raise ConfigError(
-                f"the directory of authorized keys {str(directory)!r} cannot be read: {exc.strerror or exc}; make it, "
-                f"and copy into it the {PUBLIC} file of every engine that this one talks to (asynckv keygen NAME)"
-            ) from exc
-        except ValueError as exc:
-            raise ConfigError(
-                f"the directory of authorized keys {str(directory)!r:.300} cannot be read: {exc}"
+                f"the directory of authorized keys {str(directory)!r:.300} cannot be read: {cause}; make it, and copy "
+                f"into it the {PUBLIC} file of every engine that this one talks to (asynckv keygen NAME)"
             ) from exc
         if not self._keys:
             raise ConfigError(
@@ -171,9 +168,6 @@ def write_pair(directory: Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
     written: list[Path] = []
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in paths:
-            if os.path.lexists(path):
-                raise FileExistsError
         for path, (mode, text) in zip(paths, texts.values(), strict=True):
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as file:
                 written.append(path)

@@ -64,9 +64,9 @@ def test_what_is_handed_over_as_the_desk_ends_is_refused_and_not_lost() -> None:
     """The desk ends between the moment at which it was asked whether it takes orders, and the hand-over itself."""
 
     class Ending(deque[Any]):
-        def append(self, handed: Any) -> None:
+        def extend(self, handed: Any) -> None:
             desk._refuse_all()
-            super().append(handed)
+            super().extend(handed)
 
     desk = EngineDesk(Engine(EngineConfig(engine_id="prefill"), memory(1)[0]), lambda: None)
     desk._handed = Ending()

@@ -410,10 +410,10 @@ def test_the_tables_used_longest_ago_go_first_and_regular_ones_never(monkeypatch
     peer, made = crowded(monkeypatch, 8, 12)
     assert peer.is_full
     assert tables_of(read(peer, 1, [1], [2], 64)) == {made[0]}  # used again: the youngest now
-    gone = [table.table_id for table in peer.evict(set())]
+    gone = [table.table_id for table in peer.evict()]
     assert gone == made[1:6]
     assert not peer.is_full
-    assert peer.evict(set()) == []
+    assert peer.evict() == []
     assert tables_of(read(peer, 0, [1], [2], 64)) == {peer.regular[0].table_id}
     # What is kept is known still, and what went is made anew, under an id that was never used.
     assert [tables_of(read(peer, first, [1], [2], 64)) for first in (1, 7, 12)] == [{made[i]} for i in (0, 6, 11)]
@@ -422,16 +422,13 @@ def test_the_tables_used_longest_ago_go_first_and_regular_ones_never(monkeypatch
 
 @given(data=st.data())
 @settings(max_examples=100)
-def test_no_table_in_use_is_evicted(data: st.DataObject) -> None:
-    """Whoever planned with a table has yet to post with it: its indices would mean another table's rows, or none."""
+def test_no_more_tables_are_evicted_than_have_to_be(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         peer, made = crowded(patch, data.draw(st.integers(1, 8)), data.draw(st.integers(0, 12)))
-        in_use = set(data.draw(st.lists(st.sampled_from(made)))) if made else set()
-        gone = {table.table_id for table in peer.evict(in_use)}
+        gone = {table.table_id for table in peer.evict()}
         kept = {1 + i: name for i, name in enumerate(made) if name not in gone}
-        assert gone.isdisjoint(in_use | {peer.regular[0].table_id})
-        # No more go than have to, and no fewer: all that are in use may be more than are kept.
-        assert len(kept) + 1 == max(min(tables.MAX_TABLES, len(made) + 1), 1 + len(in_use))
+        assert peer.regular[0].table_id not in gone
+        assert len(kept) + 1 == min(tables.MAX_TABLES, len(made) + 1)
         for first, name in kept.items():
             assert peer.table(Span(0, 0, first, first, 64 - first)).table_id == name
 
@@ -440,7 +437,7 @@ def test_a_full_peer_is_one_with_more_tables_than_are_kept(monkeypatch: pytest.M
     for spans, full in ((6, False), (7, False), (8, True)):
         peer, _ = crowded(monkeypatch, 8, spans)
         assert peer.is_full is full
-        assert bool(peer.evict(set())) is full
+        assert bool(peer.evict()) is full
 
 
 def test_few_large_tables_are_kept_as_many_small_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +446,7 @@ def test_few_large_tables_are_kept_as_many_small_ones_are_not(monkeypatch: pytes
     peer, made = crowded(monkeypatch, 1000, 12)  # of two rows each, beside the regular one
     assert {table.num_rows for table in peer.regular} == {2}
     assert peer.is_full
-    assert [table.table_id for table in peer.evict(set())] == made[:3]
+    assert [table.table_id for table in peer.evict()] == made[:3]
     assert not peer.is_full
     assert [tables_of(read(peer, first, [1], [2], 64)) for first in range(4, 13)] == [{name} for name in made[3:]]
     assert not peer.is_full
@@ -462,8 +459,8 @@ def test_services_that_keep_a_single_table_read_with_none_that_is_gone(monkeypat
     evicted: list[int] = []
     honest = PeerTables.evict
 
-    def evict(self: PeerTables, in_use: set[int]) -> list[DescTable]:
-        gone = honest(self, in_use)
+    def evict(self: PeerTables) -> list[DescTable]:
+        gone = honest(self)
         evicted.extend(table.table_id for table in gone)
         return gone
 

@@ -25,7 +25,9 @@ def test_nothing_need_be_said() -> None:
 
 def test_every_section_of_the_engine_has_its_own_name_here() -> None:
     names = {f.name for f in fields(Options)}
-    assert {f.name for f in fields(EngineConfig)} - {"engine_id"} <= names
+    assert {f.name for f in fields(EngineConfig)} <= names
+    with pytest.raises(ConfigError, match="has no option 'engine_id'"):
+        Options.parse({"engine_id": "prefill"})
 
 
 def test_what_is_said_reaches_the_engine() -> None:

@@ -7,7 +7,6 @@ An owner whose event loop runs in long steps answers late, so both ways are meas
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from asynckv.core.pace import Pace
 from asynckv.core.types import TransferId
@@ -19,11 +18,6 @@ PATIENCE_S = 0.5
 PAUSE_S = 5.0
 
 
-class _Ask(NamedTuple):
-    read: ReadRequest
-    until: float
-
-
 class Asks:
     """Reads that wait for a copy: those that the owner was asked for, and those that follow."""
 
@@ -31,7 +25,7 @@ class Asks:
 
     def __init__(self) -> None:
         self._waiting: dict[TransferId, ReadRequest] = {}
-        self._asked: dict[TransferId, _Ask] = {}
+        self._asked: dict[TransferId, tuple[ReadRequest, float]] = {}  # the read, and until when an answer may come
         self._may_ask_at = -math.inf
         self.pace = Pace(SLOWER)
 
@@ -50,25 +44,25 @@ class Asks:
             return None
         transfer_id = next(iter(self._waiting))
         read = self._waiting.pop(transfer_id)
-        self._asked[transfer_id] = _Ask(read, now + PATIENCE_S)
+        self._asked[transfer_id] = read, now + PATIENCE_S
         return transfer_id, read
 
     def take(self, transfer_id: TransferId) -> ReadRequest | None:
         """Return the read of a wish that ends here; None if it has ended before."""
-        if (ask := self._asked.pop(transfer_id, None)) is not None:
-            return ask.read
+        if transfer_id in self._asked:
+            return self._asked.pop(transfer_id)[0]
         return self._waiting.pop(transfer_id, None)
 
     @property
     def until(self) -> float:
-        return next(iter(self._asked.values())).until if self._asked else math.inf
+        return next(iter(self._asked.values()))[1] if self._asked else math.inf
 
     def give_up(self, now: float) -> list[tuple[TransferId, ReadRequest]]:
         """Return all reads if an answer is overdue."""
         if now < self.until:
             return []
         self._may_ask_at = now + PAUSE_S
-        reads = [*[(each, ask.read) for each, ask in self._asked.items()], *self._waiting.items()]
+        reads = [*[(each, read) for each, (read, _) in self._asked.items()], *self._waiting.items()]
         self._asked.clear()
         self._waiting.clear()
         return reads

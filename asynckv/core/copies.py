@@ -79,29 +79,29 @@ class Copies:
         """Take the end of the work on a slot."""
         copy = self._making.pop(slot)
         self._making_of -= Counter([copy.line])
-        if failure and copy.is_wanted:
+        copy.is_made = True
+        if not copy.is_wanted:
+            self.slots.give_back(copy)
+        elif failure:
             self._answer(copy, NO_SLOT)
             self._drop(copy)
-        copy.is_made = True
-        if copy.is_wanted:
+        else:
             self._outbox.counters["copies.made"] += 1
             self._answer(copy, slot)
-            self._go_on()
-        else:
-            self._free(copy)
+        self._go_on()
 
     def unpack(self, unpack: Unpack) -> None:
         if (copy := self.by_key.get(unpack.key, {}).get((PullId(unpack.pull_id), unpack.nonce))) is not None:
             self._drop(copy)
+            if copy.is_made:
+                self._go_on()
 
     def settle(self, lease: Lease) -> None:
         """Drop the copies of grants that have ended."""
         copies = self.by_key[lease.lent.key].values()
-        ended = [copy for copy in copies if lease.is_over or copy.pull_id not in lease.grants]
-        for copy in ended:
-            self._leave_line(copy)  # or it would be made in the slot of another one that has ended
-        for copy in ended:
+        for copy in [copy for copy in copies if lease.is_over or copy.pull_id not in lease.grants]:
             self._drop(copy)
+        self._go_on()
 
     def _drop(self, copy: _Copy) -> None:
         copy.is_wanted = False
@@ -111,7 +111,7 @@ class Copies:
             del self.by_key[copy.key]
         self._leave_line(copy)
         if copy.is_made:
-            self._free(copy)
+            self.slots.give_back(copy)
 
     def _leave_line(self, copy: _Copy) -> None:
         waiting = self._lines.get(copy.line)
@@ -120,10 +120,6 @@ class Copies:
             self.num_waiting -= 1
             if not waiting:
                 del self._lines[copy.line]
-
-    def _free(self, copy: _Copy) -> None:
-        self.slots.give_back(copy)
-        self._go_on()
 
     def _go_on(self) -> None:
         """Begin the copies that have room now, one of each line in turn."""

@@ -620,7 +620,7 @@ class DecodeSide:
             self._outbox.counters["descriptors.planned"] += plan.num_descriptors
             plans.append((source, plan))
             if source.tables.is_full:
-                source.tables.evict(set())  # safe, because a plan itself holds the tables that it reads with
+                source.tables.evict()
         return pull.admitted(plans, now)
 
     def _abandon(self, pull: Pull, now: float) -> None:

@@ -272,14 +272,10 @@ class PrefillSide:
     def shut(self, how: str) -> None:
         """Lend nothing any more, and refuse readers that wait for a request that was not lent."""
         self.closed_as = how
-        parked = [p for waiting in self._parked.values() for p in waiting.values()]
-        self._parked.clear()
         self._parked_order.clear()
-        self._parked_by.clear()
-        self.num_parked = 0
-        for p in parked:
-            if isinstance(p.message, Claim):
-                self._refuse(p.message, p.reply_to, p.sender, Reason.ENGINE_CLOSED)
+        for parked in [each for key in list(self._parked) for each in self._take_parked(key)]:
+            if isinstance(parked.message, Claim):
+                self._refuse(parked.message, parked.reply_to, parked.sender, Reason.ENGINE_CLOSED)
 
     # -- messages and time -------------------------------------------------------------------------
 

@@ -481,6 +481,7 @@ class RankCore:
                 self.readers.refuse("", "hello", ReplyTo(origin), "", wire.Unwelcome(0, Reason.PROTOCOL, str(exc)))
         except RemoteProtocolError:
             pass  # it is no packet of any version
+        return False
 
 
 def _cost_of_copy(pack: wire.Pack) -> float:

@@ -62,8 +62,7 @@ class EngineDesk:
     ) -> None:
         self.engine = engine
         self._wake, self._on_news = wake, on_news
-        self._handed: deque[tuple[Order, ...]] = deque()
-        self._left: deque[Order] = deque()  # orders that the loop took from the queue, and has not carried out yet
+        self._handed: deque[Order] = deque()
         self._due: asyncio.Handle | None = None  # the next slice, if one was asked for
         self._tasks: dict[asyncio.Task[None], Order] = {}  # orders in flight, by the task that waits for their end
         self._unbegun: set[asyncio.Task[None]] = set()  # pulls, loads and stores with a task that has not run yet
@@ -91,7 +90,8 @@ class EngineDesk:
         if self._is_shut:
             raise EngineClosed("the engine was closed; none of these orders is carried out")
         if handed:
-            self._handed.append(handed)
+            self.num_handovers += 1
+            self._handed.extend(handed)
             if self._wake is None:
                 self._soon()
             else:
@@ -124,25 +124,21 @@ class EngineDesk:
     def _refuse_all(self) -> None:
         """Carry out nothing more, and refuse every order that still waits (`Finished.refused`, or `failed`)."""
         self._is_shut = self._is_over = True
-        while self._handed or self._left:
-            try:
-                orders = (self._left or self._handed).popleft()
-            except IndexError:
-                continue
-            for order in orders if isinstance(orders, tuple) else (orders,):
-                self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
+        while self._handed:
+            with suppress(IndexError):  # another thread took it
+                self._refuse(self._handed.popleft(), EngineClosed("the engine was closed before this was carried out"))
 
     def _forget(self) -> None:
         """Forget everything, in a forked process: all of it belongs to the parent."""
         self._is_shut = self._is_over = True
-        for each in (self._handed, self._left, self._news):
-            each.clear()
+        self._handed.clear()
+        self._news.clear()
 
     async def finish(self, timeout_s: float = FINISH_S) -> None:
         """Take no more orders, and carry out waiting ones for up to `timeout_s`, because other ranks may need them."""
         self._shut()
         until = time.monotonic() + timeout_s
-        while (self._handed or self._left or self._unbegun) and time.monotonic() < until:
+        while (self._handed or self._unbegun) and time.monotonic() < until:
             self.carry_out()
             await asyncio.sleep(0)
 
@@ -177,14 +173,8 @@ class EngineDesk:
         self._due = None
         if self._is_over:
             return
-        left, until = self._left, time.monotonic() + SLICE_S
-        while True:
-            if not left:
-                try:
-                    left.extend(self._handed.popleft())
-                except IndexError:
-                    return
-                self.num_handovers += 1
+        left, until = self._handed, time.monotonic() + SLICE_S
+        while left:
             # A pull begins in the loop's next turn, so orders that follow it, such as its cancellation, come later.
             if (self._unbegun and type(left[0]) not in AWAITED) or time.monotonic() > until:
                 self._soon()
@@ -312,19 +302,16 @@ class EngineDesk:
         self, order: Pull | Load | Store, exc: BaseException, owner: Engine | Offload
     ) -> None:
         """Report an order with an error that says nothing of its blocks, once it is known what became of them."""
-        is_returned = False
         try:
             await owner.returned(order.request_id)
-            is_returned = True
-        except BlocksRetired:
-            pass
-        finally:
-            if is_returned:
-                error = exc if isinstance(exc, Exception) else PullCancelled(f"request {order.request_id!r}: {exc!r}")
-                self._report(_of(order, "failed"), Failed(order.request_id, error))
-            else:
-                self._report(_of(order, "failed"), Failed(order.request_id, _held(order, exc)))
-                self._report(_of(order, "retired"), order.request_id)
+        except BaseException as other:
+            self._report(_of(order, "failed"), Failed(order.request_id, _held(order, exc)))
+            self._report(_of(order, "retired"), order.request_id)
+            if not isinstance(other, BlocksRetired):
+                raise
+        else:
+            error = exc if isinstance(exc, Exception) else PullCancelled(f"request {order.request_id!r}: {exc!r}")
+            self._report(_of(order, "failed"), Failed(order.request_id, error))
 
     async def _sent(self, lent: LentRequest) -> None:
         try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from asynckv.geometry.layout import Layout, Part, View
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
 MAX_CHECKED = 1 << 14  # descriptors that are compared one by one, of parts with dims that are not nested
+Range = TypeVar("Range", bound=tuple[Any, ...])
 _Step = tuple[int, int, bool]  # byte stride, entries, and whether they are the blocks
 
 
@@ -66,7 +67,7 @@ def check_overlap(spots: Sequence[Spot]) -> None:
 
 def _check_apart(spots: list[Spot], budget: list[int]) -> None:
     """Refuse a byte in two of these arrays, or twice in one; drop a common outermost dim where one entry shows all."""
-    for cluster in _clusters(spots):
+    for cluster in clusters(spots):
         first = cluster[0]
         if len(cluster) == 1 and _is_nested(first):
             continue
@@ -80,16 +81,17 @@ def _check_apart(spots: list[Spot], budget: list[int]) -> None:
             _check_descriptors(cluster, budget)
 
 
-def _clusters(spots: list[Spot]) -> Iterator[list[Spot]]:
-    spots.sort(key=lambda s: s[:2])
-    cluster, end = spots[:1], spots[0].hi
-    for each in spots[1:]:
-        if each.lo < end:
+def clusters(ranges: list[Range]) -> Iterator[list[Range]]:
+    """Yield the ranges `(begin, end, ...)` in ascending order, those together that mesh."""
+    ranges.sort(key=lambda each: each[:2])
+    cluster, end = ranges[:1], ranges[0][1]
+    for each in ranges[1:]:
+        if each[0] < end:
             cluster.append(each)
         else:
             yield cluster
             cluster = [each]
-        end = max(end, each.hi)
+        end = max(end, each[1])
     yield cluster
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET, structs
@@ -27,7 +27,7 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_BYTES, NULL
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Layout, Memory, Part, View
-from asynckv.geometry.overlap import part_bytes
+from asynckv.geometry.overlap import clusters, part_bytes
 
 ALIGN = 4096  # records are padded to pages, because files are read without the page cache
 
@@ -134,15 +134,16 @@ def _pack(views: Sequence[View], stride: int) -> list[View]:
     moved: dict[tuple[int, int], Part] = {}
     end = 0
     for _, same_base in itertools.groupby(places, key=lambda place: place[:2]):
-        for meshed in _meshed([(lo, views[number].parts[at], (number, at)) for _, _, lo, number, at in same_base]):
+        here = [(lo, views[number].parts[at], (number, at)) for _, _, lo, number, at in same_base]
+        for meshed in clusters([(lo, lo + part_bytes(part), part, key) for lo, part, key in here]):
             lo = meshed[0][0]
-            reach = max(at + part_bytes(part) for at, part, _ in meshed) - lo
-            if sum(_payload(part) for _, part, _ in meshed) == reach:
-                for at, part, key in meshed:
+            reach = max(hi for _, hi, _, _ in meshed) - lo
+            if sum(_payload(part) for _, _, part, _ in meshed) == reach:
+                for at, _, part, key in meshed:
                     moved[key] = structs.replace(part, offset=end + at - lo)
                 end += reach
                 continue
-            for _, part, key in meshed:
+            for _, _, part, key in meshed:
                 moved[key] = structs.replace(part, offset=end, dims=_dense(part))
                 end += _payload(part)
     out = []
@@ -152,21 +153,6 @@ def _pack(views: Sequence[View], stride: int) -> list[View]:
         parts = [structs.replace(part, offset=part.offset - offset) for part in parts]
         out.append(structs.replace(view, memory=0, offset=offset, stride=stride, parts=tuple(parts)))
     return out
-
-
-_Placed = tuple[int, Part, tuple[int, int]]  # begin of a part in kernel block 0, the part, and its (view, index)
-
-
-def _meshed(parts: Sequence[_Placed]) -> Iterator[list[_Placed]]:
-    found: list[_Placed] = []
-    end = 0
-    for each in parts:
-        if found and each[0] >= end:
-            yield found
-            found = []
-        found.append(each)
-        end = max(end, each[0] + part_bytes(each[1]))
-    yield found
 
 
 def _dense(part: Part) -> tuple[Dim, ...]:

@@ -235,12 +235,9 @@ class PeerTables:
         self._num_kept_rows += num_rows
         self.is_full = len(self._tables) > MAX_TABLES or self._num_kept_rows > MAX_KEPT_ROWS
 
-    def evict(self, in_use: set[int]) -> list[DescTable]:
-        """Forget tables beyond the limits, the least recently used first, and return them; those in use stay."""
-        if not self.is_full:
-            return []
-        kept = in_use | {table.table_id for table in self.regular}
-        out = []
+    def evict(self) -> list[DescTable]:
+        """Forget tables beyond the limits, the least recently used first, and return them. Plans hold their own."""
+        kept, out = {table.table_id for table in self.regular}, []
         for table in [table for table in self._tables.values() if table.table_id not in kept]:
             if not self.is_full:
                 break

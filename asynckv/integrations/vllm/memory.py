@@ -299,17 +299,13 @@ def _ratio(layer: str, spec: Any, kind: Attention | States | Opaque, tensor: Ten
 
 
 def _aliases(
-    tensors: Mapping[str, Tensor], known: Iterable[str], owners: Mapping[tuple[object, ...], str]
+    tensors: Mapping[str, Tensor], known: set[str], owners: Mapping[tuple[object, ...], str]
 ) -> dict[str, str]:
     """Return the layers that are in no group, because they use the cache of a layer that is in one."""
-    aliases = {}
-    known = set(known)
-    for layer, tensor in tensors.items():
-        if layer in known or isinstance(tensor, list | tuple):
-            continue
-        if (owner := owners.get(identity(tensor))) is not None:
-            aliases[layer] = owner
-    return aliases
+    others = {
+        layer: each for layer, each in tensors.items() if layer not in known and not isinstance(each, list | tuple)
+    }
+    return {layer: owners[at] for layer, each in others.items() if (at := identity(each)) in owners}
 
 
 class Tails:

@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from asynckv.arguments import MAX_NAME, did_you_mean, flag, integer, seconds, shown, text
-from asynckv.config import (
-    EngineConfig,
-    InspectConfig,
-    KeysConfig,
-    LeaseConfig,
-    LimitsConfig,
-    LogConfig,
-    NixlConfig,
-    PullConfig,
-)
+from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.errors import ConfigError
 
 TESTED_VERSIONS = ("0.33.0", "0.32.0")  # vLLM changes its connector interface without notice
@@ -50,17 +41,6 @@ class MetricsOptions:
         flag("allow_remote", self.allow_remote, ConfigError)
 
 
-SECTIONS: Mapping[str, type[Any]] = {
-    "lease": LeaseConfig,
-    "pull": PullConfig,
-    "nixl": NixlConfig,
-    "log": LogConfig,
-    "limits": LimitsConfig,
-    "inspect": InspectConfig,
-    "keys": KeysConfig,
-    "metrics": MetricsOptions,
-}
-
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     # vLLM reports the end of every request, so a request may wait in its queue for long. An announcement is kept for a
     # week, and a prefill engine keeps the blocks for a day while a living reader renews.
@@ -77,21 +57,15 @@ OF_NIXL_CONNECTOR: Mapping[str, str] = WORDS["of_nixl_connector"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(EngineConfig):
     """`kv_connector_extra_config`, checked: `EngineConfig` without the engine's id, and options of the connector.
 
     Attributes:
+        engine_id: Stands for the ids of the workers' engines (`engine_config`), and is no option.
         bind: Address of the first worker's control plane; the others take the ports that follow. With port 0 the
             system chooses a port for each.
-        advertise: Address that other engines are told, if it differs from the bound one.
-        allow_insecure: Allow addresses beyond loopback without keys.
-        keys: Authenticate and encrypt the control plane.
         lease: See `LeaseConfig`. A prefilled request waits `lease_s` for a decode engine to ask for it.
         pull: See `PullConfig`. `timeout_s` limits a load, and `announce_s` the wait in vLLM's queue.
-        nixl: See `NixlConfig`.
-        log: See `LogConfig`.
-        limits: See `LimitsConfig`.
-        inspect: See `InspectConfig`.
         metrics: Show each worker's engine to Prometheus; see `MetricsOptions`.
         turn_lease_s: Seconds that blocks wait for the next turn, if their request generated more than one token and is
             lent at its end.
@@ -99,16 +73,9 @@ class Options:
             client can then have any lent KV loaded for any prompt of the same length.
     """
 
-    bind: str = LOOPBACK
-    advertise: str = ""
-    allow_insecure: bool = False
-    keys: KeysConfig | None = None
+    engine_id: str = "checked"
     lease: LeaseConfig = field(default_factory=lambda: LeaseConfig(**DEFAULTS["lease"]))
     pull: PullConfig = field(default_factory=lambda: PullConfig(**DEFAULTS["pull"]))
-    nixl: NixlConfig = field(default_factory=NixlConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-    inspect: InspectConfig = field(default_factory=InspectConfig)
     metrics: MetricsOptions | None = None
     turn_lease_s: float = 480.0
     allow_unhashed: bool = False
@@ -121,7 +88,7 @@ class Options:
                 f"turn_lease_s {self.turn_lease_s:g} is outside [2, lease.max_lease_s {self.lease.max_lease_s:g}] "
                 f"seconds; lower it, or raise lease.max_lease_s"
             )
-        self.engine_config("checked")
+        EngineConfig.__post_init__(self)
 
     @classmethod
     def parse(cls, given: object) -> Options:
@@ -129,14 +96,15 @@ class Options:
         for name in values:
             if (remedy := OF_NIXL_CONNECTOR.get(name)) is not None:
                 raise ConfigError(f"{WHERE}.{name} is an option of NixlConnector; {remedy}")
-        refuse_unknown(WHERE, values, [f.name for f in fields(cls)])
-        for name, kind in SECTIONS.items():
-            if values.get(name) is not None:
-                section = dict(mapping(f"{WHERE}.{name}", values[name]))
-                refuse_unknown(f"{WHERE}.{name}", section, [f.name for f in fields(kind)])
-                values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
-            elif name in values and name not in ("keys", "metrics"):
-                raise ConfigError(f"{WHERE}.{name} is None; give an object, or leave it out")
+        refuse_unknown(WHERE, values, [f.name for f in fields(cls) if f.name != "engine_id"])
+        for name, hint in get_type_hints(cls).items():
+            for kind in filter(is_dataclass, (hint, *get_args(hint))):  # sections, and those that may be None
+                if values.get(name) is not None:
+                    section = dict(mapping(f"{WHERE}.{name}", values[name]))
+                    refuse_unknown(f"{WHERE}.{name}", section, [f.name for f in fields(kind)])
+                    values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
+                elif name in values and kind is hint:
+                    raise ConfigError(f"{WHERE}.{name} is None; give an object, or leave it out")
         options: Options = _made(WHERE, cls, values)
         return options
 
@@ -146,10 +114,10 @@ class Options:
         Args:
             number: Number of the worker among those with the same options; it is added to the first worker's port.
         """
-        values = {name: getattr(self, name) for name in _ENGINE}
+        values = {f.name: getattr(self, f.name) for f in fields(EngineConfig)} | {"engine_id": engine_id}
         for name in ("bind", "advertise") if number else ():
             values[name] = _port_of(name, values[name], number)
-        return EngineConfig(engine_id=engine_id, **values)
+        return EngineConfig(**values)
 
     def check_addresses(self) -> None:
         """Raise `ConfigError` if the addresses or the key files cannot be used."""
@@ -159,9 +127,6 @@ class Options:
             ZmqPlane(self.bind, self.advertise, self.allow_insecure, self.keys)
         except ConfigError as exc:
             raise ConfigError(f"{WHERE}: {exc}") from exc
-
-
-_ENGINE = tuple(f.name for f in fields(EngineConfig) if f.name != "engine_id")
 
 
 def remarks(options: Options, version: str, environment: Mapping[str, str], missing: Sequence[str] = ()) -> list[str]:
@@ -205,7 +170,7 @@ def refuse_unknown(where: str, given: Iterable[str], known: Sequence[str]) -> No
             raise ConfigError(f"{where} has no option {shown(name)}{hint} It takes {', '.join(known)}")
 
 
-def _made(where: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
+def _made(where: str, kind: Any, values: Mapping[str, Any]) -> Any:
     try:
         return kind(**values)
     except ConfigError as exc:
