@@ -11,9 +11,9 @@ import pytest
 from asynckv.config import POLICIES
 from asynckv.offload.eviction import POLICIES as KNOWN
 from asynckv.offload.keys import StoredGroup
+from asynckv.tools import cli
 from asynckv.tools.bench.offload_replay import Prompts, Tiers, replay
 from asynckv.tools.bench.workload import Workload
-from asynckv.tools.cli import main
 
 GROUP = StoredGroup(name="attention", block_size=16, record_bytes=4096)
 SMALL = ["bench", "offload", "--layers", "2", "--kv-heads", "1", "--requests", "12", "--prompt-tokens", "128:200"]
@@ -35,7 +35,7 @@ def played(workload: Workload, *, blocks: int = 1000, files: int = 0, policy: st
 def asynckv(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
     with pytest.raises(SystemExit) as ended:
-        main()
+        sys.exit(cli.run())
     return int(ended.value.code or 0)
 
 

@@ -188,7 +188,7 @@ def test_what_no_rank_holds_is_a_problem() -> None:
 def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
     try:
-        cli.main()
+        sys.exit(cli.run())
         status = 0
     except SystemExit as exc:
         status = int(exc.code or 0)
@@ -199,7 +199,7 @@ def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def layouts(path: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
     monkeypatch.setattr(sys, "argv", ["asynckv", "layout", "--layers", "4", *argv, "-o", str(path)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        sys.exit(cli.run())
     assert ended.value.code == 0
     return str(path)
 

@@ -207,7 +207,7 @@ def test_bad_input_is_one_line(
     given = [x.replace("NONE", str(tmp_path / "none")) for x in argv]
     monkeypatch.setattr(sys, "argv", ["asynckv", "why", *given])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     out, err = capsys.readouterr()
     assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
     assert says in err
