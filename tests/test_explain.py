@@ -279,7 +279,7 @@ def test_a_plan_of_tp_8_is_read_at_80_columns(model: str, prefill: int, decode: 
     ("argv", "says"),
     [
         (["plan", "NONE/a.json", "NONE/b.json"], "NONE/a.json: No such file"),
-        (["plan", "NONE/a", "NONE/b", "--tokens", "0"], "--tokens 0"),
+        (["plan", "NONE/a", "NONE/b", "--tokens", "0"], "'--tokens': Input should be greater"),
         (["layout", "--tp", "3"], "--tp 3: "),
         (["layout", "--tp", "0"], "Invalid value for '--tp'"),
         (["layout", "--model", "lama-3.1-8b"], "did you mean llama-3.1-8b?"),
