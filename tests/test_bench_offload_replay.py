@@ -96,7 +96,7 @@ def test_every_combination_of_sizes_and_policies_is_a_run(
     [
         ([], "these prompts have nothing in common; give --shared-prefix"),
         (["--shared-prefix", "64", "--host-mb", "0"], "--host-mb '0': '0' is no number of MiB from 1"),
-        (["--shared-prefix", "64", "--policy", "arc"], "--policy 'arc': 'arc' is none of s3-fifo, lru"),
+        (["--shared-prefix", "64", "--policy", "arc"], "--policy 'arc' is unknown; use one of s3-fifo, lru"),
         (["--shared-prefix", "64", "--block-size", "16:32"], "--block-size and --order take one value here"),
     ],
 )
