@@ -25,7 +25,6 @@ from asynckv.geometry.match import assign
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
 from asynckv.geometry.tables import PeerTables
-from asynckv.ports import AgentInfo
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench.memory import Pool
@@ -68,8 +67,7 @@ class Floor:
         from asynckv.edges.nixl_raw import RawLoop
 
         self._raw = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
-        agent = self._raw.open(self._here.memories)
-        return p.Opened(agent.name, agent.metadata, self._here)
+        return p.Opened(self._raw.open(self._here.memories), self._here)
 
     async def connect(self, opened: p.Opened) -> None:
         """Start, and load the agent of the prefill worker, unless this is done already."""
@@ -79,7 +77,7 @@ class Floor:
         self._there = opened
         (share,) = assign(self._here, [opened.layout])
         self._map = PeerTables(self._here, opened.layout, share, itertools.count(1))
-        await self.plane.add_remote_agent(AgentInfo(opened.agent_name, opened.metadata), opened.layout.memories)
+        await self.plane.add_remote_agent(opened.agent, opened.layout.memories)
 
     def close(self) -> None:
         if self._raw is not None:
@@ -97,7 +95,7 @@ class Floor:
         requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
         window = {"window_bytes": config.window_bytes, "window_descriptors": config.window_descriptors}
         try:
-            lists = self.plane.prepare_lists(self._there.agent_name, requests)
+            lists = self.plane.prepare_lists(self._there.agent.name, requests)
             garbage.settle()
             cpu, began = time.process_time(), time.perf_counter()
             ends = self.plane.read_all(lists, requests, concurrency=concurrency, **window)
