@@ -90,9 +90,9 @@ def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[
         if not (before.is_sweep and after.is_sweep):
             # Reports have no options, so match all runs by their recorded configuration.
             side.runs = [run._replace(params=flat(run.report["config"])) for run in side.runs if run.report]
-        if not side.reports:
+        if not any(run.report for run in side.runs):
             raise ConfigError(f"{side.name}: every point failed, so there is nothing to compare")
-    reports = [report for side in sides for report in side.reports]
+    reports = [run.report for side in sides for run in side.runs if run.report]
     chosen = [*DEFAULT, *(each for each in FLOORS if all(each.of(report) is not None for report in reports))]
     changed, keys, shown = _columns(sides)
     there = [_points(side, keys) for side in sides]
