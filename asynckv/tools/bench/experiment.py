@@ -79,11 +79,6 @@ class Experiment:
                 f"claims within the measured time; leave out {', '.join(found)}"
             )
 
-    def num_ranks(self, number: int) -> int:
-        """Return the number of ranks that pull a request; it is complete when all of them have it."""
-        side = self.sides[self.engines.route(number)[1].role]
-        return side.tp * side.pp
-
     def schedule(self) -> list[Request]:
         return make_schedule(self.workload, self.options, self.engines)
 
