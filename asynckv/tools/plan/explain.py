@@ -391,7 +391,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
     for name, readers in report["owed"].items():
         notes = {d: "" if name in read else " (which reads nothing from it)" for d, read in read_by.items()}
-        names = (f"{d}{notes.get(d, ' (not in this file)')}" for d in readers)
+        names = [f"{d}{notes.get(d, ' (not in this file)')}" for d in readers]
         console.print(f"  prefill {name}: decode {', '.join(names)}")
     _show_problems(report, console)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
