@@ -73,7 +73,7 @@ def polled(server: floor.Floor) -> Iterator[None]:
 
     def poll() -> None:
         while not is_over.is_set():
-            server._plane.poll()
+            server.plane.poll()
 
     thread = threading.Thread(target=poll)
     thread.start()
@@ -97,8 +97,8 @@ async def test_descriptor_lists_are_prepared_before_the_clock_starts(monkeypatch
     server, probe = (floor.Floor(pool, False, PullConfig()) for pool in (there, here))
     try:
         await probe.connect(server.open())
-        assert probe._plane._agent is not None
-        clock = ClockOfPreparing(probe._plane._agent, monkeypatch)
+        assert probe.plane._agent is not None
+        clock = ClockOfPreparing(probe.plane._agent, monkeypatch)
         with polled(server):
             found = await probe.measure([work], 1)
     finally:

@@ -12,9 +12,9 @@ import pytest
 from asynckv.config import POLICIES
 from asynckv.offload.eviction import POLICIES as KNOWN
 from asynckv.offload.keys import StoredGroup
+from asynckv.tools import cli
 from asynckv.tools.bench.offload_replay import Prompts, Tiers, replay
 from asynckv.tools.bench.workload import Workload
-from asynckv.tools.cli import main
 
 GROUP = StoredGroup(name="attention", block_size=16, record_bytes=4096)
 SMALL = ["bench", "offload", "--layers", "2", "--kv-heads", "1", "--requests", "12", "--prompt-tokens", "128:200"]
@@ -36,7 +36,7 @@ def played(workload: Workload, *, blocks: int = 1000, files: int = 0, policy: st
 def asynckv(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
     with pytest.raises(SystemExit) as ended:
-        main()
+        sys.exit(cli.run())
     return int(ended.value.code or 0)
 
 
@@ -98,7 +98,7 @@ def test_every_combination_of_sizes_and_policies_is_a_run(
     [
         ([], "these prompts have nothing in common; give --shared-prefix"),
         (["--shared-prefix", "64", "--host-mb", "0"], "--host-mb '0': '0' is no number of MiB from 1"),
-        (["--shared-prefix", "64", "--policy", "arc"], "--policy 'arc': 'arc' is none of s3-fifo, lru"),
+        (["--shared-prefix", "64", "--policy", "arc"], "--policy 'arc' is unknown; use one of s3-fifo, lru"),
         (["--shared-prefix", "64", "--block-size", "16:32"], "--block-size and --order take one value here"),
     ],
 )

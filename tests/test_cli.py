@@ -27,7 +27,7 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     """Run in this process, expect exit status 2, and return the one line on stderr."""
     monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     out, err = capsys.readouterr()
     assert caught.value.code == 2
     assert out == ""
@@ -118,7 +118,7 @@ def test_a_config_that_does_not_parse_names_the_file(
 
 
 def asynckv(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asynckv.tools.cli", *argv]
+    command = [sys.executable, "-m", "asynckv", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=os.environ | env)
 
 
@@ -274,7 +274,7 @@ def test_ctrl_c_while_the_report_is_written_is_one_line(
     monkeypatch.setattr("asynckv.tools.output.write", interrupted)
     monkeypatch.setattr(sys, "argv", ["asynckv", *SMALL, "--json", "-"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        sys.exit(cli.run())
     assert (ended.value.code, capsys.readouterr()) == (130, ("", "asynckv: interrupted\n"))
 
 
@@ -301,7 +301,7 @@ def interfered(tmp_path: Path, victim: str, what: signal.Signals) -> dict[str, A
     log, out = tmp_path / "log.jsonl", tmp_path / "report.json"
     argv = [*SMALL, "--requests", "20000", "--timeout-s", "5", "--log", str(log), "--json", str(out)]
     with subprocess.Popen(
-        [sys.executable, "-m", "asynckv.tools.cli", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "asynckv", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stderr is not None
         pids = wait_for_pids(log, driver)

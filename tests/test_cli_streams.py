@@ -64,7 +64,7 @@ def test_a_terminal_with_ascii_alone_shows_something_for_every_letter() -> None:
 def test_h_is_help(name: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["asynckv", *name, "-h"])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     assert caught.value.code == 0
     assert "Usage: " in capsys.readouterr().out
 
@@ -80,7 +80,7 @@ def test_scripts_hear_h_as_well(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_name_that_is_nearly_one_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["asynckv", "benhc"])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     assert caught.value.code == 2
     assert "Did you mean 'bench'? See " in capsys.readouterr().err
 
@@ -90,7 +90,7 @@ def test_the_version_names_what_it_stands_on(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["asynckv", "--version"])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     assert caught.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("asynckv ")
@@ -102,7 +102,7 @@ def test_what_the_system_says_of_a_file_names_the_file(
 ) -> None:
     monkeypatch.setattr(cli, "app", lambda **_: (tmp_path / "none" / "x").read_text())
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"asynckv: {tmp_path}/none/x: No such file or directory\n"
 
@@ -158,7 +158,7 @@ def test_ctrl_c_is_one_line_at_every_stage(
     monkeypatch.setattr(where, name, what)
     monkeypatch.setattr(sys, "argv", ["asynckv", "plan", "one.json", "other.json"])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     assert (caught.value.code, capsys.readouterr()) == (130, ("", "asynckv: interrupted\n"))
 
 
@@ -191,7 +191,7 @@ def test_a_broken_pipe_to_somebody_else_is_no_closed_stdout(monkeypatch: pytest.
 
     monkeypatch.setattr(cli, "app", broken)
     with pytest.raises(BrokenPipeError):
-        cli.main()
+        sys.exit(cli.run())
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal() -> None:
@@ -254,7 +254,7 @@ def test_json_on_stdout_is_alone(
         monkeypatch.setattr(f"asynckv.tools.{module}.write_json", warning)
     monkeypatch.setattr(sys, "argv", ["asynckv", *argv, "--json", "-"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        sys.exit(cli.run())
     out, err = capsys.readouterr()
     assert (ended.value.code, err) == (status, "")
     assert json.loads(out)["schema"].startswith("asynckv.")

@@ -19,7 +19,7 @@ import pytest
 
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import write_pair
-from asynckv.tools.cli import main
+from asynckv.tools import cli
 from asynckv.tools.doctor import host, probing, software
 from asynckv.tools.doctor.checks import examine
 from asynckv.tools.doctor.facts import Facts
@@ -27,7 +27,7 @@ from asynckv.tools.doctor.probe import Order, Place, Refused, Result
 from asynckv.tools.doctor.ucx_log import read_log
 from tests.test_bench_remote import namespaces
 
-DOCTOR = [sys.executable, "-m", "asynckv.tools.cli", "doctor"]
+DOCTOR = [sys.executable, "-m", "asynckv", "doctor"]
 
 
 def run(*argv: str, before: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -445,7 +445,7 @@ def test_bad_input_is_refused(
     ):
         monkeypatch.setattr(sys, "argv", ["asynckv", "doctor", *argv])
         with pytest.raises(SystemExit) as ended:
-            main()
+            sys.exit(cli.run())
         said = capsys.readouterr()
         assert (ended.value.code, said.out) == (2, "")
         assert text in said.err, said.err

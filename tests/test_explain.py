@@ -188,7 +188,7 @@ def test_what_no_rank_holds_is_a_problem() -> None:
 def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
     try:
-        cli.main()
+        sys.exit(cli.run())
         status = 0
     except SystemExit as exc:
         status = int(exc.code or 0)
@@ -199,7 +199,7 @@ def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def layouts(path: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
     monkeypatch.setattr(sys, "argv", ["asynckv", "layout", "--layers", "4", *argv, "-o", str(path)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        sys.exit(cli.run())
     assert ended.value.code == 0
     return str(path)
 
@@ -279,7 +279,7 @@ def test_a_plan_of_tp_8_is_read_at_80_columns(model: str, prefill: int, decode: 
     ("argv", "says"),
     [
         (["plan", "NONE/a.json", "NONE/b.json"], "NONE/a.json: No such file"),
-        (["plan", "NONE/a", "NONE/b", "--tokens", "0"], "--tokens 0"),
+        (["plan", "NONE/a", "NONE/b", "--tokens", "0"], "'--tokens': Input should be greater"),
         (["layout", "--tp", "3"], "--tp 3: "),
         (["layout", "--tp", "0"], "Invalid value for '--tp'"),
         (["layout", "--model", "lama-3.1-8b"], "did you mean llama-3.1-8b?"),

@@ -157,7 +157,7 @@ def test_a_benchmark_between_gpu_pools_verifies_every_byte(torch_cuda: Any) -> N
         "--json",
         "-",
     ]
-    command = [sys.executable, "-m", "asynckv.tools.cli", *argv]
+    command = [sys.executable, "-m", "asynckv", *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

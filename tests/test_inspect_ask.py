@@ -105,9 +105,9 @@ async def test_what_does_not_fit_one_page_comes_in_several() -> None:
         lend(prefill, group, 700)
         whole = await one(prefill.endpoint.address, most=10_000)
         assert [each.request_id for each in whole.requests] == [f"p{n}" for n in range(700)]
-        assert (len(whole.account.holds), whole.is_cut) == (700, False)
+        assert (len(whole.account.holds), whole.account.after) == (700, "")
         some = await one(prefill.endpoint.address, most=300)
-        assert (len(some.requests), some.is_cut) == (300, True)
+        assert (len(some.requests), bool(some.account.after)) == (300, True)
         assert [(x.phase, x.number) for x in some.account.counts] == [("unclaimed", 700)]
 
 
@@ -210,7 +210,7 @@ async def test_an_account_that_is_none_is_no_answer(account: bytes) -> None:
 async def test_pages_that_never_end_do() -> None:
     same = encode_account(Account(after="0x1p+0 l1"))
     async with listener(lambda x: encode_packet("x", "", [Status(x.nonce, "e", 0, 1, {}, same)])) as address:
-        assert (await one(address, most=10_000)).is_cut
+        assert (await one(address, most=10_000)).account.after
 
 
 async def test_who_is_asked_by_a_socket_is_not_waited_for_again_at_the_address_that_others_name(

@@ -243,7 +243,7 @@ def test_an_allow_list_mounted_by_kubernetes_is_followed(tmp_path: Path) -> None
 def keygen(*argv: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sys, "argv", ["asynckv", "keygen", *argv])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     return int(caught.value.code or 0)
 
 

@@ -10,7 +10,7 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST
 from asynckv.geometry.match import assign, compare, remote_ranks
-from asynckv.tools.plan.layouts import CONV_ORDERS, ORDERS, model_groups, model_layout, stage_layers, with_addresses
+from asynckv.tools.plan.layouts import CONV_ORDERS, ORDERS, model_groups, model_layout, with_addresses
 from asynckv.tools.plan.models import PRESETS, Heads, Model, preset
 
 
@@ -52,7 +52,12 @@ def test_groups_are_layers_of_one_kind() -> None:
 
 
 def test_stages_share_out_all_layers() -> None:
-    assert [list(stage_layers(5, s, 3)) for s in range(3)] == [[0], [1, 2], [3, 4]]
+    stages = [model_layout(Model("m", (Heads(8, 16),) * 5), pp_stage=s, pp_size=3) for s in range(3)]
+    assert [list(dict.fromkeys(x.layer for x in stage.views)) for stage in stages] == [
+        ["layers.0"],
+        ["layers.1", "layers.2"],
+        ["layers.3", "layers.4"],
+    ]
 
 
 @pytest.mark.parametrize(

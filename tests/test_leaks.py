@@ -1083,7 +1083,7 @@ def test_a_closed_pipe_is_no_error_of_ours(argv: list[str], monkeypatch: pytest.
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "argv", ["asynckv", *argv, str(RECORDED)])
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            sys.exit(cli.run())
     assert caught.value.code == 141
 
 

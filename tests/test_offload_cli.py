@@ -46,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     def run_it(*argv: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["asynckv", "offload", *map(str, argv)])
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            sys.exit(cli.run())
         out, _ = capsys.readouterr()
         return int(caught.value.code or 0), out
 
@@ -133,7 +133,7 @@ def test_the_directory_above_stands_for_all_of_them_and_what_cannot_be_read_is_t
     def run(*argv: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["asynckv", "offload", *map(str, argv)])
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            sys.exit(cli.run())
         return int(caught.value.code or 0), *capsys.readouterr()
 
     for name in ("tp0of2-a", "tp1of2-b"):

@@ -411,7 +411,7 @@ def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(sys, "argv", ["asynckv", "why", *argv])
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     out, err = capsys.readouterr()
     return int(caught.value.code or 0), out, err
 

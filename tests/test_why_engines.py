@@ -189,7 +189,7 @@ def test_strangers_write_nothing_onto_the_terminal_but_letters() -> None:
     [
         (["nowhere"], "'nowhere' is no file, directory or address"),
         (["tcp://127.0.0.1:0"], "names no port"),
-        (["h:1", "--top", "-1"], "--top -1 is outside 0"),
+        (["h:1", "--top", "-1"], "'--top': Input should be greater"),
         (["h:1", "--watch", "--html", "x.html"], "--watch asks running engines"),
         (["h:1", "--watch", "--json", "x.json"], "at most --json -"),
         (["h:1", "--keys", "x"], "--keys and --authorized belong together"),
@@ -207,7 +207,7 @@ def test_bad_input_is_one_line(
     given = [x.replace("NONE", str(tmp_path / "none")) for x in argv]
     monkeypatch.setattr(sys, "argv", ["asynckv", "why", *given])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        sys.exit(cli.run())
     out, err = capsys.readouterr()
     assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
     assert says in err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -70,11 +70,6 @@ command(keygen, PREPARE)
 command(proxy_cli.proxy, RUN)
 
 
-def main() -> NoReturn:
-    """Run the command line; errors are one line on stderr."""
-    sys.exit(run())
-
-
 def run() -> int:
     """Run the command line, with errors as one line on stderr; return the exit status."""
     try:
@@ -130,7 +125,3 @@ def _usage(exc: Any) -> str:
 def _say(exc: object, status: int) -> int:
     print(f"asynckv: {without_control(str(exc))}", file=sys.stderr)
     return status
-
-
-if __name__ == "__main__":
-    main()

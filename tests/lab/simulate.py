@@ -85,7 +85,7 @@ def simulate(
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise ConfigError(f"--logs {logs}: cannot be written: {exc.strerror}") from exc
-    with Bar() as bar:
+    with Bar(Console(stderr=True)) as bar:
         bar.begin("seeds", seeds)
         found = simulation.simulate_many(
             range(first_seed, first_seed + seeds), chosen, jobs or os.cpu_count() or 1, bar.advance, logs, make

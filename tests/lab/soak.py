@@ -28,6 +28,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import typer
+from rich.console import Console
 
 from asynckv import Engine, EngineConfig, LeaseConfig, PrefillRanks, PullConfig, configure_logging
 from asynckv.config import NixlConfig
@@ -422,7 +423,7 @@ async def soak(transfers: int, seed: int, faults: float) -> dict[str, Any]:
             prefill = await fleet.start("prefill", "tests.lab.soak:Prefill", **setup)
             await prefill.ask("report")  # it listens
             decode = await fleet.start("decode", "tests.lab.soak:Decode", **setup)
-            with Bar() as bar:
+            with Bar(Console(stderr=True)) as bar:
                 bar.begin("transfers", transfers)
                 for mark in marks:
                     start = time.monotonic()

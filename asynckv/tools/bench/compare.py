@@ -90,9 +90,9 @@ def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[
         if not (before.is_sweep and after.is_sweep):
             # Reports have no options, so match all runs by their recorded configuration.
             side.runs = [run._replace(params=flat(run.report["config"])) for run in side.runs if run.report]
-        if not side.reports:
+        if not any(run.report for run in side.runs):
             raise ConfigError(f"{side.name}: every point failed, so there is nothing to compare")
-    reports = [report for side in sides for report in side.reports]
+    reports = [run.report for side in sides for run in side.runs if run.report]
     chosen = [*DEFAULT, *(each for each in FLOORS if all(each.of(report) is not None for report in reports))]
     changed, keys, shown = _columns(sides)
     there = [_points(side, keys) for side in sides]
@@ -179,14 +179,11 @@ def _columns(sides: Sequence[Side]) -> tuple[dict[str, list[Any]], list[str], se
 
     A parameter that only one side has comes from another version, and is ignored.
     """
-    found = _values(sides, [name for name in _names(sides[0]) if name in _names(sides[1])])
+    one, two = (dict.fromkeys(name for run in side.runs for name in run.params) for side in sides)
+    found = _values(sides, [name for name in one if name in two])
     changed = {n: [*a, *b] for n, (a, b) in found.items() if len(a) == len(b) == 1 and a != b}
     keys = [n for n in found if n not in changed]
     return changed, keys, {n for n in keys if len({*found[n][0], *found[n][1]}) > 1}
-
-
-def _names(side: Side) -> dict[str, None]:
-    return dict.fromkeys(name for run in side.runs for name in run.params)
 
 
 def _values(sides: Sequence[Side], names: Sequence[str]) -> dict[str, list[list[Any]]]:

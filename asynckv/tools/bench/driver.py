@@ -76,7 +76,6 @@ class Driver:
         self._lenders: list[Worker] = []
         self._readers: list[Worker] = []
         self._floor_at: p.Opened | None = None
-        self._has_lost = False
         self._rng = np.random.default_rng(self._options.seed)
         self._cpu_at: dict[str, float] = {}
 
@@ -131,7 +130,7 @@ class Driver:
         self._progress.begin("requests (including filling and comparing)", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
         most = -(-total // ROUNDS) if self._options.floor else total
-        while done < total and not self._has_lost:
+        while done < total and not self.found.problems:
             wave = self._allocate(self._schedule[i] for i in range(done, min(done + most, total)))
             await self._wave(groups, wave, clock_s, is_open=self._experiment.is_open)
             # The schedule's clock stops between windows. If a window took too long, the requests of the next one count
@@ -153,7 +152,7 @@ class Driver:
                 number = len(self._schedule) + len(todo)
                 todo.append(requests[i % len(requests)]._replace(number=number, chunks=()))
         self._progress.begin("warm-up, first handshakes", len(todo))
-        while todo and not self._has_lost:
+        while todo and not self.found.problems:
             wave = self._allocate(todo)
             todo = todo[len(wave) :]
             await self._wave(groups, wave, 0.0, is_open=False)
@@ -206,7 +205,7 @@ class Driver:
         self._progress.note("comparing" if options.verify != "off" else "")
         await self._verify(patience)
         await self._finish()
-        if options.floor and not self._has_lost:
+        if options.floor and not self.found.problems:
             sample = sample or await self._measure_floor(patience)
             good = [o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error and o.num_bytes]
             seconds, moved = [o.seconds for o in good], sum(o.num_bytes for o in good)
@@ -297,7 +296,6 @@ class Driver:
     def _lost(self, what: str) -> None:
         if what not in self.found.problems:
             self.found.problems.append(what)
-        self._has_lost = True
 
 
 async def run(experiment: Experiment, progress: Bar) -> Measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,11 +79,6 @@ class Experiment:
                 f"claims within the measured time; leave out {', '.join(found)}"
             )
 
-    def num_ranks(self, number: int) -> int:
-        """Return the number of ranks that pull a request; it is complete when all of them have it."""
-        side = self.sides[self.engines.route(number)[1].role]
-        return side.tp * side.pp
-
     def schedule(self) -> list[Request]:
         return make_schedule(self.workload, self.options, self.engines)
 
@@ -155,12 +151,8 @@ class Experiment:
         have = memory_available() if available is None else available
         room = max(0, have - ranks * PROCESS_BYTES - 512 * MiB)
         total = sum(processes[role] * self.pool_bytes(role, wanted[role]) for role in self.sides)
-        share = min(1.0, room / total)
-        if self.options.pool_mb is not None:
-            share = min(
-                share, *(self.options.pool_mb * MiB / self.pool_bytes(role, wanted[role]) for role in self.sides)
-            )
-        need = {role: self.pool_bytes(role, least[role]) for role in self.sides}
+        most = math.inf if self.options.pool_mb is None else self.options.pool_mb * MiB
+        share = min(1.0, room / total, *(most / self.pool_bytes(role, wanted[role]) for role in self.sides))
         if not room:
             raise ConfigError(
                 f"{ranks} worker processes need {size(ranks * PROCESS_BYTES + 512 * MiB)} of memory in addition to "
@@ -168,11 +160,11 @@ class Experiment:
                 f"or engines"
             )
         for role in self.sides:
-            limit = self.options.pool_mb * MiB if self.options.pool_mb is not None else room // ranks
-            if need[role] > limit:
+            limit = most if math.isfinite(most) else room // ranks
+            if (need := self.pool_bytes(role, least[role])) > limit:
                 raise ConfigError(
                     f"the longest prompt ({max(self.workload.prompt_tokens):,} tokens) needs a pool of "
-                    f"{size(need[role])} on each of the {processes[role]} {role} ranks, but {size(limit)} is "
+                    f"{size(need)} on each of the {processes[role]} {role} ranks, but {size(limit)} is "
                     f"available for each of {ranks} processes; shorten it with --max-prompt-tokens, use fewer --layers "
                     f"or ranks, or {'raise --pool-mb' if limit < room // ranks else 'free memory'}"
                 )

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -26,7 +25,6 @@ from asynckv.geometry.match import assign
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
 from asynckv.geometry.tables import PeerTables
-from asynckv.ports import AgentInfo
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench.memory import Pool
@@ -60,7 +58,7 @@ class Floor:
         self._raw: RawLoop | None = None
 
     @property
-    def _plane(self) -> RawLoop:
+    def plane(self) -> RawLoop:
         assert self._raw is not None
         return self._raw
 
@@ -69,12 +67,7 @@ class Floor:
         from asynckv.edges.nixl_raw import RawLoop
 
         self._raw = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
-        agent = self._raw.open(self._here.memories)
-        return p.Opened(agent.name, agent.metadata, self._here)
-
-    def serve(self, on: bool) -> None:
-        """Make progress continuously for the raw loop, or only when woken if `on` is false."""
-        self._plane.watch(on)
+        return p.Opened(self._raw.open(self._here.memories), self._here)
 
     async def connect(self, opened: p.Opened) -> None:
         """Start, and load the agent of the prefill worker, unless this is done already."""
@@ -84,7 +77,7 @@ class Floor:
         self._there = opened
         (share,) = assign(self._here, [opened.layout])
         self._map = PeerTables(self._here, opened.layout, share, itertools.count(1))
-        await self._plane.add_remote_agent(AgentInfo(opened.agent_name, opened.metadata), opened.layout.memories)
+        await self.plane.add_remote_agent(opened.agent, opened.layout.memories)
 
     def close(self) -> None:
         if self._raw is not None:
@@ -98,11 +91,14 @@ class Floor:
         if self._verify:
             for work in works:
                 await anyio.to_thread.run_sync(self._pool.poison, work.lists)
+        config = self._config
+        requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
+        window = {"window_bytes": config.window_bytes, "window_descriptors": config.window_descriptors}
         try:
-            move = self._prepared(plans, concurrency)
+            lists = self.plane.prepare_lists(self._there.agent.name, requests)
             garbage.settle()
             cpu, began = time.process_time(), time.perf_counter()
-            ends = move()
+            ends = self.plane.read_all(lists, requests, concurrency=concurrency, **window)
         except AsyncKVError as exc:
             return p.Sample([], 0.0, num_bytes, 0.0, 0, str(exc))
         window_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
@@ -119,13 +115,6 @@ class Floor:
             self._pool.check(work.number, work.lists, work.tokens, (work.chunk_tokens, work.chunks))[1]
             for work in works
         )
-
-    def _prepared(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
-        config = self._config
-        requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
-        lists = self._plane.prepare_lists(self._there.agent_name, requests)
-        window = {"window_bytes": config.window_bytes, "window_descriptors": config.window_descriptors}
-        return partial(self._plane.read_all, lists, requests, concurrency=concurrency, **window)
 
 
 def latencies(ends: Sequence[float], concurrency: int) -> list[float]:

@@ -34,8 +34,6 @@ class Interval(Struct, frozen=True):
 
 
 def median_of(values: Sequence[float]) -> Interval:
-    if not values:
-        return Interval(0.0, 0.0, 0.0, 0.0, 0)
     number, ordered = len(values), np.sort(np.array(values, float))
     # The number of values below the true median is distributed as heads of `number` coins.
     below = [math.comb(number, k) / 2**number for k in range((number + 1) // 2)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from asynckv.arguments import one_of
 from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
 from asynckv.tools.bench.options import Options
@@ -60,7 +61,7 @@ def offload(
         offload_replay.Tiers(name, host * MiB, file * MiB)
         for file in _sizes("--file-mb", file_mb, 0)
         for host in _sizes("--host-mb", host_mb, 1)
-        for name in _policies(policy)
+        for name in dict.fromkeys(one_of("--policy", x.strip(), POLICIES, ConfigError) for x in policy.split(","))
     ]
     if len(runs) > MOST_RUNS:
         raise ConfigError(f"{len(runs)} combinations of sizes and policies are asked for; at most {MOST_RUNS} are run")
@@ -118,10 +119,3 @@ def _sizes(name: str, text: str, least: int) -> list[int]:
     if wrong := [x for x in parts if not x.strip().isdecimal() or not least <= int(x) <= MOST_MB]:
         raise ConfigError(f"{name} {text!r}: {wrong[0]!r} is no number of MiB from {least} to {MOST_MB}")
     return list(dict.fromkeys(map(int, parts)))
-
-
-def _policies(text: str) -> list[str]:
-    found = dict.fromkeys(part.strip() for part in text.split(","))
-    if wrong := [x for x in found if x not in POLICIES]:
-        raise ConfigError(f"--policy {text!r}: {wrong[0]!r} is none of {', '.join(POLICIES)}")
-    return list(found)

@@ -13,6 +13,7 @@ from msgspec import Struct
 from asynckv.core.types import Endpoint
 from asynckv.geometry.layout import Layout
 from asynckv.keys import KeyPair
+from asynckv.ports import AgentInfo
 from asynckv.tools.bench.options import Options
 from asynckv.tools.bench.processes import LIMIT
 from asynckv.tools.plan.models import Model
@@ -144,8 +145,7 @@ class Report(Struct, tag=True):
 class Opened(Struct):
     """Agent and layout by which the raw NIXL loop reads this side's memory (`asynckv.tools.bench.floor`)."""
 
-    agent_name: str
-    metadata: bytes
+    agent: AgentInfo
     layout: Layout
 
 

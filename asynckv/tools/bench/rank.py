@@ -295,7 +295,8 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
             case p.Finish(patience_s):
                 answer = await worker.finish(patience_s)
             case p.Do("serve" | "rest" as what):
-                worker.floor.serve(what == "serve")
+                # The raw loop needs progress at all times, else it is enough when something wakes the agent.
+                worker.floor.plane.watch(what == "serve")
             case p.Measure(opened, concurrency):
                 await worker.floor.connect(opened)
                 answer = await worker.floor.measure(worker.works, concurrency)

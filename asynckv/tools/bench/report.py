@@ -27,11 +27,8 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     """Build the JSON report. A request is complete only if every decode rank completed it."""
     schedule, every = experiment.schedule(), [o for outcomes in found.outcomes.values() for o in outcomes]
     good = [o for o in every if not o.error]
-    whole = [
-        outcomes
-        for number, outcomes in found.outcomes.items()
-        if len(outcomes) == experiment.num_ranks(number) and not any(o.error for o in outcomes)
-    ]
+    ranks = experiment.sides["decode"].tp * experiment.sides["decode"].pp  # all of them pull a request
+    whole = [x for x in found.outcomes.values() if len(x) == ranks and not any(o.error for o in x)]
     # A request that is cached whole is answered without a transfer.
     read = [outcomes for outcomes in whole if any(o.num_bytes for o in outcomes)]
     complete = [max(o.seconds for o in outcomes) for outcomes in read]

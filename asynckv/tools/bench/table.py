@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -214,10 +215,6 @@ class Side:
     runs: list[Run] = field(default_factory=list)
     environments: list[dict[str, str]] = field(default_factory=list)
 
-    @property
-    def reports(self) -> list[dict[str, Any]]:
-        return [run.report for run in self.runs if run.report]
-
 
 def load(text: str) -> Side:
     """Read one side: a report, a sweep, or a directory of them; refuse an unfinished sweep."""
@@ -258,18 +255,18 @@ def _files(path: Path) -> list[Path]:
 
 
 def _report(data: bytes, path: Path) -> dict[str, Any]:
-    try:
+    found: dict[str, Any] = {}
+    with suppress(*_MALFORMED):
         found = msgspec.json.decode(data, type=dict[str, Any])
-        schema = str(found["schema"])
-    except (*_MALFORMED, KeyError):
-        raise ConfigError(f"{path}: is neither a report of asynckv bench nor a sweep") from None
-    if schema != report.SCHEMA:
-        raise ConfigError(f"{path}: has schema {schema}, but this asynckv compares {report.SCHEMA} and {SCHEMA}")
+    if "schema" not in found:
+        raise ConfigError(f"{path}: is neither a report of asynckv bench nor a sweep")
     _check_shape(found, path)
     return found
 
 
 def _check_shape(found: Mapping[str, Any], path: Path) -> None:
+    if (schema := found.get("schema")) != report.SCHEMA:
+        raise ConfigError(f"{path}: has schema {schema}, but this asynckv compares {report.SCHEMA} and {SCHEMA}")
     absent = [name for name in OBJECTS if name not in found] + [x for x in NUMBERS if number_at(found, x) is None]
     if absent:
         raise ConfigError(f"{path}: is damaged: {', '.join(absent)} cannot be read")
@@ -285,8 +282,6 @@ def _add_sweep(side: Side, path: Path, found: Sweep) -> None:
         )
     for row in found.latest().values():
         if row.report is not None:
-            if row.report.get("schema") != report.SCHEMA:
-                raise ConfigError(f"{path}: holds a report of schema {row.report.get('schema')}, not {report.SCHEMA}")
             _check_shape(row.report, path)
         name = f"{path} (round {row.round}, {row.key})"
         side.runs.append(Run(flat(row.params), row.report or {}, name, row.reason))

@@ -70,8 +70,7 @@ class Answer:
     trouble: Trouble = Trouble.NONE  # what kind of reason that is
     pid: int = 0  # of the process behind a socket that gave no answer; 0 if it is not known
     gauges: Mapping[str, int] = field(default_factory=dict)  # what is owed and held
-    account: Account = field(default_factory=Account)  # everything else that it says
-    is_cut: bool = False  # it holds more requests than were asked for
+    account: Account = field(default_factory=Account)  # everything else; `after` if it holds more requests than asked
     peers_left_out: int = 0  # engines that it reads from, and that were not asked because they are too many
     took_s: float = 0.0  # how long the answer took
     at: float = math.nan  # when it came, by this host's clock
@@ -261,7 +260,6 @@ class _Asker:
             address=address,
             gauges=status.gauges,
             account=msgspec.structs.replace(first, requests=tuple(requests.values()), holds=tuple(holds), after=after),
-            is_cut=bool(after),
         )
 
     @asynccontextmanager

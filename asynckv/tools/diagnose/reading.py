@@ -98,7 +98,7 @@ class Looking:
     def _joined(self, answers: Sequence[Answer]) -> Seen:
         now = time.time()
         # An engine that listed all that it holds overrides the logs.
-        whole = {x.account.incarnation for x in answers if not x.error and not x.is_cut}
+        whole = {x.account.incarnation for x in answers if not x.error and not x.account.after}
         held = (told.LeaseHeld.event, told.PullHeld.event)
         kept = [x for x in self._logs.records if x.event not in held or x.incarnation not in whole]
         said = sorted(leaks_live.records_of(answers, now), key=lambda x: x.at)

@@ -19,7 +19,6 @@ from asynckv.tools.output import HELP, check_writable, consoles, write, write_js
 
 said = HELP["why"]
 asking, shown = (partial(typer.Option, rich_help_panel=panel) for panel in ("Asking", "Showing"))
-MAX_TOP = 4096
 WATCH_S = 2.0
 
 
@@ -30,7 +29,7 @@ def why(
     since: Annotated[str | None, shown(help=said["since"], metavar="TIME")] = None,
     html: Annotated[str | None, shown(help=said["html"], metavar="FILE")] = None,
     json: Annotated[str | None, shown(help=said["json"], metavar="FILE")] = None,
-    top: Annotated[int | None, shown(help=said["top"], metavar="N")] = None,
+    top: Annotated[int | None, shown(help=said["top"], metavar="N", min=0, max=4096)] = None,
     watch: Annotated[bool, asking("--watch", help=said["watch"])] = False,
     keys: Annotated[Path | None, asking(help=said["keys"], metavar="FILE")] = None,
     authorized: Annotated[Path | None, asking(help=said["authorized"], metavar="DIR")] = None,
@@ -53,8 +52,6 @@ def why(
 
     if (keys is None) is not (authorized is None):
         raise ConfigError("--keys and --authorized belong together: the asker's keys, and the keys that it trusts")
-    if top is not None and not 0 <= top <= MAX_TOP:
-        raise ConfigError(f"--top {top} is outside 0 ... {MAX_TOP}")
     if json == "-" == html:
         raise ConfigError("--html and --json cannot share stdout; give one of them a file")
     check_writable("--html", html)

@@ -108,7 +108,7 @@ def engine(answer: Answer) -> dict[str, Any]:
     for name in ("refused", "retry_s", "after"):
         del said[name]
     requests: Sequence[Any] = msgspec.to_builtins(answer.requests, str_keys=True)
-    head |= {"is_cut": answer.is_cut, "peers_left_out": answer.peers_left_out}
+    head |= {"is_cut": bool(answer.account.after), "peers_left_out": answer.peers_left_out}
     return head | said | {"gauges": dict(answer.gauges), "requests": requests}
 
 

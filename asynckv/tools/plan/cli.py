@@ -68,7 +68,7 @@ def layout(
 def plan(
     prefill: Annotated[Path, typer.Argument(help=HELP["plan"]["prefill"])],
     decode: Annotated[Path, typer.Argument(help=HELP["plan"]["decode"])],
-    tokens: Annotated[int, work(help=HELP["plan"]["tokens"])] = 1024,
+    tokens: Annotated[int, work(help=HELP["plan"]["tokens"], min=1, max=1 << 24)] = 1024,
     prefix_hit: Annotated[str, work(help=HELP["plan"]["prefix_hit"])] = "0",
     nic_gbit: Annotated[float, work(min=0.1, max=1e5, help=HELP["plan"]["nic_gbit"])] = 400.0,
     json: Annotated[str | None, out(help=HELP["plan"]["json"], metavar="FILE")] = None,
@@ -82,8 +82,6 @@ def plan(
     from asynckv.tools.plan.layout_file import load_layouts
     from asynckv.tools.progress import Bar
 
-    if not 1 <= tokens <= 1 << 24:
-        raise ConfigError(f"--tokens {tokens} is outside 1 ... {1 << 24}")
     shown, errors = consoles(json)
     theirs, mine = load_layouts(prefill, "prefill"), load_layouts(decode, "decode")
     cached = cached_tokens(prefix_hit, tokens)

@@ -390,7 +390,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print("[bold]Releases[/bold]: a prefill rank's blocks are free once these decode ranks have released them")
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
     for name, readers in report["owed"].items():
-        names = [f"{d}{_how(read_by.get(d), name)}" for d in readers]
+        notes = {d: "" if name in read else " (which reads nothing from it)" for d, read in read_by.items()}
+        names = [f"{d}{notes.get(d, ' (not in this file)')}" for d in readers]
         console.print(f"  prefill {name}: decode {', '.join(names)}")
     _show_problems(report, console)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
@@ -436,12 +437,6 @@ def _show_bounds(report: dict[str, Any], console: Console) -> None:
 def _show_problems(report: dict[str, Any], console: Console) -> None:
     for problem in report["problems"]:
         console.print(f"[red]problem[/red]: {problem}")
-
-
-def _how(read: set[str] | None, name: str) -> str:
-    if read is None:
-        return " (not in this file)"
-    return "" if name in read else " (which reads nothing from it)"
 
 
 def _show_refusal(report: dict[str, Any], console: Console) -> None:

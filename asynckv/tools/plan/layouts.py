@@ -29,11 +29,6 @@ def model_groups(model: Model) -> tuple[tuple[Layer, tuple[int, ...]], ...]:
     return tuple((layer, tuple(numbers)) for layer, numbers in groups.items())
 
 
-def stage_layers(num_layers: int, pp_stage: int, pp_size: int) -> range:
-    """Return the layers of one pipeline stage. Stages are as equal as whole layers allow."""
-    return range(pp_stage * num_layers // pp_size, (pp_stage + 1) * num_layers // pp_size)
-
-
 def model_layout(
     model: Model,
     *,
@@ -65,7 +60,8 @@ def model_layout(
     counts = [num_blocks] * len(kinds) if isinstance(num_blocks, int) else list(num_blocks)
     if len(counts) != len(kinds) or min(counts) < 1:
         raise ConfigError(f"num_blocks {counts} does not give 1 or more blocks for each of the {len(kinds)} groups")
-    stage = stage_layers(len(model.layers), pp_stage, pp_size)
+    # Stages are as equal as whole layers allow.
+    stage = range(pp_stage * len(model.layers) // pp_size, (pp_stage + 1) * len(model.layers) // pp_size)
     groups: list[Group] = []
     views: list[View] = []
     lengths: list[int] = []  # of the memories

@@ -260,9 +260,6 @@ class _Config(dict[str, Any]):
         self.read.add(key)
         return super().get(key, default)
 
-    def but(self, changes: Mapping[str, Any]) -> _Config:
-        return _Config({**self, **changes}, self.read)
-
     def number(self, *keys: str, default: int | None = None, least: int = 1) -> int:
         # Another name of the same number is read too.
         key = next(iter([k for k in keys if self.get(k) is not None]), keys[0])
@@ -380,7 +377,7 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
         raise ConfigError(f"layer_types has {SLIDING!r}, but sliding_window is missing")
     made: list[Layer] = []
     for name, other, index in zip(kinds, _others(c, kind, kinds), _indexes(c, kind, depth), strict=True):
-        layer = c.but(other) if other else c
+        layer = _Config({**c, **other}, c.read) if other else c
         near = layer.number("sliding_window", default=0, least=0) if "sliding_window" in other else window
         made.append(_kept(layer, kind, near if name == SLIDING else 0, index))
     # The last layers of some models read the cache of earlier ones, so they have none.
