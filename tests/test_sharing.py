@@ -368,7 +368,7 @@ def test_names_that_other_users_chose_neither_break_nor_colour_the_error() -> No
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         path = os.fsencode(name) + b"/a\r\x0b\xc2\x85\xe2\x80\xa8\n\xff\x1b[2J"
         Path(os.fsdecode(path)).write_bytes(bytes(1 << 20))
-        holder = [sys.executable, "-c", HOLDER, path]
+        holder = [sys.executable, "-c", HOLDER, os.fsdecode(path)]
         with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             child.stdout.readline()
