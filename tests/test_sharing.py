@@ -354,6 +354,30 @@ def test_a_full_memory_file_system_names_what_is_free_and_who_holds_it() -> None
             piece.close()
 
 
+HOLDER = """
+import mmap, sys
+file = open(sys.argv[1], "r+b")
+held = mmap.mmap(file.fileno(), 0)
+open("/proc/self/comm", "wb").write(b"\\xff\\x1b[2J")
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_names_that_other_users_chose_neither_break_nor_colour_the_error() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        path = os.fsencode(name) + b"/a\r\x0b\xc2\x85\xe2\x80\xa8\n\xff\x1b[2J"
+        Path(os.fsdecode(path)).write_bytes(bytes(1 << 20))
+        holder = [sys.executable, "-c", HOLDER, os.fsdecode(path)]
+        with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            said = shm_use(Path(name))
+            child.communicate()
+        assert said.isprintable()
+        assert f"held by {child.pid} (" in said
+
+
 def test_memory_that_an_offload_cannot_have_names_the_holders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "FOLDER", tmp_path)
     held = tmp_path / "held"

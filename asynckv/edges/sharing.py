@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from asynckv.arguments import MAX_INTEGER, integer
+from asynckv.arguments import MAX_INTEGER, integer, without_control
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
@@ -133,7 +133,8 @@ def _under(memory: Memory, mappings: Sequence[_Mapping], where: str) -> Iterator
 
 
 def _mappings(process: Path = Path("/proc/self")) -> Iterator[_Mapping]:
-    for line in (process / "maps").read_text(errors="replace").splitlines():
+    # The kernel escapes "\n" in a path, and no other line end.
+    for line in os.fsdecode((process / "maps").read_bytes()).split("\n")[:-1]:
         place, mode, offset, device, inode, *path = line.split(maxsplit=5)
         start, end = (int(x, 16) for x in place.split("-"))
         major, minor = (int(x, 16) for x in device.split(":"))
@@ -184,12 +185,13 @@ def shm_use(folder: Path = SHM) -> str:
         with suppress(OSError):  # it has ended, or belongs to another user
             for mapping in _mappings(process):
                 if mapping.file[0] == device and mapping.path.startswith(f"{folder}/"):
-                    inode, who = mapping.file[1], f"{process.name} ({(process / 'comm').read_text().strip()})"
+                    comm = (process / "comm").read_text(errors="replace").strip()
+                    inode, who = mapping.file[1], f"{process.name} ({comm})"
                     sizes.setdefault(inode, mapping.end - mapping.start)
                     names.setdefault(inode, mapping.path)
                     holders.setdefault(inode, {})[who] = None
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:MOST_HOLDERS]
     held_by = {x: ", ".join(list(holders.get(x, {"no process seen": None}))[:MOST_HOLDERS]) for x in largest}
-    said = (f"{names[x]}, {sizes[x]} bytes, held by {held_by[x]}" for x in largest)
+    said = (without_control(f"{names[x]}, {sizes[x]} bytes, held by {held_by[x]}") for x in largest)
     free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
     return f"{free} of {total} bytes of {folder} are free; its largest files: {'; '.join(said) or 'none'}"

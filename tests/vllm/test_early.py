@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from asynckv.errors import ConfigError
-from asynckv.integrations.vllm.early import watch
+from asynckv.integrations.vllm.early import watch_executors
 from tests.vllm.planned import vllm_config
 
-watch()  # vLLM calls it, where the package is installed
+watch_executors()  # as the import of a connector does
 
 
 class Reached(Exception):
@@ -81,5 +83,37 @@ def test_a_mistake_is_refused_before_a_model_is_loaded(tmp_path: Path, spoil: An
 
 def test_watching_twice_checks_once() -> None:
     before = VllmConfig.__post_init__, Executor.__init__
-    watch()
+    watch_executors()
     assert (VllmConfig.__post_init__, Executor.__init__) == before
+
+
+class Odd(dict[str, Any]):
+    """Options of somebody else's connector, of which a check knows nothing."""
+
+    def get(self, *args: Any) -> Any:
+        raise ZeroDivisionError
+
+
+def test_an_error_of_the_check_itself_ends_no_start(tmp_path: Path) -> None:
+    config = vllm_config(tmp_path / "model")
+    config.kv_transfer_config.kv_connector = "SomebodysConnector"
+    config.kv_transfer_config.kv_connector_extra_config = Odd()
+    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(VllmConfig) if f.init}
+    assert VllmConfig(**given).kv_transfer_config is config.kv_transfer_config
+
+
+PLUG_IN = """
+import sys
+import vllm.config
+before = set(sys.modules)
+from asynckv.integrations.vllm.early import watch
+watch()
+large = "vllm.v1.executor", "asynckv.engine", "asynckv.edges", "nixl", "zmq"
+print([x for x in sorted(set(sys.modules) - before) if x.startswith(large)])
+vllm.config.VllmConfig()
+"""
+
+
+def test_the_plug_in_imports_nothing_large() -> None:
+    done = subprocess.run([sys.executable, "-c", PLUG_IN], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from asynckv.integrations.vllm import compat
-from asynckv.integrations.vllm.early import watch
+from asynckv.integrations.vllm.early import watch_executors
 from asynckv.integrations.vllm.handover import StepOrders
 from asynckv.integrations.vllm.memory import check_supported
 from asynckv.integrations.vllm.options import Options, remarks
@@ -151,7 +151,7 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self._worker.shutdown()
 
 
-watch()
+watch_executors()
 # MultiConnector looks up a child's class by its name to log statistics. If that raised, the API server would serve no
 # request any more.
 with contextlib.suppress(ValueError, AttributeError):  # it may be registered already

@@ -1,13 +1,15 @@
 """The checks before a model is loaded: vLLM makes connectors only when the model is in memory, minutes later.
 
 vLLM calls `watch` as a plug-in (`vllm.general_plugins`) in each process, before it makes a configuration, so a mistake
-ends the command that has it. Without the plug-in (`VLLM_PLUGINS`, or a copy that is not installed) the import of a
-connector calls `watch`, which comes before the executor. The connectors' constructors check once more.
+ends the command that has it. Without the plug-in (`VLLM_PLUGINS`, or a copy that is not installed) executors check as
+soon as a connector is imported. The connectors' constructors check once more. A vLLM without a connector of asynckv has
+the plug-in too: it imports nothing large there, and its own errors end no start.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,12 +22,21 @@ _watched: set[Callable[..., None]] = set()
 
 
 def watch() -> None:
-    """Have configurations of vLLM checked as they are made, and before an executor loads a model. Idempotent."""
-    for kind, name in ((compat.VllmConfig, "__post_init__"), (compat.Executor, "__init__")):
-        made = getattr(kind, name, None)
-        if made is not None and made not in _watched:
-            _watched.add(checked := _checked(made))
-            setattr(kind, name, checked)
+    """Have configurations of vLLM checked as they are made. Idempotent."""
+    _watch(compat.VllmConfig, "__post_init__")
+
+
+def watch_executors() -> None:
+    """Have configurations checked also before an executor loads a model. Idempotent."""
+    watch()
+    _watch(compat.Executor, "__init__")
+
+
+def _watch(kind: type, name: str) -> None:
+    made = getattr(kind, name, None)
+    if made is not None and made not in _watched:
+        _watched.add(checked := _checked(made))
+        setattr(kind, name, checked)
 
 
 def _checked(made: Callable[..., None]) -> Callable[..., None]:
@@ -33,7 +44,12 @@ def _checked(made: Callable[..., None]) -> Callable[..., None]:
     def check_and_make(*args: Any, **kwargs: Any) -> None:
         for each in (*args, *kwargs.values()):
             if isinstance(each, compat.VllmConfig):
-                check(each)
+                try:
+                    check(each)
+                except ConfigError:
+                    raise
+                except Exception as exc:
+                    logging.getLogger(__name__).warning("asynckv could not check a configuration: %r", exc)
         made(*args, **kwargs)
 
     return check_and_make
