@@ -550,3 +550,18 @@ def test_no_recipe_gets_a_byte_of_a_block_that_is_not_lent(seed: int) -> None:
             begin = at + int(taken.blocks[0]) * stride + sum(i * by for i, by in zip(steps, strides, strict=True))
             assert foreign.isdisjoint(range(begin, begin + length))
     assert num_taken > 10
+
+
+def test_no_gap_holds_a_piece_of_a_part_that_is_longer_than_a_block() -> None:
+    """Rows of `long` reach into the next blocks, where they lie between the two entries of `short`."""
+    short = Part("short", "float16", 2, 44, (Dim("token", 2, 10),), tokens_per_entry=2)
+    long = Part("long", "float16", 2, 36, (Dim("token", 4, 40), Dim("dim", 4, 10)))
+    views = (View(0, 0, "layer", 288, 48, (short, long)),)
+    layout = Layout(memories=(Memory(1 << 40, 4096),), groups=(Group("g", 4, 6),), views=views)
+    check_layout(layout)
+    ranges, lent = Ranges(layout), np.array([1])
+    for offset in (332, 342):
+        check_recipe(Recipe(0, ((2, ()),), ((0, offset, 0),), ((1, 1),)), ranges, lent, PACK_BYTES)
+    assert 288 + 36 + 40 + 2 * 10 == 332 + 48 + 4, "here a row of block 0 begins"
+    with pytest.raises(LayoutError, match="in no block"):
+        check_recipe(Recipe(0, ((12, ()),), ((0, 332, 0),), ((1, 1),)), ranges, lent, PACK_BYTES)

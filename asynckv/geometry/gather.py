@@ -190,20 +190,26 @@ class _Range(NamedTuple):
 def _meshed(ranges: list[_Range], num_blocks: int) -> set[int]:
     """Return the indices of at least all ranges with bytes of other blocks of their group in their gaps."""
     found = {at for at, each in enumerate(ranges) if each.end - each.start > each.stride}
-    places = sorted([(r.memory, r.stride, r.start % r.stride, at) for at, r in enumerate(ranges) if at not in found])
+    # A range that is longer than the stride is compared as several, so that it is found in the gaps of others.
+    places = sorted(
+        [
+            (r.memory, r.stride, begin % r.stride, begin // r.stride, min(r.end - begin, r.stride), at)
+            for at, r in enumerate(ranges)
+            for begin in range(r.start, r.end, r.stride)
+        ]
+    )
     for (_, stride), same in groupby(places, key=itemgetter(0, 1)):
         # Modulo the stride all blocks lie in one. Ranges that overlap there do so as blocks that are so far apart as
         # their turns. A range at the end of the stride may reach into the next one, so the stride is walked twice.
-        some = [(lo, at) for _, _, lo, at in same]
+        some = [place[2:] for place in same]
         ends, turns, bad = dict[int, int](), list[int](), set[int]()  # by turn: the last end so far
-        for lo, at in some + [(lo + stride, at) for lo, at in some]:
-            turn = (ranges[at].start - lo) // stride
+        for lo, turn, length, _ in some + [(lo + stride, turn - 1, length, at) for lo, turn, length, at in some]:
             near = turns[bisect_right(turns, turn - num_blocks) : bisect_left(turns, turn + num_blocks)]
             bad.update([x for other in near if other != turn and ends[other] > lo for x in (turn, other)])
             if turn not in ends:
                 insort(turns, turn)
-            ends[turn] = max(ends.get(turn, 0), lo + ranges[at].end - ranges[at].start)
-        found |= {at for lo, at in some if bad.intersection([(ranges[at].start - lo) // stride - n for n in (0, 1)])}
+            ends[turn] = max(ends.get(turn, 0), lo + length)
+        found |= {at for _, turn, _, at in some if bad.intersection((turn, turn - 1))}
     return found
 
 
