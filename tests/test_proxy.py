@@ -1389,15 +1389,19 @@ async def test_what_no_engine_takes_is_refused_before_the_prefill(path: str, fie
         (COMPLETIONS[0], {"stream_options": {}, "max_completion_tokens": "any", "max_output_tokens": [1]}),
         (COMPLETIONS[1], {"max_tokens": 0, "max_completion_tokens": 5, "min_tokens": True}),
         (RESPONSES, {"max_tokens": "any", "stream_options": {"include_usage": True}}),
+        # Beam search ignores `min_tokens`, and no prefill is for nothing.
+        *((path, {"use_beam_search": True, "max_tokens": 5, "min_tokens": 7}) for path in COMPLETIONS),
+        (COMPLETIONS[1], {"use_beam_search": True, "max_tokens": 0}),
     ],
     ids=str,
 )
 async def test_what_vllm_takes_is_not_refused(path: str, fields: dict[str, Any]) -> None:
     prefill, decode = prefills(), decodes()
     body = {**ASK, **fields}
+    params = {} if "use_beam_search" in fields else {"kv_transfer_params": {**PARAMS, "of": "a"}}
     async with routed([prefill], [decode]) as client:
         assert (await client.ask(body, path))[0] == 200
-    assert decode.asked[0][0] == {**body, "kv_transfer_params": {**PARAMS, "of": "a"}}
+    assert decode.asked[0][0] == {**body, **params}
 
 
 async def test_a_body_that_cannot_be_unpacked_is_refused() -> None:
@@ -1584,6 +1588,25 @@ async def test_what_is_under_way_is_finished_when_the_router_is_stopped() -> Non
         decode.go_on.set()
         assert await asked == (200, {"choices": []})
         await closing
+
+
+async def test_what_is_lent_while_the_router_stops_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "GRACE_S", HEAR_S)
+    monkeypatch.setattr(router_module, "LATE_S", HEAR_S)
+    prefill = Fake(lends)
+    prefill.hears.clear()
+    async with prefill.running(), aiohttp.ClientSession() as session:
+        life = contextlib.AsyncExitStack()
+        async with decodes().running() as decode:
+            router = Router([prefill.url], [decode.url], Limits(drain_s=0.1))
+            url = await life.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S))
+            asked = asyncio.create_task(Client(url, session).ask())
+            await asyncio.wait_for(prefill.busy.wait(), HEAR_S)
+            closing = asyncio.create_task(life.aclose())
+            assert (await asked)[0] == 503
+            prefill.hears.set()
+            await asyncio.wait_for(closing, HEAR_S)
+    assert given_back(prefill) == lent(prefill) == [1]
 
 
 @pytest.mark.parametrize("at", ["prefill", "decode", "stream", "full"])

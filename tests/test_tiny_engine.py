@@ -29,6 +29,7 @@ def test_it_reads_what_it_is_asked() -> None:
     asked, found = tiny_request.read(msgspec.json.encode(body), COMPLETIONS[1])
     assert (found, asked.count, asked.stream) == ([encode("user: two\n")], 4, None)
     assert tiny_request.read(b'{"prompt": "one", "max_tokens": null}', COMPLETIONS[0])[0].count == 16
+    assert prompts(prompt="one", stream_options={}) == [encode("one")]  # as vLLM
 
 
 def test_it_reads_texts_tokens_and_lists_of_either() -> None:

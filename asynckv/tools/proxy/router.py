@@ -29,7 +29,7 @@ import math
 import resource
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -272,10 +272,8 @@ class Router:
 
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
         async with self.engines:
-            watching = asyncio.create_task(self._watch())
+            self.engines.spawn(self._watch())
             yield
-            watching.cancel()
-            await asyncio.wait([watching])
 
     async def _watch(self) -> None:
         """End requests with engines that take too long, and log each once if it waits for long.
@@ -300,8 +298,10 @@ class Router:
         self.end_within(self._limits.drain_s)
         if tasks := [job.task for job in self._jobs if job.task is not None]:
             await asyncio.wait(tasks, timeout=self._limits.drain_s + GRACE_S)
-        if self._giving:
-            await asyncio.wait(self._giving, timeout=GRACE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                while self._giving:  # those that wait for a prefill are followed by others
+                    await asyncio.wait(self._giving)
 
     def end_within(self, seconds: float) -> None:
         self._ends = asyncio.get_running_loop().time() + seconds
@@ -401,12 +401,13 @@ class Router:
             what = "previous_response_id and background need the engine that keeps the response"
             raise Refused(400, f"{what}; send the whole conversation as input")
         job.body = body
-        check(job)
 
     async def _route(self, job: Job) -> web.StreamResponse:
         """Have a request prefilled and decoded, and retry with other engines if needed."""
         if cause := why_alone(job):
             self._leave_alone(job, cause)
+        else:
+            check(job)  # alone, vLLM's beam search ignores some of these fields
         spent = 0
         for job.notes["attempts"] in itertools.count(1):
             try:
@@ -459,9 +460,12 @@ class Router:
                 short = {"input": "x", "max_output_tokens": 1, "store": False}
             short |= {name: job.body[name] for name in ("model",) if name in job.body}
             short["kv_transfer_params"] = params | {"do_remote_prefill": None, "give_back": True}
-            task = self.engines.spawn(self.engines.tell(engine, job.path, job.headers, short))
-            self._giving.add(task)
-            task.add_done_callback(self._giving.discard)
+            self._give(self.engines.tell(engine, job.path, job.headers, short))
+
+    def _give(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.engines.spawn(work)
+        self._giving.add(task)
+        task.add_done_callback(self._giving.discard)
 
     async def _give_back_later(self, job: Job, engine: Engine, asking: asyncio.Task[Params | None]) -> None:
         """Wait a little for the prefill of a client that has left, because its answer may be here, but not read yet."""
@@ -490,7 +494,7 @@ class Router:
         try:
             params = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            self.engines.spawn(self._give_back_later(job, engine, asking))
+            self._give(self._give_back_later(job, engine, asking))
             raise
         self._passed("prefill", job)
         if not params:

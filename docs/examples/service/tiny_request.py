@@ -84,7 +84,7 @@ def read(data: bytes, path: str) -> tuple[Asked, list[list[int]]]:
         text = f"The model `{asked.model}` does not exist. Valid aliases: {MODEL}."
         error = {"message": text, "type": "NotFoundError", "param": "model", "code": 404}
         raise Refused(404, text, body=msgspec.json.encode({"error": error}))
-    if asked.stream_options and not asked.stream:
+    if asked.stream_options not in (None, StreamOptions()) and not asked.stream:
         raise Refused(400, "stream_options need a request with stream")
     for field, value in (("max_tokens", asked.max_tokens), ("max_completion_tokens", asked.max_completion_tokens)):
         if value is not None and not 1 <= value <= MAX_TOKENS:
