@@ -51,7 +51,7 @@ AGAIN_S = 1.0  # seconds until an item is woken again after its turn met a bug
 PARTS = 4  # rows, boxes, dims and runs of a recipe that take as long as a ping
 MALFORMED = 100  # cost of a malformed packet to its sender, in pings
 
-_OF_LEASES = wire.Claim, wire.Renew, wire.Release
+_OF_LEASES, _QUESTIONS = (wire.Claim, wire.Renew, wire.Release), (wire.Hello, wire.StatusRequest)
 _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
 COSTS = dict.fromkeys(_RECEIVED, 2.0) | {
     wire.Ping: 1.0,
@@ -359,7 +359,11 @@ class RankCore:
             for message in packet.messages:
                 self.decode.receive(message, Address(origin), packet.sender, now)
             return False
-        for number, message in enumerate(packet.messages):
+        refused: wire.Message | None = None
+        for message in packet.messages:
+            if refused is not None and isinstance(message, _QUESTIONS):
+                self.outbox.counters["dropped.too_many_hellos"] += 1  # a packet may hold hundreds of them
+                continue
             self.outbox.counters[_RECEIVED[type(message)]] += 1
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
@@ -367,13 +371,9 @@ class RankCore:
             elif isinstance(message, _OF_LEASES):
                 self.prefill.receive(message, ReplyTo(origin), packet.sender, now, proven)
             elif not self._serve(message, ReplyTo(origin), packet.sender, now, principal, proven):
-                if isinstance(message, wire.Hello):
-                    self.outbox.counters["dropped.too_many_hellos"] += 1
-                    continue
-                # The rest of the packet is dropped as well, because a packet may hold hundreds of questions.
-                self.outbox.counters["dropped.too_many_hellos"] += len(packet.messages) - number
-                return not self._refusals.take(principal or origin, now)
-        return False
+                self.outbox.counters["dropped.too_many_hellos"] += 1
+                refused = message
+        return isinstance(refused, wire.StatusRequest) and not self._refusals.take(principal or origin, now)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """Note that the data plane's agent has ended, and with it our own reads if `reads`. Lent blocks stay lent."""
@@ -489,6 +489,7 @@ class RankCore:
                 self.readers.refuse("", "hello", ReplyTo(origin), "", wire.Unwelcome(0, Reason.PROTOCOL, str(exc)))
         except RemoteProtocolError:
             pass  # it is no packet of any version
+        return False
 
 
 def _cost_of_copy(pack: wire.Pack) -> float:
