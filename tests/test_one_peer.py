@@ -253,6 +253,13 @@ def test_what_is_said_of_thousands_of_owed_readers_is_bounded() -> None:
     assert len(list(lease.owing())) == RANKS
 
 
+def test_readers_that_have_released_count_as_work_of_a_question() -> None:
+    lender = Lender()
+    lender.hear([lender.release(f"p{rank}", Cohort("d", RANKS, rank)) for rank in range(RANKS - 1)])
+    lease = lender.lease
+    assert events_of(lambda: lease.waits(1.0)) < 10 * lease.steps
+
+
 def test_a_report_about_many_requests_takes_several_turns() -> None:
     lender = Lender()
     for number in range(2000):
@@ -387,6 +394,41 @@ def test_packets_behind_large_ones_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         core.tick(0.5)
     assert core.outbox.counters["received.pack"] == 3 * MAX_MESSAGES
     assert not core._unread
+
+
+def test_nobody_waits_behind_a_large_packet_of_another_connection() -> None:
+    """All engines of a fleet may have one key, so a key is no reason to wait, let alone to be dropped."""
+    lender = spoken_for(SOME)
+    core = lender.core
+    core.receive(WAY, encode_packet("s", "", [MESSAGES["pack"](lender, n) for n in range(MAX_MESSAGES)]), 0.5, KEY)
+    for n in range(63):
+        packet = encode_packet("s", "", [MESSAGES["repeated claim"](lender, n)])
+        core.receive(ReplyTo(b"way %d" % n), packet, 0.5, KEY)
+    assert core.outbox.counters["sent.granted"] == SOME + 63
+    # Small packets that wait behind the large one are taken together, as far as they take little.
+    for n in range(core_rank.MAX_UNREAD - 8):
+        core.receive(WAY, encode_packet("s", "", [MESSAGES["repeated claim"](lender, n)]), 0.5, KEY)
+    num_turns = 0
+    while core.read_on_at <= 0.5:
+        core.tick(0.5)
+        num_turns += 1
+    assert core.outbox.counters["sent.granted"] == SOME + 63 + core_rank.MAX_UNREAD - 8
+    assert num_turns <= 1 + MAX_MESSAGES * core_rank.COSTS[Pack] // SLICE + 1
+
+
+def test_an_empty_packet_costs_as_much_as_a_ping() -> None:
+    core = Lender(messages_per_s=1.0, message_burst=100).core
+    for _ in range(200):
+        core.receive(WAY, encode_packet("s", "", []), 0.5, KEY)
+    assert core.outbox.counters["dropped.too_many"] == 100
+
+
+def test_a_handshake_too_many_takes_no_other_message_along() -> None:
+    lender = spoken_for(SOME)
+    for name in ("hello", "question"):
+        lender.hear([MESSAGES[each](lender, n) for n, each in enumerate([name] * 400 + ["release"])], 0.5)
+    assert 0 < lender.core.outbox.counters["dropped.too_many_hellos"] < 800
+    assert lender.core.outbox.counters["received.release"] == 2
 
 
 # -- slots for packed copies -------------------------------------------------------------------------------------------

@@ -392,7 +392,7 @@ class Lease:
     @property
     def steps(self) -> int:
         """Return how many steps a `tick` or a question takes at most. A step takes about as long as a message."""
-        return 1 + len(self.grants) + len(self.past)
+        return 1 + len(self.grants) + len(self.past) + len(self.discharged)
 
     @property
     def ended_at(self) -> float:

@@ -51,7 +51,7 @@ AGAIN_S = 1.0  # seconds until an item is woken again after its turn met a bug
 PARTS = 4  # rows, boxes, dims and runs of a recipe that take as long as a ping
 MALFORMED = 100  # cost of a malformed packet to its sender, in pings
 
-_OF_LEASES = wire.Claim, wire.Renew, wire.Release
+_OF_LEASES, _QUESTIONS = (wire.Claim, wire.Renew, wire.Release), (wire.Hello, wire.StatusRequest)
 _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
 COSTS = dict.fromkeys(_RECEIVED, 2.0) | {
     wire.Ping: 1.0,
@@ -63,8 +63,8 @@ COSTS = dict.fromkeys(_RECEIVED, 2.0) | {
 """Most work of a message, in pings (2 to 3 us each); a `Pack` costs more with a longer recipe (`PARTS`)."""
 
 SLICE = 1024.0  # work of a part of a packet, 2 to 3 ms; a larger packet is handled in several turns of the loop
-MAX_UNREAD, MAX_SENDERS = 16, 64  # packets that wait behind a large one of the same sender, and such senders
-_Unread = tuple[Address | ReplyTo, bytes | wire.Packet, str]
+BYTES = 4  # a packet of so many bytes takes no longer than a ping
+MAX_UNREAD, MAX_SENDERS = 16, 64  # packets that wait behind a large one of the same connection, and such connections
 
 
 class RankCore:
@@ -102,8 +102,8 @@ class RankCore:
         self._refusals = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._hellos_of_one = Limiter(limits.hellos_per_s / 4, limits.hello_burst / 4)
         """Limit of each connection, because without keys a whole host shares the other limit."""
-        self._unread: OrderedDict[str | bytes, deque[_Unread]] = OrderedDict()
-        """The rest of a large packet, and packets that came behind it, by sender; the next one comes first."""
+        self._unread: OrderedDict[Address | ReplyTo, deque[tuple[bytes | wire.Packet, str]]] = OrderedDict()
+        """The rest of a large packet, and packets that came behind it, by connection; the next one comes first."""
         self.read_on_at = math.inf
         self._pull_ids = itertools.count(1)
         self._pull_prefix = f"{identity.incarnation[:16]}-"
@@ -326,13 +326,13 @@ class RankCore:
         if isinstance(data, wire.Packet):
             packet = data
         else:
-            waiting = self._unread.get(sharer) if self._unread else None
+            waiting = self._unread.get(origin) if self._unread else None
             is_full = waiting is not None and len(waiting) >= MAX_UNREAD
             if is_full or not self._messages.take(sharer, now):
                 self.outbox.counters["dropped.too_many"] += 1
                 return False
             if waiting is not None:
-                waiting.append((origin, data, principal))
+                waiting.append((data, principal))
                 return False
             try:
                 packet = wire.decode(data)
@@ -340,7 +340,7 @@ class RankCore:
                 return self._refuse(origin, data, now, sharer)
             if packet.major != wire.MAJOR:
                 return self._refuse(origin, data, now, sharer)
-            cost = 0.0
+            cost = 0.0 if packet.messages else 1.0
             for message in packet.messages:
                 cost += COSTS[type(message)] if type(message) is not wire.Pack else _cost_of_copy(message)
             self._messages.buckets[sharer][0] -= cost - 1.0  # one was taken before the messages were known
@@ -349,7 +349,7 @@ class RankCore:
                     self.outbox.counters["dropped.too_many"] += 1
                     return False
                 packet, *rest = _parts(packet)
-                self._unread[sharer] = deque([(origin, part, principal) for part in rest])
+                self._unread[origin] = deque([(part, principal) for part in rest])
                 self.read_on_at = now
         misdirected = packet.target not in ("", self.identity.incarnation)
         if isinstance(origin, str):
@@ -359,7 +359,11 @@ class RankCore:
             for message in packet.messages:
                 self.decode.receive(message, Address(origin), packet.sender, now)
             return False
-        for number, message in enumerate(packet.messages):
+        refused: wire.Message | None = None
+        for message in packet.messages:
+            if refused is not None and isinstance(message, _QUESTIONS):
+                self.outbox.counters["dropped.too_many_hellos"] += 1  # a packet may hold hundreds of them
+                continue
             self.outbox.counters[_RECEIVED[type(message)]] += 1
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
@@ -367,10 +371,9 @@ class RankCore:
             elif isinstance(message, _OF_LEASES):
                 self.prefill.receive(message, ReplyTo(origin), packet.sender, now, proven)
             elif not self._serve(message, ReplyTo(origin), packet.sender, now, principal, proven):
-                # The rest of the packet is dropped as well, because a packet may hold hundreds of questions.
-                self.outbox.counters["dropped.too_many_hellos"] += len(packet.messages) - number
-                return isinstance(message, wire.StatusRequest) and not self._refusals.take(principal or origin, now)
-        return False
+                self.outbox.counters["dropped.too_many_hellos"] += 1
+                refused = message
+        return isinstance(refused, wire.StatusRequest) and not self._refusals.take(principal or origin, now)
 
     def agent_lost(self) -> None:
         """Note that the agent that remote readers reach has ended. Lent blocks stay lent."""
@@ -426,15 +429,18 @@ class RankCore:
     # -- inside ------------------------------------------------------------------------------------
 
     def _read_on(self, now: float) -> None:
-        """Handle the next part of a large packet, or a packet that came behind one. Senders take turns."""
-        sharer, waiting = self._unread.popitem(last=False)
-        origin, packet, principal = waiting.popleft()
-        try:
-            self.receive(origin, packet, now, principal)
-        finally:
-            if waiting:
-                self._unread.setdefault(sharer, deque()).extend(waiting)
-            self.read_on_at = now if self._unread else math.inf
+        """Handle the next part of a large packet, or small ones that came behind one. Connections take turns."""
+        left = SLICE
+        while self._unread and left > 0:
+            origin, waiting = self._unread.popitem(last=False)
+            packet, principal = waiting.popleft()
+            left -= SLICE if isinstance(packet, wire.Packet) else len(packet) / BYTES
+            try:
+                self.receive(origin, packet, now, principal)
+            finally:
+                if waiting:
+                    self._unread.setdefault(origin, deque()).extend(waiting)
+                self.read_on_at = now if self._unread else math.inf
 
     def _serve(
         self, message: wire.Message, route: ReplyTo, source: str, now: float, principal: str, proven: str
