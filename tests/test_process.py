@@ -351,7 +351,7 @@ async def test_a_child_that_dies_too_often_is_not_followed_at_once() -> None:
     os.kill(plane.pid, signal.SIGKILL)
     await until(lambda: news)
     (lost,) = news
-    assert (lost.cause, lost.pause_s > 50, lost.reads) == ("the data plane's process was ended by SIGKILL", True, False)
+    assert (lost.cause, lost.pause_s > 50) == ("the data plane's process was ended by SIGKILL", True)
     assert plane.pid == 0
     assert plane.describe()["serving"] == "no process now"
     plane.close()
