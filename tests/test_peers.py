@@ -1011,6 +1011,28 @@ def test_unknown_ranks_are_greeted_a_few_at_a_time_and_those_of_the_request_with
     world.check()
 
 
+def test_a_request_of_several_new_ranks_is_not_passed_over_by_requests_of_one_rank_without_end() -> None:
+    world = World()
+    ranks = [world.add(f"p{rank}", make_layout(rank, 2), engine_id="prefill") for rank in range(2)]
+    decode = world.add("decode", make_layout(num_blocks=32), seed=1)
+    numbers = iter(range(1, 200))
+
+    def invent(most: int) -> None:
+        for number in itertools.islice(numbers, most):
+            decode.core.announce(f"r{number}", made_up(world, ranks[0], number, 1), "", 300.0, world.time(decode))
+
+    invent(peers.GREETING_BURST + 20)
+    params = world.params(ranks, "honest", [3], 4, written=True)
+    for rank in ranks:
+        world.lend(rank, params)
+    honest = world.pull(decode, "honest", [20], params)
+    for _ in range(60):
+        world.advance(1 / peers.GREETINGS_PER_S)
+        invent(2)
+    world.run()
+    assert honest.outcome is Outcome.COMPLETE
+
+
 def test_requests_of_many_unknown_ranks_take_turns_and_few_ranks_wait_for_none() -> None:
     """Fifty tampered requests in one turn of the loop would hold it up for half a second."""
     world = World()

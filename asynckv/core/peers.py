@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 from asynckv.config import PullConfig
 from asynckv.core.flow import InFlight, Line
@@ -62,7 +63,7 @@ class Peers:
         self._hellos: dict[int, Peer] = {}
         self.scheduled_at = math.inf  # when ranks that wait to be greeted have their next turn
         self.waiting: dict[Peer, PullId] = {}  # ranks that wait to be greeted, with the pull that wanted each first
-        self._greetings = Limiter(GREETINGS_PER_S, GREETING_BURST)
+        self._greetings, self._by_age = Limiter(GREETINGS_PER_S, GREETING_BURST), cycle((False, True))
 
     # -- places ------------------------------------------------------------------------------------
 
@@ -174,10 +175,13 @@ class Peers:
         return failure
 
     def greet(self, now: float) -> None:
-        """Greet ranks that wait for it, as many as the limit allows, first those of the pull with the fewest."""
+        """Greet ranks that wait for it, as many as the limit allows: in turns one of the pull with the fewest, and the
+        one that has waited longest, because a client may name one rank in each of very many requests.
+        """
         while self.waiting and self._greetings.take("", now):
-            number = Counter(self.waiting.values())
-            peer = min(self.waiting, key=lambda each: number[self.waiting[each]])
+            number, peer = Counter(self.waiting.values()), next(iter(self.waiting))
+            if not next(self._by_age):
+                peer = min(self.waiting, key=lambda each: number[self.waiting[each]])
             del self.waiting[peer]
             self._greet(peer, now)
             self.wake(peer)
