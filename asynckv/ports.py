@@ -45,6 +45,9 @@ class Clock(Protocol):
     def now(self) -> float:
         """Seconds since some fixed moment, counting time spent suspended."""
 
+    def cpu(self) -> float:
+        """Seconds of CPU that the calling thread has used."""
+
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
         """Call back on the event loop once `now() >= when`."""
 

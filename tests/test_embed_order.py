@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
+import time
 from collections import deque
 from typing import Any
 
 import pytest
 
-from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, WrongThread
+from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, PullConfig, WrongThread
 from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Pull
 from asynckv.embed import desk as embed_desk
-from tests.engines import memory, until
+from asynckv.testing import SimControl, SimData, SimNetwork
+from tests.engines import Bench, memory, until
 
 
 @pytest.mark.nixl
@@ -156,3 +160,87 @@ def test_who_hands_over_from_another_thread_is_refused_and_keeps_nobody_else_fro
             assert refused.order.params == {"from": "here"}
 
     asyncio.run(run())
+
+
+def test_claims_leave_in_the_turn_in_which_their_pulls_begin_and_before_they_are_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Packets that came just before had asked for a turn already, which would come before the pulls begin."""
+
+    async def run() -> None:
+        async with Bench(real=False).pair() as (prefill, decode, group):
+            data, desk = decode.data, EngineDesk(decode.engine, lambda: None)
+            assert data is not None
+            driver, sent = decode.engine._driver, list[tuple[int, int]]()
+            every = [group.make_params(f"r{number}", [(0, [number])], 16, written=True) for number in range(3)]
+            for params in every:
+                prefill.engine.lend(params)
+            await decode.engine.pull("first", [(0, [0])], every[0])
+            data.deferred = True
+            send = driver.control.send
+
+            def noted(to: Any, packet: bytes) -> bool:
+                planned = sum(pull.planned_at < math.inf for pull in driver.core.decode.pulls.values())
+                sent.append((planned, len(driver.core.decode.pulls)))
+                return send(to, packet)
+
+            monkeypatch.setattr(driver.control, "send", noted)
+            desk.submit([Pull(request_id=f"r{n}", groups=[(0, [n])], params=every[n]) for n in (1, 2)])
+            driver.soon()
+            desk.carry_out()
+            await asyncio.sleep(0)
+            assert (sent, len(data.running)) == ([(0, 2)], 2)
+            data.finish()
+            await until(lambda: len(desk.take_finished().finished_recving) == 2)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("reads", [2, 12])
+def test_a_thread_that_holds_the_gil_ends_no_slice(monkeypatch: pytest.MonkeyPatch, reads: int) -> None:
+    """Each post gives up the GIL, as a plane's may, and a thread that computes in Python keeps it for 5 ms."""
+
+    async def run() -> None:
+        (ours, _), (theirs, _), network = memory(1), memory(2), SimNetwork()
+        planes = [{"data": SimData(network, name), "control": SimControl(network)} for name in ("prefill", "decode")]
+        settings = PullConfig(max_post_descriptors=1)
+        async with (
+            Engine(EngineConfig(engine_id="prefill"), ours, **planes[0]) as prefill,
+            Engine(EngineConfig(engine_id="decode", pull=settings), theirs, **planes[1]) as decode,
+        ):
+            group, driver = PrefillRanks("prefill", [prefill.endpoint]), decode._driver
+            blocks = list(range(1, 2 * reads, 2))
+            data, posts = planes[1]["data"], list[int]()
+            post, turn, turns = data.post_read, driver._turn, 0
+
+            def posted(*given: Any) -> Any:
+                time.sleep(0)
+                posts.append(turns)
+                return post(*given)
+
+            def turned() -> None:
+                nonlocal turns
+                turns += 1
+                turn()
+
+            for name in ("first", "second"):
+                params = group.make_params(name, [(0, blocks)], 16 * reads, written=True)
+                prefill.lend(params)
+                await decode.pull(name, [(0, blocks)], params)
+                monkeypatch.setattr(data, "post_read", posted)
+                monkeypatch.setattr(driver, "_turn", turned)
+            assert (len(posts) >= reads, len(set(posts))) == (True, 1)
+
+    is_over = threading.Event()
+
+    def spin() -> None:
+        while not is_over.is_set():
+            pass
+
+    spinner = threading.Thread(target=spin)
+    spinner.start()
+    try:
+        asyncio.run(run())
+    finally:
+        is_over.set()
+        spinner.join()

@@ -171,15 +171,17 @@ def test_answers_count_to_the_last_eight_claims() -> None:
 
 
 def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often() -> None:
-    rank = RemoteRank(0, 0, (Address("tcp://a"), "start"), "a/tp0", True)
-    source = Source(PullId("p"), rank, Role.READ)
-    pauses: list[list[float]] = [[], []]
+    world, prefill, decode = two()
+    pull = world.pull(decode, "d", [9], world.params([prefill], "r", [3], 4))
+    source, pauses = pull.sources[0], list[tuple[float, float]]()
     for number in range(9):
+        source.claims = source.releases = number
         source.claimed(number, 0.25, 100.0)
-        source.released(0.25, 100.0)
-        pauses[0].append(source.claim_at - 100.0)
-        pauses[1].append(source.release_at - 100.0)
-    assert pauses == [[0.25, 0.5, 1, 2, 2, 2, 2, 2, 2], [0.25, 0.5, 1, 2, 4, 5, 5, 5, 5]]
+        pull.make_release(source, 100.0)
+        pauses.append((source.claim_at - 100.0, source.release_at - 100.0))
+    first = 4 * pull.limits.release_retry_s
+    assert [pause for pause, _ in pauses] == [0.25, 0.5, 1, 2, 2, 2, 2, 2, 2]
+    assert [4 * pause for _, pause in pauses] == pytest.approx([min(first * 2**n, 20) for n in range(9)])
 
 
 def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -> None:

@@ -12,8 +12,7 @@ from msgspec import structs
 
 from asynckv.core.flow import InFlight, Line, Posting
 from asynckv.core.pull import Effect, PullState
-from asynckv.core.source import RemoteRank, Role, Source
-from asynckv.core.types import Address, PullId, Reason, TransferId
+from asynckv.core.types import PullId, Reason, TransferId
 from asynckv.core.wire import Claim, NotYet
 from tests.lab.oracles import wrong_in
 from tests.test_admission import ask, world_of
@@ -80,11 +79,13 @@ def test_a_pull_that_waits_for_its_turn_fails_in_the_queue_also_when_it_waits_ag
 
 def test_a_pause_is_at_most_64_times_the_first() -> None:
     """The same for claims and releases, where the first is so short that their longest pause is never reached."""
-    source = Source(PullId("p"), RemoteRank(0, 0, (Address("tcp://a"), "start"), "a/tp0", True), Role.READ)
-    pauses: list[tuple[float, float]] = []
+    world, prefill, decode = two(claim_retry_s=0.001, release_retry_s=0.001)
+    pull = world.pull(decode, "d", [9], world.params([prefill], "r", [3], 4))
+    source, pauses = pull.sources[0], list[tuple[float, float]]()
     for number in range(10):
-        source.claimed(number, 0.001, 0.0)
-        source.released(0.001, 0.0)
+        source.claims = source.releases = number
+        source.claimed(number, pull.limits.claim_retry_s, 0.0)
+        pull.make_release(source, 0.0)
         pauses.append((source.claim_at, source.release_at))
     assert pauses == [(0.001 * factor, 0.001 * factor) for factor in (1, 2, 4, 8, 16, 32, 64, 64, 64, 64)]
 

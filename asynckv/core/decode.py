@@ -96,6 +96,7 @@ class DecodeSide:
         self.abandoned: dict[Key, str] = {}
         """Requests that were let go because the embedder stood still, with the text of their failure."""
         self.answered: deque[PostRead] = deque()  # reads that waited for a packed copy, and are to be posted
+        self.entered: dict[Pull, None] = {}  # pulls that may read and never waited; their plans come after their claims
         self.posting = Posting(config.total_bytes, config.total_descriptors)
         self.routes = Routes(layout, self._tables_made, costs)
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
@@ -143,7 +144,6 @@ class DecodeSide:
             return
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         self.started.add(pull.pull_id)
-        # If there is room, plan now, at the caller's expense, because a turn of the loop is shared by all pulls.
         if ready is not None:
             for peer in ready.peers:
                 self.peers.attach(peer, pull.pull_id, now)
@@ -214,13 +214,45 @@ class DecodeSide:
     # -- posting -----------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Pull | None:
-        while (pull_id := self.admission.next()) is not None:
+        """Plan the reads of the pull that is next, so that they are posted."""
+        pull: Pull | None = None
+        if self.entered:
+            pull = next(iter(self.entered))
+            del self.entered[pull]
+        while pull is None and (pull_id := self.admission.next()) is not None:
             pull = self.pulls[pull_id]
-            if self.can_read(pull):
-                self._carry_out(pull, self._read(pull, now), now)
-                return pull
-            self.admission.leave(pull_id)  # the pull asks again when its ranks are heard of
-        return None
+            if not self.can_read(pull):
+                self.admission.leave(pull_id)  # the pull asks again when its ranks are heard of
+                pull = None
+        if pull is None:
+            return None
+        assert pull.lists is not None
+        plans: list[tuple[Source, Plan]] = []
+        effects: list[Effect] | None = None
+        for source in pull.sources:
+            if source.role is not ROLE.READ:
+                continue
+            if not source.proven and self.peers.by_place[source.rank.place].line.is_set_aside:
+                self.admission.count(pull.pull_id, False)
+            if source.plan is not None:
+                continue
+            assert source.tables is not None
+            try:
+                plan = plan_read(source.tables, pull.lists)
+            except RemoteTooShort as exc:
+                effects = pull.unplannable(Reason.REMOTE_TOO_SHORT, str(exc), now)
+                break
+            except (PlanRefused, LayoutError) as exc:
+                effects = pull.unplannable(Reason.UNPLANNABLE, str(exc), now)
+                break
+            self._outbox.counters["descriptors.planned"] += plan.num_descriptors
+            plans.append((source, plan))
+            if source.tables.is_full:
+                source.tables.evict()
+        if effects is None:
+            effects = pull.admitted(plans, now)
+        self._carry_out(pull, effects, now, wakes=pull.failure is not None)  # its deadlines are no earlier than before
+        return pull
 
     def next_read(self, now: float) -> PostRead | None:
         while self.answered:
@@ -523,8 +555,8 @@ class DecodeSide:
     def _carry_out(
         self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False, wakes: bool = True
     ) -> None:
-        """Carry out the effects of a pull's transition, in order. With `at_once` it reads now if there is room; its
-        ranks have to be ready.
+        """Carry out the effects of a pull's transition, in order. With `at_once` it need not queue if there is room;
+        its ranks have to be ready.
         """
         for effect in effects:
             match effect:
@@ -537,7 +569,7 @@ class DecodeSide:
                             self.posting.offer(self.peers.by_place[source.rank.place].line, source)
                 case DO.QUEUE:
                     if at_once and self.admission.enter(pull.route.flow, pull.pull_id):
-                        effects += self._read(pull, now)
+                        self.entered[pull] = None
                     else:
                         self._queue(pull)
                 case DO.DETACH:
@@ -552,6 +584,7 @@ class DecodeSide:
                     for each in asked:
                         self._ask(each, now)
                 case DO.LEAVE:
+                    self.entered.pop(pull, None)
                     self.admission.leave(pull.pull_id)
                 case DO.EXPECT:
                     if not at_once:  # else QUEUE follows in this same list of effects
@@ -597,31 +630,8 @@ class DecodeSide:
 
     def _queue(self, pull: Pull) -> None:
         """Queue a pull. A pull with a silent rank gets no place yet; `_ready` queues it later."""
-        if not self.admission.waits(pull.pull_id) and self.can_read(pull):
+        if pull not in self.entered and not self.admission.waits(pull.pull_id) and self.can_read(pull):
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
-
-    def _read(self, pull: Pull, now: float) -> list[Effect]:
-        assert pull.lists is not None
-        plans: list[tuple[Source, Plan]] = []
-        for source in pull.sources:
-            if source.role is not ROLE.READ:
-                continue
-            if not source.proven and self.peers.by_place[source.rank.place].line.is_set_aside:
-                self.admission.count(pull.pull_id, False)
-            if source.plan is not None:
-                continue
-            assert source.tables is not None
-            try:
-                plan = plan_read(source.tables, pull.lists)
-            except RemoteTooShort as exc:
-                return pull.unplannable(Reason.REMOTE_TOO_SHORT, str(exc), now)
-            except (PlanRefused, LayoutError) as exc:
-                return pull.unplannable(Reason.UNPLANNABLE, str(exc), now)
-            self._outbox.counters["descriptors.planned"] += plan.num_descriptors
-            plans.append((source, plan))
-            if source.tables.is_full:
-                source.tables.evict()
-        return pull.admitted(plans, now)
 
     def _abandon(self, pull: Pull, now: float) -> None:
         """Fail a pull that has read nothing, because its embedder stands still and others may need the blocks."""

@@ -28,7 +28,16 @@ from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
-from asynckv.core.source import LONG_AGO, MAX_CLAIM_PAUSE_S, MIN_RENEW_S, RATE_MARGIN, RELEASE, ROLE, Source
+from asynckv.core.source import (
+    LONG_AGO,
+    MAX_CLAIM_PAUSE_S,
+    MAX_RELEASE_PAUSE_S,
+    MIN_RENEW_S,
+    RATE_MARGIN,
+    RELEASE,
+    ROLE,
+    Source,
+)
 from asynckv.core.types import Cohort, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
@@ -577,7 +586,9 @@ class Pull:
         return out
 
     def make_release(self, source: Source, now: float) -> Release:
-        source.released(self.limits.release_retry_s, now)
+        source.release, source.releases = RELEASE.SENT, source.releases + 1
+        pause_s = self.limits.release_retry_s * 2 ** (source.releases - 1 if source.releases < 7 else 6)
+        source.release_at = now + (pause_s if pause_s < MAX_RELEASE_PAUSE_S else MAX_RELEASE_PAUSE_S)
         outcome = Outcome.COMPLETE if self.reason is Reason.COMPLETE else self.outcome
         return Release(self.params.key, self.params.request_id, self.cohort, self.pull_id, outcome)
 

@@ -186,11 +186,3 @@ class Source:
         reason = Reason.LEASE_LOST if self.lent_by < math.inf and not lets_go else answer.reason
         text = f"{self.where} refused: {answer.reason}"
         return reason, f"{text} ({answer.detail})" if answer.detail else text
-
-    # -- the release -------------------------------------------------------------------------------
-
-    def released(self, retry_s: float, now: float) -> None:
-        self.release = RELEASE.SENT
-        self.releases += 1
-        pause_s = retry_s * 2 ** (self.releases - 1 if self.releases < 7 else 6)
-        self.release_at = now + (pause_s if pause_s < MAX_RELEASE_PAUSE_S else MAX_RELEASE_PAUSE_S)

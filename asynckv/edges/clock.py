@@ -39,6 +39,7 @@ class LoopClock:
     def __init__(self) -> None:
         # A partial saves a Python frame, because the time is read several times for every request.
         self.now: Callable[[], float] = functools.partial(time.clock_gettime, _CLOCK)
+        self.cpu: Callable[[], float] = time.thread_time
 
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
         return _Timer(when, callback)

@@ -37,7 +37,7 @@ from asynckv.engine import Engine, LentRequest, Offload
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullCancelled, PullError
 from asynckv.results import LeaseEnd
 
-SLICE_S = 0.001
+SLICE_S = 0.001  # of CPU: another thread that holds the GIL must not end the slice
 AWAITED: Mapping[type, str] = {Pull: "finished_recving", Load: "loaded", Store: "stored"}
 """List of `Finished` that reports success, for each order that runs in its own task and holds blocks until it ends or
 longer."""
@@ -173,12 +173,12 @@ class EngineDesk:
         self._due = None
         if self._is_over:
             return
-        left, until = self._handed, time.monotonic() + SLICE_S
+        left, until = self._handed, time.thread_time() + SLICE_S
         while left:
             # A pull begins in the loop's next turn, so orders that follow it, such as its cancellation, come later.
-            if (self._unbegun and type(left[0]) not in AWAITED) or time.monotonic() > until:
+            if (self._unbegun and type(left[0]) not in AWAITED) or time.thread_time() > until:
                 self._soon()
-                return
+                break
             order = left.popleft()
             self.num_orders += 1
             try:
@@ -188,6 +188,8 @@ class EngineDesk:
             except BaseException as exc:
                 self._refuse(order, EngineClosed(f"{exc!r} ended the engine's loop while this was carried out"))
                 raise
+        if self._unbegun:
+            self.engine._driver.soon_after()  # so that their claims leave in the turn in which they begin
 
     def _carry_out(self, order: Order) -> None:
         engine, given = self.engine, asdict(order) if isinstance(order, Order) else {}

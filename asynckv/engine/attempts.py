@@ -7,7 +7,6 @@ decides whether another attempt follows (`core/attempts.py`).
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -59,8 +58,6 @@ async def attempt(driver: Driver, request: Request, seconds: float, now: float) 
         if request.attempts == 1:
             driver.recorder.pull_refused(wanted.request_id, wanted.params, exc, now)
         raise
-    if pull.planned_at == pull.admitted_at < math.inf:
-        pull.planned_at = clock.now()  # the core cannot tell how long it took
     request.pull = pull
     waiting = driver.waiting[pull.pull_id] = Waiting(pull, driver.home)
     try:

@@ -55,7 +55,9 @@ TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
     "authorized keys"
 )
-POST_SLICE_S = 0.001  # seconds for which a turn may post before the loop gets its turn
+POST_SLICE_S = 0.001
+"""CPU seconds for which a turn may plan and post before the loop gets its turn. In seconds of the clock, a thread that
+holds the GIL would end the slice after one post."""
 BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
 IDLE_BEAT_S = 2.5  # the beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`
 MAX_WAITED = 8
@@ -175,6 +177,12 @@ class Driver:
 
     def soon(self) -> None:
         self._due = self._due or asyncio.get_running_loop().call_soon(self._turn)
+
+    def soon_after(self) -> None:
+        """Make the next turn follow all that was scheduled before, such as tasks that begin pulls."""
+        if self._due is not None:
+            self._due.cancel()
+        self._due = asyncio.get_running_loop().call_soon(self._turn)
 
     def at_once(self) -> None:
         """Do all that the core wants, outside of a turn."""
@@ -386,7 +394,7 @@ class Driver:
                 self._send()
             if outbox.commands or outbox.unlinked:
                 self._obey()
-            if decode.posting.turns or decode.admission.turns or decode.answered:
+            if decode.posting.turns or decode.entered or decode.admission.turns or decode.answered:
                 self._read()
                 if outbox.commands or outbox.unlinked:
                     self._obey()
@@ -415,7 +423,7 @@ class Driver:
 
     def _read(self) -> None:
         clock, decode = self.clock, self.core.decode
-        started = began = clock.now()
+        began, cpu = clock.now(), clock.cpu()
         while True:
             if (decode.posting.turns or decode.answered) and (post := decode.next_read(began)) is not None:
                 try:
@@ -427,13 +435,13 @@ class Driver:
                 post.pull.post_s += now - began
                 if ended is not None:
                     decode.ended(ended, 0.0, now)
-            elif decode.admission.turns and (pull := decode.admit(began)) is not None:
+            elif (decode.entered or decode.admission.turns) and (pull := decode.admit(began)) is not None:
                 now = clock.now()
                 pull.planned_at = now
             else:
                 break
             began = now
-            if now - started > POST_SLICE_S:
+            if clock.cpu() - cpu > POST_SLICE_S:
                 self.soon()
                 break
 

@@ -343,6 +343,10 @@ class WorldClock:
         process.spend()
         return value
 
+    def cpu(self) -> float:
+        """Return the time, as if this process had a core of its own."""
+        return self._process.now
+
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Call back once the clock has reached `when`."""
         process = self._process
