@@ -423,7 +423,8 @@ class Driver:
 
     def _read(self) -> None:
         clock, decode = self.clock, self.core.decode
-        began, cpu = clock.now(), clock.cpu()
+        started = began = clock.now()
+        cpu = clock.cpu()
         while True:
             if (decode.posting.turns or decode.answered) and (post := decode.next_read(began)) is not None:
                 try:
@@ -441,7 +442,7 @@ class Driver:
             else:
                 break
             began = now
-            if clock.cpu() - cpu > POST_SLICE_S:
+            if now - started > POST_SLICE_S and clock.cpu() - cpu > POST_SLICE_S:
                 self.soon()
                 break
 
