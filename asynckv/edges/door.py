@@ -6,9 +6,10 @@ this thread bounds them from outside: it asks the kernel how many bytes have arr
 (`TCP_INFO`), subtracts the bytes that the loop was given, and shuts down connections that are too far ahead.
 
 The thread sleeps while nothing arrives: a descriptor is watched until bytes come, then checked every `TICK_S` until it
-is quiet. libzmq may read bytes before this thread is scheduled; epoll then reports them only if the connection can be
-written. So all are checked every `LOOK_S`, or every `REST_S` if none is busy. Beyond the limits on connections, the one
-of least worth ends: the oldest that has said nothing, or else the oldest that was never answered.
+is quiet. A tick takes the GIL twice; to watch a descriptor anew and to be woken by it takes it four times. libzmq may
+read bytes before this thread is scheduled; epoll then reports them only if the connection can be written. So all are
+checked every `LOOK_S`, or every `REST_S` if none is busy. Beyond the limits on connections, the one of least worth
+ends: the oldest that has said nothing, or else the oldest that was never answered.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from asynckv.edges.bell import Bell
 from asynckv.errors import ConfigError
 
 TICK_S = 0.02
-QUIET_TICKS = 5  # ticks without a byte after which a connection is watched by epoll again
+QUIET_TICKS = 2  # ticks without a byte after which a connection is watched by epoll again
 MAX_AHEAD = 1024 * 1024  # bytes that one connection may be ahead of the loop; memory holds 32 times as many at worst
 MAX_AHEAD_ALL = 4 * MAX_AHEAD  # the same of all, and of all that have ended: beyond it no new connection is taken
 MAX_LINK_AHEAD = 20 * 1024 * 1024  # the same of one link to a listener, because a single answer may have 16 MiB
@@ -231,13 +232,17 @@ class Door:
                 look_at if self.connections else math.inf,
             )
             wait_s = None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0)
-            for fd, _ in self._epoll.poll(wait_s):
-                if fd == self._bell.fileno():
-                    self._bell.silence()
+            events = self._epoll.poll(wait_s)
+            has_opened = time.monotonic() >= look_at
+            for fd, _ in events:
+                if fd in (self._fd, self._bell.fileno()):
+                    has_opened = True
                 elif fd in self._watched and self._watched[fd].has_news():
                     self._attend(self._watched[fd])
-            for opened in self._take():
-                self._on_opened(opened)
+            if has_opened:
+                self._bell.silence()
+                for opened in self._take():
+                    self._on_opened(opened)
             if self._sweeps and time.monotonic() >= self._sweeps[0]:
                 self._sweeps = self._sweeps[1:]
                 for fd in [fd for fd, c in self.connections.items() if not _is_same(fd, c.duplicate.fileno())]:
