@@ -9,10 +9,19 @@ from typing import Any
 
 import pytest
 
-from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillRanks, PullCancelled, PullError, ReadFailed
+from asynckv import (
+    AsyncKVError,
+    BackendError,
+    LocalProtocolError,
+    PlanRefused,
+    PrefillRanks,
+    PullCancelled,
+    PullError,
+    ReadFailed,
+)
 from asynckv.config import PullConfig
+from asynckv.core import decode as decode_module
 from asynckv.core.attempts import Request, RequestState
-from asynckv.core.decode import DecodeSide
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullRequest, PullState
@@ -316,7 +325,11 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     world.check()
 
 
-async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_bug_while_a_pull_is_planned_fails_it_at_once_and_leaves_nothing_behind(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Whether it has room at once, or waits for its turn."""
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         first = group.make_params("first", [(0, [2])], 16, written=True)
         prefill.engine.lend(first)
@@ -324,14 +337,16 @@ async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monke
         params = group.make_params("r", [(0, [1])], 16, written=True)
         lent = prefill.engine.lend(params)
 
-        def read(self: DecodeSide, pull: Any, now: float) -> None:
+        def plan(tables: Any, lists: Any) -> None:
             raise RuntimeError("a bug")
 
         with monkeypatch.context() as patch:
-            patch.setattr(DecodeSide, "_read", read)
-            with pytest.raises(RuntimeError):
+            patch.setattr(decode_module, "plan_read", plan)
+            if waits:
+                patch.setattr(decode.engine._core.decode.admission, "enter", lambda key, pull_id: False)
+            with pytest.raises(PlanRefused, match="a bug"):
                 await decode.engine.pull("d", [(0, [6])], params)
-        assert decode.engine.holds() == ()
+        assert (decode.engine.holds(), decode.engine.statistics().counters["internal_errors"]) == ((), 1)
         await spin(sim, 0.5)
         assert (running(decode), lent.is_over) == (0, True)
 

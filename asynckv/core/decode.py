@@ -214,7 +214,7 @@ class DecodeSide:
     # -- posting -----------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Pull | None:
-        """Plan the reads of the pull that is next, so that they are posted."""
+        """Plan the reads of the pull that is next, so that they are posted. A bug met here fails the pull."""
         pull: Pull | None = None
         if self.entered:
             pull = next(iter(self.entered))
@@ -228,7 +228,6 @@ class DecodeSide:
             return None
         assert pull.lists is not None
         plans: list[tuple[Source, Plan]] = []
-        effects: list[Effect] | None = None
         for source in pull.sources:
             if source.role is not ROLE.READ:
                 continue
@@ -239,19 +238,17 @@ class DecodeSide:
             assert source.tables is not None
             try:
                 plan = plan_read(source.tables, pull.lists)
-            except RemoteTooShort as exc:
-                effects = pull.unplannable(Reason.REMOTE_TOO_SHORT, str(exc), now)
-                break
-            except (PlanRefused, LayoutError) as exc:
-                effects = pull.unplannable(Reason.UNPLANNABLE, str(exc), now)
-                break
+            except Exception as exc:
+                reason = Reason.REMOTE_TOO_SHORT if isinstance(exc, RemoteTooShort) else Reason.UNPLANNABLE
+                self._carry_out(pull, pull.unplannable(reason, str(exc) or repr(exc), now), now)
+                if not isinstance(exc, RemoteTooShort | PlanRefused | LayoutError):
+                    raise
+                return pull
             self._outbox.counters["descriptors.planned"] += plan.num_descriptors
             plans.append((source, plan))
             if source.tables.is_full:
                 source.tables.evict()
-        if effects is None:
-            effects = pull.admitted(plans, now)
-        self._carry_out(pull, effects, now, wakes=pull.failure is not None)  # its deadlines are no earlier than before
+        self._carry_out(pull, pull.admitted(plans, now), now, wakes=False)  # its deadlines are no earlier than before
         return pull
 
     def next_read(self, now: float) -> PostRead | None:

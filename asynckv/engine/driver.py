@@ -436,9 +436,15 @@ class Driver:
                 post.pull.post_s += now - began
                 if ended is not None:
                     decode.ended(ended, 0.0, now)
-            elif (decode.entered or decode.admission.turns) and (pull := decode.admit(began)) is not None:
-                now = clock.now()
-                pull.planned_at = now
+            elif decode.entered or decode.admission.turns:
+                try:
+                    pull = decode.admit(began)
+                except Exception as exc:
+                    self._internal_error(exc)
+                    continue
+                if pull is None:
+                    break
+                now = pull.planned_at = clock.now()
             else:
                 break
             began = now
