@@ -204,7 +204,9 @@ def test_a_thread_that_holds_the_gil_ends_no_slice(monkeypatch: pytest.MonkeyPat
 
     async def run() -> None:
         (ours, _), (theirs, _), network = memory(1), memory(2), SimNetwork()
-        planes = [{"data": SimData(network, name), "control": SimControl(network)} for name in ("prefill", "decode")]
+        planes: list[dict[str, Any]] = [
+            {"data": SimData(network, name), "control": SimControl(network)} for name in ("prefill", "decode")
+        ]
         settings = PullConfig(max_post_descriptors=1)
         async with (
             Engine(EngineConfig(engine_id="prefill"), ours, **planes[0]) as prefill,

@@ -68,6 +68,10 @@ class _Turns:
         """Return the seconds of this pair's turns."""
         return min(time.monotonic(), self._stopped_at) - self._lost_s
 
+    def cpu(self) -> float:
+        """Return the thread's CPU seconds."""
+        return time.thread_time()
+
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
         """Call back at that time, or earlier if other pairs had a turn meanwhile."""
         return asyncio.get_running_loop().call_later(max(when - self.now(), 0.0), callback)
