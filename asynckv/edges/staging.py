@@ -14,6 +14,7 @@ import mmap
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ import numpy.typing as npt
 
 from asynckv.core.slots import Slots
 from asynckv.core.types import TransferId
+from asynckv.edges.pages import populate
+from asynckv.errors import BackendError
 from asynckv.geometry.bounds import Int32s, Int64s
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -66,14 +69,33 @@ class Chunk(NamedTuple):
     pieces: list[Pieces]  # of each row, the latter only of this chunk
 
 
+class Areas:
+    """Areas of the threads of a plane, whose pages are allocated together before the first staged read of any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._untouched: list[Bytes] = []
+
+    def add(self, area: Bytes) -> None:
+        self._untouched.append(area)
+
+    def touch(self) -> None:
+        """Allocate the pages that are not yet; returns when all are there. Not for the loop."""
+        with self._lock, suppress(BackendError):  # without room, each read allocates the pages of its slot
+            while self._untouched:
+                area = self._untouched.pop()
+                populate(area.ctypes.data, area.nbytes, "staging memory")
+
+
 class Stage:
     """Staging memory for the reads of one thread, which alone calls all but `detach` and `forget`.
 
     Args:
         memories: The caller's memory, into which pieces are placed.
+        areas: The areas of all threads of the plane.
     """
 
-    def __init__(self, memories: Sequence[Memory], num_slots: int) -> None:
+    def __init__(self, memories: Sequence[Memory], num_slots: int, areas: Areas) -> None:
         self._area = np.frombuffer(mmap.mmap(-1, num_slots * SLOT_BYTES), np.uint8)
         self.memory = Memory(base=self._area.ctypes.data, length=len(self._area), device=0, kind="cpu")
         self._memories = [bytes_at(memory) for memory in memories]
@@ -81,6 +103,8 @@ class Stage:
         self._lock = threading.Lock()  # held to place, to detach, and to decide that a read is direct after all
         self._detached: set[TransferId] = set()  # transfers that place nothing any more
         self._direct: set[TransferId] = set()  # transfers of staged tables that had no slot
+        self.areas = areas
+        areas.add(self._area)
 
     # -- detaching ---------------------------------------------------------------------------------
 

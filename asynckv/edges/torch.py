@@ -8,8 +8,10 @@ on first use.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+import mmap
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -19,7 +21,8 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, integer, nearest, one_of, shown, text, texts
 from asynckv.core.types import sendable
-from asynckv.edges.sharing import shared_memory
+from asynckv.edges.pages import NoRoom, log_allocated
+from asynckv.edges.sharing import map_populated, shared_memory
 from asynckv.errors import BackendError, ConfigError, LayoutError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
 from asynckv.geometry.check import Registration, register_memory
@@ -38,7 +41,8 @@ MAX_DIMS = 9  # dims of a tensor: `block`, and as many as a part may have
 def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Allocate a tensor of zeros in host memory that a data plane in a process of its own can map.
 
-    Use it for a KV cache in place of `torch.zeros`, because no other process can map the memory of the latter.
+    Use it for a KV cache in place of `torch.zeros`, because no other process can map the memory of the latter. Its
+    pages are allocated here, as `shared_memory` does.
 
     Args:
         shape, dtype: As for `torch.zeros`.
@@ -47,6 +51,10 @@ def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> tor
         ConfigError: The shape is empty, or is no shape.
         BackendError: The system does not have that much memory, or none that can be shared.
     """
+    return _tensor(shape, dtype, shared_memory)
+
+
+def _tensor(shape: Sequence[int], dtype: torch.dtype | None, allocate: Callable[[int], mmap.mmap]) -> torch.Tensor:
     import torch
 
     if not isinstance(shape, Sequence) or not shape:
@@ -55,23 +63,40 @@ def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> tor
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype is {shown(dtype)}; give a torch.dtype")
-    memory = shared_memory(math.prod(sizes) * dtype.itemsize)
+    memory = allocate(math.prod(sizes) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(sizes)
 
 
 def shared_zeros() -> AbstractContextManager[Any]:
-    """Make `torch.zeros` allocate host tensors that can be shared within this context, where the system allows it."""
+    """Make `torch.zeros` allocate host tensors that can be shared within this context, where the system allows it.
+
+    Too little memory raises `NoRoom`, because `torch.zeros` would meet the same limit. One log line tells the total.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
     class Sharing(TorchFunctionMode):
+        num_bytes, seconds = 0, 0.0
+
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is torch.zeros and torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu":
                 shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
-                with suppress(BackendError, ConfigError):  # a tensor that cannot be shared is allocated as usual
-                    return shared_tensor(shape, kwargs.get("dtype"))
+                began = time.monotonic()
+                try:
+                    tensor = _tensor(shape, kwargs.get("dtype"), map_populated)
+                except NoRoom:
+                    raise
+                except (BackendError, ConfigError):  # a tensor that cannot be shared is allocated as usual
+                    return func(*args, **kwargs)
+                self.num_bytes, self.seconds = self.num_bytes + tensor.nbytes, self.seconds + time.monotonic() - began
+                return tensor
             return func(*args, **kwargs)
+
+        def __exit__(self, *exc: Any) -> None:
+            super().__exit__(*exc)
+            if self.num_bytes:
+                log_allocated(self.num_bytes, self.seconds)
 
     return Sharing()
 
