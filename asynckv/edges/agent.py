@@ -36,7 +36,7 @@ import numpy.typing as npt
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.metadata import is_known, renamed
-from asynckv.edges.staging import Areas, Chunk, Pieces, Stage
+from asynckv.edges.staging import Bytes, Chunk, Pieces, Stage
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Memory
@@ -221,7 +221,7 @@ class Agent:
         self._register(memories)
         self._memories += tuple(memories)
 
-    def add_stage(self, num_slots: int, areas: Areas) -> None:
+    def add_stage(self, num_slots: int, areas: list[Bytes]) -> None:
         """Make and register staging memory, for reads into the memory that is registered now."""
         try:
             self.stage = Stage(self._memories, num_slots, areas)
@@ -324,7 +324,6 @@ class Agent:
             mine, theirs = (remote.alias, "") if remote.own == SOURCE and not table.boxes else ("", remote.alias)
             if table.boxes:
                 assert self.stage is not None
-                self.stage.areas.touch()
                 rows, firsts = self.stage.rows(table)
                 made.append(self._agent.prep_xfer_dlist(mine, rows, "DRAM"))
             else:

@@ -22,7 +22,7 @@ from asynckv.core.types import TransferId
 from asynckv.edges.agent import SINK, SOURCE, Agent, set_up
 from asynckv.edges.nixl import load_nixl
 from asynckv.edges.posters import Poster, Posters
-from asynckv.edges.staging import Areas
+from asynckv.edges.staging import Bytes
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -90,7 +90,7 @@ class NixlCopies:
         self._loop, self._on_ready, self._is_due = asyncio.get_running_loop(), on_ready, False
         kinds = {memory.kind for some in (near, *far.values()) for memory in some}
         self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
-        areas = Areas()
+        areas = list[Bytes]()
         try:
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"
@@ -101,7 +101,7 @@ class NixlCopies:
             raise
 
     def _make_agent(
-        self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], areas: Areas
+        self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], areas: list[Bytes]
     ) -> Agent:
         params = {"ucx_error_handling_mode": "none", "engine_config": f"TLS={self._tls}"}
         # A `UCX_TLS` for the network (`tcp`, `rc`) would send copies over it, at a fifth of the speed.

@@ -18,7 +18,6 @@ import numpy as np
 
 from asynckv.arguments import MAX_INTEGER
 from asynckv.errors import BackendError
-from asynckv.observe.setup import logger_for
 
 POPULATE_WRITE = 23  # `MADV_POPULATE_WRITE` of Linux 5.14 and later, which Python does not name
 PIECE = 64 << 20  # bytes that are populated at a time
@@ -27,12 +26,9 @@ REMEDY = "allocate fewer blocks (in vLLM: num_gpu_blocks_override or kv_cache_me
 # By the controller's name in `/proc/self/cgroup`, which is empty in version 2: the limit, the use, and the parts of the
 # use that the kernel takes back before it ends a process.
 CGROUP_FILES = {
-    "": ("memory.max", "memory.current", ("active_file", "inactive_file")),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    "": ("memory.max", "memory.current", "active_file", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"),
 }
-
-
-class NoRoom(BackendError): ...
 
 
 def memory_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
@@ -44,49 +40,55 @@ def memory_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     found = [(MAX_INTEGER, "no known limit")]
     if (kib := _number(proc / "meminfo", "MemAvailable:")) is not None:
         found.append((kib << 10, f"MemAvailable of {proc / 'meminfo'}"))
-    for controllers, path in re.findall(r"^\d+:([^:\n]*):/(.*)$", _text(proc / "self/cgroup"), re.MULTILINE):
-        for name in CGROUP_FILES.keys() & set(controllers.split(",")):
-            (limit, use, kept), top = CGROUP_FILES[name], cgroups / name
-            # A container without a namespace of its own sees its own group at the top, and not under its path.
-            for at in (top / path, *(top / path).parents):
-                if (at == top or top in at.parents) and (most := _number(at / limit)) is not None:
-                    freed = sum(_number(at / "memory.stat", each) or 0 for each in kept)
-                    found.append((max(0, most - max(0, (_number(at / use) or 0) - freed)), str(at / limit)))
+    for controller, (limit, use, *kept) in CGROUP_FILES.items():
+        for at in control_groups(controller, proc, cgroups):
+            if (most := _number(at / limit)) is not None:
+                freed = sum(_number(at / "memory.stat", each) or 0 for each in kept)
+                found.append((max(0, most - max(0, (_number(at / use) or 0) - freed)), str(at / limit)))
     return min(found)
 
 
-def _text(path: Path) -> str:
-    with suppress(OSError, ValueError):  # a path with a zero byte is no path
-        return path.read_text(errors="replace")
+def control_groups(controller: str, proc: Path, cgroups: Path) -> list[Path]:
+    """Return the folders of the groups around this process, its own first; `controller` is empty for version 2.
+
+    A container without a namespace of its own finds its group at the top, and not under its path.
+    """
+    top = cgroups / controller
+    own = re.search(rf"^\d+:(?:.*,)?{controller}(?:,.*)?:/(.*)$", text_of(proc / "self/cgroup"), re.MULTILINE)
+    inner = top / own[1] if own else top
+    return [at for at in (inner, *inner.parents) if at == top or top in at.parents]
+
+
+def text_of(path: Path) -> str:
+    with suppress(OSError, ValueError), path.open("rb") as file:  # a path with a zero byte is no path
+        return file.read(1 << 20).decode(errors="replace")
     return ""
 
 
 def _number(path: Path, name: str = "") -> int | None:
     """Return the number that follows a name at the start of a line; None if there is none, as in `max`."""
-    match = re.search(rf"^{name}[ \t]*(\d{{1,19}})\b", _text(path), re.MULTILINE)
+    match = re.search(rf"^{name}[ \t]*(\d{{1,19}})\b", text_of(path), re.MULTILINE)
     return int(match[1]) if match else None
 
 
 def check_room(num_bytes: int, what: str, remedy: str = REMEDY) -> None:
     have, limit = memory_available()
     if num_bytes > have:
-        raise NoRoom(
+        raise BackendError(
             f"{num_bytes} bytes of {what} cannot be allocated, because {have} bytes are available ({limit}); {remedy}"
         )
 
 
 def populate(address: int, num_bytes: int, what: str, remedy: str = REMEDY, *, is_new: bool = True) -> None:
-    """Allocate the pages of a mapping that nothing else writes yet; no byte changes, and other threads run meanwhile.
+    """Allocate the pages of a mapping; no byte changes, and other threads run meanwhile.
 
     It takes 0.1 to 0.4 s per GB.
 
     Args:
-        is_new: True if the pages are still to be taken from the system, so that there must be room for them. False if
-            other processes have them already, and this one has not mapped them yet.
+        is_new: False if the pages may be in use: no room is asked for, and kernels before 5.14 do nothing.
 
     Raises:
-        NoRoom: The system has less than that; nothing, or only a part, was allocated.
-        BackendError: The system refused for another reason.
+        BackendError: There is no room, or the system refused for another reason.
     """
     # `mmap.madvise` would hold the interpreter's lock, and so stop every thread, for seconds. It is done in pieces,
     # because a thread that maps memory meanwhile waits for the end of one, and other processes may take memory too.
@@ -101,10 +103,6 @@ def populate(address: int, num_bytes: int, what: str, remedy: str = REMEDY, *, i
         if (number := ctypes.get_errno()) != errno.EINVAL:
             raise BackendError(f"{num_bytes} bytes of {what} cannot be allocated: {os.strerror(number)}; {remedy}")
         if not is_new:
-            return  # the kernel is too old, and another process may be writing
+            return
         pages = np.frombuffer((ctypes.c_uint8 * length).from_address(at), np.uint8)[:: mmap.PAGESIZE]
         np.bitwise_or(pages, 0, out=pages)
-
-
-def log_allocated(num_bytes: int, seconds: float) -> None:
-    logger_for()[0].info("memory_allocated", bytes=num_bytes, seconds=round(seconds, 3))

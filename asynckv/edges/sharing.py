@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asynckv.arguments import MAX_INTEGER, integer, without_control
-from asynckv.edges.pages import check_room, log_allocated, populate
+from asynckv.edges.pages import check_room, populate
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
@@ -47,14 +46,6 @@ def shared_memory(num_bytes: int) -> mmap.mmap:
         ConfigError: `num_bytes` is not a number of bytes.
         BackendError: The host or a control group has less memory available; names both numbers and the limit.
     """
-    began = time.monotonic()
-    memory = map_populated(num_bytes)
-    log_allocated(len(memory), time.monotonic() - began)
-    return memory
-
-
-def map_populated(num_bytes: int) -> mmap.mmap:
-    """Do as `shared_memory` does, without a line in the log."""
     num_bytes = integer("num_bytes", num_bytes, 1, MAX_INTEGER, ConfigError)
     check_room(num_bytes, WHAT)
     memory = map_shared(num_bytes)
@@ -72,7 +63,7 @@ def map_shared(num_bytes: int) -> mmap.mmap:
         finally:
             os.close(fd)
     except (OSError, OverflowError) as exc:
-        raise BackendError(f"{num_bytes} bytes of {WHAT} cannot be allocated: {exc}") from exc
+        raise NotShared(f"{num_bytes} bytes of {WHAT} cannot be allocated: {exc}") from exc
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -69,33 +69,15 @@ class Chunk(NamedTuple):
     pieces: list[Pieces]  # of each row, the latter only of this chunk
 
 
-class Areas:
-    """Areas of the threads of a plane, whose pages are allocated together before the first staged read of any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._untouched: list[Bytes] = []
-
-    def add(self, area: Bytes) -> None:
-        self._untouched.append(area)
-
-    def touch(self) -> None:
-        """Allocate the pages that are not yet; returns when all are there. Not for the loop."""
-        with self._lock, suppress(BackendError):  # without room, each read allocates the pages of its slot
-            while self._untouched:
-                area = self._untouched.pop()
-                populate(area.ctypes.data, area.nbytes, "staging memory")
-
-
 class Stage:
     """Staging memory for the reads of one thread, which alone calls all but `detach` and `forget`.
 
     Args:
         memories: The caller's memory, into which pieces are placed.
-        areas: The areas of all threads of the plane.
+        areas: The staging memory of all threads of the plane, to which this one's is added.
     """
 
-    def __init__(self, memories: Sequence[Memory], num_slots: int, areas: Areas) -> None:
+    def __init__(self, memories: Sequence[Memory], num_slots: int, areas: list[Bytes]) -> None:
         self._area = np.frombuffer(mmap.mmap(-1, num_slots * SLOT_BYTES), np.uint8)
         self.memory = Memory(base=self._area.ctypes.data, length=len(self._area), device=0, kind="cpu")
         self._memories = [bytes_at(memory) for memory in memories]
@@ -103,8 +85,8 @@ class Stage:
         self._lock = threading.Lock()  # held to place, to detach, and to decide that a read is direct after all
         self._detached: set[TransferId] = set()  # transfers that place nothing any more
         self._direct: set[TransferId] = set()  # transfers of staged tables that had no slot
-        self.areas = areas
-        areas.add(self._area)
+        self._areas = areas
+        areas.append(self._area)
 
     # -- detaching ---------------------------------------------------------------------------------
 
@@ -132,7 +114,13 @@ class Stage:
     # -- reads and placements ----------------------------------------------------------------------
 
     def rows(self, table: DescTable) -> tuple[npt.NDArray[np.uint64], dict[int, int]]:
-        """Return the strided descriptors of all slots: address, length, device ... Also return the first per length."""
+        """Return the strided descriptors of all slots: address, length, device ... Also return the first per length.
+
+        A staged read follows, perhaps the first, so the pages of all threads' slots are allocated.
+        """
+        with suppress(BackendError):  # reads work without, but wait for pages
+            for area in self._areas:
+                populate(area.ctypes.data, area.nbytes, "staging memory", is_new=False)
         out, firsts, number = [], {}, 0
         for length in np.unique(table.length).tolist():
             firsts[length], count = number, SLOT_BYTES // length

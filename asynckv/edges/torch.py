@@ -8,10 +8,9 @@ on first use.
 from __future__ import annotations
 
 import math
-import mmap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -21,12 +20,12 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, integer, nearest, one_of, shown, text, texts
 from asynckv.core.types import sendable
-from asynckv.edges.pages import NoRoom, log_allocated
-from asynckv.edges.sharing import map_populated, shared_memory
-from asynckv.errors import BackendError, ConfigError, LayoutError, LocalProtocolError
+from asynckv.edges.sharing import NotShared, shared_memory
+from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
 from asynckv.geometry.check import Registration, register_memory
 from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view, check_order
+from asynckv.observe.setup import logger_for
 
 if TYPE_CHECKING:
     import torch
@@ -51,10 +50,17 @@ def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> tor
         ConfigError: The shape is empty, or is no shape.
         BackendError: The system does not have that much memory, or none that can be shared.
     """
-    return _tensor(shape, dtype, shared_memory)
+    began = time.monotonic()
+    tensor = _shared(shape, dtype)
+    _log_allocated(tensor.nbytes, began)
+    return tensor
 
 
-def _tensor(shape: Sequence[int], dtype: torch.dtype | None, allocate: Callable[[int], mmap.mmap]) -> torch.Tensor:
+def _log_allocated(num_bytes: int, began: float) -> None:
+    logger_for()[0].info("memory_allocated", bytes=num_bytes, seconds=round(time.monotonic() - began, 3))
+
+
+def _shared(shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
     import torch
 
     if not isinstance(shape, Sequence) or not shape:
@@ -63,42 +69,33 @@ def _tensor(shape: Sequence[int], dtype: torch.dtype | None, allocate: Callable[
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype is {shown(dtype)}; give a torch.dtype")
-    memory = allocate(math.prod(sizes) * dtype.itemsize)
+    memory = shared_memory(math.prod(sizes) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(sizes)
 
 
-def shared_zeros() -> AbstractContextManager[Any]:
-    """Make `torch.zeros` allocate host tensors that can be shared within this context, where the system allows it.
-
-    Too little memory raises `NoRoom`, because `torch.zeros` would meet the same limit. One log line tells the total.
-    """
+@contextmanager
+def shared_zeros() -> Iterator[None]:
+    """Make `torch.zeros` allocate host tensors that can be shared within this context, where the system allows it."""
     import torch
     from torch.overrides import TorchFunctionMode
 
-    class Sharing(TorchFunctionMode):
-        num_bytes, seconds = 0, 0.0
+    began, sizes = time.monotonic(), list[int]()
 
+    class Sharing(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is torch.zeros and torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu":
                 shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
-                began = time.monotonic()
-                try:
-                    tensor = _tensor(shape, kwargs.get("dtype"), map_populated)
-                except NoRoom:
-                    raise
-                except (BackendError, ConfigError):  # a tensor that cannot be shared is allocated as usual
-                    return func(*args, **kwargs)
-                self.num_bytes, self.seconds = self.num_bytes + tensor.nbytes, self.seconds + time.monotonic() - began
-                return tensor
+                with suppress(NotShared, ConfigError):  # a tensor that cannot be shared is allocated as usual
+                    tensor = _shared(shape, kwargs.get("dtype"))
+                    sizes.append(tensor.nbytes)
+                    return tensor
             return func(*args, **kwargs)
 
-        def __exit__(self, *exc: Any) -> None:
-            super().__exit__(*exc)
-            if self.num_bytes:
-                log_allocated(self.num_bytes, self.seconds)
-
-    return Sharing()
+    with Sharing():
+        yield
+    if sizes:
+        _log_allocated(sum(sizes), began)
 
 
 class Event(Protocol):
