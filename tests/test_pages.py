@@ -153,9 +153,7 @@ def test_what_has_no_room_is_refused_with_the_numbers_the_limit_and_a_remedy(nar
     ):
         with pytest.raises(BackendError, match=said):
             allocate()
-    with pytest.raises(
-        BackendError, match=f"{said}allocate fewer .*num_gpu_blocks_override.*, or raise that limit"
-    ):
+    with pytest.raises(BackendError, match=f"{said}allocate fewer .*num_gpu_blocks_override.*, or raise that limit"):
         shared_memory(2 * MB)
     with shared_zeros(), pytest.raises(BackendError, match=said):
         torch.zeros((2, MB), dtype=torch.int8)
@@ -265,8 +263,8 @@ async def test_staging_memory_of_all_threads_is_there_after_the_first_staged_rea
     await check_read(reader, owner, 1, *rows(0, EVEN, 1))
     assert [resident(area.base, area.length) for area in areas] == [4 * SLOT_BYTES] * 2
     await check_read(reader, owner, 2, *rows(0, EVEN, 2))
-    assert len(names) == 2
-    assert threading.main_thread().name not in names
+    assert set(names) <= {poster.name for poster in reader.plane._posters}
+    assert names
 
 
 @pytest.mark.anyio

@@ -72,6 +72,7 @@ class NixlCopies:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[], None] = lambda: None
         self._tls = ""
+        self._areas: list[Bytes] = []  # staging memory of all threads
         self._ids = count(1)
         self._moves: dict[TransferId, _Move] = {}
         self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
@@ -90,19 +91,17 @@ class NixlCopies:
         self._loop, self._on_ready, self._is_due = asyncio.get_running_loop(), on_ready, False
         kinds = {memory.kind for some in (near, *far.values()) for memory in some}
         self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
-        areas = list[Bytes]()
+        self._areas = []
         try:
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"
-                self._posters.start(name, self._make_agent(api, name, near, far, areas), TELL_S, joins=False)
+                self._posters.start(name, self._make_agent(api, name, near, far), TELL_S, joins=False)
         except BaseException:
             with suppress(BackendError):  # the next start reports it
                 self.close()
             raise
 
-    def _make_agent(
-        self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], areas: list[Bytes]
-    ) -> Agent:
+    def _make_agent(self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]]) -> Agent:
         params = {"ucx_error_handling_mode": "none", "engine_config": f"TLS={self._tls}"}
         # A `UCX_TLS` for the network (`tcp`, `rc`) would send copies over it, at a fifth of the speed.
         with set_up(Agent(api, name, "UCX", params, unheeded=("UCX_TLS",))) as agent:
@@ -110,7 +109,7 @@ class NixlCopies:
             for each, memories in far.items():
                 agent.register_own(each, memories)
             if all(memory.kind == "cpu" for memory in near):
-                agent.add_stage(STAGING_SLOTS, areas)
+                agent.add_stage(STAGING_SLOTS, self._areas)
         return agent
 
     async def quiesce(self, timeout_s: float | None = None) -> None:
