@@ -23,7 +23,9 @@ from asynckv.edges import packer, pages, staging
 from asynckv.edges.host_pool import HostPool
 from asynckv.edges.packer import Packer
 from asynckv.edges.pages import memory_available, populate
+from asynckv.edges.staging import bytes_at
 from asynckv.edges.torch import shared_zeros
+from asynckv.geometry.layout import Memory
 from asynckv.geometry.staging import SLOT_BYTES
 from asynckv.integrations.vllm.offload import region
 from tests.engines import until
@@ -197,7 +199,7 @@ def test_every_page_is_there_and_no_byte_has_changed(monkeypatch: pytest.MonkeyP
     for memory in (shared_memory(size), mmap.mmap(-1, size)):
         array = np.frombuffer(memory, np.uint8)
         array[5 * mmap.PAGESIZE], array[-1] = 7, 9
-        populate(array.ctypes.data, size, "memory")
+        populate(array, "memory")
         assert resident(array.ctypes.data, size) == 41 * mmap.PAGESIZE
         assert np.flatnonzero(array).tolist() == [5 * mmap.PAGESIZE, size - 1]
     pool = HostPool(size)
@@ -207,7 +209,7 @@ def test_every_page_is_there_and_no_byte_has_changed(monkeypatch: pytest.MonkeyP
 
 def test_what_the_kernel_refuses_is_an_error() -> None:
     with pytest.raises(BackendError, match="4096 bytes of nothing cannot be allocated: Cannot allocate memory; less"):
-        populate(mmap.PAGESIZE, 4096, "nothing", "less")
+        populate(bytes_at(Memory(mmap.PAGESIZE, 4096)), "nothing", "less")
 
 
 def test_room_that_another_process_takes_meanwhile_is_missed_at_the_next_piece(monkeypatch: pytest.MonkeyPatch) -> None:

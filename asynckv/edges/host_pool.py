@@ -43,7 +43,7 @@ class HostPool:
         self.how = ""
         self._pinned: Pinned | None = None
         try:
-            populate(self.memory.base, self.num_bytes, *NEEDED)
+            populate(self.array, *NEEDED)
         except BaseException:
             self.close()
             raise

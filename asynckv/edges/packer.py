@@ -85,9 +85,8 @@ class Packer:
             raise BackendError("a packed copy is still being made")
 
     def _run(self) -> None:
-        area = self._area[-PIECE:]  # slots are taken from the end; the first copy would wait for more
-        with suppress(BackendError):  # then each copy allocates its own pages
-            populate(area.ctypes.data, area.nbytes, "packed copies")
+        with suppress(BackendError):  # copies work without, but wait for pages
+            populate(self._area[-PIECE:], "packed copies")  # slots are taken from the end; more would take too long
         while (order := self._orders.get()) is not None and not self._is_stopping:
             slot, gathered = order
             try:

@@ -49,7 +49,7 @@ def shared_memory(num_bytes: int) -> mmap.mmap:
     num_bytes = integer("num_bytes", num_bytes, 1, MAX_INTEGER, ConfigError)
     check_room(num_bytes, WHAT)
     memory = map_shared(num_bytes)
-    populate(np.frombuffer(memory, np.uint8).ctypes.data, num_bytes, WHAT)
+    populate(np.frombuffer(memory, np.uint8), WHAT)
     return memory
 
 

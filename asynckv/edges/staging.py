@@ -120,7 +120,7 @@ class Stage:
         """
         with suppress(BackendError):  # reads work without, but wait for pages
             for area in self._areas:
-                populate(area.ctypes.data, area.nbytes, "staging memory", is_new=False)
+                populate(area, "staging memory", is_new=False)
         out, firsts, number = [], {}, 0
         for length in np.unique(table.length).tolist():
             firsts[length], count = number, SLOT_BYTES // length

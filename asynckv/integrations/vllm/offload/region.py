@@ -76,8 +76,8 @@ class Region:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.memory = Memory(self.array.ctypes.data, num_bytes)
-        with suppress(BackendError):  # then its first copies allocate them
-            populate(self.memory.base, num_bytes, *NEEDED, is_new=False)
+        with suppress(BackendError):  # copies work without, but wait for pages
+            populate(self.array, *NEEDED, is_new=False)
         self._pinned: Pinned | None = None
 
     @contextmanager
