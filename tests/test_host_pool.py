@@ -44,7 +44,7 @@ def test_what_cannot_be_had_is_refused_with_the_number() -> None:
     with pytest.raises(ConfigError):
         HostPool(0)
     with pytest.raises(
-        BackendError, match=f"{1 << 50} bytes of .*memory cannot be .* bytes are free\\); lower host_bytes"
+        BackendError, match=f"{1 << 50} bytes of host memory cannot be .* bytes are available .*; lower host_bytes"
     ):
         HostPool(1 << 50)
 

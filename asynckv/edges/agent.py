@@ -36,7 +36,7 @@ import numpy.typing as npt
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.metadata import is_known, renamed
-from asynckv.edges.staging import Chunk, Pieces, Stage
+from asynckv.edges.staging import Bytes, Chunk, Pieces, Stage
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Memory
@@ -221,10 +221,10 @@ class Agent:
         self._register(memories)
         self._memories += tuple(memories)
 
-    def add_stage(self, num_slots: int) -> None:
+    def add_stage(self, num_slots: int, areas: list[Bytes]) -> None:
         """Make and register staging memory, for reads into the memory that is registered now."""
         try:
-            self.stage = Stage(self._memories, num_slots)
+            self.stage = Stage(self._memories, num_slots, areas)
         except (OSError, OverflowError, ValueError) as exc:
             size = f"{num_slots} slots of {SLOT_BYTES} bytes"
             raise BackendError(f"{size} of staging memory cannot be had: {exc}; lower nixl.staging_bytes") from exc

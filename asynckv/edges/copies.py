@@ -22,6 +22,7 @@ from asynckv.core.types import TransferId
 from asynckv.edges.agent import SINK, SOURCE, Agent, set_up
 from asynckv.edges.nixl import load_nixl
 from asynckv.edges.posters import Poster, Posters
+from asynckv.edges.staging import Bytes
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -71,6 +72,7 @@ class NixlCopies:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[], None] = lambda: None
         self._tls = ""
+        self._areas: list[Bytes] = []  # staging memory of all threads
         self._ids = count(1)
         self._moves: dict[TransferId, _Move] = {}
         self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
@@ -89,6 +91,7 @@ class NixlCopies:
         self._loop, self._on_ready, self._is_due = asyncio.get_running_loop(), on_ready, False
         kinds = {memory.kind for some in (near, *far.values()) for memory in some}
         self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
+        self._areas = []
         try:
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"
@@ -106,7 +109,7 @@ class NixlCopies:
             for each, memories in far.items():
                 agent.register_own(each, memories)
             if all(memory.kind == "cpu" for memory in near):
-                agent.add_stage(STAGING_SLOTS)
+                agent.add_stage(STAGING_SLOTS, self._areas)
         return agent
 
     async def quiesce(self, timeout_s: float | None = None) -> None:

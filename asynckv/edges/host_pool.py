@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,28 +12,29 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.arguments import MAX_INTEGER, integer
+from asynckv.edges.pages import check_room, populate
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
 HUGE_PAGE = 2 << 20
-POPULATE_WRITE = 23  # `MADV_POPULATE_WRITE` of Linux 5.14 and later, which Python does not name
-PIECE = 64 << 20  # bytes that are populated at a time
+NEEDED = "host memory", "lower host_bytes"  # what is allocated, and the remedy if there is no room
 
 
 class HostPool:
     """A range of host memory, zeroed; freed by `close`. Its length is rounded up to a multiple of 4096.
 
-    All of it is taken from the system at once, 0.1 to 0.4 s per GB, so that no copy waits for a page. With a `device`
-    it is pinned for that GPU. Memory that cannot be pinned is used as well, but is slower (`how`).
+    All of it is taken from the system at once, so that no copy waits for a page. With a `device` it is pinned for that
+    GPU. Memory that cannot be pinned is used as well, but is slower (`how`).
     """
 
     def __init__(self, num_bytes: int, *, device: int | None = None) -> None:
         wanted = integer("num_bytes", num_bytes, 1, MAX_INTEGER - 2 * HUGE_PAGE, ConfigError)
         self.num_bytes = -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
+        check_room(self.num_bytes, *NEEDED)
         try:
             self._map = mmap.mmap(-1, self.num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as exc:
-            raise _lacking(num_bytes, str(exc)) from None
+            raise BackendError(f"{num_bytes} bytes of host memory cannot be mapped: {exc}; lower host_bytes") from None
         with suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         start = -np.frombuffer(self._map, np.uint8).ctypes.data % HUGE_PAGE
@@ -44,7 +43,7 @@ class HostPool:
         self.how = ""
         self._pinned: Pinned | None = None
         try:
-            self._populate()
+            populate(self.array, *NEEDED)
         except BaseException:
             self.close()
             raise
@@ -54,20 +53,6 @@ class HostPool:
                 self.how = f"pinned for GPU {device}"
             except BackendError as exc:
                 self.how = f"not pinned for GPU {device}, so copies are slower: {exc}"
-
-    def _populate(self) -> None:
-        # `mmap.madvise` would hold the interpreter's lock, and so stop every thread, for seconds. It is done in pieces,
-        # because a thread that maps memory meanwhile waits for the end of one.
-        assert self.array is not None
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        for start in range(0, self.num_bytes, PIECE):
-            address, length = self.memory.base + start, min(PIECE, self.num_bytes - start)
-            if not madvise(address, length, POPULATE_WRITE):
-                continue
-            if (number := ctypes.get_errno()) != errno.EINVAL:
-                raise _lacking(self.num_bytes, os.strerror(number))
-            ctypes.memset(address, 0, length)  # the kernel is too old
 
     def describe(self) -> dict[str, str]:
         return {"host_memory": self.how} if self.how else {}
@@ -79,13 +64,6 @@ class HostPool:
         self.array = None
         with suppress(BufferError):
             self._map.close()
-
-
-def _lacking(num_bytes: int, why: str) -> BackendError:
-    free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
-    return BackendError(
-        f"{num_bytes} bytes of host memory cannot be allocated ({why}; {free} bytes are free); lower host_bytes"
-    )
 
 
 FLAGS = 0x01 | 0x02  # `CU_MEMHOSTREGISTER_PORTABLE` and `_DEVICEMAP`

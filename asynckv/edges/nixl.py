@@ -35,6 +35,7 @@ from asynckv.edges.agent import Agent, set_up
 from asynckv.edges.packer import Packer
 from asynckv.edges.posters import Poster, Posters
 from asynckv.edges.read_costs import measure_costs
+from asynckv.edges.staging import Bytes
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import PACK_BYTES, Gathered
 from asynckv.geometry.layout import Memory
@@ -181,12 +182,12 @@ class NixlPlane:
             # each where another thread never sleeps, and a handshake has a deadline.
             self.costs, threads, staging = None, self._config.num_posters, self._config.staging_bytes
             num_slots = max(staging // SLOT_BYTES // threads, 1) if staging and threads else 0
-            stages = num_slots > 0 and is_on_host
+            stages, areas = num_slots > 0 and is_on_host, list[Bytes]()
             for number in range(1, threads + 1):
                 agent = self._make_agent(f"{self._name}-poster{number}", memories)
                 with set_up(agent):
                     if stages:
-                        agent.add_stage(num_slots)
+                        agent.add_stage(num_slots, areas)
                     if stages and number == 1:
                         self.costs = measure_costs(agent, self._agent)
                         stages = self.costs is not None

@@ -1,6 +1,7 @@
 """Packed copies of the rank's own memory, made on one thread, in memory that remote readers reach.
 
-A serving process maps that memory too, so it is shared.
+A serving process maps that memory too, so it is shared. Its pages are allocated before the first copy, and by no engine
+that makes none.
 
 Numpy copies without Python's lock, so the event loop goes on (`staging.py` has the measurement).
 """
@@ -18,7 +19,8 @@ import anyio.to_thread
 import numpy as np
 
 from asynckv.edges.aside import end_at_exit
-from asynckv.edges.sharing import shared_memory
+from asynckv.edges.pages import PIECE, populate
+from asynckv.edges.sharing import map_shared
 from asynckv.edges.staging import Items, as_index, bytes_at, item_bytes
 from asynckv.errors import AsyncKVError, BackendError
 from asynckv.geometry.gather import PACK_BYTES, Gathered, Packing
@@ -40,7 +42,7 @@ class Packer:
         self, memories: Sequence[Memory], num_slots: int, loop: asyncio.AbstractEventLoop, on_ready: Callable[[], None]
     ) -> None:
         try:
-            self._area = np.frombuffer(shared_memory(num_slots * PACK_BYTES), np.uint8)
+            self._area = np.frombuffer(map_shared(num_slots * PACK_BYTES), np.uint8)
         except AsyncKVError as exc:
             raise BackendError(f"no room for packed copies: {exc}; lower nixl.packing_bytes") from exc
         self.packing = Packing(self._area.ctypes.data, num_slots)
@@ -83,6 +85,8 @@ class Packer:
             raise BackendError("a packed copy is still being made")
 
     def _run(self) -> None:
+        with suppress(BackendError):  # copies work without, but wait for pages
+            populate(self._area[-PIECE:], "packed copies")  # slots are taken from the end; more would take too long
         while (order := self._orders.get()) is not None and not self._is_stopping:
             slot, gathered = order
             try:

@@ -8,7 +8,6 @@ only where direct and staged reads are about equally fast.
 from __future__ import annotations
 
 import math
-import mmap
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +29,7 @@ def measure_costs(reader: Agent, owner: Agent) -> ReadCosts | None:
 
     Return None if a read fails or takes too long. It may then still write staging memory, so nothing may be staged.
     """
-    source = np.frombuffer(mmap.mmap(-1, SLOT_BYTES), np.uint8)
-    source.fill(1)  # or the kernel's one page of zeros would be read
+    source = np.ones(SLOT_BYTES, np.uint8)  # of zeros the kernel has one page
     memory = Memory(base=source.ctypes.data, length=SLOT_BYTES, device=0, kind="cpu")
     try:
         deregister = owner.register_besides(memory)

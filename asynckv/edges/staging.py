@@ -14,6 +14,7 @@ import mmap
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ import numpy.typing as npt
 
 from asynckv.core.slots import Slots
 from asynckv.core.types import TransferId
+from asynckv.edges.pages import populate
+from asynckv.errors import BackendError
 from asynckv.geometry.bounds import Int32s, Int64s
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -71,9 +74,10 @@ class Stage:
 
     Args:
         memories: The caller's memory, into which pieces are placed.
+        areas: The staging memory of all threads of the plane, to which this one's is added.
     """
 
-    def __init__(self, memories: Sequence[Memory], num_slots: int) -> None:
+    def __init__(self, memories: Sequence[Memory], num_slots: int, areas: list[Bytes]) -> None:
         self._area = np.frombuffer(mmap.mmap(-1, num_slots * SLOT_BYTES), np.uint8)
         self.memory = Memory(base=self._area.ctypes.data, length=len(self._area), device=0, kind="cpu")
         self._memories = [bytes_at(memory) for memory in memories]
@@ -81,6 +85,8 @@ class Stage:
         self._lock = threading.Lock()  # held to place, to detach, and to decide that a read is direct after all
         self._detached: set[TransferId] = set()  # transfers that place nothing any more
         self._direct: set[TransferId] = set()  # transfers of staged tables that had no slot
+        self._areas = areas
+        areas.append(self._area)
 
     # -- detaching ---------------------------------------------------------------------------------
 
@@ -108,7 +114,13 @@ class Stage:
     # -- reads and placements ----------------------------------------------------------------------
 
     def rows(self, table: DescTable) -> tuple[npt.NDArray[np.uint64], dict[int, int]]:
-        """Return the strided descriptors of all slots: address, length, device ... Also return the first per length."""
+        """Return the strided descriptors of all slots: address, length, device ... Also return the first per length.
+
+        A staged read follows, perhaps the first, so the pages of all threads' slots are allocated.
+        """
+        with suppress(BackendError):  # reads work without, but wait for pages
+            for area in self._areas:
+                populate(area, "staging memory", is_new=False)
         out, firsts, number = [], {}, 0
         for length in np.unique(table.length).tolist():
             firsts[length], count = number, SLOT_BYTES // length

@@ -8,8 +8,9 @@ on first use.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -19,11 +20,12 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, integer, nearest, one_of, shown, text, texts
 from asynckv.core.types import sendable
-from asynckv.edges.sharing import shared_memory
-from asynckv.errors import BackendError, ConfigError, LayoutError, LocalProtocolError
+from asynckv.edges.sharing import NotShared, shared_memory
+from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
 from asynckv.geometry.check import Registration, register_memory
 from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view, check_order
+from asynckv.observe.setup import logger_for
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +40,8 @@ MAX_DIMS = 9  # dims of a tensor: `block`, and as many as a part may have
 def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Allocate a tensor of zeros in host memory that a data plane in a process of its own can map.
 
-    Use it for a KV cache in place of `torch.zeros`, because no other process can map the memory of the latter.
+    Use it for a KV cache in place of `torch.zeros`, because no other process can map the memory of the latter. Its
+    pages are allocated here, as `shared_memory` does.
 
     Args:
         shape, dtype: As for `torch.zeros`.
@@ -47,6 +50,17 @@ def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> tor
         ConfigError: The shape is empty, or is no shape.
         BackendError: The system does not have that much memory, or none that can be shared.
     """
+    began = time.monotonic()
+    tensor = _shared(shape, dtype)
+    _log_allocated(tensor.nbytes, began)
+    return tensor
+
+
+def _log_allocated(num_bytes: int, began: float) -> None:
+    logger_for()[0].info("memory_allocated", bytes=num_bytes, seconds=round(time.monotonic() - began, 3))
+
+
+def _shared(shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
     import torch
 
     if not isinstance(shape, Sequence) or not shape:
@@ -59,21 +73,29 @@ def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> tor
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(sizes)
 
 
-def shared_zeros() -> AbstractContextManager[Any]:
+@contextmanager
+def shared_zeros() -> Iterator[None]:
     """Make `torch.zeros` allocate host tensors that can be shared within this context, where the system allows it."""
     import torch
     from torch.overrides import TorchFunctionMode
+
+    began, sizes = time.monotonic(), list[int]()
 
     class Sharing(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is torch.zeros and torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu":
                 shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
-                with suppress(BackendError, ConfigError):  # a tensor that cannot be shared is allocated as usual
-                    return shared_tensor(shape, kwargs.get("dtype"))
+                with suppress(NotShared, ConfigError):  # a tensor that cannot be shared is allocated as usual
+                    tensor = _shared(shape, kwargs.get("dtype"))
+                    sizes.append(tensor.nbytes)
+                    return tensor
             return func(*args, **kwargs)
 
-    return Sharing()
+    with Sharing():
+        yield
+    if sizes:
+        _log_allocated(sum(sizes), began)
 
 
 class Event(Protocol):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asynckv.config import NixlConfig
+from asynckv.edges.pages import memory_available
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.gather import packs
 from asynckv.geometry.layout import Layout
@@ -16,7 +17,6 @@ from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.packed import record_sizes
 from asynckv.geometry.staging import TYPICAL
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.bench import machine
 from asynckv.tools.bench.options import DEFAULT_MODEL, PROMPT_TOKENS, Options, Shape
 from asynckv.tools.bench.schedule import Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload, cached_tokens, drawn, traced
@@ -148,7 +148,7 @@ class Experiment:
             ]
         processes = {role: side.tp * side.pp * getattr(self.engines, role) for role, side in self.sides.items()}
         ranks = sum(processes.values())
-        have = memory_available() if available is None else available
+        have = memory_available()[0] if available is None else available
         room = max(0, have - ranks * PROCESS_BYTES - 512 * MiB)
         total = sum(processes[role] * self.pool_bytes(role, wanted[role]) for role in self.sides)
         most = math.inf if self.options.pool_mb is None else self.options.pool_mb * MiB
@@ -183,10 +183,6 @@ class Experiment:
 
     def pool_bytes(self, role: str, blocks: Sequence[int]) -> int:
         return max(1, sum(n * size for n, size in zip(blocks, self.block_bytes(role), strict=True)))
-
-
-def memory_available() -> int:
-    return int((machine.field(Path("/proc/meminfo"), "MemAvailable") or f"{8 << 20}").split()[0]) * 1024
 
 
 def _hosts(options: Options) -> dict[str, str]:

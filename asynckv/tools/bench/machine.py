@@ -8,6 +8,7 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+from asynckv.edges.pages import text_of
 from asynckv.version import VERSION
 
 
@@ -28,10 +29,7 @@ def environment() -> dict[str, str]:
 
 def field(path: Path, name: str) -> str:
     """Return the value of the first `name: value` line of this name; empty if there is none."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
+    lines = text_of(path).splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 

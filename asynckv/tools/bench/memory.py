@@ -67,8 +67,6 @@ class Pool:
     def _allocated(self, layout: Layout) -> tuple[list[npt.NDArray[np.uint8]], Layout]:
         """Allocate the memory, and return it as this process sees it, and the layout with its addresses."""
         raw = [np.frombuffer(shared_memory(m.length), np.uint8) for m in layout.memories]
-        for array in raw:
-            array[::4096] = 0  # touch the pages now, not while the clock runs
         return raw, with_addresses(layout, [r.ctypes.data for r in raw])
 
     async def publish(self) -> None:

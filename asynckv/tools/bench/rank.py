@@ -20,13 +20,13 @@ import anyio
 import anyio.to_thread
 
 from asynckv.config import EngineConfig, KeysConfig, NixlConfig, PullConfig
+from asynckv.edges.pages import memory_available
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.keys import write_pair
 from asynckv.observe.setup import configure_logging
 from asynckv.tools.bench import garbage, ucx
 from asynckv.tools.bench import protocol as p
-from asynckv.tools.bench.experiment import memory_available
 from asynckv.tools.bench.floor import Floor
 from asynckv.tools.bench.memory import CudaPool, Pool
 
@@ -233,7 +233,7 @@ async def run(setup: p.Setup, stdout: int, folder: Path) -> None:
     configure_logging(options.level, form="json", stream=stream)
     try:
         layout = options.shape(setup.role).layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
-        if (need := sum(m.length for m in layout.memories)) > (room := memory_available()):
+        if (need := sum(m.length for m in layout.memories)) > (room := memory_available()[0]):
             raise ConfigError(
                 f"{setup.engine_id} needs a pool of {need:,} bytes, but its host has {room:,} bytes of memory; lower "
                 f"--pool-mb or --concurrency"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from asynckv.edges.aside import Aside
 from asynckv.edges.keeper import check_processes
+from asynckv.edges.pages import control_groups, text_of
 from asynckv.edges.sharing import shm_use
 from asynckv.edges.transports import copy_from, rdma_devices
 from asynckv.errors import BackendError
@@ -65,30 +66,22 @@ def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
         memory_bytes=_number(field(proc / "meminfo", "MemTotal")) << 10,
         memory_limit=limit,
         memory_used=used,
-        huge_pages=_chosen(_text(huge / "enabled")),
-        shmem_huge_pages=_chosen(_text(huge / "shmem_enabled")),
+        huge_pages=_chosen(text_of(huge / "enabled")),
+        shmem_huge_pages=_chosen(text_of(huge / "shmem_enabled")),
         shm_bytes=shm_bytes,
         shm_free=shm_free,
         shm_use=shm_use() if shm_free < shm_bytes // 2 else "",
         nofile=_soft(resource.RLIMIT_NOFILE),
         memlock=_soft(resource.RLIMIT_MEMLOCK),
-        ptrace_scope=_number(_text(proc / "sys/kernel/yama/ptrace_scope")),
+        ptrace_scope=_number(text_of(proc / "sys/kernel/yama/ptrace_scope")),
         seccomp=field(proc / "self/status", "Seccomp") == "2",
         container=_container(proc),
         own_pid_namespace=_inode(proc / "self/ns/pid") not in (0, INITIAL_PID_NAMESPACE),
         uid=os.geteuid(),
         cma_error=try_process_vm_readv(),
         child_error=child_error,
-        clocksource=_text(system / "devices/system/clocksource/clocksource0/current_clocksource").strip(),
+        clocksource=text_of(system / "devices/system/clocksource/clocksource0/current_clocksource").strip(),
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return file.read(1 << 20).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _number(text: str) -> int:
@@ -129,34 +122,30 @@ def _container(proc: Path) -> str:
         return "Docker"
     if Path("/run/.containerenv").exists():
         return "Podman"
-    found = re.search(r"docker|kubepods|containerd|lxc", _text(proc / "self/cgroup"))
+    found = re.search(r"docker|kubepods|containerd|lxc", text_of(proc / "self/cgroup"))
     return found[0] if found else ""
 
 
 def _control_group(root: Path, proc: Path) -> tuple[float, float, int, int]:
     """Return the cores and the memory that are granted, how often they were short, and the memory in use."""
-    own = re.search(r"^0::(/.*)$", _text(proc / "self/cgroup"), re.MULTILINE)
-    inner = root / own[1].lstrip("/") if own else root
-    # The tightest of all groups around this one counts.
-    groups = [at for at in (inner, *inner.parents) if at == root or root in at.parents]
     cores, memory = [(0.0, 0.0)], [(0, 0)]
-    for at in groups:
-        if (limit := re.match(r"(\d+) (\d+)", _text(at / "cpu.max"))) and int(limit[2]):
+    for at in control_groups("", proc, root):  # the tightest counts
+        if (limit := re.match(r"(\d+) (\d+)", text_of(at / "cpu.max"))) and int(limit[2]):
             cores.append((int(limit[1]) / int(limit[2]), _throttled(at / "cpu.stat")))
-        if most := _number(_text(at / "memory.max")):
-            memory.append((most, _number(_text(at / "memory.current"))))
+        if most := _number(text_of(at / "memory.max")):
+            memory.append((most, _number(text_of(at / "memory.current"))))
     if len(cores) + len(memory) > NONE_FOUND or (root / "cgroup.controllers").exists():
         return *min(cores[1:], default=cores[0]), *min(memory[1:], default=memory[0])
     # The older hierarchy, as seen from inside a container.
-    period, micros = _number(_text(root / "cpu/cpu.cfs_period_us")), _text(root / "cpu/cpu.cfs_quota_us").strip()
+    period, micros = _number(text_of(root / "cpu/cpu.cfs_period_us")), text_of(root / "cpu/cpu.cfs_quota_us").strip()
     quota = int(micros) / period if period and micros.isdigit() else 0.0
-    most = _number(_text(root / "memory/memory.limit_in_bytes"))
-    used = _number(_text(root / "memory/memory.usage_in_bytes"))
+    most = _number(text_of(root / "memory/memory.limit_in_bytes"))
+    used = _number(text_of(root / "memory/memory.usage_in_bytes"))
     return quota, _throttled(root / "cpu/cpu.stat"), most if most < NO_LIMIT else 0, used
 
 
 def _throttled(path: Path) -> float:
-    stat = dict(re.findall(r"(\w+) (\d+)", _text(path)))
+    stat = dict(re.findall(r"(\w+) (\d+)", text_of(path)))
     return int(stat.get("nr_throttled", 0)) / max(1, int(stat.get("nr_periods", 0)))
 
 
@@ -208,21 +197,21 @@ def resolve(name: str) -> tuple[tuple[str, ...], str]:
 
 def _interfaces(root: Path) -> tuple[Interface, ...]:
     sixes: dict[str, list[str]] = {}
-    for line in _text(Path("/proc/net/if_inet6")).splitlines():
+    for line in text_of(Path("/proc/net/if_inet6")).splitlines():
         digits, _, _, scope, _, name = line.split()
         if scope != "20":  # link-local ones are of no use without their scope
             sixes.setdefault(name, []).append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
-            flags = int(_text(root / name / "flags").strip() or "0", 16)
+            flags = int(text_of(root / name / "flags").strip() or "0", 16)
             if not flags & UP:
                 continue
             addresses = []
             with suppress(OSError):
                 answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
                 addresses.append(socket.inet_ntoa(answer[20:24]))
-            mtu, known = _number(_text(root / name / "mtu")), (*addresses, *sixes.get(name, ()))
+            mtu, known = _number(text_of(root / name / "mtu")), (*addresses, *sixes.get(name, ()))
             found.append(Interface(name=name, mtu=mtu, addresses=known, is_loopback=bool(flags & LOOPBACK)))
     return tuple(found)
 
@@ -233,8 +222,8 @@ def _rdma(root: Path) -> tuple[Rdma, ...]:
     with suppress(OSError):
         for device in sorted(root.iterdir()):
             ports = sorted((device / "ports").glob("*"))
-            state = ", ".join(_text(p / "state").partition(":")[2].strip() for p in ports) or "no port"
-            rate = ", ".join(_text(p / "rate").strip() for p in ports)
+            state = ", ".join(text_of(p / "state").partition(":")[2].strip() for p in ports) or "no port"
+            rate = ", ".join(text_of(p / "rate").strip() for p in ports)
             found.append(Rdma(name=device.name, state=state, rate=rate, usable=device.name in usable))
     return tuple(found)
 
@@ -242,6 +231,6 @@ def _rdma(root: Path) -> tuple[Rdma, ...]:
 def gpu(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Gpu:
     """Count NVIDIA GPUs by what their driver says; nothing is loaded."""
     folder = proc / "driver/nvidia"
-    version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", _text(folder / "version"))
+    version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", text_of(folder / "version"))
     peermem = any((system / "module" / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem"))
     return Gpu(count=len(list((folder / "gpus").glob("*"))), driver=version[1] if version else "", peermem=peermem)

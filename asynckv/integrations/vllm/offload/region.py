@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.edges.host_pool import Pinned
+from asynckv.edges.host_pool import NEEDED, Pinned
+from asynckv.edges.pages import memory_available, populate
 from asynckv.edges.sharing import shm_use
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.geometry.layout import Memory
@@ -55,6 +56,10 @@ class Region:
             if os.fstat(self._fd).st_uid != os.geteuid():
                 raise BackendError(f"{self.path} belongs to another user; remove it")
             self._agree(shape)
+            # Another process of the engine may have allocated it; then only the page tables of this one are missing.
+            have, limit = memory_available()
+            if num_bytes - os.fstat(self._fd).st_blocks * 512 > have:
+                raise OSError(f"{have} bytes are available: {limit}")
             os.posix_fallocate(self._fd, HEAD, num_bytes)
             self._map = mmap.mmap(self._fd, num_bytes, offset=HEAD)
         except (OSError, OverflowError, AsyncKVError) as exc:
@@ -71,6 +76,8 @@ class Region:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.memory = Memory(self.array.ctypes.data, num_bytes)
+        with suppress(BackendError):  # copies work without, but wait for pages
+            populate(self.array, *NEEDED, is_new=False)
         self._pinned: Pinned | None = None
 
     @contextmanager
