@@ -1,0 +1,306 @@
+"""Record the figures of README, docs/performance.md and docs/versus.md: `python -m scripts.figures --help`.
+
+docs/figures.json holds the recorded runs, each with its command, date, machine and load. The pages are drawn from it
+(`scripts/draw/figures.py`), so that no two pages tell different figures of the same run. A section is replaced only
+when all of its runs have ended well; the others keep their own dates and machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from asynckv.tools.bench.machine import environment
+from scripts import command
+from scripts.draw.drawing import DOCS
+from scripts.draw.figures import files
+
+ROOT = DOCS.parent
+FIGURES = DOCS / "figures.json"
+BENCH = [sys.executable, "-m", "asynckv"]
+SMALL = (
+    "asynckv bench --model llama-3.1-8b --layers 1 --kv-heads 1 --prompt-tokens 8 --verify off --requests 20000"
+    " --concurrency 64"
+)
+BULK = "asynckv bench --floor --layers 4 --requests 640 --concurrency 16"
+DIFFER = "asynckv bench --layers 4 --requests 64 --concurrency 8"
+REPORT = "asynckv bench --model llama-3.1-8b --layers 4 --prompt-tokens 1024 --requests 200 --concurrency 16"
+SIDES = "python -m scripts.bench vs_vllm --contenders asynckv,vllm,vllm-no-progress-thread --steps-ms 10,0"
+
+
+class Failed(Exception):
+    """A benchmark ended with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Options of a recording."""
+
+    is_quick: bool
+    vllm_python: Path
+    vllm_source: Path
+
+    def in_vllm(self) -> dict[str, str]:
+        """Return the environment of `tox run -e vllm`."""
+        folder = self.vllm_source.parent
+        return {
+            "HF_HOME": str(folder / "models"),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{self.vllm_source}",
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_TARGET_DEVICE": "cpu",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One recorded run.
+
+    Attributes:
+        shown: Command that the pages show.
+        minutes: Time that it takes on two quiet cores.
+        take: Runs it, and returns what the pages need, and the versions of packages that others do not use.
+    """
+
+    shown: str
+    minutes: float
+    take: Callable[[Given], dict[str, Any]]
+
+
+def run(argv: Sequence[str | Path], more: Mapping[str, str] | None = None) -> str:
+    """Run a benchmark, and return what it prints.
+
+    Raises:
+        Failed: It ended with another status than 0.
+    """
+    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, **(more or {})}, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise Failed(f"status {done.returncode} of {shlex.join(map(str, argv))}")
+    return done.stdout
+
+
+def bench(base: str, rounds: int, rows: Mapping[str, str], quick: str) -> Section:
+    """Return a section of `asynckv bench`, in turns, with these options of each row."""
+
+    def take(given: Given) -> dict[str, Any]:
+        found: dict[str, dict[str, Any]] = {name: {"options": options} for name, options in rows.items()}
+        for number in range(1 if given.is_quick else rounds):
+            for name, options in rows.items():
+                argv = [*BENCH, *shlex.split(f"{base} {options} {quick if given.is_quick else ''}")[1:], "--json", "-"]
+                for key, value in trimmed(json.loads(run(argv))).items():
+                    found[name].setdefault(key, []).append(value)
+                print(f"  round {number + 1}: {name}: {found[name]['requests_per_s'][-1]}/s", file=sys.stderr)
+        return {"rows": found}
+
+    return Section(base, rounds * len(rows) * 0.15, take)
+
+
+def trimmed(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of one report of `asynckv bench` that pages show."""
+    found = {
+        "requests_per_s": report["throughput"]["requests_per_s"],
+        "gbytes_per_s": report["throughput"]["gbytes_per_s"],
+        "p50_ms": report["latency_s"]["p50"] * 1e3,
+        "p99_ms": report["latency_s"]["p99"] * 1e3,
+        "lag_p99_ms": report["loop_lag_s"]["p99"] * 1e3,
+        "decode_us": report["cpu_s"]["decode"] / report["requests"]["completed"] * 1e6,
+    }
+    if "ratio_to_floor" in report:
+        found["of_floor"] = report["ratio_to_floor"]["raw_nixl"]["gbytes_per_s"]["median"]
+        found["floor_gbytes_per_s"] = report["floor"]["raw_nixl"]["gbytes_per_s"]["median"]
+    return {key: rounded(value) for key, value in found.items()}
+
+
+def rounded(value: float) -> float:
+    """Return a figure with four digits, because more would be noise."""
+    return float(f"{value:.4g}")
+
+
+def alone(given: Given) -> dict[str, Any]:
+    """Run `scripts.bench alone`."""
+    quick = ["--rounds", "1", "--requests", "20"] if given.is_quick else []
+    found: dict[str, Any] = json.loads(run([sys.executable, "-m", "scripts.bench", "alone", *quick]))
+    return found
+
+
+def engine(given: Given) -> dict[str, Any]:
+    """Run the cases of `scripts.bench engine` that pages show."""
+    cases = "handshake" if given.is_quick else "handshake,idle,memory,flight,peers"
+    argv = [sys.executable, "-m", "scripts.bench", "engine", "--cases", cases, "--json", "-"]
+    found = json.loads(run(argv))
+    return {"figures": {name: rounded(value) for name, value in found["figures"].items()}, "goals": found["goals"]}
+
+
+def beside(given: Given) -> dict[str, Any]:
+    """Run `scripts.bench vs_vllm`, without rounds, intervals of figures and ratios that no page shows."""
+    quick = "--cases 1x4096:1:1 --rounds 2 --seconds 0.1" if given.is_quick else f"--cases {CASES}"
+    argv = [sys.executable, *shlex.split(f"{SIDES} {quick}")[1:], "--json", "-"]
+    found = json.loads(run([*argv, "--vllm-python", given.vllm_python, "--vllm-source", given.vllm_source]))
+    rows = []
+    for row in found["rows"]:
+        figures = {
+            name: {key: rounded(each[key]["median"]) for key in ("requests_per_s", "both_cpu_us")}
+            for name, each in row["figures"].items()
+        }
+        ratios = {
+            name.partition(" / ")[2]: {key: rounded(each["requests_per_s"][key]) for key in ("median", "low", "high")}
+            for name, each in row["ratios"].items()
+        }
+        rows.append({"case": row["case"], "step_ms": row["step_ms"], "figures": figures, "ratios": ratios})
+    return {"rows": rows}
+
+
+CASES = "1x4096:1:1,1x4096:1:64,32x16384:16:16,32x16384:64:16"
+
+
+def inside(given: Given) -> dict[str, Any]:
+    """Run `scripts.bench vllm` in vLLM's Python."""
+    quick = "--cases 1x4096:1:8 --step 0:0 --windows 2" if given.is_quick else "--all"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        argv = [given.vllm_python, "-m", "scripts.bench", "vllm", *quick.split(), "--json", path]
+        run(argv, given.in_vllm())
+        found = json.loads(path.read_text(), parse_float=lambda text: rounded(float(text)))
+    return {"versions": found["machine"]["versions"], "rows": found["rows"]}
+
+
+def report(given: Given) -> dict[str, Any]:
+    """Run README's first command."""
+    quick = ["--prompt-tokens", "64"] if given.is_quick else []
+    printed = run([*BENCH, *shlex.split(REPORT)[1:], *quick], {"COLUMNS": "80"})
+    return {"text": printed.strip("\n").splitlines()}
+
+
+ROWS: dict[str, dict[str, str]] = {
+    "small": {
+        "64 in flight": "",
+        "1,024 in flight": "--concurrency 1024",
+        "one at a time": "--concurrency 1 --requests 5000",
+        "one at a time, announced": "--concurrency 1 --requests 5000 --announced",
+    },
+    "bulk": {
+        "0, in runs, CMA": "--posting-threads 0",
+        "1, in runs, CMA": "--posting-threads 1",
+        "2, in runs, CMA (the default here)": "--posting-threads 2",
+        "1, random, CMA": "--posting-threads 1 --block-order random",
+        "2, random, CMA": "--posting-threads 2 --block-order random",
+        "1, in runs, TCP": "--posting-threads 1 --transport tcp",
+    },
+    "differ": {
+        "equal: TP 1, `nhd`; 32 KiB, in runs": "",
+        "equal: TP 1, `hnd`; 32 KiB, in runs": "--order hnd",
+        "equal: TP 2, `nhd`; 16 KiB, in runs": "--tp 2",
+        "equal: TP 4, `nhd`; 8 KiB, in runs": "--tp 4",
+        "TP 2 and 1, `hnd`; 16 KiB, direct": "--tp 2:1 --order hnd",
+        "`nhd`, then `hnd`; 256 bytes, staged": "--order nhd:hnd",
+        "TP 2 and 1, `nhd`; 1 KiB, staged": "--tp 2:1",
+        "blocks of 16 and 64, `hnd`; 4 KiB, staged": "--block-size 16:64 --order hnd",
+        "TP 1 and 2, `nhd`; 1 KiB, staged": "--tp 1:2",
+        "TP 1 and 4, `nhd`; 512 bytes, packed": "--tp 1:4",
+    },
+}
+"""Options of the rows of each section of `asynckv bench`."""
+SECTIONS: dict[str, Section] = {
+    "report": Section(REPORT, 0.2, report),
+    "small": bench(SMALL, 3, ROWS["small"], "--requests 200"),
+    "bulk": bench(BULK, 2, ROWS["bulk"], "--prompt-tokens 64 --requests 320"),
+    "differ": bench(DIFFER, 3, ROWS["differ"], "--requests 16 --prompt-tokens 64"),
+    "alone": Section("python -m scripts.bench alone", 0.2, alone),
+    "engine": Section("python -m scripts.bench engine --cases handshake,idle,memory,flight,peers", 3, engine),
+    "beside": Section(f"{SIDES} --cases {CASES}", 4, beside),
+    "inside": Section("python -m scripts.bench vllm --all", 12, inside),
+}
+
+
+def record(name: str, given: Given, path: Path) -> None:
+    """Run a section, and replace it in the file.
+
+    Raises:
+        Failed: A benchmark ended with an error.
+    """
+    section, before = SECTIONS[name], os.getloadavg()
+    found, here = section.take(given), environment()
+    versions = {key: here[key] for key in ("asynckv", "asynckv_source", "nixl")} | found.pop("versions", {})
+    entry = {
+        "command": section.shown,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            "cpu": here["cpu"],
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "python": here["python"],
+            "versions": versions,
+        },
+        "load": [round(load, 2) for load in (before[0], os.getloadavg()[0])],
+        "report": found,
+    }
+    sections = {**(json.loads(path.read_text()) if path.exists() else {}), name: entry}
+    written = path.with_suffix(".tmp")
+    written.write_text(json.dumps({key: sections[key] for key in SECTIONS if key in sections}, indent=1) + "\n")
+    written.replace(path)
+
+
+def figures(
+    sections: Annotated[list[str] | None, typer.Argument(metavar="SECTION", help="Sections; by default all.")] = None,
+    vllm_python: Annotated[Path, typer.Option(help="Python of tox's environment `vllm`.")] = ROOT
+    / ".tox/vllm/bin/python",
+    vllm_source: Annotated[Path, typer.Option(help="Source of vLLM.")] = ROOT / ".tox/vllm-source/vllm-0.33.0",
+    file: Annotated[Path, typer.Option(help="File to write.")] = FIGURES,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run little, to try this command; give another --file.")
+    ] = False,
+) -> int:
+    """Run benchmarks on this machine, write docs/figures.json, and draw the pages that show it.
+
+    Nothing else should run meanwhile. A section whose run fails keeps its former figures.
+    """
+    names = command.chosen(sections, SECTIONS, "section")
+    is_shown = file.resolve() == FIGURES
+    command.check(not (quick and is_shown), "--quick measures too little for the pages: give another --file")
+    if {"inside", "beside"} & set(names):
+        for option, path in (("--vllm-python", vllm_python), ("--vllm-source", vllm_source)):
+            command.check(path.exists(), f"{option} {path} is not there; `tox run -e vllm` makes it")
+    # The path of the environment's Python stays as it is: resolved, it would be another environment's.
+    given, status = Given(quick, vllm_python.absolute(), vllm_source.resolve()), 0
+    for number, name in enumerate(names, 1):
+        began, minutes = time.monotonic(), SECTIONS[name].minutes
+        print(f"[{number}/{len(names)}] {name}: about {minutes:.1f} min", file=sys.stderr, flush=True)
+        try:
+            record(name, given, file)
+        except Failed as exc:
+            print(f"figures: {name} keeps its former figures: {exc}", file=sys.stderr)
+            status = 1
+        print(f"  took {(time.monotonic() - began) / 60:.1f} min", file=sys.stderr, flush=True)
+    if is_shown:
+        for page, text in files().items():
+            page.write_text(text, encoding="utf-8")
+    return status
+
+
+EPILOG = f"""
+[bold]Sections[/bold]
+
+{command.listed({name: section.shown for name, section in SECTIONS.items()})}
+
+[bold]Exit status[/bold]  0 recorded, 1 a section failed, 2 bad input, 130 Ctrl-C
+"""
+main = command.script(figures, EPILOG)
+
+if __name__ == "__main__":
+    sys.exit(main())

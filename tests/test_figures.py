@@ -1,0 +1,149 @@
+"""Pages tell measured figures once: between marks, from the recorded runs of docs/figures.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from asynckv.tools import cli
+from scripts import figures
+from scripts.draw.figures import EQUAL, MARKS, figure, files, verdict
+from tests.test_readme import BENCH
+
+UNITS = r"ms|s|µs|us|minutes?|seconds?|hours?|%|[KMGT]i?B(/s)?|bytes|requests/s|tokens/s|times|x|Gbit/s"
+FIGURE = re.compile(
+    rf"(?<![-\w.])\d[\d.,]*(?:(?: to |, | and |-)\d[\d.,]*)?\s?(?:{UNITS})(?!\w)"
+    r"|(?<![-\w.])\d+\.\d+(?![\w.]|-\d)"
+    r"|\b(?:twice|thrice|(?:two |a |three )?(?:thirds?|quarters?|tenths?))\b",
+    re.IGNORECASE,
+)
+"""A number with a unit, a number with a fraction (a ratio), or one in words."""
+CONSTANTS: dict[str, dict[str, str]] = {
+    "README.md": {
+        "Torch and NIXL take 1.5 GB in": "the size of what pip installs",
+        "or 5.2 GB if": "the same with CUDA",
+        "takes about 2 minutes": "a wait, for which a reader decides to begin",
+        "CI take about 16 minutes": "the same",
+        "Python 3.11 or newer": "a version",
+    },
+    "docs/performance.md": {},
+    "docs/versus.md": {
+        "after 30 s, or": "asynckv's default lease",
+        "last grant of 10 s ends": "asynckv's default grant",
+        "After 600 s without": "asynckv's default of `held_s`",
+        "of 30 s, prolonged": "vLLM's default lease",
+        "of 300 s for": "SGLang's default time-out",
+        "waits for 300 s.": "the same",
+        "a lease (10 s) are": "Mooncake's default lease",
+        "(60 s) |": "TensorRT-LLM's default time-out",
+    },
+}
+"""Numbers in prose that no run of a benchmark changes, in their words, with what they are."""
+
+
+def prose(page: Path) -> str:
+    """Return a page without marks, blocks of code, code and links' targets, on one line."""
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", page.read_text(), flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return " ".join(re.sub(r"`[^`\n]*`|(?<=\])\([^)]*\)", "", text).split())
+
+
+@pytest.mark.parametrize("page", MARKS, ids=lambda page: page.name)
+def test_a_measured_figure_is_between_marks(page: Path) -> None:
+    text = prose(page)
+    for words in CONSTANTS[str(page.relative_to(figures.ROOT))]:
+        assert words in text, f"{words!r} is gone from {page.name}: remove it here too"
+        text = text.replace(words, "")
+    found = [text[max(0, each.start() - 30) : each.end() + 10] for each in FIGURE.finditer(text)]
+    assert found == [], "record it (python -m scripts.figures), or name a constant here"
+
+
+@pytest.mark.parametrize(
+    "text", ["30 ms", "0.9 to 1.4 times", "12 %", "3 GB/s", "1.3 of a core", "8 MiB", "5 s.", "200 µs", "a tenth"]
+)
+def test_a_figure_is_seen(text: str) -> None:
+    assert FIGURE.search(f"It takes {text} here")
+
+
+@pytest.mark.parametrize("text", ["vLLM 0.33.0", "llama-3.1-8b", "2026-11-28", "two commands", "2 cores", "[#39500]"])
+def test_a_name_is_no_figure(text: str) -> None:
+    assert not FIGURE.search(f"It is {text} here")
+
+
+def test_every_section_is_recorded_and_shown() -> None:
+    recorded = json.loads(figures.FIGURES.read_text())
+    assert set(recorded) == set(figures.SECTIONS)
+    assert {name for marks in MARKS.values() for sections, _ in marks.values() for name in sections} == set(recorded)
+    for page, marks in MARKS.items():
+        assert [page.read_text().count(f"<!-- {name} -->\n") for name in marks] == [1] * len(marks)
+        assert files()[page] == page.read_text(), "run python -m scripts.draw figures"
+
+
+def test_a_section_keeps_its_rows() -> None:
+    """Recorded rows and those that would be recorded are the same, so that a page is not drawn from others."""
+    recorded = json.loads(figures.FIGURES.read_text())
+    rows = {name: list(recorded[name]["report"]["rows"]) for name in figures.ROWS}
+    assert rows == {name: list(each) for name, each in figures.ROWS.items()}
+    equal = {name.partition(";")[0].removeprefix("equal: ") for name in figures.ROWS["differ"] if name not in EQUAL}
+    assert set(EQUAL.values()) <= equal
+    assert set(EQUAL) < set(figures.ROWS["differ"])
+
+
+@pytest.mark.parametrize("name", figures.ROWS)
+def test_the_rows_are_commands_of_asynckv(name: str) -> None:
+    commands: Any = typer.main.get_command(cli.app)
+    for options in figures.ROWS[name].values():
+        program, bench, *arguments = shlex.split(f"{figures.SECTIONS[name].shown} {options}")
+        assert (program, bench) == ("asynckv", "bench")
+        assert commands.get_command(None, "bench").make_context("bench", arguments).args == []
+
+
+def test_the_report_is_that_of_readmes_command() -> None:
+    assert BENCH.endswith(f".venv/bin/{figures.REPORT}")
+
+
+def test_a_section_that_fails_keeps_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printing(code: str) -> figures.Section:
+        return figures.Section("a command", 0.0, lambda given: json.loads(figures.run([sys.executable, "-c", code])))
+
+    path = tmp_path / "figures.json"
+    good, bad = printing("print('{\"rows\": [1.5]}')"), printing("print('{\"rows\": [2.5]}'); raise SystemExit(3)")
+    monkeypatch.setattr(figures, "SECTIONS", {"one": good, "two": bad})
+    path.write_text(json.dumps({"two": {"report": "old"}}))
+    assert figures.main(["--file", str(path)]) == 1
+    found = json.loads(path.read_text())
+    assert found["two"] == {"report": "old"}
+    assert found["one"]["report"] == {"rows": [1.5]}
+    assert found["one"]["command"] == "a command"
+    assert {"cpu", "cores", "kernel", "python", "versions"} == set(found["one"]["machine"])
+    assert "two keeps its former figures: status 3 of" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
+
+
+@pytest.mark.parametrize("ratio", [(1.0, 2.0, 3.0), (0.9, 0.95, 1.0), (0.5, 1.5, 1.6)])
+def test_a_conclusion_follows_from_the_interval(ratio: tuple[float, float, float]) -> None:
+    low, median, high = ratio
+    text = verdict([("8 MiB; idle", {"low": low, "median": median, "high": high})])
+    assert text == f"ahead in none of 1 rows, undecided with 8 MiB, idle ({median:.2f})"
+
+
+def test_more_is_worse_for_a_time() -> None:
+    rows = [("a", {"low": 0.5, "median": 0.6, "high": 0.7}), ("b", {"low": 1.1, "median": 1.2, "high": 1.3})]
+    assert verdict(rows, is_less_better=True) == "ahead in 1 of 2 rows, behind with b (1.20)"
+    assert verdict(rows) == "ahead in 1 of 2 rows, behind with a (0.60)"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.1234, "0.123"), (12.0, "12"), (123.4, "123"), (1234.5, "1,230"), (11_100.0, "11,100")]
+)
+def test_a_figure_has_three_digits(value: float, text: str) -> None:
+    assert figure(value) == text
