@@ -38,6 +38,14 @@ BULK = "asynckv bench --floor --layers 4 --requests 640 --concurrency 16"
 DIFFER = "asynckv bench --layers 4 --requests 64 --concurrency 8"
 REPORT = "asynckv bench --model llama-3.1-8b --layers 4 --prompt-tokens 1024 --requests 200 --concurrency 16"
 SIDES = "python -m scripts.bench vs_vllm --contenders asynckv,vllm,vllm-no-progress-thread --steps-ms 10,0"
+CASES = "1x4096:1:1,1x4096:1:64,32x16384:16:16,32x16384:64:16"
+
+
+IN_VLLM = (
+    "HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONHASHSEED=0 VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1"
+    " VLLM_TARGET_DEVICE=cpu"
+)
+"""The environment of `tox run -e vllm`, besides its paths."""
 
 
 class Failed(Exception):
@@ -51,21 +59,6 @@ class Given:
     is_quick: bool
     vllm_python: Path
     vllm_source: Path
-
-    def in_vllm(self) -> dict[str, str]:
-        """Return the environment of `tox run -e vllm`."""
-        folder = self.vllm_source.parent
-        return {
-            "HF_HOME": str(folder / "models"),
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "PYTHONHASHSEED": "0",
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{self.vllm_source}",
-            "VLLM_CACHE_ROOT": str(folder / "cache"),
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_TARGET_DEVICE": "cpu",
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +111,6 @@ def trimmed(report: Mapping[str, Any]) -> dict[str, float]:
         "gbytes_per_s": report["throughput"]["gbytes_per_s"],
         "p50_ms": report["latency_s"]["p50"] * 1e3,
         "p99_ms": report["latency_s"]["p99"] * 1e3,
-        "lag_p99_ms": report["loop_lag_s"]["p99"] * 1e3,
         "decode_us": report["cpu_s"]["decode"] / report["requests"]["completed"] * 1e6,
     }
     if "ratio_to_floor" in report:
@@ -154,19 +146,14 @@ def beside(given: Given) -> dict[str, Any]:
     found = json.loads(run([*argv, "--vllm-python", given.vllm_python, "--vllm-source", given.vllm_source]))
     rows = []
     for row in found["rows"]:
-        figures = {
-            name: {key: rounded(each[key]["median"]) for key in ("requests_per_s", "both_cpu_us")}
-            for name, each in row["figures"].items()
-        }
+        rates = {name: rounded(each["requests_per_s"]["median"]) for name, each in row["figures"].items()}
         ratios = {
             name.partition(" / ")[2]: {key: rounded(each["requests_per_s"][key]) for key in ("median", "low", "high")}
             for name, each in row["ratios"].items()
         }
-        rows.append({"case": row["case"], "step_ms": row["step_ms"], "figures": figures, "ratios": ratios})
+        step = f"{row['step_ms']:g} ms" if row["step_ms"] else "busy loop"
+        rows.append({"case": row["case"], "step": step, "requests_per_s": rates, "ratios": ratios})
     return {"rows": rows}
-
-
-CASES = "1x4096:1:1,1x4096:1:64,32x16384:16:16,32x16384:64:16"
 
 
 def inside(given: Given) -> dict[str, Any]:
@@ -175,7 +162,9 @@ def inside(given: Given) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         argv = [given.vllm_python, "-m", "scripts.bench", "vllm", *quick.split(), "--json", path]
-        run(argv, given.in_vllm())
+        source = given.vllm_source
+        paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{source}", "VLLM_CACHE_ROOT": str(source.parent / "cache")}
+        run(argv, {**paths, **dict(x.split("=") for x in IN_VLLM.split()), "HF_HOME": str(source.parent / "models")})
         found = json.loads(path.read_text(), parse_float=lambda text: rounded(float(text)))
     return {"versions": found["machine"]["versions"], "rows": found["rows"]}
 
