@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,18 +29,15 @@ from scripts.draw.figures import files
 
 ROOT = DOCS.parent
 FIGURES = DOCS / "figures.json"
-BENCH = [sys.executable, "-m", "asynckv"]
+REPORT = "asynckv bench --model llama-3.1-8b --layers 4 --prompt-tokens 1024 --requests 200 --concurrency 16"
 SMALL = (
     "asynckv bench --model llama-3.1-8b --layers 1 --kv-heads 1 --prompt-tokens 8 --verify off --requests 20000"
     " --concurrency 64"
 )
-BULK = "asynckv bench --floor --layers 4 --requests 640 --concurrency 16"
-DIFFER = "asynckv bench --layers 4 --requests 64 --concurrency 8"
-REPORT = "asynckv bench --model llama-3.1-8b --layers 4 --prompt-tokens 1024 --requests 200 --concurrency 16"
-SIDES = "python -m scripts.bench vs_vllm --contenders asynckv,vllm,vllm-no-progress-thread --steps-ms 10,0"
-CASES = "1x4096:1:1,1x4096:1:64,32x16384:16:16,32x16384:64:16"
-
-
+SIDES = (
+    "python -m scripts.bench vs_vllm --contenders asynckv,vllm,vllm-no-progress-thread --steps-ms 10,0"
+    " --cases 1x4096:1:1,1x4096:1:64,32x16384:16:16,32x16384:64:16"
+)
 IN_VLLM = (
     "HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONHASHSEED=0 VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1"
     " VLLM_TARGET_DEVICE=cpu"
@@ -68,44 +65,66 @@ class Section:
     Attributes:
         shown: Command that the pages show.
         minutes: Time that it takes on two quiet cores.
-        take: Runs it, and returns what the pages need, and the versions of packages that others do not use.
+        quick: Further options that make it short.
+        trim: Takes what the pages need from a run's JSON, or from its `printed` text.
+        rows: Names of runs in turns, with their further options.
+        rounds: Number of turns.
     """
 
     shown: str
     minutes: float
-    take: Callable[[Given], dict[str, Any]]
+    quick: str
+    trim: Callable[[dict[str, Any]], dict[str, Any]]
+    rows: Mapping[str, str] = field(default_factory=lambda: {"": ""})
+    rounds: int = 1
+
+    def take(self, given: Given) -> dict[str, Any]:
+        """Run everything, and return what the pages need."""
+        taken: dict[str, list[dict[str, Any]]] = {name: [] for name in self.rows}
+        for number in range(1 if given.is_quick else self.rounds):
+            for name, options in self.rows.items():
+                print(f"  round {number + 1}: {name or self.shown}", file=sys.stderr, flush=True)
+                found = run(f"{self.shown} {options} {self.quick if given.is_quick else ''}", given)
+                taken[name].append(self.trim(found))
+        if self.rounds == 1:
+            return taken[""][0]
+        rows = {name: {key: [each[key] for each in every] for key in every[0]} for name, every in taken.items()}
+        return {"rows": {name: {"options": self.rows[name], **row} for name, row in rows.items()}}
 
 
-def run(argv: Sequence[str | Path], more: Mapping[str, str] | None = None) -> str:
-    """Run a benchmark, and return what it prints.
+def run(shown: str, given: Given) -> dict[str, Any]:
+    """Run a command as pages show it, and return its JSON, with figures of four digits, and what it `printed`.
 
     Raises:
         Failed: It ended with another status than 0.
     """
-    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, **(more or {})}, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise Failed(f"status {done.returncode} of {shlex.join(map(str, argv))}")
-    return done.stdout
+    program, *options = shlex.split(shown)
+    argv, env = [sys.executable, *(["-m", program] if program != "python" else []), *options], {"COLUMNS": "80"}
+    source = given.vllm_source
+    if "vs_vllm" in options:
+        argv += ["--vllm-python", str(given.vllm_python), "--vllm-source", str(source)]
+    elif "vllm" in options:
+        argv[0] = str(given.vllm_python)
+        env |= dict(each.split("=") for each in IN_VLLM.split())
+        env |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{source}", "HF_HOME": str(source.parent / "models")}
+        env |= {"VLLM_CACHE_ROOT": str(source.parent / "cache")}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "report.json")
+        argv += ["--json", str(file)] if "bench" in shown else []
+        done = subprocess.run(argv, cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise Failed(f"status {done.returncode} of {shlex.join(argv)}")
+        found = json.loads(file.read_text(), parse_float=lambda x: rounded(float(x))) if file.exists() else {}
+    return {**found, "printed": done.stdout}
 
 
-def bench(base: str, rounds: int, rows: Mapping[str, str], quick: str) -> Section:
-    """Return a section of `asynckv bench`, in turns, with these options of each row."""
-
-    def take(given: Given) -> dict[str, Any]:
-        found: dict[str, dict[str, Any]] = {name: {"options": options} for name, options in rows.items()}
-        for number in range(1 if given.is_quick else rounds):
-            for name, options in rows.items():
-                argv = [*BENCH, *shlex.split(f"{base} {options} {quick if given.is_quick else ''}")[1:], "--json", "-"]
-                for key, value in trimmed(json.loads(run(argv))).items():
-                    found[name].setdefault(key, []).append(value)
-                print(f"  round {number + 1}: {name}: {found[name]['requests_per_s'][-1]}/s", file=sys.stderr)
-        return {"rows": found}
-
-    return Section(base, rounds * len(rows) * 0.15, take)
+def rounded(value: float) -> float:
+    """Return a figure with four digits, because more would be noise."""
+    return float(f"{value:.4g}")
 
 
-def trimmed(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of one report of `asynckv bench` that pages show."""
+def bench(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of `asynckv bench`."""
     found = {
         "requests_per_s": report["throughput"]["requests_per_s"],
         "gbytes_per_s": report["throughput"]["gbytes_per_s"],
@@ -119,61 +138,25 @@ def trimmed(report: Mapping[str, Any]) -> dict[str, float]:
     return {key: rounded(value) for key, value in found.items()}
 
 
-def rounded(value: float) -> float:
-    """Return a figure with four digits, because more would be noise."""
-    return float(f"{value:.4g}")
-
-
-def alone(given: Given) -> dict[str, Any]:
-    """Run `scripts.bench alone`."""
-    quick = ["--rounds", "1", "--requests", "20"] if given.is_quick else []
-    found: dict[str, Any] = json.loads(run([sys.executable, "-m", "scripts.bench", "alone", *quick]))
-    return found
-
-
-def engine(given: Given) -> dict[str, Any]:
-    """Run the cases of `scripts.bench engine` that pages show."""
-    cases = "handshake" if given.is_quick else "handshake,idle,memory,flight,peers"
-    argv = [sys.executable, "-m", "scripts.bench", "engine", "--cases", cases, "--json", "-"]
-    found = json.loads(run(argv))
-    return {"figures": {name: rounded(value) for name, value in found["figures"].items()}, "goals": found["goals"]}
-
-
-def beside(given: Given) -> dict[str, Any]:
-    """Run `scripts.bench vs_vllm`, without rounds, intervals of figures and ratios that no page shows."""
-    quick = "--cases 1x4096:1:1 --rounds 2 --seconds 0.1" if given.is_quick else f"--cases {CASES}"
-    argv = [sys.executable, *shlex.split(f"{SIDES} {quick}")[1:], "--json", "-"]
-    found = json.loads(run([*argv, "--vllm-python", given.vllm_python, "--vllm-source", given.vllm_source]))
+def beside(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the rates and ratios of `vs_vllm`."""
     rows = []
-    for row in found["rows"]:
-        rates = {name: rounded(each["requests_per_s"]["median"]) for name, each in row["figures"].items()}
-        ratios = {
-            name.partition(" / ")[2]: {key: rounded(each["requests_per_s"][key]) for key in ("median", "low", "high")}
-            for name, each in row["ratios"].items()
-        }
+    for row in report["rows"]:
+        rates = {name: each["requests_per_s"]["median"] for name, each in row["figures"].items()}
+        ratios = {name.partition(" / ")[2]: each["requests_per_s"] for name, each in row["ratios"].items()}
         step = f"{row['step_ms']:g} ms" if row["step_ms"] else "busy loop"
         rows.append({"case": row["case"], "step": step, "requests_per_s": rates, "ratios": ratios})
     return {"rows": rows}
 
 
-def inside(given: Given) -> dict[str, Any]:
-    """Run `scripts.bench vllm` in vLLM's Python."""
-    quick = "--cases 1x4096:1:8 --step 0:0 --windows 2" if given.is_quick else "--all"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "report.json")
-        argv = [given.vllm_python, "-m", "scripts.bench", "vllm", *quick.split(), "--json", path]
-        source = given.vllm_source
-        paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{source}", "VLLM_CACHE_ROOT": str(source.parent / "cache")}
-        run(argv, {**paths, **dict(x.split("=") for x in IN_VLLM.split()), "HF_HOME": str(source.parent / "models")})
-        found = json.loads(path.read_text(), parse_float=lambda text: rounded(float(text)))
-    return {"versions": found["machine"]["versions"], "rows": found["rows"]}
+def inside(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of `vllm`, and the versions of vLLM's environment."""
+    return {"rows": report["rows"], "versions": report["machine"]["versions"]}
 
 
-def report(given: Given) -> dict[str, Any]:
-    """Run README's first command."""
-    quick = ["--prompt-tokens", "64"] if given.is_quick else []
-    printed = run([*BENCH, *shlex.split(REPORT)[1:], *quick], {"COLUMNS": "80"})
-    return {"text": printed.strip("\n").splitlines()}
+def picked(*keys: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that takes these keys of a report."""
+    return lambda report: {key: report[key] for key in keys}
 
 
 ROWS: dict[str, dict[str, str]] = {
@@ -206,14 +189,40 @@ ROWS: dict[str, dict[str, str]] = {
 }
 """Options of the rows of each section of `asynckv bench`."""
 SECTIONS: dict[str, Section] = {
-    "report": Section(REPORT, 0.2, report),
-    "small": bench(SMALL, 3, ROWS["small"], "--requests 200"),
-    "bulk": bench(BULK, 2, ROWS["bulk"], "--prompt-tokens 64 --requests 320"),
-    "differ": bench(DIFFER, 3, ROWS["differ"], "--requests 16 --prompt-tokens 64"),
-    "alone": Section("python -m scripts.bench alone", 0.2, alone),
-    "engine": Section("python -m scripts.bench engine --cases handshake,idle,memory,flight,peers", 3, engine),
-    "beside": Section(f"{SIDES} --cases {CASES}", 4, beside),
-    "inside": Section("python -m scripts.bench vllm --all", 12, inside),
+    "report": Section(
+        REPORT,
+        0.2,
+        "--prompt-tokens 64",
+        lambda found: {"text": [line.rstrip() for line in found["printed"].strip().splitlines()]},
+    ),
+    "small": Section(SMALL, 2, "--requests 200", bench, ROWS["small"], 3),
+    "bulk": Section(
+        "asynckv bench --floor --layers 4 --requests 640 --concurrency 16",
+        3,
+        "--prompt-tokens 64 --requests 320",
+        bench,
+        ROWS["bulk"],
+        2,
+    ),
+    "differ": Section(
+        "asynckv bench --layers 4 --requests 64 --concurrency 8",
+        3,
+        "--requests 16 --prompt-tokens 64",
+        bench,
+        ROWS["differ"],
+        3,
+    ),
+    "alone": Section(
+        "python -m scripts.bench alone", 0.2, "--rounds 1 --requests 20", picked("p50_us", "ratios", "goal")
+    ),
+    "engine": Section(
+        "python -m scripts.bench engine --cases handshake,idle,memory,flight,peers",
+        3,
+        "--cases handshake",
+        picked("figures", "goals"),
+    ),
+    "beside": Section(SIDES, 4, "--cases 1x4096:1:1 --rounds 2 --seconds 0.1", beside),
+    "inside": Section("python -m scripts.bench vllm --all", 12, "--windows 1", inside),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,8 @@ def test_a_section_that_fails_keeps_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def printing(code: str) -> figures.Section:
-        return figures.Section("a command", 0.0, lambda given: json.loads(figures.run([sys.executable, "-c", code])))
+        command = f"python -c {shlex.quote(code)}"
+        return figures.Section(command, 0.0, "", lambda found: json.loads(found["printed"]))
 
     path = tmp_path / "figures.json"
     good, bad = printing("print('{\"rows\": [1.5]}')"), printing("print('{\"rows\": [2.5]}'); raise SystemExit(3)")
@@ -135,7 +135,7 @@ def test_a_section_that_fails_keeps_its_figures(
     found = json.loads(path.read_text())
     assert found["two"] == {"report": "old"}
     assert found["one"]["report"] == {"rows": [1.5]}
-    assert found["one"]["command"] == "a command"
+    assert found["one"]["command"] == good.shown
     assert {"cpu", "cores", "kernel", "python", "versions"} == set(found["one"]["machine"])
     assert "two keeps its former figures: status 3 of" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
