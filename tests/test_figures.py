@@ -16,6 +16,7 @@ from scripts import figures
 from scripts.draw.figures import MARKS, figure, files, shares_of, verdict
 from tests.test_readme import BENCH
 
+RECORDED = json.loads(figures.FIGURES.read_text())
 UNITS = r"ms|s|µs|us|minutes?|seconds?|hours?|%|[KMGT]i?B(/s)?|bytes|requests/s|tokens/s|times|x|Gbit/s"
 FIGURE = re.compile(
     rf"(?<![-\w.])\d[\d.,]*(?:(?: to |, | and |-)\d[\d.,]*)?\s?(?:{UNITS})(?!\w)"
@@ -77,25 +78,17 @@ def test_a_name_is_no_figure(text: str) -> None:
 
 
 def test_every_section_is_recorded_and_shown() -> None:
-    recorded = json.loads(figures.FIGURES.read_text())
-    assert set(recorded) == set(figures.SECTIONS)
-    assert {name for marks in MARKS.values() for sections, _ in marks.values() for name in sections} == set(recorded)
+    assert set(RECORDED) == set(figures.TRIM)
+    assert {name for marks in MARKS.values() for sections, _ in marks.values() for name in sections} == set(RECORDED)
     for page, marks in MARKS.items():
         assert [page.read_text().count(f"<!-- {name} -->\n") for name in marks] == [1] * len(marks)
         assert files()[page] == page.read_text(), "run python -m scripts.draw figures"
 
 
-def test_a_section_keeps_its_rows() -> None:
-    """Recorded rows and those that would be recorded are the same, so that a page is not drawn from others."""
-    recorded = json.loads(figures.FIGURES.read_text())
-    rows = {name: list(recorded[name]["report"]["rows"]) for name in figures.ROWS}
-    assert rows == {name: list(each) for name, each in figures.ROWS.items()}
-
-
 def test_engines_that_differ_are_compared_with_equal_ones_as_the_decode_side_is() -> None:
     rates = {"": 100, "--order hnd": 50, "--tp 2": 40, "--tp 4": 20, "--tp 2:1 --order hnd": 25, "--order nhd:hnd": 10}
     rates |= {"--tp 2:1": 60, "--block-size 16:64 --order hnd": 5, "--tp 1:2": 10, "--tp 1:4": 10}
-    assert set(rates) == set(figures.ROWS["differ"].values())
+    assert set(rates) == {row["options"] for row in RECORDED["differ"]["report"]["rows"].values()}
     rows = {options: {"options": options, "requests_per_s": [rate, 2 * rate]} for options, rate in rates.items()}
     assert shares_of({"rows": rows}) == {
         "--tp 2:1 --order hnd": 0.5,
@@ -107,38 +100,49 @@ def test_engines_that_differ_are_compared_with_equal_ones_as_the_decode_side_is(
     }
 
 
-@pytest.mark.parametrize("name", figures.ROWS)
+@pytest.mark.parametrize("name", [name for name, section in RECORDED.items() if section["rounds"]])
 def test_the_rows_are_commands_of_asynckv(name: str) -> None:
     commands: Any = typer.main.get_command(cli.app)
-    for options in figures.ROWS[name].values():
-        program, bench, *arguments = shlex.split(f"{figures.SECTIONS[name].shown} {options}")
+    for row in RECORDED[name]["report"]["rows"].values():
+        program, bench, *arguments = shlex.split(f"{RECORDED[name]['command']} {row['options']}")
         assert (program, bench) == ("asynckv", "bench")
         assert commands.get_command(None, "bench").make_context("bench", arguments).args == []
 
 
 def test_the_report_is_that_of_readmes_command() -> None:
-    assert BENCH.endswith(f".venv/bin/{figures.REPORT}")
+    assert BENCH.endswith(f".venv/bin/{RECORDED['report']['command']}")
 
 
-def test_a_section_that_fails_keeps_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def printing(code: str) -> figures.Section:
-        command = f"python -c {shlex.quote(code)}"
-        return figures.Section(command, 0.0, "", lambda found: json.loads(found["printed"]))
+def test_a_section_that_fails_keeps_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs programs; those of a real recording take minutes."""
+
+    def section(code: str) -> dict[str, Any]:
+        about = {"rounds": 0, "minutes": 0, "quick": "", "date": "once", "report": {"text": ["old"]}}
+        return {"command": f"python -c {shlex.quote(code)}", **about}
 
     path = tmp_path / "figures.json"
-    good, bad = printing("print('{\"rows\": [1.5]}')"), printing("print('{\"rows\": [2.5]}'); raise SystemExit(3)")
-    monkeypatch.setattr(figures, "SECTIONS", {"one": good, "two": bad})
-    path.write_text(json.dumps({"two": {"report": "old"}}))
+    bad = section("print('new'); raise SystemExit(3)")
+    path.write_text(json.dumps({"report": section("print('new')"), "small": bad}))
     assert figures.main(["--file", str(path)]) == 1
     found = json.loads(path.read_text())
-    assert found["two"] == {"report": "old"}
-    assert found["one"]["report"] == {"rows": [1.5]}
-    assert found["one"]["command"] == good.shown
-    assert {"cpu", "cores", "kernel", "python", "versions"} == set(found["one"]["machine"])
-    assert "two keeps its former figures: status 3 of" in capsys.readouterr().err
+    assert found["small"] == bad
+    assert found["report"]["report"] == {"text": ["new"]}
+    assert found["report"]["date"] != "once"
+    assert {"cpu", "cores", "kernel", "python", "versions"} == set(found["report"]["machine"])
+    assert "small keeps its former figures: status 3 of" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_rows_are_run_in_turns_with_their_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    rows = {name: {"options": f"--order {name}", "requests_per_s": [0.0]} for name in ("nhd", "hnd")}
+    command = f"python -c {shlex.quote('raise SystemExit(4)')}"
+    section = {"command": command, "rounds": 3, "minutes": 0, "quick": "--quick", "report": {"rows": rows}}
+    path.write_text(json.dumps({"small": section}))
+    assert figures.main(["--quick", "--file", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "round 1: nhd" in said
+    assert said.rstrip().splitlines()[-2].endswith("--order nhd --quick")
 
 
 @pytest.mark.parametrize("ratio", [(1.0, 2.0, 3.0), (0.9, 0.95, 1.0), (0.5, 1.5, 1.6)])
