@@ -91,7 +91,9 @@ def spread(values: Iterable[float]) -> str:
 
 def verdict(rows: Sequence[tuple[str, Mapping[str, float]]], *, is_less_better: bool = False) -> str:
     """Say in how many rows asynckv is ahead, and name those in which it is not, with their ratios."""
-    ahead, behind, unsure = [], [], []
+    ahead: list[str] = []
+    behind: list[str] = []
+    unsure: list[str] = []
     for name, ratio in rows:
         is_more, is_less = ratio["low"] > 1, ratio["high"] < 1
         is_ahead, is_behind = (is_less, is_more) if is_less_better else (is_more, is_less)
