@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from scripts import command
-from scripts.draw import bounds, configuration, events, geometry, life, metrics, states, structure, tables
+from scripts.draw import bounds, configuration, events, figures, geometry, life, metrics, states, structure, tables
 
 MADE: dict[str, tuple[Callable[[], dict[Path, str]], str]] = {
     "configuration": (configuration.files, "the fields in docs/configuration.md, from the configuration's dataclasses"),
@@ -21,6 +21,7 @@ MADE: dict[str, tuple[Callable[[], dict[Path, str]], str]] = {
     "geometry": (geometry.files, "pictures of geometry, from real plans"),
     "life": (life.files, "the life of a request, and the calls between processes"),
     "structure": (structure.files, "one worker process: its core and the parts around it"),
+    "figures": (figures.files, "the measured figures in README, docs/performance.md and docs/versus.md"),
     "bounds": (bounds.files, "the bounds over RDMA in docs/performance.md, from plans"),
 }
 

@@ -100,9 +100,9 @@ def table(head: str, rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([head, "|" + "---|" * (head.count("|") - 1), *lines]) + "\n"
 
 
-def between(page: Path, name: str, made: str) -> dict[Path, str]:
-    """Return a page with new text between its marks `<!-- name -->` and `<!-- /name -->`."""
-    before, begin, rest = page.read_text().partition(f"<!-- {name} -->\n")
+def between(page: Path, name: str, made: str, text: str | None = None) -> dict[Path, str]:
+    """Return a page with new text between its marks `<!-- name -->` and `<!-- /name -->`; `text` is a changed page."""
+    before, begin, rest = (page.read_text() if text is None else text).partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"<!-- /{name} -->")
     return {page: f"{before}{begin}{made}{end}{after}"}
 
