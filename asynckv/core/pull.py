@@ -28,16 +28,7 @@ from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
-from asynckv.core.source import (
-    LONG_AGO,
-    MAX_CLAIM_PAUSE_S,
-    MAX_RELEASE_PAUSE_S,
-    MIN_RENEW_S,
-    RATE_MARGIN,
-    RELEASE,
-    ROLE,
-    Source,
-)
+from asynckv.core.source import LONG_AGO, MAX_CLAIM_PAUSE_S, MIN_RENEW_S, RATE_MARGIN, RELEASE, ROLE, Source
 from asynckv.core.types import Cohort, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
@@ -50,6 +41,7 @@ MAX_ASKED_S = 86_400.0
 """Seconds that one claim asks for at most. If the deadline is later, renewals ask again."""
 
 MAX_HISTORY = 256
+MAX_RELEASE_PAUSE_S = 5.0  # longest pause between two releases that are not acknowledged
 
 
 class Kind(enum.Enum):

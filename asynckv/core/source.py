@@ -29,7 +29,6 @@ from asynckv.geometry.tables import PeerTables
 RATE_MARGIN = 1e-3  # largest difference between the rates of two hosts' clocks (NTP slews by at most 500 ppm)
 MIN_RENEW_S = 0.05  # shortest time between renewals, so that no peer can make us renew more often
 MAX_CLAIM_PAUSE_S = 2.0  # longest pause between two claims that are not answered, or answered `NotYet`
-MAX_RELEASE_PAUSE_S = 5.0  # longest pause between two releases that are not acknowledged
 MAX_NONCES = 8
 
 NEVER = -math.inf

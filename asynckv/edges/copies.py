@@ -72,7 +72,6 @@ class NixlCopies:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[], None] = lambda: None
         self._tls = ""
-        self._areas: list[Bytes] = []  # staging memory of all threads
         self._ids = count(1)
         self._moves: dict[TransferId, _Move] = {}
         self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
@@ -91,7 +90,7 @@ class NixlCopies:
         self._loop, self._on_ready, self._is_due = asyncio.get_running_loop(), on_ready, False
         kinds = {memory.kind for some in (near, *far.values()) for memory in some}
         self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
-        self._areas = []
+        self._areas: list[Bytes] = []  # staging memory of all threads
         try:
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"

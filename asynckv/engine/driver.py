@@ -55,9 +55,7 @@ TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
     "authorized keys"
 )
-POST_SLICE_S = 0.001
-"""CPU seconds for which a turn may plan and post before the loop gets its turn. In seconds of the clock, a thread that
-holds the GIL would end the slice after one post."""
+POST_SLICE_S = 0.001  # CPU seconds of one turn's plans and posts: a thread that holds the GIL must not end the slice
 BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
 IDLE_BEAT_S = 2.5  # the beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`
 MAX_WAITED = 8
