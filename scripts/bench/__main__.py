@@ -11,7 +11,6 @@ CASES = {
     "plan": "time of planning, and cost of an unknown peer's layout",
     "engine": "one engine: handshake, idle, memory, peers, logging",
     "alone": "one small request at a time, beside bare ZMQ and NIXL",
-    "log": "engines with logging, compared with engines without",
     "embed": "the two ways to embed an engine in a worker",
     "loop_stall": "time for which bulk reads block an event loop",
     "router": "`asynckv proxy` compared with a plain proxy, CPU and bursts",
