@@ -44,7 +44,14 @@ SCHEMA = "asynckv.bench_vllm/2"
 BLOCK_TOKENS = 32
 CONTENDERS = {"asynckv": Connector(extra={"lease": {"lease_s": 300.0}}), "nixl": Connector("NixlConnector", None)}
 QUICK = {"32x16384:16:1": "0:0,3:7", "1x4096:1:64": "0:0"}
-ALL = {"32x16384:16:1": "0:0,3:7,0:10", "32x16384:16:16": "3:7", "32x16384:16:48": "0:0", "1x4096:1:64": "0:0,3:7"}
+ALL = {
+    "32x16384:16:1": "0:0,3:7,0:10",
+    "32x16384:16:1:random": "0:0",
+    "32x16384:16:1:contiguous": "0:0",
+    "32x16384:16:16": "3:7",
+    "32x16384:16:48": "0:0",
+    "1x4096:1:64": "0:0,3:7",
+}
 """Cases, and the steps with which each is measured."""
 LEAST_REQUESTS, MOST_BYTES = 48, 1 << 30
 OTHERS, OTHERS_TOKENS, ALONE_TOKENS = 4, 2048, 40
@@ -69,30 +76,41 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table: layers, bytes of a block in a layer, blocks of a request, and requests in flight."""
+    """Layers, bytes of a block in a layer, blocks of a request, requests in flight, and the order of free blocks.
+
+    Without an order it is what vLLM's pool makes of the windows before. In an engine that starts, blocks follow each
+    other, and NIXL and asynckv merge them; later they rarely do.
+    """
 
     layers: int
     block_bytes: int
     blocks: int
     in_flight: int
+    order: str = ""
 
     def __str__(self) -> str:
-        return f"{self.layers}x{self.block_bytes}:{self.blocks}:{self.in_flight}"
+        order = f":{self.order}" * bool(self.order)
+        return f"{self.layers}x{self.block_bytes}:{self.blocks}:{self.in_flight}{order}"
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """Parse a case such as `32x16384:16:48`.
+        """Parse a case such as `32x16384:16:48` or `32x16384:16:48:random`.
 
         Raises:
             ConfigError: The text is not a case.
         """
         try:
-            shape, blocks, in_flight = text.strip().split(":")
+            shape, blocks, in_flight, *order = text.strip().split(":")
             layers, block_bytes = shape.split("x")
-            case = cls(int(layers), int(block_bytes), int(blocks), int(in_flight))
-        except ValueError:
+            case = cls(int(layers), int(block_bytes), int(blocks), int(in_flight), *order)
+        except (ValueError, TypeError):
             case = cls(0, 0, 0, 0)
-        if min(case.layers, case.blocks, case.in_flight) < 1 or case.block_bytes % 4096 or not case.block_bytes:
+        is_known = case.order in ("", "random", "contiguous")
+        if (
+            min(case.layers, case.blocks, case.in_flight, case.block_bytes) < 1
+            or case.block_bytes % 4096
+            or not is_known
+        ):
             raise ConfigError(f"{text!r} is not a case such as 32x16384:16:48, with blocks of a multiple of 4096 bytes")
         return case
 
@@ -186,6 +204,8 @@ class Contender:
         self._signal(signal.SIGCONT)
         row, rng, requests = self._row, random.Random(number), self._row.case.requests
         prefill, decode = self._engines
+        for engine in self._engines if row.case.order else ():
+            engine.ask("arrange", row.case.order, number)
         prompts = [prompt(rng, self._tokens) for _ in range(requests)]
         params = self._pair.prefilled(*prompts)
         decode.ask("model_time", row.step.python_ms / 1e3, row.step.outside_ms / 1e3)
@@ -331,7 +351,8 @@ def machine() -> dict[str, Any]:
 
 def compare(
     cases: Annotated[
-        str | None, typer.Option(help="LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT, comma-separated; each with every --step.")
+        str | None,
+        typer.Option(help="LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT[:random or :contiguous blocks], comma-separated."),
     ] = None,
     step: Annotated[
         str | None, typer.Option(help="PYTHON:OUTSIDE, ms of each forward in Python and then outside; comma-separated.")

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import resource
 import time
 import traceback
@@ -308,6 +309,14 @@ class Process:
     def touch(self) -> None:
         """Have ranks write every page of their caches."""
         self.core.collective_rpc("touch")
+
+    def arrange(self, order: str, seed: int) -> None:
+        """Have free blocks follow each other in the order of their ids, or by chance."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        blocks = sorted(pool.get_new_blocks(pool.get_num_free_blocks()), key=lambda block: block.block_id)
+        if order == "random":
+            random.Random(seed).shuffle(blocks)
+        pool.free_blocks(blocks)
 
     def model_time(self, python_s: float, outside_s: float) -> None:
         """Have each forward of a rank take so long in Python, and then outside of it."""
