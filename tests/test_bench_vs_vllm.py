@@ -73,4 +73,5 @@ def test_asynckvs_side_moves_the_right_bytes(tmp_path: Path) -> None:
                 0 < found["prefill_cpu_us"] == pytest.approx(found["both_cpu_us"] - found["cpu_us"])
                 for found in each.values()
             )
+            assert all(max(found["faults"], found["prefill_faults"]) < 5 for found in each.values())
             assert all(found["wrong"] == found["failed"] == 0 < found["checked"] for found in each.values())

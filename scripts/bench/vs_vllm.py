@@ -164,6 +164,7 @@ class Engine:
             )
         # Add both processes, because a side that polls pays for the other side's savings.
         found["prefill_cpu_us"] = served["cpu_s"] / window.requests * 1e6
+        found["prefill_faults"] = served["faults"] / window.requests
         found["both_cpu_us"] = found["cpu_us"] + found["prefill_cpu_us"]
         measured: dict[str, Any] = found
         return measured
@@ -229,7 +230,7 @@ async def measure(case: Case, step_ms: float, running: Mapping[str, Engine], giv
         turn = number % len(names)
         order = names[turn:] + names[:turn]
         rounds.append({name: await running[ENGINES[name]].window(windows[name]) for name in order})
-    measured = (*KEYS, "both_cpu_us")
+    measured = (*KEYS, "both_cpu_us", "faults", "prefill_faults")
     figures = {name: {key: median_of([r[name][key] for r in rounds]) for key in measured} for name in names}
     ratios = {
         f"{mine} / {theirs}": {

@@ -12,7 +12,8 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
+import random
+import resource
 import time
 import traceback
 from collections import Counter
@@ -40,6 +41,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from scripts.bench.versus.vllm_side import free_port
 from tests.lab.offload_audit import audit
 from tests.vllm import rank as _rank  # noqa: F401  loaded before the fork
 from tests.vllm.executor import RankExecutor
@@ -63,12 +65,6 @@ def run(connection: Connection, setup: Setup, folder: Path) -> None:
     except Exception:
         with contextlib.suppress(OSError):
             connection.send(("died", None, traceback.format_exc()))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def make_config(setup: Setup, folder: Path) -> Any:
@@ -159,7 +155,7 @@ class Process:
         self.is_held, self.is_closed = False, False
         self.steps = 0
         self.counts = {kind: Counter[str]() for kind in ("prompts", "computed_locally")}
-        self.cpu_s = sum(os.times()[:2])
+        self.used = resource.getrusage(resource.RUSAGE_SELF)
 
     def serve(self) -> None:
         while not self.is_closed:
@@ -310,14 +306,35 @@ class Process:
         """Have ranks write and compare the model's bytes, or not, so that steps are only the connector's."""
         self.core.collective_rpc("judge", args=(is_judged,))
 
+    def touch(self) -> None:
+        """Have ranks write every page of their caches."""
+        self.core.collective_rpc("touch")
+
+    def arrange(self, order: str, seed: int) -> None:
+        """Have free blocks follow each other in the order of their ids, or by chance."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        blocks = sorted(pool.get_new_blocks(pool.get_num_free_blocks()), key=lambda block: block.block_id)
+        if order == "random":
+            random.Random(seed).shuffle(blocks)
+        pool.free_blocks(blocks)
+
+    def model_time(self, python_s: float, outside_s: float) -> None:
+        """Have each forward of a rank take so long in Python, and then outside of it."""
+        self.core.collective_rpc("model_time", args=(python_s, outside_s))
+
     def counted(self) -> dict[str, dict[str, int]]:
         """What vLLM's frontend has been told to count, by kind."""
         return {kind: dict(counts) for kind, counts in self.counts.items()}
 
     def times(self) -> dict[str, Any]:
-        """Since the last question: seconds that each step held the first rank's thread, and of the process's CPU."""
-        before, self.cpu_s = self.cpu_s, sum(os.times()[:2])
-        return {"steps_s": self.core.collective_rpc("take_hook_s")[0], "cpu_s": self.cpu_s - before}
+        """Since the last question: seconds of each step on the first rank's thread; CPU and faults of the process."""
+        before, self.used = self.used, resource.getrusage(resource.RUSAGE_SELF)
+        now = self.used
+        return {
+            "steps_s": self.core.collective_rpc("take_hook_s")[0],
+            "cpu_s": now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime,
+            "faults": now.ru_minflt - before.ru_minflt,
+        }
 
     def sleep(self) -> None:
         self.core.sleep(1)

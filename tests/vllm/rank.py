@@ -63,6 +63,7 @@ class Rank(WorkerBase):
         self.wrong: list[str] = []
         self.is_judged = True
         self.hook_s: list[float] = []
+        self.python_s = self.outside_s = 0.0
         self.met: Counter[str] = Counter()
         self._sequences: dict[str, Running] = {}
         self._output: Any = None
@@ -201,6 +202,10 @@ class Rank(WorkerBase):
             said = [
                 self._forward(name, scheduler_output.num_scheduled_tokens[name], drafts.get(name, ())) for name in ids
             ]
+            # Of this thread's CPU, so that a thread that takes Python's lock meanwhile makes the step longer.
+            until = time.thread_time() + self.python_s
+            while self.python_s and time.thread_time() < until:
+                pass
         self._output = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: i for i, name in enumerate(ids)},
@@ -211,6 +216,8 @@ class Rank(WorkerBase):
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
         output, self._output = self._output, None
+        if self.outside_s:
+            time.sleep(self.outside_s)
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -390,6 +397,15 @@ class Rank(WorkerBase):
     def judge(self, is_judged: bool) -> None:
         """Write and compare, or only run the hooks."""
         self.is_judged = is_judged
+
+    def touch(self) -> None:
+        """Write every page of the caches, as a serving engine has after a while."""
+        for cache in self.bytes.values():
+            cache[:] = 1
+
+    def model_time(self, python_s: float, outside_s: float) -> None:
+        """Have each forward take so long in Python, and then outside of it."""
+        self.python_s, self.outside_s = python_s, outside_s
 
     def take_hook_s(self) -> list[float]:
         """Seconds that each step held this thread since the last question."""

@@ -23,6 +23,7 @@ from scripts.bench.versus.workload import (
     Window,
     board,
     lend_ahead,
+    minor_faults,
     numbers,
     sources,
 )
@@ -94,7 +95,7 @@ class Side:
         """Lend ahead of the reader until all requests were released (prefill)."""
         params = self.params(window, self.setup.num_blocks)
         lent: deque[Any] = deque()
-        cpu, left = time.process_time(), window.requests
+        cpu, faults, left = time.process_time(), minor_faults(), window.requests
         try:
             async with asyncio.timeout(SERVE_S):
                 for i, each in params.items():
@@ -107,7 +108,7 @@ class Side:
                     left -= (await lent.popleft().wait_released()).cause == "released"
         except TimeoutError:
             pass
-        return {"left": left, "cpu_s": time.process_time() - cpu}
+        return {"left": left, "cpu_s": time.process_time() - cpu, "faults": minor_faults() - faults}
 
     async def _pull(self, window: Window) -> dict[str, Any]:
         """Pull in a closed loop, with or without steps (decode)."""

@@ -27,6 +27,7 @@ from scripts.bench.versus.workload import (
     Window,
     board,
     lend_ahead,
+    minor_faults,
     numbers,
 )
 
@@ -202,7 +203,7 @@ class Side:
     def _serve(self, window: Window) -> dict[str, Any]:
         """Keep requests ready ahead of the reader until all of them were read (prefill)."""
         ids = [f"p-{i}" for i in numbers(window)]
-        waiting, ready, cpu = set(ids), 0, time.process_time()
+        waiting, ready, cpu, faults = set(ids), 0, time.process_time(), minor_faults()
         deadline = time.perf_counter() + SERVE_S
         while waiting and time.perf_counter() < deadline:
             metadata = self.new_metadata()
@@ -216,7 +217,7 @@ class Side:
             self.board.value = window.first + ready
             waiting -= sent
             time.sleep(POLL_S)
-        return {"left": len(waiting), "cpu_s": time.process_time() - cpu}
+        return {"left": len(waiting), "cpu_s": time.process_time() - cpu, "faults": minor_faults() - faults}
 
     def _pull(self, window: Window, peer: dict[str, Any]) -> dict[str, Any]:
         """Pull in a closed loop of steps (decode)."""

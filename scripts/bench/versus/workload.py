@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import resource
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class Checks:
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
-        self._cpu, self._began = time.process_time(), time.perf_counter()
+        self._faults, self._cpu, self._began = minor_faults(), time.process_time(), time.perf_counter()
 
     def source(self, number: int) -> list[int]:
         """Return the remote blocks of a request."""
@@ -166,6 +167,7 @@ class Checks:
     def result(self) -> dict[str, Any]:
         """Stop the clock, compare the last request of each slot, and return the result."""
         wall_s, cpu_s = time.perf_counter() - self._began, time.process_time() - self._cpu
+        faults = minor_faults() - self._faults
         for local, remote in self._last.values():
             self._check(local, remote)
         took = np.array(self.latencies or [0.0])
@@ -178,6 +180,7 @@ class Checks:
             "p50_ms": float(np.quantile(took, 0.5, method="higher")) * 1e3,
             "p99_ms": float(np.quantile(took, 0.99, method="higher")) * 1e3,
             "cpu_us": cpu_s / max(number, 1) * 1e6,
+            "faults": faults / max(number, 1),
             "step_p99_ms": float(np.quantile(self.steps, 0.99)) * 1e3 if self.steps else 0.0,
             "checked": self.checked,
             "wrong": self.wrong,
@@ -187,6 +190,11 @@ class Checks:
     def _check(self, local: list[int], remote: list[int]) -> None:
         self.checked += 1
         self.wrong += not self.memory.is_right(local, remote)
+
+
+def minor_faults() -> int:
+    """Return the number of pages that this process has touched for the first time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def numbers(window: Window) -> range:
