@@ -232,14 +232,13 @@ class Door:
                 look_at if self.connections else math.inf,
             )
             wait_s = None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0)
-            events = self._epoll.poll(wait_s)
-            has_opened = time.monotonic() >= look_at
-            for fd, _ in events:
+            has_opened = False
+            for fd, _ in self._epoll.poll(wait_s):
                 if fd in (self._fd, self._bell.fileno()):
                     has_opened = True
                 elif fd in self._watched and self._watched[fd].has_news():
                     self._attend(self._watched[fd])
-            if has_opened:
+            if has_opened or time.monotonic() >= look_at:
                 self._bell.silence()
                 for opened in self._take():
                     self._on_opened(opened)

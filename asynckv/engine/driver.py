@@ -55,7 +55,7 @@ TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
     "authorized keys"
 )
-POST_SLICE_S = 0.001  # CPU seconds of one turn's plans and posts: a thread that holds the GIL must not end the slice
+POST_SLICE_S = 0.0005  # a turn plans and posts for so long, and then for as much CPU: no holder of the GIL ends both
 BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
 IDLE_BEAT_S = 2.5  # the beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`
 MAX_WAITED = 8
@@ -422,7 +422,7 @@ class Driver:
     def _read(self) -> None:
         clock, decode = self.clock, self.core.decode
         started = began = clock.now()
-        cpu = clock.cpu()
+        until_cpu = math.inf  # not read before there is need, because it takes a system call
         while True:
             if (decode.posting.turns or decode.answered) and (post := decode.next_read(began)) is not None:
                 try:
@@ -446,9 +446,11 @@ class Driver:
             else:
                 break
             began = now
-            if now - started > POST_SLICE_S and clock.cpu() - cpu > POST_SLICE_S:
-                self.soon()
-                break
+            if now - started > POST_SLICE_S:
+                if (cpu := clock.cpu()) > until_cpu:
+                    self.soon()
+                    break
+                until_cpu = min(until_cpu, cpu + POST_SLICE_S)
 
     def _send(self) -> None:
         core, control = self.core, self.control
