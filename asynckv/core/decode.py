@@ -215,9 +215,8 @@ class DecodeSide:
 
     def admit(self, now: float) -> Pull | None:
         """Plan the reads of the pull that is next, so that they are posted. A bug met here fails the pull."""
-        pull: Pull | None = None
-        if self.entered:
-            pull = next(iter(self.entered))
+        pull = next(iter(self.entered), None)
+        if pull is not None:
             del self.entered[pull]
         while pull is None and (pull_id := self.admission.next()) is not None:
             pull = self.pulls[pull_id]
