@@ -215,9 +215,7 @@ class DecodeSide:
 
     def admit(self, now: float) -> Pull | None:
         """Plan the reads of the pull that is next, so that they are posted. A bug met here fails the pull."""
-        pull: Pull | None = None
-        if self.entered:
-            pull = next(iter(self.entered))
+        if (pull := next(iter(self.entered), None)) is not None:
             del self.entered[pull]
         while pull is None and (pull_id := self.admission.next()) is not None:
             pull = self.pulls[pull_id]
@@ -248,7 +246,7 @@ class DecodeSide:
             plans.append((source, plan))
             if source.tables.is_full:
                 source.tables.evict()
-        self._carry_out(pull, pull.admitted(plans, now), now, wakes=False)  # its deadlines are no earlier than before
+        self._carry_out(pull, pull.admitted(plans, now), now, wakes=pull.is_published)
         return pull
 
     def next_read(self, now: float) -> PostRead | None:
