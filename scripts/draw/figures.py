@@ -54,13 +54,10 @@ def files() -> dict[Path, str]:
 
 def origin(section: Mapping[str, Any]) -> str:
     """Say when, where and by which command a section was recorded."""
-    machine, (before, after) = section["machine"], section["load"]
+    machine, load = section["machine"], section["load"] and "{:g} before, {:g} after".format(*section["load"])
     versions = ", ".join(f"{name} {each}" for name, each in machine["versions"].items() if name != "asynckv_source")
     where = f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python {machine['python']}"
-    return (
-        f"Recorded {section['date']} on {where}, {versions}; load {before:g} before, {after:g} after: "
-        f"`{section['command']}`"
-    )
+    return f"Recorded {section['date']} on {where}, {versions}; load {load or 'not recorded'}: `{section['command']}`"
 
 
 def figure(value: float) -> str:
