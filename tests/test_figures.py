@@ -15,7 +15,7 @@ from asynckv.tools import cli
 from scripts import figures
 from scripts.bench.__main__ import CASES
 from scripts.draw.drawing import DOCS
-from scripts.draw.figures import MARKS, figure, files, shares_of, verdict
+from scripts.draw.figures import MARKS, figure, files, origin, shares_of, verdict
 from tests.test_readme import BENCH
 
 RECORDED = json.loads(figures.FIGURES.read_text())
@@ -118,6 +118,13 @@ def test_a_load_is_told_where_a_run_recorded_it() -> None:
     """Sections that were taken over from earlier pages know neither the version nor the load."""
     for section in RECORDED.values():
         assert (section["load"] is None) is ("asynckv_source" not in section["machine"]["versions"])
+
+
+def test_each_page_tells_when_and_where_its_sections_were_recorded() -> None:
+    """Those of one list may come from different machines and versions."""
+    for page, marks in MARKS.items():
+        for name in {name for sections, _ in marks.values() for name in sections}:
+            assert origin(RECORDED[name]) in page.read_text()
 
 
 def test_the_benchmarks_without_figures_are_there() -> None:

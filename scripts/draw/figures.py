@@ -46,8 +46,8 @@ def files() -> dict[Path, str]:
     for page, marks in MARKS.items():
         for name, (sections, render) in marks.items():
             text = render(*(recorded[section]["report"] for section in sections))
-            if len(sections) == 1:
-                text += f"\n{origin(recorded[sections[0]])}\n"
+            if name != "answers":  # whose sections follow on the same page
+                text += "".join(f"\n{origin(recorded[section])}\n" for section in sections)
             made |= between(page, name, text, made.get(page))
     return made
 
@@ -245,4 +245,4 @@ MARKS: dict[Path, dict[str, tuple[tuple[str, ...], Callable[..., str]]]] = {
         )
     },
 }
-"""The marks of each page, and the recorded sections that they show; the origin of a single one is told below."""
+"""The marks of each page, and the recorded sections that they show; their origins are told below."""
