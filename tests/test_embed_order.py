@@ -197,6 +197,39 @@ def test_claims_leave_in_the_turn_in_which_their_pulls_begin_and_before_they_are
     asyncio.run(run())
 
 
+def test_orders_that_wait_do_not_put_the_turn_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else claims, grants and renewals would wait until all orders are carried out, which may be for ever."""
+
+    async def run() -> None:
+        async with Bench(real=False).pair() as (prefill, decode, group):
+            desk, driver, turns = EngineDesk(decode.engine, lambda: None), decode.engine._driver, 0
+            turn = driver._turn
+
+            def turned() -> None:
+                nonlocal turns
+                turns += 1
+                turn()
+
+            monkeypatch.setattr(driver, "_turn", turned)
+            for number in range(20):
+                params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
+                prefill.engine.lend(params)
+                pull = Pull(request_id=f"r{number}", groups=[(0, [number])], params=params)
+                desk.submit([pull, Cancel(f"r{number}")])
+            desk.carry_out()
+            slices = 0
+            while desk._handed:
+                slices += 1
+                await asyncio.sleep(0)
+            assert (slices > 9, turns >= slices) == (True, True)
+            failed = list[object]()
+            while len(failed) < 20:
+                failed += desk.take_finished().failed
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
 def test_a_thread_that_holds_the_gil_ends_no_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 8 posts gives up the GIL, as a plane's may, and another thread keeps it for 5 ms, for two slices in all.
     The posts themselves take a tenth of one."""

@@ -13,15 +13,23 @@ import typer
 
 from asynckv.tools import cli
 from scripts import figures
-from scripts.draw.figures import MARKS, figure, files, shares_of, verdict
+from scripts.bench.__main__ import CASES
+from scripts.draw.drawing import DOCS
+from scripts.draw.figures import MARKS, figure, files, origin, shares_of, verdict
 from tests.test_readme import BENCH
 
 RECORDED = json.loads(figures.FIGURES.read_text())
-UNITS = r"ms|s|µs|us|minutes?|seconds?|hours?|%|[KMGT]i?B(/s)?|bytes|requests/s|tokens/s|times|x|Gbit/s"
+UNITS = (
+    r"ms|s|µs|us|ns|(?:milli|micro|nano)?seconds?|minutes?|hours?|h|%|percent|[KMGT]i?B(/s)?|bytes|times|fold|[x×]|Gbit/s"
+    r"|(?:req|requests?|tokens?|pulls?|reads?)(?:/s| (?:per|a|each) second)"
+)
+WORDS = "two|three|four|five|six|seven|eight|nine|ten|a hundred|a thousand"
 FIGURE = re.compile(
-    rf"(?<![-\w.])\d[\d.,]*(?:(?: to |, | and |-)\d[\d.,]*)?\s?(?:{UNITS})(?!\w)"
-    r"|(?<![-\w.])\d+\.\d+(?![\w.]|-\d)"
-    r"|\b(?:twice|thrice|(?:two |a |three )?(?:thirds?|quarters?|tenths?))\b",
+    rf"(?<![-\w.])\d[\d.,]*(?:(?: to |, | and |-)\d[\d.,]*)?[k\s-]?(?:{UNITS})(?!\w)"
+    r"|(?<![-\w.])\d+\.\d+(?![\w.]|-\d)|\bfactor of \d|(?<![\w/.])\d/\d+(?![\w/.])"
+    rf"|\b(?:{WORDS})[- ](?:{UNITS})(?!\w)|\b(?:two|three|four|five|ten)fold\b"
+    r"|\b(?:twice|thrice|half (?:as|of|the)|double[sd]?|halve[sd]?)\b"
+    r"|\b(?:two |an? |three )?(?:thirds?|quarters?|eighths?|tenths?)\b",
     re.IGNORECASE,
 )
 """A number with a unit, a number with a fraction (a ratio), or one in words."""
@@ -52,7 +60,7 @@ def prose(page: Path) -> str:
     """Return a page without marks, blocks of code, code and links' targets, on one line."""
     text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", page.read_text(), flags=re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    return " ".join(re.sub(r"`[^`\n]*`|(?<=\])\([^)]*\)", "", text).split())
+    return " ".join(re.sub(r"`[^`\n]*`|(?<=\])\([^)]*\)|[*_]", "", text).replace("&nbsp;", " ").split())
 
 
 @pytest.mark.parametrize("page", MARKS, ids=lambda page: page.name)
@@ -66,7 +74,28 @@ def test_a_measured_figure_is_between_marks(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["30 ms", "0.9 to 1.4 times", "12 %", "3 GB/s", "1.3 of a core", "8 MiB", "5 s.", "200 µs", "a tenth"]
+    "text",
+    [
+        "30 ms",
+        "0.9 to 1.4 times",
+        "12 %",
+        "3 GB/s",
+        "1.3 of a core",
+        "8 MiB",
+        "5 s.",
+        "200 µs",
+        "a tenth",
+        "9 requests a second",
+        "7 milliseconds",
+        "half as much",
+        "5 ns",
+        "2-ms steps",
+        "3× as much",
+        "ten times",
+        "a factor of 3",
+        "1/3",
+        "5 percent",
+    ],
 )
 def test_a_figure_is_seen(text: str) -> None:
     assert FIGURE.search(f"It takes {text} here")
@@ -83,6 +112,26 @@ def test_every_section_is_recorded_and_shown() -> None:
     for page, marks in MARKS.items():
         assert [page.read_text().count(f"<!-- {name} -->\n") for name in marks] == [1] * len(marks)
         assert files()[page] == page.read_text(), "run python -m scripts.draw figures"
+
+
+def test_a_load_is_told_where_a_run_recorded_it() -> None:
+    """Sections that were taken over from earlier pages know neither the version nor the load."""
+    for section in RECORDED.values():
+        assert (section["load"] is None) is ("asynckv_source" not in section["machine"]["versions"])
+
+
+def test_each_page_tells_when_and_where_its_sections_were_recorded() -> None:
+    """Those of one list may come from different machines and versions."""
+    for page, marks in MARKS.items():
+        for name in {name for sections, _ in marks.values() for name in sections}:
+            assert origin(RECORDED[name]) in page.read_text()
+
+
+def test_the_benchmarks_without_figures_are_there() -> None:
+    (names,) = re.findall(
+        r"^Other benchmarks of `python.*?:(.*?)\.$", (DOCS / "performance.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert {name.split()[0] for name in re.findall(r"`([^`]+)`", names)} <= set(CASES)
 
 
 def test_engines_that_differ_are_compared_with_equal_ones_as_the_decode_side_is() -> None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from msgspec import structs
 
 from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Pull, PullState
 from asynckv.core.source import RemoteRank, Role, Source
 from asynckv.core.types import Address, KVTransferParams, PullId, Reason
 from asynckv.observe.setup import configure_logging
@@ -71,6 +72,32 @@ def test_a_pull_that_came_before_its_request_says_so_and_that_it_reads_again() -
         "released",
     ]
     assert pull.rereads == 1
+
+
+def test_a_pull_that_waits_and_then_reads_nothing_repeats_its_release_in_time() -> None:
+    """Its block is before the sliding window. Its timer was set for a renewal, long after the release is due again."""
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(total_requests=1, window_requests=1)))
+    layout = make_layout()
+    layout = structs.replace(layout, groups=(structs.replace(layout.groups[0], window=4),))
+    prefill, decode = world.add("prefill", layout), world.add("decode", layout, seed=1)
+    every = [
+        world.params([prefill], name, blocks, 16, written=True)
+        for name, blocks in (("a", [1, 2, 3, 4]), ("b", [5, 6, 7, 8]))
+    ]
+    for params in every:
+        world.lend(prefill, params)
+    world.pull(decode, "first", [1, 2, 3, 4], every[0])
+    pull = world.pull(decode, "second", [5, None, None, None], every[1])
+    world.deliver_all()
+    world.advance(1)
+    world.deliver_all()
+    assert pull.state is PullState.QUEUED
+    world.complete_all()
+    assert (pull.state, pull.num_bytes) == (PullState.NOTIFYING, 0)
+    world.letters.clear()
+    world.advance(2 * pull.limits.release_retry_s)
+    world.deliver_all()
+    assert pull.is_over
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, decode_params
 from asynckv.core.wire import Claim, Goodbye, Release, decode_packet
+from asynckv.geometry.plan import Plan
 from tests.engines import Bench, Side, until
 from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, passing, reading, running
@@ -325,9 +326,10 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     world.check()
 
 
+@pytest.mark.parametrize("where", [(decode_module, "plan_read"), (Plan, "posts")], ids=["plan", "posts"])
 @pytest.mark.parametrize("waits", [False, True])
 async def test_a_bug_while_a_pull_is_planned_fails_it_at_once_and_leaves_nothing_behind(
-    sim: Bench, monkeypatch: pytest.MonkeyPatch, waits: bool
+    sim: Bench, monkeypatch: pytest.MonkeyPatch, waits: bool, where: tuple[Any, str]
 ) -> None:
     """Whether it has room at once, or waits for its turn."""
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
@@ -337,11 +339,11 @@ async def test_a_bug_while_a_pull_is_planned_fails_it_at_once_and_leaves_nothing
         params = group.make_params("r", [(0, [1])], 16, written=True)
         lent = prefill.engine.lend(params)
 
-        def plan(tables: Any, lists: Any) -> None:
+        def plan(*_: Any) -> None:
             raise RuntimeError("a bug")
 
         with monkeypatch.context() as patch:
-            patch.setattr(decode_module, "plan_read", plan)
+            patch.setattr(*where, plan)
             if waits:
                 patch.setattr(decode.engine._core.decode.admission, "enter", lambda key, pull_id: False)
             with pytest.raises(PlanRefused, match="a bug"):

@@ -280,6 +280,10 @@ def test_what_an_engine_allocates_by_zeros_is_shared_where_that_is_asked_for() -
             torch.zeros(9),
         ]
         private = [torch.empty(SIZE), torch.zeros(0), torch.zeros(4, device="meta")]
+        given = torch.ones(4)
+        assert torch.zeros(4, out=given) is given
+        assert torch.zeros(4, requires_grad=True).requires_grad
+    assert not given.any()
     private.append(torch.zeros(SIZE))
     for tensor in shared:
         Shares([Memory(tensor.data_ptr(), tensor.nbytes)]).close()

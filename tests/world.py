@@ -256,7 +256,7 @@ class World(Fabric):
         self,
         rank: Rank,
         request_id: str,
-        blocks: Sequence[int],
+        blocks: Sequence[int | None],
         params: KVTransferParams,
         *,
         first: int = 0,

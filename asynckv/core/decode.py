@@ -215,8 +215,7 @@ class DecodeSide:
 
     def admit(self, now: float) -> Pull | None:
         """Plan the reads of the pull that is next, so that they are posted. A bug met here fails the pull."""
-        pull = next(iter(self.entered), None)
-        if pull is not None:
+        if (pull := next(iter(self.entered), None)) is not None:
             del self.entered[pull]
         while pull is None and (pull_id := self.admission.next()) is not None:
             pull = self.pulls[pull_id]
@@ -225,29 +224,30 @@ class DecodeSide:
                 pull = None
         if pull is None:
             return None
-        assert pull.lists is not None
         plans: list[tuple[Source, Plan]] = []
-        for source in pull.sources:
-            if source.role is not ROLE.READ:
-                continue
-            if not source.proven and self.peers.by_place[source.rank.place].line.is_set_aside:
-                self.admission.count(pull.pull_id, False)
-            if source.plan is not None:
-                continue
-            assert source.tables is not None
-            try:
+        try:
+            for source in pull.sources:
+                if source.role is not ROLE.READ:
+                    continue
+                if not source.proven and self.peers.by_place[source.rank.place].line.is_set_aside:
+                    self.admission.count(pull.pull_id, False)
+                if source.plan is not None:
+                    continue
+                assert source.tables is not None
+                assert pull.lists is not None
                 plan = plan_read(source.tables, pull.lists)
-            except Exception as exc:
-                reason = Reason.REMOTE_TOO_SHORT if isinstance(exc, RemoteTooShort) else Reason.UNPLANNABLE
-                self._carry_out(pull, pull.unplannable(reason, str(exc) or repr(exc), now), now)
-                if not isinstance(exc, RemoteTooShort | PlanRefused | LayoutError):
-                    raise
-                return pull
-            self._outbox.counters["descriptors.planned"] += plan.num_descriptors
-            plans.append((source, plan))
-            if source.tables.is_full:
-                source.tables.evict()
-        self._carry_out(pull, pull.admitted(plans, now), now, wakes=False)  # its deadlines are no earlier than before
+                self._outbox.counters["descriptors.planned"] += plan.num_descriptors
+                plans.append((source, plan))
+                if source.tables.is_full:
+                    source.tables.evict()
+            effects = pull.admitted(plans, now)
+        except Exception as exc:
+            reason = Reason.REMOTE_TOO_SHORT if isinstance(exc, RemoteTooShort) else Reason.UNPLANNABLE
+            self._carry_out(pull, pull.unplannable(reason, str(exc) or repr(exc), now), now)
+            if not isinstance(exc, RemoteTooShort | PlanRefused | LayoutError):
+                raise
+            return pull
+        self._carry_out(pull, effects, now, wakes=pull.is_published)
         return pull
 
     def next_read(self, now: float) -> PostRead | None:

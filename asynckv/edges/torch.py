@@ -84,7 +84,8 @@ def shared_zeros() -> Iterator[None]:
     class Sharing(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            if func is torch.zeros and torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu":
+            is_plain = func is torch.zeros and kwargs.keys() <= {"dtype", "device"}
+            if is_plain and torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu":
                 shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
                 with suppress(NotShared, ConfigError):  # a tensor that cannot be shared is allocated as usual
                     tensor = _shared(shape, kwargs.get("dtype"))

@@ -174,11 +174,8 @@ class EngineDesk:
         if self._is_over:
             return
         left, until = self._handed, time.thread_time() + SLICE_S
-        while left:
-            # A pull begins in the loop's next turn, so orders that follow it, such as its cancellation, come later.
-            if (self._unbegun and type(left[0]) not in AWAITED) or time.thread_time() > until:
-                self._soon()
-                break
+        # A pull begins in the loop's next turn, so orders that follow it, such as its cancellation, come later.
+        while left and (not self._unbegun or type(left[0]) in AWAITED) and time.thread_time() <= until:
             order = left.popleft()
             self.num_orders += 1
             try:
@@ -190,6 +187,8 @@ class EngineDesk:
                 raise
         if self._unbegun:
             self.engine._driver.soon_after()  # so that their claims leave in the turn in which they begin
+        if left:
+            self._soon()  # behind that turn, which the next slice would else put off, and so for as long as orders wait
 
     def _carry_out(self, order: Order) -> None:
         engine, given = self.engine, asdict(order) if isinstance(order, Order) else {}

@@ -46,21 +46,18 @@ def files() -> dict[Path, str]:
     for page, marks in MARKS.items():
         for name, (sections, render) in marks.items():
             text = render(*(recorded[section]["report"] for section in sections))
-            if len(sections) == 1:
-                text += f"\n{origin(recorded[sections[0]])}\n"
+            if name != "answers":  # whose sections follow on the same page
+                text += "".join(f"\n{origin(recorded[section])}\n" for section in sections)
             made |= between(page, name, text, made.get(page))
     return made
 
 
 def origin(section: Mapping[str, Any]) -> str:
     """Say when, where and by which command a section was recorded."""
-    machine, (before, after) = section["machine"], section["load"]
+    machine, load = section["machine"], section["load"] and "{:g} before, {:g} after".format(*section["load"])
     versions = ", ".join(f"{name} {each}" for name, each in machine["versions"].items() if name != "asynckv_source")
     where = f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python {machine['python']}"
-    return (
-        f"Recorded {section['date']} on {where}, {versions}; load {before:g} before, {after:g} after: "
-        f"`{section['command']}`"
-    )
+    return f"Recorded {section['date']} on {where}, {versions}; load {load or 'not recorded'}: `{section['command']}`"
 
 
 def figure(value: float) -> str:
@@ -248,4 +245,4 @@ MARKS: dict[Path, dict[str, tuple[tuple[str, ...], Callable[..., str]]]] = {
         )
     },
 }
-"""The marks of each page, and the recorded sections that they show; the origin of a single one is told below."""
+"""The marks of each page, and the recorded sections that they show; their origins are told below."""
