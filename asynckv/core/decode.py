@@ -247,7 +247,7 @@ class DecodeSide:
             if not isinstance(exc, RemoteTooShort | PlanRefused | LayoutError):
                 raise
             return pull
-        self._carry_out(pull, effects, now, wakes=pull.is_published)
+        self._carry_out(pull, effects, now, wakes=pull.reason is not None)
         return pull
 
     def next_read(self, now: float) -> PostRead | None:
