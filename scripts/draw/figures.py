@@ -216,7 +216,7 @@ def answers(small: Report, bulk: Report, unequal: Report, within: Report, single
         "small requests": f"{rate} per second on a decode rank; one alone takes {spread(single['ratios']['asynckv'])} "
         "times as long as with bare ZMQ and NIXL",
         "bulk, beside the floor": f"{floor} of a bare NIXL loop on one thread",
-        "engines that differ": f"{kept} of the throughput of equal ones, on GPUs far less",
+        "engines that differ": f"{kept} of the throughput of equal ones",
         "many at once, and idle": f"101 idle engines take {figure(idle['figures']['idle.cpu_percent'])} % of a core",
     }
     rows = ((f"[{x}](#{x.lower().replace(',', '').replace(' ', '-')})", text) for x, text in told.items())
