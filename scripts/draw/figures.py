@@ -144,7 +144,7 @@ def shares_of(report: Report) -> dict[str, float]:
         options: re.sub(r"--block-size \S+ ?|--tp 1(?!\S) ?", "", re.sub(r"\w+:", "", options)) for options in rates
     }
     return {
-        name: median(mine / theirs for mine, theirs in zip(rates[x], rates[equal[x].strip()], strict=False))
+        name: median(mine / theirs for mine, theirs in zip(rates[x], rates[equal[x].strip()], strict=True))
         for name, x in ((name, row["options"]) for name, row in report["rows"].items())
         if equal[x].strip() != x
     }
