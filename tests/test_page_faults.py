@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ from asynckv import Engine, EngineConfig, PrefillRanks, shared_memory
 from asynckv.geometry.layout import Layout, Memory
 from asynckv.layout import register_memory
 from asynckv.offload import Offload, OffloadConfig
+from scripts.bench.versus.workload import minor_faults
 from tests.test_staging import HND, NHD
 from tests.world import make_layout
 
@@ -24,10 +24,6 @@ BLOCKS = 40
 BLOCK_BYTES = 512 << 10  # 16 layers, keys and values of 16 KiB each
 COUNT = (8 << 20) // BLOCK_BYTES
 MOST_FAULTS = 300  # 8 MiB of fresh memory take 2,048
-
-
-def faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Side:
@@ -70,9 +66,9 @@ async def test_the_first_large_pull_waits_for_no_page(order: tuple[str, ...]) ->
         for name, there, here in (("warm", [0], [0]), ("first", theirs, mine)):
             params = group.make_params(name, [(0, there)], 16 * len(there), written=True)
             prefill.engine.lend(params)
-            before = faults()
+            before = minor_faults()
             result = await decode.engine.pull(name, [(0, here)], params)
-            taken = faults() - before
+            taken = minor_faults() - before
         assert result.num_bytes == COUNT * BLOCK_BYTES
         assert bool(decode.engine.statistics().counters["data.posts_staged"]) is (order == HND)
     assert taken < MOST_FAULTS
@@ -91,8 +87,8 @@ async def test_the_first_large_load_waits_for_no_page() -> None:
         for name, of, to in (("warm", [0], [19]), ("first", stored, loaded)):
             hashes = [f"{name}-{i}" for i in of]
             await offload.store(name, [(0, of)], hashes)
-            before = faults()
+            before = minor_faults()
             await offload.load(f"{name}-again", [(0, to)], hashes, num_tokens=16 * len(of))
-            taken = faults() - before
+            taken = minor_faults() - before
     assert taken < MOST_FAULTS
     assert all(map(np.array_equal, side.blocks(loaded), side.blocks(stored)))
