@@ -2,19 +2,25 @@
 
 Two engines run on simulated planes (no sockets, no NIXL) in one event loop. After a warm-up, every call of a function
 of the package is counted for the engine that caused it. Code below the ports is not counted. The figures are exact and
-repeatable, even on a busy host, because the engines' clock stands still; compare them between two checkouts:
+repeatable, even on a busy host, because the engines' clock stands still. What a change costs is the CPU time of such a
+pull, on a quiet host and in turns with another checkout: a call more may be cheaper than the lines that it replaces.
 
-    python -m scripts.count_calls                # a table of files
-    python -m scripts.count_calls --json -       # {"decode": ..., "prefill": ..., "files": ...}
-    PYTHONPATH=../other python scripts/count_calls.py
+    python -m scripts.count_calls                        # a table of files
+    python -m scripts.count_calls --json -               # {"decode": ..., "prefill": ..., "files": ...}
+    python -m scripts.count_calls --cpu --against ../other
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import statistics
+import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -72,8 +78,8 @@ def memory() -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
     return register_memory(msgspec.structs.replace(layout, memories=memories), tuple(arrays)), arrays
 
 
-async def count(warm: int, pulls: int) -> Calls:
-    """Pull one block after another, and count the calls of the last pulls."""
+async def count(warm: int, pulls: int, profiles: bool = True) -> tuple[Calls, float]:
+    """Pull one block after another; return the calls of the last pulls, and the CPU seconds of both sides for one."""
     network = SimNetwork()
     sides, arrays, clock = dict[str, Engine](), [], ManualClock()
     for name in ("prefill", "decode"):
@@ -85,10 +91,12 @@ async def count(warm: int, pulls: int) -> Calls:
     async with prefill, decode:
         group = PrefillRanks("prefill", [prefill.endpoint])
         calls = Calls({id(x): side for side, engine in sides.items() for x in (engine, engine._driver, engine._home)})
+        began = 0.0
         for number in range(warm + pulls):
             params = group.make_params(f"p{number}", [(0, [1])], 16, written=True)
             if number == warm:
-                sys.setprofile(calls)
+                sys.setprofile(calls if profiles else None)
+                began = time.process_time()
             lent = prefill.lend(params)
             await decode.pull(f"d{number}", [(0, [2])], params)
             await lent.wait_released()
@@ -96,7 +104,32 @@ async def count(warm: int, pulls: int) -> Calls:
         for _ in range(20):
             await asyncio.sleep(0)
         sys.setprofile(None)
-        return calls
+        return calls, (time.process_time() - began) / pulls
+
+
+def cpu_us(trees: Sequence[Path], rounds: int, warm: int, pulls: int) -> list[list[float]]:
+    """Measure the CPU microseconds of a pull in each tree, in turns, each time in a process of its own."""
+    asked = [sys.executable, __file__, "--one", "--warm", str(warm), "--pulls", str(pulls)]
+    out: list[list[float]] = [[] for _ in trees]
+    for number in range(rounds):
+        for i in range(len(trees)):
+            tree = (i + number) % len(trees)
+            environment = os.environ | {"PYTHONPATH": str(trees[tree].resolve())}
+            done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True, timeout=300)
+            out[tree].append(float(done.stdout))
+    return out
+
+
+def show_cpu(against: Path | None, rounds: int, warm: int, pulls: int) -> None:
+    here = Path(PACKAGE).parent
+    trees = [here] + ([against] if against else [])
+    found = cpu_us(trees, rounds, warm, pulls)
+    for tree, figures in zip(trees, found, strict=True):
+        low, middle, high = statistics.quantiles(figures, n=4)
+        print(f"{tree}: {middle:.0f} us of CPU for a pull of both sides (quartiles {low:.0f} to {high:.0f})")
+    if against:
+        low, middle, high = statistics.quantiles([x / y for x, y in zip(*found, strict=True)], n=4)
+        print(f"ratio of {here.name} to {against.name}: {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
 
 
 def main(
@@ -104,9 +137,18 @@ def main(
     pulls: Annotated[int, typer.Option(min=1, help="Pulls that are counted.")] = 20,
     functions: Annotated[int, typer.Option(min=0, help="Show this many functions of each side.")] = 0,
     to_json: Annotated[str, typer.Option("--json", help="Write JSON to this file; - for stdout.")] = "",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Measure CPU time, in rounds, instead of calls.")] = False,
+    against: Annotated[Path | None, typer.Option(help="Another checkout, measured in turns.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds of --cpu.")] = 15,
+    one: Annotated[bool, typer.Option("--one", hidden=True)] = False,
 ) -> None:
-    """Count the Python calls of one warm small pull."""
-    calls = asyncio.run(count(warm, pulls))
+    """Count the Python calls of one warm small pull, or measure its CPU time."""
+    if one:
+        print(1e6 * asyncio.run(count(warm, pulls, profiles=False))[1])
+        return
+    if cpu:
+        return show_cpu(against, rounds, max(warm, 100), max(pulls, 300))
+    calls, _ = asyncio.run(count(warm, pulls))
     found: dict[str, Any] = {side: round(number / pulls, 2) for side, number in sorted(calls.by_side.items())}
     files = {f"{side} {file}": round(n / pulls, 2) for (side, file), n in calls.by_file.most_common()}
     if to_json:

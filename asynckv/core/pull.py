@@ -113,31 +113,56 @@ ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
 """Events that each state takes. Most only add knowledge, and `WHEN` decides what follows. Late events are normal."""
 
 
-class Fact(enum.IntEnum):
-    """A condition on a pull's sources, as one bit, so that all of them are found in one pass and looked up as one."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Fact:
+    """A condition on a pull at some time."""
 
-    EMPTY = 1, "nothing is wanted: a full prefix hit"
-    LANDED = 2, "every read has landed"
-    UNLENT = 4, "it is not lent yet, and nothing runs"
-    PROVEN = 8, "every read is proven"
-    EARLY = 16, "a read began before the request was lent"
-    DRAINED = 32, "nothing runs, or the time is up"
-    OVER = 64, "every rank is told, and nothing can write the blocks"
-    TOLD = 128, "every rank is told"
-    FREE = 256, "nothing can write the blocks any more"
-
-    _words: str
-
-    def __new__(cls, bit: int, words: str) -> Fact:
-        fact = int.__new__(cls, bit)
-        fact._value_, fact._words = bit, words
-        return fact
+    words: str
+    holds: Callable[[Pull, float], bool]
 
     def __str__(self) -> str:
-        return self._words
+        return self.words
 
 
-EMPTY, LANDED, UNLENT, PROVEN, EARLY, DRAINED, OVER, TOLD, FREE = Fact
+def _runs(pull: Pull) -> bool:
+    for source in pull.sources:  # no generators here, because these are called often
+        if source.running:
+            return True
+    return False
+
+
+def _is_told(pull: Pull) -> bool:
+    for source in pull.sources:
+        if source.release is not RELEASE.SETTLED:
+            return False
+    return True
+
+
+def _all_landed(pull: Pull, _: float) -> bool:
+    for source in pull.sources:
+        if source.role is ROLE.READ and not source.has_landed:
+            return False
+    return True
+
+
+def _all_proven(pull: Pull, _: float) -> bool:
+    for source in pull.sources:
+        if source.role is ROLE.READ and not source.proven:
+            return False
+    return True
+
+
+EMPTY = Fact("nothing is wanted: a full prefix hit", lambda pull, _: pull.kind is KIND.HIT)
+LANDED = Fact("every read has landed", _all_landed)
+UNLENT = Fact("it is not lent yet, and nothing runs", lambda pull, _: pull.not_lent_yet and not _runs(pull))
+PROVEN = Fact("every read is proven", _all_proven)
+EARLY = Fact("a read began before the request was lent", lambda pull, _: any(x.was_early for x in pull.sources))
+DRAINED = Fact("nothing runs, or the time is up", lambda pull, now: now >= pull.drain_by or not _runs(pull))
+OVER = Fact(
+    "every rank is told, and nothing can write the blocks", lambda pull, _: _is_told(pull) and not pull.holds_blocks
+)
+TOLD = Fact("every rank is told", lambda pull, _: _is_told(pull))
+FREE = Fact("nothing can write the blocks any more", lambda pull, _: not pull.holds_blocks)
 
 WHEN: Mapping[PullState, Mapping[Fact, PullState]] = {
     S.ANNOUNCED: {},
@@ -606,117 +631,89 @@ class Pull:
     def _impossible(self, event: PullEvent) -> PullState:
         raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
 
+    def _enter(self, after: PullState, now: float) -> None:
+        effects, sources = self._effects, self.sources
+        before, self.state = self.state, after
+        self.history.append((now, after))
+        if before is S.READING:
+            for source in sources:
+                source.may_post = False
+        match after:
+            case S.CONNECTING:
+                effects.append(DO.EXPECT)
+            case S.QUEUED:
+                if before is S.CONFIRMING:
+                    self._read_again(now)
+                effects.append(DO.LEAVE if self.not_lent_yet else DO.QUEUE)
+            case S.READING:
+                for source in sources:
+                    source.may_post = True
+                effects.append(DO.POST)
+            case S.CONFIRMING:
+                effects.append(DO.LEAVE)
+            case S.NOTIFYING:
+                self._publish(before, now)
+            case S.QUARANTINED:
+                self.released_at = now
+            case S.RELEASED:
+                self.released_at = min(self.released_at, now)
+                effects.append(DO.FINISH)
+            case S.DRAINING:
+                effects.append(DO.DETACH)
+            case S.ANNOUNCED:
+                pass
+            case _:
+                assert_never(after)
+
+    def _publish(self, before: PullState, now: float) -> None:
+        """Take the outcome, and release every rank that was not settled before."""
+        self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
+        self.published_at, self.warn_at = now, now + self.warn_s
+        if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
+            self._effects.append(DO.LEAVE)
+        may_write = False
+        for source in self.sources:
+            source.claim_at, source.next_read = math.inf, None
+            if source.release is not RELEASE.SETTLED:
+                source.release_at = now
+            if source.running or source.doubtful:
+                may_write = True
+        if not may_write:
+            self.is_returned = True
+            self._effects.append(DO.RETURN)
+        self._effects += (DO.TELL, DO.SEND)
+
     def _settle(self, after: PullState, now: float, then: PullEvent | None = None) -> list[Effect]:
         """Enter a state, and those that follow from it by `WHEN`; then take another event, if one is given. Return the
         effects.
         """
-        # All in one function, because each call costs as much as several of these lines.
-        effects, sources, facts = self._effects, self.sources, 0
         for _ in WHEN:
             if after is not self.state:
-                before, self.state = self.state, after
-                self.history.append((now, after))
-                if before is S.READING:
-                    for source in sources:
-                        source.may_post = False
-                match after:
-                    case S.CONNECTING:
-                        effects.append(DO.EXPECT)
-                    case S.QUEUED:
-                        if before is S.CONFIRMING:
-                            self._read_again(now)
-                        effects.append(DO.QUEUE)
-                        for source in sources:
-                            if source.not_lent_yet and source.role is ROLE.READ:
-                                effects[-1] = DO.LEAVE
-                    case S.READING:
-                        for source in sources:
-                            source.may_post = True
-                        effects.append(DO.POST)
-                    case S.CONFIRMING:
-                        effects.append(DO.LEAVE)
-                    case S.NOTIFYING:
-                        self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
-                        self.published_at, self.warn_at = now, now + self.warn_s
-                        if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
-                            effects.append(DO.LEAVE)
-                        may_write = False
-                        for source in sources:
-                            source.claim_at, source.next_read = math.inf, None
-                            if source.release is not RELEASE.SETTLED:
-                                source.release_at = now
-                            if source.running or source.doubtful:
-                                may_write = True
-                        if not may_write:
-                            self.is_returned = True
-                            effects.append(DO.RETURN)
-                        effects += (DO.TELL, DO.SEND)
-                    case S.QUARANTINED:
-                        self.released_at = now
-                    case S.RELEASED:
-                        self.released_at = min(self.released_at, now)
-                        effects.append(DO.FINISH)
-                    case S.DRAINING:
-                        effects.append(DO.DETACH)
-                    case S.ANNOUNCED:
-                        pass
-                    case _:
-                        assert_never(after)
-            row = WHEN[after]
-            if row and not facts:
-                # An entry changes no fact of the states that may follow it, so they are found once.
-                landed = proven = told = True
-                runs = holds = unlent = early = False
-                for source in sources:
-                    if source.running:
-                        runs = holds = True
-                    elif source.doubtful:
-                        holds = True
-                    if source.release is not RELEASE.SETTLED:
-                        told = False
-                    if source.role is ROLE.READ:
-                        if not source.has_landed:
-                            landed = False
-                            if runs and after is S.READING:
-                                break  # nothing follows, so the other ranks need not be looked at
-                        if source.not_lent_yet:
-                            unlent = True
-                        if not source.proven:
-                            proven = False
-                            if source.first_posted_at <= source.lent_by < math.inf:
-                                early = True
-                facts = (
-                    (EMPTY if self.kind is KIND.HIT else 0)
-                    | (LANDED if landed else 0)
-                    | (UNLENT if unlent and not runs else 0)
-                    | (PROVEN if proven else 0)
-                    | (EARLY if early else 0)
-                    | (DRAINED if not runs or now >= self.drain_by else 0)
-                    | (OVER if told and not holds else 0)
-                    | (TOLD if told else 0)
-                    | (FREE if not holds else 0)
-                )
-            for fact, following in row.items():
-                if facts & fact:
+                self._enter(after, now)
+            for fact, following in WHEN[after].items():
+                if fact.holds(self, now):
                     after = following
                     break
             else:
                 if then is None:
                     break
-                after, then, facts = ON_EVENT[after].get(then) or self._impossible(then), None, 0
+                after, then = ON_EVENT[after].get(then) or self._impossible(then), None
         else:
             raise AssertionError(f"the conditions of pull {self.pull_id} have a cycle through {self.state.name}")
         if after is S.CONFIRMING:
-            # All has landed, so a source that no grant so far covers claims once more.
-            for source in sources:
-                if source.role is not ROLE.READ or source.proven or now >= source.claim_at:
-                    continue
-                asked = bool(source.nonces) and next(reversed(source.nonces)) > source.nonce_when_done
-                if not asked and (source.claims == 0 or source.covered_until > -math.inf):
-                    source.claim_at = now
-                    effects.append(DO.SEND)
-        self._effects = []
+            self._ask_for_proof(now)
+        effects, self._effects = self._effects, []
         return effects
+
+    def _ask_for_proof(self, now: float) -> None:
+        """Claim once more, now that all has landed, from each source that no grant so far covers."""
+        for source in self.sources:
+            if source.role is not ROLE.READ or source.proven or now >= source.claim_at:
+                continue
+            asked = bool(source.nonces) and next(reversed(source.nonces)) > source.nonce_when_done
+            if not asked and (source.claims == 0 or source.covered_until > -math.inf):
+                source.claim_at = now
+                self._effects.append(DO.SEND)
 
     def _note(self, now: float, note: notes.Note) -> None:
         if len(self.history) < MAX_HISTORY:
@@ -734,7 +731,7 @@ class Pull:
 
     def _read_again(self, now: float) -> None:
         for source in self.sources:
-            if source.reads and not source.proven and source.first_posted_at <= source.lent_by < math.inf:
+            if source.was_early:
                 self._note(now, notes.ReadAgain(source.name))
                 source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors)
                 self.rereads += 1

@@ -111,6 +111,11 @@ class Source:
         return bool(self.running or self.doubtful) or (self.reads and not self.proven)
 
     @property
+    def was_early(self) -> bool:
+        """True if the first read began before the blocks were lent, so that it proves nothing."""
+        return self.reads and not self.proven and self.first_posted_at <= self.lent_by < math.inf
+
+    @property
     def reads(self) -> bool:
         return self.role is ROLE.READ
 
