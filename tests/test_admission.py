@@ -15,7 +15,7 @@ from asynckv.core.flow import READING, WAITING, Admission
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.types import Address, Reason
 from tests.lab.oracles import wrong_in_admission
-from tests.world import Rank, World, make_layout, reason
+from tests.world import Rank, World, begin, make_layout, reason
 
 SMALL: dict[str, Any] = {"max_post_bytes": 64, "window_bytes": 256, "total_bytes": 512}
 
@@ -38,7 +38,7 @@ def ask(
     if lend:
         world.lend(prefill, params)
     now = world.time(decode)
-    pull = decode.core.pull(PullRequest(f"d{number}", [(0, [number])], params, priority=priority), timeout, now)
+    pull = begin(decode.core, PullRequest(f"d{number}", [(0, [number])], params, priority=priority), timeout, now)
     world.settle(decode)
     return pull
 
@@ -179,7 +179,7 @@ def test_requests_that_are_not_lent_yet_give_way_to_those_that_are() -> None:
     ahead = []
     for i, params in enumerate(early):
         now = world.time(decode)
-        ahead.append(decode.core.pull(PullRequest(f"ahead{i}", [(0, [200 + i])], params), 30, now))
+        ahead.append(begin(decode.core, PullRequest(f"ahead{i}", [(0, [200 + i])], params), 30, now))
         world.settle(decode)
     world.deliver_all()
     ready = [ask(world, prefill, decode, i) for i in range(5)]

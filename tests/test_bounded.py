@@ -124,27 +124,22 @@ def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
     params = world.params([prefill], "r", [3], 4, written=True)
     world.lend(prefill, params)
-    wanted = PullRequest("d", [(0, [9])], params)
-    request = Request(wanted, 2, 0.1, 60.0, 0.0)
-    pull = decode.core.pull(wanted, 30.0, 0.0, retryable=request.retryable)
+    request = decode.core.pull(PullRequest("d", [(0, [9])], params), 2, 60.0, 0.0)
+    pull = request.pull
+    assert pull is not None
     world.settle(decode)
     world.deliver_all()
-    request.pull = pull
     [transfer] = decode.reads
     world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "no disconnect"))
     assert pull.reason is Reason.READ_FAILED
-    request.ended(1.0)
+    world.advance(3.0)
     assert (request.state, request.attempts) == (RequestState.PAUSING, 1)
     world.tell(decode, TransferEnded(transfer, Ending.FAILED, "its agent is gone"))
     assert decode.returned == [pull]
-    request.time(3.0)
-    assert (state_of(request), request.attempts) == (RequestState.TRYING, 2)
-    again = decode.core.pull(wanted, 30.0, world.time(decode), attempt=2)
-    world.settle(decode)
-    request.pull = again
-    world.run()
-    request.ended(4.0)
-    assert (again.reason, state_of(request)) == (Reason.COMPLETE, RequestState.OVER)
+    world.run(0.1)
+    assert (state_of(request), request.attempts) == (RequestState.OVER, 2)
+    assert [each.reason for each in decode.ended] == [Reason.READ_FAILED, Reason.COMPLETE]
+    assert decode.requests_ended == [request]
     assert request.discharge is None, "nobody was told that another would follow"
 
 

@@ -19,7 +19,7 @@ from asynckv.core.pull import PullRequest
 from asynckv.core.types import KVTransferParams, Reason, decode_params
 from asynckv.core.wire import blocks_digest
 from asynckv.geometry.pairing import common_prefix
-from tests.world import World, make_layout, reason
+from tests.world import World, begin, make_layout, reason
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 ALSO = st.lists(st.tuples(st.integers(0, 13), st.sampled_from(["", "a", "b", "ab"])), max_size=3)
@@ -139,7 +139,7 @@ def test_a_pull_with_hashes_reads_what_they_cover(tokens: Any, read: int) -> Non
     world = World()
     params, decode = lent(world)
     request = PullRequest("d", [(0, [5, 6])], params, hashes=token_hashes(tokens, 3))
-    pull = decode.core.pull(request, 30.0, 0.0)
+    pull = begin(decode.core, request, 30.0, 0.0)
     world.settle(decode)
     world.run()
     assert reason(pull) is Reason.COMPLETE

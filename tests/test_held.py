@@ -38,7 +38,7 @@ from asynckv.core.watch import GATHER_S, PAUSE_S
 from asynckv.observe.log import phases
 from asynckv.observe.setup import configure_logging
 from tests.engines import Bench, until
-from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
+from tests.world import BLOCK, NUM_BLOCKS, Rank, World, begin, make_layout
 
 pytestmark = pytest.mark.anyio
 
@@ -262,7 +262,7 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
     world.deliver_all()
     running(world, 9.0)
     world.lend(prefill, params)
-    pull = decode.core.pull(PullRequest("d", [(0, [9])], params), 100.0, world.time(decode))
+    pull = begin(decode.core, PullRequest("d", [(0, [9])], params), 100.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
     running(world, 9.0)
@@ -328,8 +328,8 @@ def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
         params = world.params([prefill], f"r{i}", [i], BLOCK)
         world.lend(prefill, params)
         for _ in range(2 if i == 11 else 1):
-            decode.core.pull(
-                PullRequest(f"d{i}", [(0, [i])], params, f"cohort-{i}"), 5.0, world.time(decode)
+            begin(
+                decode.core, PullRequest(f"d{i}", [(0, [i])], params, f"cohort-{i}"), 5.0, world.time(decode)
             ) if i < 11 else None
     world.settle(decode)
     world.deliver_all()

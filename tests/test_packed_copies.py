@@ -17,7 +17,6 @@ import pytest
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core import copies
 from asynckv.core.asks import MAX_ASKED, PATIENCE_S, PAUSE_S
-from asynckv.core.attempts import RETRYABLE
 from asynckv.core.copies import MAX_WAITING, NO_SLOT
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
@@ -51,7 +50,7 @@ from asynckv.geometry.staging import Box, ReadCosts
 from asynckv.geometry.tables import DescTable, PeerTables, Span
 from tests.oracle import PACKED, execute
 from tests.test_staging import HND, LOCAL, NHD, side
-from tests.world import Buffers, Rank, World, make_layout
+from tests.world import Buffers, Rank, World, begin, make_layout
 
 MESHED = ("kv", "token", "block", "head", "dim")
 """In memory, each token of all blocks follows the same token of the others."""
@@ -783,7 +782,7 @@ class Pair:
     def start(self, name: str, params: KVTransferParams) -> Pull:
         """Pull, with another attempt to follow what may be tried again."""
         request = PullRequest(name, [(0, list(self.mine))], params)
-        pull = self.reader.core.pull(request, 20.0, self.world.time(self.reader), retryable=RETRYABLE)
+        pull = begin(self.reader.core, request, 20.0, self.world.time(self.reader), retries=1)
         self.world.settle(self.reader)
         return pull
 
@@ -1159,14 +1158,13 @@ def test_a_pull_whose_grant_ran_out_with_its_copies_fails_and_may_be_tried_again
         pair.world.letters.clear()
     assert not pair.owner.core.prefill.copies.by_key
     assert pair.pull.reason is None
-    pair.world.run(1.0)
+    pair.world.run()
     assert pair.pull.reason is Reason.LEASE_LOST
     assert pair.pull.is_over
     assert not pair.lease.is_over
     assert pair.is_clean()
-    again = pair.start("again", pair.pull.params)
-    pair.world.run()
-    assert again.reason is Reason.COMPLETE
+    pair.world.run(1.0)
+    assert [pull.reason for pull in pair.reader.ended] == [Reason.LEASE_LOST, Reason.COMPLETE]
     assert pair.lease.is_over
     assert pair.is_right()
     assert pair.is_clean()

@@ -48,7 +48,7 @@ from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
 from tests.engines import Bench
 from tests.test_admission import ask, world_of
-from tests.world import Rank, World, make_layout, reason
+from tests.world import Rank, World, begin, make_layout, reason
 
 
 def said(world: World, rank: Rank) -> list[Message]:
@@ -128,7 +128,7 @@ def test_each_start_of_a_process_has_a_pause_of_its_own() -> None:
     params = world.params([prefill], "r", [511], 4, written=True)
     params = msgspec.structs.replace(params, endpoints=(again,))
     said(world, decode)
-    decode.core.pull(PullRequest("again", [(0, [511])], params), 30.0, world.time(decode))
+    begin(decode.core, PullRequest("again", [(0, [511])], params), 30.0, world.time(decode))
     world.settle(decode)
     ask(world, other, decode, 510)
     assert [type(message) for message in said(world, decode)] == [Hello, Hello]
@@ -653,7 +653,7 @@ def test_a_group_lists_each_of_its_ranks_once(places: list[tuple[int, int]], tp_
     params = world.params([prefill], "r", [0], 4, written=True)
     params = msgspec.structs.replace(params, endpoints=endpoints, tp_size=tp_size)
     with pytest.raises(PlanRefused, match="must be listed once"):
-        decode.core.pull(PullRequest("d", [(0, [0])], params), 30.0, 0.0)
+        begin(decode.core, PullRequest("d", [(0, [0])], params), 30.0, 0.0)
     assert world.letters == []
 
 
@@ -733,7 +733,7 @@ def test_a_rank_that_was_forgotten_long_ago_keeps_no_pull_from_beginning() -> No
     world.settle(decode)
     for _ in range(100):
         world.run(1.0)
-    pull = decode.core.pull(PullRequest("q", [(0, [5, 6])], params), 30.0, world.time(decode))
+    pull = begin(decode.core, PullRequest("q", [(0, [5, 6])], params), 30.0, world.time(decode))
     world.settle(decode)
     world.run()
     assert pull.reason is Reason.COMPLETE
@@ -1050,7 +1050,7 @@ def test_requests_of_many_unknown_ranks_take_turns_and_few_ranks_wait_for_none()
     assert met == {"1"}
     few = world.pull(decode, "few", [20], made_up(world, prefill, 20, 16, engine_id="few"))
     assert places(decode)["few"] == 16
-    asked = core.pull(PullRequest("r4", [(0, [21])], params[4]), 30.0, now)
+    asked = begin(core, PullRequest("r4", [(0, [21])], params[4]), 30.0, now)
     core.cancel("r7", now)
     for _ in range(14):
         world.advance(0.05)

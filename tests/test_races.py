@@ -31,7 +31,7 @@ from asynckv.geometry.plan import Plan
 from tests.engines import Bench, Side, until
 from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, passing, reading, running
-from tests.world import reason
+from tests.world import begin, reason
 
 pytestmark = pytest.mark.anyio
 
@@ -397,6 +397,7 @@ def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_ha
         if request.state is RequestState.PAUSING:
             pauses.append(request.next_at)
             request.time(request.next_at)
+            assert request.attempts == len(pauses) + 1
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
     assert request.attempts == 9
 
@@ -450,7 +451,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
     decode.core.announce("d9", params, "", 30.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
-    decode.core.pull(PullRequest("d9", [(0, [9])], params, priority=-1), 30.0, world.time(decode))
+    begin(decode.core, PullRequest("d9", [(0, [9])], params, priority=-1), 30.0, world.time(decode))
     world.settle(decode)
     world.run()
     assert [p.request_id for p in decode.ended] == ["d0", "d9", "d1", "d2"]

@@ -20,7 +20,7 @@ from asynckv.geometry import tables
 from tests.test_admission import ask, world_of
 from tests.test_peers import said, say, welcome
 from tests.test_sources import Pair
-from tests.world import World, make_layout
+from tests.world import World, begin, make_layout
 
 
 def test_what_still_ran_of_a_rank_that_was_met_anew_keeps_nothing_loaded_once_it_has_ended() -> None:
@@ -268,18 +268,19 @@ def test_params_of_another_engine_or_of_another_size_are_neither_lent_nor_withdr
 
 def test_a_request_that_was_taken_once_is_not_turned_away_between_its_attempts() -> None:
     world, (prefill,), decode = world_of(total_requests=1, window_requests=1, max_queued=1)
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    request = decode.core.pull(PullRequest("d", [(0, [3])], params), 1, 30.0, world.time(decode))
+    world.settle(decode)
+    assert request.pull is not None
+    decode.core.decode.fail(request.pull, Reason.READ_FAILED, "because", world.time(decode))
     for number in (1, 2):
         ask(world, prefill, decode, number)
         world.deliver_all()
-    params = world.params([prefill], "r", [3], 4, written=True)
-    world.lend(prefill, params)
-    request = PullRequest("d", [(0, [3])], params)
     with pytest.raises(Overloaded, match="1 pulls wait already"):
-        decode.core.pull(request, 30.0, world.time(decode))
-    again = decode.core.pull(request, 30.0, world.time(decode), attempt=2)
-    world.settle(decode)
-    world.run()
-    assert again.reason is Reason.COMPLETE
+        begin(decode.core, PullRequest("e", [(0, [4])], params), 30.0, world.time(decode))
+    world.run(1.0)
+    assert (request.attempts, request.pull.reason) == (2, Reason.COMPLETE)
 
 
 def test_params_that_name_a_rank_wrongly_and_are_only_released_keep_no_others_from_it() -> None:

@@ -27,7 +27,7 @@ from asynckv.core.timers import Timers
 from asynckv.core.types import Cohort, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.scheduler import PrefillRanks
-from tests.world import NUM_BLOCKS, Rank, World, make_layout, reason
+from tests.world import NUM_BLOCKS, Rank, World, begin, make_layout, reason
 
 CONFIG = EngineConfig(engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0))
 
@@ -90,7 +90,7 @@ def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> N
     world.lend(prefill, params, readers=6)
     for i in range(7):
         wanted = PullRequest(f"sibling{i}", [(0, [i])], params, f"d/{i}")
-        pull = decode.core.pull(wanted, 30, world.time(decode))
+        pull = begin(decode.core, wanted, 30, world.time(decode))
         world.settle(decode)
         world.run()
     assert "(released by 'd/0', 'd/1', 'd/2', 'd/3' and others; lent with num_readers=6)" in pull.detail
@@ -244,7 +244,7 @@ def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
     prefill, decode = group(world, 2, 1, heads=2)
     params = world.params(prefill, "req", [3], 4, written=True)
     leases = [world.lend(rank, params) for rank in prefill]
-    it = decode[0].core.pull(PullRequest("d-req", [(0, [])], params), 30, world.time(decode[0]))
+    it = begin(decode[0].core, PullRequest("d-req", [(0, [])], params), 30, world.time(decode[0]))
     world.settle(decode[0])
     world.run()
     assert (it.reason, it.num_bytes) == (Reason.COMPLETE, 0)
@@ -346,7 +346,7 @@ def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
     params = world.params([prefill], "r", [1], 4)
     lease = world.lend(prefill, params)
-    first = decode.core.pull(PullRequest("a", [(0, [2])], params, "x" * 512), 5.0, 0.0)
+    first = begin(decode.core, PullRequest("a", [(0, [2])], params, "x" * 512), 5.0, 0.0)
     world.settle(decode)
     world.run()
     assert first.reason is Reason.COMPLETE
@@ -907,7 +907,7 @@ def test_siblings_each_release_and_strangers_are_refused() -> None:
     params = world.params([prefill], "req", [3], 4, written=True)
     lease = world.lend(prefill, params, readers=2)
     pulls = [
-        decode.core.pull(PullRequest(f"sibling{i}", [(0, [i])], params, f"decode/{i}"), 30, world.time(decode))
+        begin(decode.core, PullRequest(f"sibling{i}", [(0, [i])], params, f"decode/{i}"), 30, world.time(decode))
         for i in range(3)
     ]
     world.settle(decode)
@@ -947,7 +947,7 @@ def test_endpoints_with_holes_is_refused() -> None:
     params = world.params([prefill], "req", [3], 4)
     broken: KVTransferParams = msgspec.structs.replace(params, tp_size=2)
     with pytest.raises(PlanRefused, match="must be listed once"):
-        decode.core.pull(PullRequest("d", [(0, [1])], broken), 30, 0.0)
+        begin(decode.core, PullRequest("d", [(0, [1])], broken), 30, 0.0)
 
 
 def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:

@@ -341,6 +341,10 @@ def time_is_over(it: Request) -> None:
     it.time(2.0)
 
 
+def refused(it: Request) -> None:
+    it.refused(LocalProtocolError("a block is in use"))
+
+
 def check_attempts() -> None:
     """Take every row of a request's tables once."""
     it, attempt = request(), Attempt().to(S.CONFIRMING)
@@ -354,7 +358,7 @@ def check_attempts() -> None:
     it.ended(1.0)
     assert it.state is RequestState.OVER
     it = request()
-    it.refused()
+    refused(it)
     assert it.state is RequestState.OVER
     # The next attempt follows the pause.
     it = failed(request())
@@ -363,10 +367,11 @@ def check_attempts() -> None:
     assert (it.state, it.attempts, it.discharge) == (RequestState.TRYING, 2, None)
     # Given up: who was told that another attempt follows hears that none does.
     it = failed(request(), doubt=True)
-    it.give_up()
-    assert it.state is RequestState.OVER
-    assert it.discharge is Reason.READ_FAILED
-    for step in (time_is_over, Request.give_up, Request.refused):
+    it.time(2.0)
+    assert (it.state, it.discharge) == (RequestState.PAUSING, None)
+    it.time(50.0)
+    assert (it.state, it.discharge) == (RequestState.OVER, Reason.READ_FAILED)
+    for step in (time_is_over, refused):
         with pytest.raises(LocalProtocolError):
             step(it)
 
@@ -394,18 +399,16 @@ def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
 def test_a_request_whose_next_attempt_is_refused_is_discharged() -> None:
     it = failed(request())
     it.time(2.0)
-    it.refused()
+    refused(it)
     assert it.discharge is Reason.UNPLANNABLE
 
 
 def test_a_caller_that_tries_again_himself_is_not_discharged() -> None:
-    it = failed(request(is_last=False))
-    it.give_up()
-    assert it.discharge is None
-    it = failed(request(is_last=False))
-    it.stop(Reason.CANCELLED)
-    it.give_up()
-    assert it.discharge is Reason.CANCELLED
+    for reason, discharge in ((Reason.ENGINE_CLOSED, None), (Reason.CANCELLED, Reason.CANCELLED)):
+        it = failed(request(is_last=False))
+        it.stop(reason)
+        it.time(1.0)
+        assert (it.state, it.discharge) == (RequestState.OVER, discharge)
 
 
 def test_no_attempt_follows_after_the_deadline_or_a_refusal_that_stays() -> None:

@@ -22,7 +22,7 @@ from asynckv.scheduler import PrefillRanks
 from tests import oracle
 from tests.lab.oracles import wrong_in
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
-from tests.world import Buffers, Rank, World, make_layout, reason
+from tests.world import Buffers, Rank, World, begin, make_layout, reason
 
 CONFIG = EngineConfig(
     engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0), pull=PullConfig(handshake_s=2.0, drain_s=1.0)
@@ -168,7 +168,7 @@ def test_who_is_cancelled_by_its_id_is_discharged_whatever_it_had_in_mind() -> N
     params, leases = it.lend([3], 4)
     [decode] = it.decode
     request = PullRequest("d", [(0, [9])], params, is_last=False)
-    pull = decode.core.pull(request, 30.0, it.world.time(decode))
+    pull = begin(decode.core, request, 30.0, it.world.time(decode))
     it.world.settle(decode)
     it.world.deliver_all()
     assert decode.core.cancel("d", it.world.time(decode))
@@ -404,7 +404,7 @@ def test_a_rank_that_holds_nothing_of_what_is_wanted_is_not_waited_for() -> None
     for i, wanted in enumerate([[(0, [5]), (4, [])], [(0, [6]), (4, [7])]]):
         params = decode_params(key.make_params(f"req{i}", [(0, [3 + i]), (0, [3 + i])], 4, written=True))
         world.lend(prefill[0], params)
-        pull = decode.core.pull(PullRequest(f"d{i}", wanted, params), 30.0, world.time(decode))
+        pull = begin(decode.core, PullRequest(f"d{i}", wanted, params), 30.0, world.time(decode))
         world.settle(decode)
         world.run()
         # Group 1 is all in the cache, or has room for tokens to come: its stage may be dead.
@@ -466,13 +466,13 @@ def test_an_address_that_is_met_again_at_once_keeps_its_link() -> None:
         decode.core.tick(now + after)
     assert not decode.core.decode.peers.by_place
     assert list(decode.core.outbox.unlinked) == [it.prefill[0].address]
-    decode.core.pull(PullRequest("again", [(0, [9])], again), 30.0, now + 662.0)
+    begin(decode.core, PullRequest("again", [(0, [9])], again), 30.0, now + 662.0)
     assert not decode.core.outbox.unlinked
 
 
 def hit(it: Pair, rank: Rank, request_id: str, params: KVTransferParams) -> None:
     """All of a request's blocks are here already: its ranks are only released."""
-    pull = rank.core.pull(PullRequest(request_id, [(0, [])], params), 30.0, it.world.time(rank))
+    pull = begin(rank.core, PullRequest(request_id, [(0, [])], params), 30.0, it.world.time(rank))
     for to, data in rank.core.outbox.take_packets():
         rank.send(to, data)
     while it.world.letters:

@@ -153,7 +153,7 @@ def state(engine: Engine) -> tuple[Any, ...]:
         len(outbox.commands),
     )
     driver = engine._driver
-    own = driver._due is None, dict(driver.waiting), dict(engine._retrying), dict(driver.lent), set(driver._loading)
+    own = driver._due is None, engine._core.requests, dict(driver.lent), set(driver._loading)
     return known, own, engine._ending._closing, engine._ending._suspending
 
 

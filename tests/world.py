@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asynckv.config import EngineConfig
+from asynckv.core.attempts import Request
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import (
@@ -24,6 +25,8 @@ from asynckv.core.outbox import (
     PackBlocks,
     PullReached,
     RemovePeer,
+    RequestEnded,
+    RequestReturned,
 )
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
@@ -148,6 +151,13 @@ class Buffers:
             self.arrays[memory][start : start + length] = value
 
 
+def begin(core: RankCore, wanted: PullRequest, timeout_s: float, now: float, retries: int = 0) -> Pull:
+    """Begin a request; return its first attempt."""
+    pull = core.pull(wanted, retries, timeout_s, now).pull
+    assert pull is not None
+    return pull
+
+
 class Rank(Port):
     """One rank: its core, its memory, and a clock of its own."""
 
@@ -164,6 +174,10 @@ class Rank(Port):
         """All that was ever posted."""
         self.ended: list[Pull] = []
         self.returned: list[Pull] = []
+        self.returned_late: list[Pull] = []
+        """Those whose blocks were held at the outcome."""
+        self.requests_ended: list[Request] = []
+        self.requests_returned: list[Request] = []
         self.leases_ended: list[Lease] = []
         self.loading: list[Peer] = []
         self.said: list[tuple[float, HeldForLong]] = []
@@ -262,7 +276,7 @@ class World(Fabric):
         first: int = 0,
         timeout: float = 30,
     ) -> Pull:
-        pull = rank.core.pull(PullRequest(request_id, [(first, blocks)], params), timeout, self.time(rank))
+        pull = begin(rank.core, PullRequest(request_id, [(first, blocks)], params), timeout, self.time(rank))
         self.settle(rank)
         return pull
 
@@ -300,11 +314,19 @@ class World(Fabric):
                     case PullReached(pull, Milestone.ENDED):
                         assert pull not in rank.ended, "two outcomes"
                         rank.ended.append(pull)
+                        if pull.is_returned:
+                            self._returned(rank, pull)
                     case PullReached(pull, Milestone.RETURNED):
-                        assert pull not in rank.returned, "returned twice"
-                        mine = {t for source in pull.sources for t in source.running | source.doubtful}
-                        assert not mine & rank.reads.keys(), "returned while something can write"
-                        rank.returned.append(pull)
+                        assert pull not in rank.returned_late, "returned twice"
+                        rank.returned_late.append(pull)
+                        if pull not in rank.returned:  # else its blocks came back before its outcome was told
+                            self._returned(rank, pull)
+                    case RequestEnded(request):
+                        assert request not in rank.requests_ended, "a request ended twice"
+                        rank.requests_ended.append(request)
+                    case RequestReturned(request):
+                        assert request in rank.requests_ended, "its blocks are told before its end"
+                        rank.requests_returned.append(request)
                     case HeldForLong():
                         rank.said.append((self.time(rank), command))
                     case LeaseEnded(lease):
@@ -324,6 +346,11 @@ class World(Fabric):
             if not commands and not posts and not core.outbox.messages:
                 assert all(pull.scheduled_at <= pull.wake_at for pull in core.decode.pulls.values()), "woken too late"
                 return
+
+    def _returned(self, rank: Rank, pull: Pull) -> None:
+        mine = {t for source in pull.sources for t in source.running | source.doubtful}
+        assert not mine & rank.reads.keys(), "returned while something can write"
+        rank.returned.append(pull)
 
     def finish_copy(self, rank: Rank, slot: int, failure: str = "") -> None:
         gathered = rank.making.pop(slot)

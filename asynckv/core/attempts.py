@@ -6,6 +6,9 @@
 Every attempt is a pull with its own id. It begins once nothing of the attempt before it can write the blocks any more,
 so a late first attempt can neither complete nor overwrite the second. While an attempt may follow, the prefill ranks
 keep the request lent to this reader; `discharge` says when they must hear that none follows.
+
+`RankCore` begins the attempts, and its timers wake a request that pauses. The engine tells the `Waiter` what the outbox
+says of the request.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Reason, impossible
@@ -35,7 +40,7 @@ class RequestEvent(enum.StrEnum):
     FAILED_FOR_NOW = "failed_for_now"  # an attempt failed, and another may succeed
     TIME = "time"  # the pause is over, and the blocks are free
     GIVEN_UP = "given_up"
-    """The request was cancelled, the engine closes, the deadline passed, or the blocks never came back."""
+    """The request was cancelled, the engine closes, the deadline passed, or the blocks were given up."""
 
 
 S, E = RequestState, RequestEvent
@@ -53,20 +58,39 @@ def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
     return {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(lists) if len(ids)}
 
 
+class Waiter(Protocol):
+    """A caller that waits for a request. The engine calls it; the core only carries it."""
+
+    def ended(self, request: Request) -> None:
+        """Take the end of the request: the outcome of its last attempt, or why the next one could not begin."""
+
+    def returned(self, request: Request) -> None:
+        """Take back the blocks that were held at the end; they are given up if `pull.is_returned` is false."""
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """The attempts at one request. The pause before a retry is `pause_s`, then doubles up to `MAX_PAUSE_S`."""
 
-    def __init__(self, wanted: PullRequest, retries: int, pause_s: float, deadline: float, now: float) -> None:
-        self.state = S.TRYING
-        self.wanted, self.deadline, self.begun_at = wanted, deadline, now
-        self.attempts = 1
-        self.pull: Pull | None = None
-        self.next_at = math.inf
-        self.stopped: Reason | None = None  # why no attempt may follow, once the request was stopped
-        self._retries, self._pause_s = retries, pause_s
-        self._given_up_for: Reason | None = None  # reason that is reported instead of the last attempt's failure
-        self.retryable = RETRYABLE if retries else frozenset[Reason]()
-        """Failures of this attempt after which another attempt follows."""
+    wanted: PullRequest
+    retries: int
+    pause_s: float
+    deadline: float
+    begun_at: float
+    state: RequestState = S.TRYING
+    attempts: int = 1
+    pull: Pull | None = None  # the last attempt
+    next_at: float = math.inf
+    stopped: Reason | None = None  # why no attempt may follow, once the request was stopped
+    is_abandoned: bool = False  # True once its caller was cancelled: no attempt follows either
+    refusal: Exception | None = None  # why the next attempt could not begin
+    waiter: Waiter | None = None
+    scheduled_at: float = math.inf
+
+    @property
+    def retryable(self) -> frozenset[Reason]:
+        """Return the failures of this attempt after which another attempt follows."""
+        return RETRYABLE if self.attempts <= self.retries else _NONE
 
     @property
     def was_promised(self) -> bool:
@@ -75,51 +99,48 @@ class Request:
     @property
     def discharge(self) -> Reason | None:
         """Return the reason to give the prefill ranks if they expect another attempt, and none follows; else None."""
-        pull, is_last = self.pull, self.wanted.is_last or self.stopped is Reason.CANCELLED
-        if self.state is not S.OVER or pull is None or not self.was_promised or not is_last:
+        pull = self.pull
+        if self.state is not S.OVER or pull is None or pull.reason not in pull.retryable:
             return None
-        return self.stopped or self._given_up_for or pull.reason
+        if not self.wanted.is_last and self.stopped is not Reason.CANCELLED:
+            return None  # the caller may try again
+        if self.stopped is not None or self.is_abandoned:
+            return self.stopped or Reason.CANCELLED
+        return pull.reason if self.refusal is None else Reason.UNPLANNABLE
 
     # -- events ------------------------------------------------------------------------------------
 
-    def refused(self) -> None:
+    def refused(self, refusal: Exception) -> None:
         """Note that an attempt could not begin, so that the outcome of the one before is final."""
         after = self._allow(E.ENDED)
-        self._given_up_for = Reason.UNPLANNABLE
-        self._enter(after)
-
-    def abandoned(self, now: float) -> None:
-        """Note that the attempt has its outcome, but no other follows because the caller is gone."""
-        self._given_up_for = Reason.CANCELLED
-        self.ended(now)
-        if self.state is not S.OVER:
-            self.give_up()
+        self.state, self.refusal = after, refusal
 
     def ended(self, now: float) -> None:
-        pull = self.pull
+        """Take the outcome of the attempt."""
+        pull, when = self.pull, math.inf
         assert pull is not None
         assert pull.reason is not None
-        when = math.inf
-        if pull.reason in self.retryable and self.stopped is None:
-            pause_s = min(self._pause_s * 2 ** min(self.attempts - 1, 16), MAX_PAUSE_S)
+        if pull.reason in self.retryable and self.stopped is None and not self.is_abandoned:
+            pause_s = min(self.pause_s * 2 ** min(self.attempts - 1, 16), MAX_PAUSE_S)
             when = max(now + pause_s, pull.not_before)
-        after = self._allow(E.FAILED_FOR_NOW if when < self.deadline else E.ENDED)
-        self.next_at = when
-        self._enter(after)
+        event = E.FAILED_FOR_NOW if when < self.deadline else E.ENDED
+        self.state, self.next_at = ON_EVENT[self.state].get(event) or self._allow(event), when
 
     def time(self, now: float) -> None:
-        after = self._allow(E.TIME)
+        """Begin the next attempt once the pause is over and the blocks are back, or give up if none may begin any
+        more; wait on otherwise.
+        """
+        after, pull = self._allow(E.TIME), self.pull
+        assert pull is not None
         # The end of the last attempt may come late, and no attempt begins once its caller has stopped waiting.
-        if self.stopped is None and now < self.deadline:
-            self._enter(after)
-        else:
-            self.give_up()
+        is_hopeless = now >= self.deadline or (pull.is_retired and not pull.is_returned)
+        if self.stopped is not None or self.is_abandoned or is_hopeless:
+            self.state = self._allow(E.GIVEN_UP)
+        elif now >= self.next_at and pull.is_returned:
+            self.state, self.attempts = after, self.attempts + 1
 
     def stop(self, reason: Reason) -> None:
         self.stopped = self.stopped or reason
-
-    def give_up(self) -> None:
-        self._enter(self._allow(E.GIVEN_UP))
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -127,9 +148,5 @@ class Request:
         after = ON_EVENT[self.state].get(event)
         return after or impossible(event, f"request {self.wanted.request_id[:200]!r}", self.state)
 
-    def _enter(self, after: RequestState) -> None:
-        self.state = after
-        if after is S.TRYING:
-            self.attempts += 1
-            if self.attempts > self._retries:
-                self.retryable = frozenset()
+
+_NONE = frozenset[Reason]()

@@ -18,11 +18,22 @@ from typing import assert_never
 
 from asynckv.config import PullConfig
 from asynckv.core import told, wire
+from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, remember
-from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullReached, Traced
+from asynckv.core.outbox import (
+    DetachRead,
+    Milestone,
+    Outbox,
+    PostRead,
+    PullReached,
+    RequestEnded,
+    RequestPauses,
+    RequestReturned,
+    Traced,
+)
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
@@ -89,6 +100,8 @@ class DecodeSide:
         self.pulls: dict[PullId, Pull] = {}
         self.by_request: dict[RequestId, Pull] = {}  # pulls without an outcome, by the caller's id
         self.started: set[PullId] = set()
+        self.between: dict[RequestId, Request] = {}
+        """Requests that are to begin another attempt, or to tell their ranks that none follows (`RankCore`)."""
         self.transfers: dict[TransferId, _Transfer] = {}
         self.admission = Admission(config.total_requests, config.window_requests)
         self.alive_at = math.inf
@@ -488,6 +501,7 @@ class DecodeSide:
         if pull.is_retired and not was_retired:
             self._outbox.counters["blocks.retired"] += 1
             self._outbox.commands.append(PullReached(pull, M.RETIRED))
+            self._blocks_settled(pull, now)
         for source in pull.sources:
             self._let_go(pull, source, now)
         if now >= pull.warn_at and not pull.is_over and pull.take_warning(now):
@@ -592,6 +606,8 @@ class DecodeSide:
                     if pull.kind is not KIND.DISCHARGE:
                         self._outbox.counters[f"pulls.{pull.reason}"] += 1
                     self._outbox.commands.append(PullReached(pull, M.ENDED))
+                    if isinstance(pull.owner, Request):
+                        self._attempt_ended(pull.owner, now)
                     for source in pull.sources:
                         peer = self.peers.by_place.get(source.rank.place)
                         if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
@@ -609,9 +625,12 @@ class DecodeSide:
                             self._make_room(source)
                 case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
-                    self._outbox.commands.append(PullReached(pull, M.RETURNED))
+                    if self.by_request.get(pull.request_id) is not pull:  # else its outcome follows, and says it
+                        self._outbox.commands.append(PullReached(pull, M.RETURNED))
+                        self._blocks_settled(pull, now)
                 case DO.FINISH:
                     del self.pulls[pull.pull_id]
+                    pull.owner = None  # or only the garbage collector would find the two
                     self._timers.forget(pull)
                     for source in pull.sources:
                         self.peers.detach(source.rank.place, pull.pull_id, now)
@@ -623,6 +642,29 @@ class DecodeSide:
             pull.num_traced = len(pull.history)
         if wakes and pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
             self._timers.wake(pull, when)
+
+    def _attempt_ended(self, request: Request, now: float) -> None:
+        request.ended(now)
+        if request.state is RequestState.OVER and request.discharge is None:
+            self._outbox.commands.append(RequestEnded(request))
+            return
+        self.between[RequestId(request.wanted.request_id)] = request
+        if request.state is RequestState.PAUSING:
+            self._outbox.commands.append(RequestPauses(request))
+            self._timers.wake(request, request.next_at)
+        else:
+            self._timers.wake(request, now)
+
+    def _blocks_settled(self, pull: Pull, now: float) -> None:
+        """Pass on to a pull's request that the blocks have returned after the outcome, or are given up."""
+        request = pull.owner
+        if not isinstance(request, Request) or request.pull is not pull:
+            return
+        if self.between.get(pull.request_id) is request:
+            self._timers.wake(request, now)
+        elif request.state is RequestState.OVER and not (pull.is_returned and pull.is_retired):
+            # Blocks that were retired before stay given up.
+            self._outbox.commands.append(RequestReturned(request))
 
     def _queue(self, pull: Pull) -> None:
         """Queue a pull. A pull with a silent rank gets no place yet; `_ready` queues it later."""

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from asynckv.core.attempts import Request, blocks_of
+from asynckv.core.attempts import blocks_of
 from asynckv.core.decode import DecodeSide
 from asynckv.core.flow import READING, WAITING
 from asynckv.core.lease import Lease
@@ -193,8 +193,9 @@ class Inspector:
         }
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
+        """Return the holders of blocks, and the requests that wait for another attempt at filling theirs."""
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
-        return tuple(
+        holds = tuple(
             self._hold(
                 hold,
                 self._decode.pulls.get(PullId(hold.holder)) or leases.get(hold.holder) or self.guests.get(hold.holder),
@@ -202,6 +203,7 @@ class Inspector:
             )
             for hold in sorted(self._ledger, key=lambda h: h.since)
         )
+        return holds + self.between_attempts(now)
 
     def guest_holds(self, most: int, num_ids: int, now: float) -> tuple[HeldBlocks, ...]:
         some = [(self._ledger.get(holder), guest) for holder, guest in list(self.guests.items())[:most]]
@@ -236,7 +238,8 @@ class Inspector:
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
         requests = [self.status(lease, now) for lease in self._prefill.leases.values()]
         requests += [self.status(pull, now) for pull in self._decode.pulls.values()]
-        return tuple(sorted(requests, key=lambda request: -request.age_s))
+        requests.sort(key=lambda request: -request.age_s)
+        return (*requests, *map(retry_status, self.between_attempts(now)))
 
     def status(self, request: Lease | Pull, now: float) -> RequestStatus:
         hold = self._ledger.get(_holder(request))
@@ -277,7 +280,7 @@ class Inspector:
         ]
         return holds + tuple(others)
 
-    def between_attempts(self, requests: Iterable[Request], now: float) -> tuple[HeldBlocks, ...]:
+    def between_attempts(self, now: float) -> tuple[HeldBlocks, ...]:
         """Return the blocks of requests that wait for another attempt."""
         return tuple(
             HeldBlocks(
@@ -288,8 +291,7 @@ class Inspector:
                 left_s=max(request.deadline - now, 0.0),
                 waits_for=(),
             )
-            for request in requests
-            if request.wanted.request_id not in self._decode.by_request
+            for request in self._decode.between.values()
         )
 
 

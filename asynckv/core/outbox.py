@@ -15,6 +15,7 @@ from typing import get_args
 import msgspec
 from msgspec import Struct
 
+from asynckv.core.attempts import Request
 from asynckv.core.lease import Lease
 from asynckv.core.notes import Note
 from asynckv.core.peer import Peer, PeerState
@@ -65,8 +66,8 @@ class PackBlocks(Struct, frozen=True):
 
 
 class Milestone(enum.Enum):
-    ENDED = enum.auto()  # the pull has its outcome
-    RETURNED = enum.auto()  # nothing can write its blocks any more
+    ENDED = enum.auto()  # the pull has its outcome; mostly its blocks have returned with it
+    RETURNED = enum.auto()  # nothing can write the blocks any more that were held at the outcome
     RETIRED = enum.auto()  # a transfer may still write its blocks after `held_s`, so that they should be given up
     OVER = enum.auto()  # every rank knows its outcome, and its blocks have returned
 
@@ -74,6 +75,24 @@ class Milestone(enum.Enum):
 class PullReached(Struct, frozen=True):
     pull: Pull
     milestone: Milestone
+
+
+class RequestPauses(Struct, frozen=True):
+    """An attempt has failed, and another follows it."""
+
+    request: Request
+
+
+class RequestEnded(Struct, frozen=True):
+    """A request is over. If its blocks are held, `RequestReturned` follows."""
+
+    request: Request
+
+
+class RequestReturned(Struct, frozen=True):
+    """The blocks that an ended request held can not be written any more, or are given up (`Pull.is_retired`)."""
+
+    request: Request
 
 
 class HeldForLong(Struct, frozen=True):
@@ -109,6 +128,9 @@ Command = (
     | DetachRead
     | PackBlocks
     | PullReached
+    | RequestPauses
+    | RequestEnded
+    | RequestReturned
     | LeaseEnded
     | HeldForLong
     | PeerChanged

@@ -214,6 +214,7 @@ class Pull:
     retryable: frozenset[Reason] = frozenset()
     is_last: bool = True  # True if no other attempt follows a failure, so that the reader is discharged
     kind: Kind = KIND.PULL
+    owner: object = None  # the `core/attempts.Request` that this is an attempt of, if any
 
     state: PullState = S.ANNOUNCED
     lists: BlockLists | None = None  # blocks to fill, and blocks to read; None while only announced

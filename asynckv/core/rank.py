@@ -1,7 +1,7 @@
 """One engine rank as a whole: calls, packets and time come in, messages and commands go out.
 
     calls     lend, withdraw                   -> prefill side
-              announce, pull, cancel, discharge, let_go -> decode side
+              announce, pull, cancel, abandon, discharge -> decode side
               shut, close                       -> both sides, and the readers that shook hands
     packets   of readers                        -> prefill side, readers
               of ranks that we read             -> decode side
@@ -16,6 +16,7 @@ import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
 
@@ -23,12 +24,13 @@ import msgspec
 
 from asynckv.config import EngineConfig
 from asynckv.core import wire
+from asynckv.core.attempts import Request, RequestState
 from asynckv.core.decode import DecodeSide
 from asynckv.core.inspect import Inspector
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
-from asynckv.core.outbox import Outbox
+from asynckv.core.outbox import Outbox, RequestEnded, RequestReturned
 from asynckv.core.peer import Peer
 from asynckv.core.peers import Peers
 from asynckv.core.prefill import PrefillSide
@@ -40,7 +42,14 @@ from asynckv.core.survey import Survey
 from asynckv.core.timers import Timed, Timers
 from asynckv.core.types import Address, Cohort, KVTransferParams, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
-from asynckv.errors import LocalProtocolError, Overloaded, RemoteProtocolError, RemoteTooShort
+from asynckv.errors import (
+    AsyncKVError,
+    EngineClosed,
+    LocalProtocolError,
+    Overloaded,
+    RemoteProtocolError,
+    RemoteTooShort,
+)
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.overlap import pools
@@ -112,6 +121,7 @@ class RankCore:
 
     def announce(self, request_id: str, params: KVTransferParams, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks. Handshake, claim and renewals begin now, and last for `wait_s` at most."""
+        self._check_not_between(request_id)
         pull = self.decode.by_request.get(RequestId(request_id))
         if pull is not None and pull.lists is None:
             self._check_announced(pull, PullRequest(request_id, (), params, cohort_id))
@@ -171,34 +181,35 @@ class RankCore:
             kind=kind,
         )
 
-    def pull(
-        self,
-        request: PullRequest,
-        timeout_s: float,
-        now: float,
-        *,
-        attempt: int = 1,
-        retryable: frozenset[Reason] = frozenset(),
-    ) -> Pull:
-        """Fill blocks: continue the pull that was announced under this id, or start a new one. Another attempt follows
-        the failures in `retryable`.
+    def pull(self, wanted: PullRequest, retries: int, timeout_s: float, now: float) -> Request:
+        """Fill blocks: continue the pull that was announced under this id, or start a new one. After a failure that may
+        pass, other attempts follow, at most `retries`. If this raises, nothing was begun.
         """
-        request_id, params = request.request_id, request.params
+        if self.decode.between:
+            self._check_not_between(wanted.request_id)
+        request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
+        self._attempt(request, now)
+        return request
+
+    def _attempt(self, request: Request, now: float) -> None:
+        """Begin the next attempt at a request."""
+        wanted, is_first = request.wanted, request.attempts == 1
+        request_id, params = wanted.request_id, wanted.params
         pull = self.decode.by_request.get(RequestId(request_id))
-        if attempt == 1 and pull is None and self.prefill.closed_as:
+        if is_first and pull is None and self.prefill.closed_as:
             self.prefill.check_open()
-        wanted = params.num_tokens
-        if request.num_tokens is not None or request.hashes is not None:
-            wanted = self._wanted_tokens(request)
-        blocks = check_block_ids(self.identity.layout, request.groups, wanted)
+        num_tokens = params.num_tokens
+        if wanted.num_tokens is not None or wanted.hashes is not None:
+            num_tokens = self._wanted_tokens(wanted)
+        blocks = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
         # Check before anything is started, so that a caller with a wrong block may ask again with another.
         written = {}
         for group, (_, ids) in enumerate(blocks):  # a comprehension is one more call
             written[group] = ids
         held = self.ledger.check("writing", written)
-        lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
+        lists = BlockLists(blocks, params.groups, num_tokens, params.num_tokens)
         most = self.config.pull.max_queued
-        may_be_full = attempt == 1 and len(self.decode.started) >= most
+        may_be_full = is_first and len(self.decode.started) >= most
         if may_be_full and self.decode.num_waiting >= most and not lists.is_empty:
             self.outbox.counters["pulls.overloaded"] += 1
             raise Overloaded(
@@ -209,20 +220,55 @@ class RankCore:
                 is_retryable=True,
             )
         if pull is not None and pull.lists is None:
-            self._check_announced(pull, request)
-            pull.wanted(request.is_last, request.priority, retryable)
+            self._check_announced(pull, wanted)
+            pull.wanted(wanted.is_last, wanted.priority, request.retryable)
         else:
             # A full prefix hit reads no rank, so no rank need be met, and all ranks are released.
             kind = KIND.HIT if lists.is_empty else KIND.PULL
-            pull = self._make_pull(request, timeout_s, now, kind, attempt=attempt, retryable=retryable)
+            attempt, retryable = request.attempts, request.retryable
+            pull = self._make_pull(wanted, request.deadline - now, now, kind, attempt=attempt, retryable=retryable)
+        before = request.pull
+        request.pull, pull.owner = pull, request
         try:
-            self.decode.start(pull, lists, held, now + timeout_s, now)
+            self.decode.start(pull, lists, held, request.deadline, now)
         except BaseException:
             # After an error the caller reuses its blocks, so nothing may fill them any more.
+            pull.owner, request.pull = None, before
             if self.decode.pulls.get(pull.pull_id) is pull and pull.reason is None:
                 self.decode.cancel(pull, now)
             raise
-        return pull
+
+    def _go_on(self, request: Request, now: float) -> None:
+        """Begin the next attempt at a request, wait on for it, or tell the ranks and the caller that none follows."""
+        name = RequestId(request.wanted.request_id)
+        if self.decode.between.get(name) is not request:
+            return  # its turn has come already
+        if request.state is RequestState.PAUSING:
+            request.time(now)
+        if request.state is RequestState.PAUSING:
+            self.timers.wake(request, request.next_at if now < request.next_at else request.deadline)
+            return
+        del self.decode.between[name]
+        self.timers.forget(request)
+        bug: Exception | None = None
+        if request.state is RequestState.TRYING:
+            try:
+                return self._attempt(request, now)
+            except Exception as exc:
+                request.refused(exc)
+                bug = None if isinstance(exc, AsyncKVError) else exc
+        self.outbox.commands.append(RequestEnded(request))
+        if request.pull is not None and request.pull.is_retired:
+            self.outbox.commands.append(RequestReturned(request))
+        if (reason := request.discharge) is not None:
+            with suppress(AsyncKVError):
+                self.let_go(request.wanted, reason, now)
+        if bug is not None:
+            raise bug
+
+    def _check_not_between(self, request_id: str) -> None:
+        if request_id in self.decode.between:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
 
     def _check_announced(self, pull: Pull, request: PullRequest) -> None:
         if pull.params != request.params or pull.cohort.id != (request.cohort_id or self.cohort.id):
@@ -251,16 +297,30 @@ class RankCore:
         return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 
     def cancel(self, request_id: str, now: float) -> bool:
-        pull = self.decode.by_request.get(RequestId(request_id))
-        if pull is None:
-            return False
-        pull.wanted(True, pull.priority, pull.retryable)
-        self.decode.cancel(pull, now)
-        return True
+        """Give up a request that is announced, pulled, or between two attempts. Return False if there is none."""
+        name = RequestId(request_id)
+        request, pull = self.decode.between.get(name), self.decode.by_request.get(name)
+        if request is not None:
+            request.stop(Reason.CANCELLED)
+            self._go_on(request, now)
+        elif pull is not None:
+            if isinstance(pull.owner, Request):
+                pull.owner.stop(Reason.CANCELLED)
+            pull.wanted(True, pull.priority, pull.retryable)
+            self.decode.cancel(pull, now)
+        return request is not None or pull is not None
+
+    def abandon(self, request: Request, now: float) -> None:
+        """Give up a request because its caller is gone, who may still try again (`is_last`)."""
+        request.is_abandoned = True
+        if request.pull is not None and request.state is RequestState.TRYING:
+            self.decode.cancel(request.pull, now)
+        else:
+            self._go_on(request, now)
 
     def is_pulled(self, request_id: str) -> bool:
         pull = self.decode.by_request.get(RequestId(request_id))
-        return pull is not None and pull.lists is not None
+        return (pull is not None and pull.lists is not None) or request_id in self.decode.between
 
     def discharge(self, request_id: str, params: KVTransferParams, cohort_id: str, now: float) -> None:
         """Tell all ranks of a request that this reader needs nothing of it, announced or not.
@@ -288,10 +348,26 @@ class RankCore:
     def close(self, now: float, how: str = "closed") -> None:
         """Take nothing new, cancel every pull, and revoke every lease. Goodbye follows once that has settled."""
         self.shut(how)
+        for request in self.requests:
+            request.stop(Reason.ENGINE_CLOSED)
+            self._go_on(request, now)
         for pull in list(self.decode.by_request.values()):
             self.decode.cancel(pull, now)
         for lease in list(self.prefill.leases.values()):
             self.prefill.revoke(lease, now, how)
+
+    def destroyed(self, now: float) -> None:
+        """End all transfers and requests, because nothing reads or writes our memory any more."""
+        self.decode.destroyed(now)
+        for request in self.requests:
+            if request.state is RequestState.TRYING and request.pull is not None:  # a bug: all pulls were cancelled
+                request.pull.owner = None
+                request.refused(EngineClosed("the engine was closed"))
+            elif request.state is RequestState.PAUSING:
+                request.stop(Reason.ENGINE_CLOSED)
+                request.time(now)
+            self.decode.between.pop(RequestId(request.wanted.request_id), None)
+            self.outbox.commands.append(RequestEnded(request))
 
     def shut(self, how: str = "draining") -> None:
         """Take nothing new, and tell all ranks that shook hands. `how` is a word for people."""
@@ -305,13 +381,21 @@ class RankCore:
         return bool(self.prefill.closed_as)
 
     @property
+    def requests(self) -> list[Request]:
+        """Requests that are not over, or whose ranks are still to be told so."""
+        owners = [pull.owner for pull in self.decode.by_request.values()]
+        return [*self.decode.between.values(), *[owner for owner in owners if isinstance(owner, Request)]]
+
+    @property
     def is_idle(self) -> bool:
-        return not self.decode.pulls and not self.prefill.leases and not self.inspect.guests
+        decode = self.decode
+        return not (decode.pulls or decode.between or self.prefill.leases or self.inspect.guests)
 
     @property
     def is_bound(self) -> bool:
-        """True while a lease is open, or a pull has no outcome yet."""
-        return bool(self.prefill.leases) or any(not pull.is_published for pull in self.decode.pulls.values())
+        """True while a lease is open, a pull has no outcome yet, or another attempt may follow it."""
+        has_promised = bool(self.prefill.leases or self.decode.between)
+        return has_promised or any(not pull.is_published for pull in self.decode.pulls.values())
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -413,6 +497,8 @@ class RankCore:
                 steps = 1 + len(peer.pulls)
                 self.decode.tick_peer(peer, now)
                 return steps
+            case Request() as request:
+                self._go_on(request, now)
             case DecodeSide() as decode:
                 decode.meet_waiting(now)
             case Peers() as peers:

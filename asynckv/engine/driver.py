@@ -15,7 +15,6 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVarTuple, assert_never
 
 import anyio
@@ -35,6 +34,9 @@ from asynckv.core.outbox import (
     PeerChanged,
     PullReached,
     RemovePeer,
+    RequestEnded,
+    RequestPauses,
+    RequestReturned,
     Traced,
 )
 from asynckv.core.peer import Peer
@@ -62,25 +64,6 @@ MAX_WAITED = 8
 
 M = members(Milestone)
 Ts = TypeVarTuple("Ts")
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """The callers that wait for a pull's outcome, and for its blocks."""
-
-    pull: Pull
-    home: Home
-    outcome: asyncio.Future[None] | None = None
-    """Future that a caller waits on, if any; a cancelled caller cancels it too."""
-    returned: asyncio.Event = field(default_factory=asyncio.Event)
-    """The blocks are the caller's again, or were given up."""
-
-    async def until_returned(self) -> None:
-        """Wait for the blocks; raise `BlocksRetired` if they were given up."""
-        self.home.here(PullError.returned)
-        await self.returned.wait()
-        if self.pull.is_retired and not self.pull.is_returned:
-            raise BlocksRetired("a transfer that does not end may still write these blocks; never use them again")
 
 
 async def wait_until(clock: Clock, news: asyncio.Event, is_over: Callable[[], bool], until: float) -> None:
@@ -128,7 +111,6 @@ class Driver:
     """One rank's core on an event loop: one once the engine has started, and another after it was resumed.
 
     Attributes:
-        waiting: Callers of unfinished pulls.
         lent: Unfinished leases, and the callers that wait for their ends.
         turned: Event that every turn sets, for tasks that wait for an end.
         release_s: Seconds that the last releases took in the background.
@@ -150,7 +132,6 @@ class Driver:
     ) -> None:
         self.home, self.life, self.recorder = home, life, recorder
         self.data, self.control, self.clock = data, control, clock
-        self.waiting: dict[PullId, Waiting] = {}
         self.lent: dict[Lease, asyncio.Event] = {}
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)
@@ -160,6 +141,7 @@ class Driver:
         self.guests: list[Guest] = []
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
+        self._returning: dict[PullId, asyncio.Event] = {}  # pulls whose blocks a caller waits for
         self._loading: set[asyncio.Task[None]] = set()
         self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
         self._has_waited = False  # True if queued messages were already held back one turn, to share a packet
@@ -252,21 +234,31 @@ class Driver:
 
     def destroyed(self) -> None:
         """Note that the agent is gone: our memory is neither read nor written any more, and no caller has to wait."""
-        self.core.decode.destroyed(self.clock.now())
+        self.core.destroyed(self.clock.now())
         self._obey()
-        for waiting in self.waiting.values():
-            if waiting.outcome is not None and not waiting.outcome.done():
-                waiting.outcome.set_exception(EngineClosed("the engine was closed"))
-            waiting.returned.set()
         now = self.clock.now()
+        for event in self._returning.values():
+            event.set()
         for lease, ended in self.lent.items():
             ended.set()
             self.core.outbox.counters["leases.closed"] += 1
             self.tell(Observer.lease_ended, lease, now)
         self.recorder.tell_groups(now)
-        self.waiting.clear()
+        self._returning.clear()
         self.lent.clear()
         self._held.clear()
+
+    async def until_returned(self, pull: Pull) -> None:
+        """Wait until nothing can write a pull's blocks any more; raise `BlocksRetired` if they are given up."""
+        self.home.here(PullError.returned)
+        if not (pull.is_returned or pull.is_retired or self.life.state is LifeState.CLOSED):
+            await self._returning.setdefault(pull.pull_id, asyncio.Event()).wait()
+        if pull.is_retired and not pull.is_returned:
+            raise BlocksRetired("a transfer that does not end may still write these blocks; never use them again")
+
+    def _tell_returned(self, pull: Pull) -> None:
+        if (event := self._returning.pop(pull.pull_id, None)) is not None:
+            event.set()
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -476,25 +468,31 @@ class Driver:
                     case PullReached(pull, M.ENDED):
                         if not pull.is_returned:
                             self._held.add(pull.pull_id)
-                        waiting = self.waiting.get(pull.pull_id)
-                        if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
-                            waiting.outcome.set_result(None)
+                        elif self._returning:
+                            self._tell_returned(pull)
                         if pull.kind is not Kind.DISCHARGE:
                             self.tell(Observer.pull_ended, pull, now)
+                    case RequestEnded(request):
+                        if request.waiter is not None:
+                            request.waiter.ended(request)
+                    case PullReached(pull, M.OVER):
+                        self.release_s.append(pull.released_at - pull.published_at)
+                        self.tell(Observer.pull_over, pull, now)
                     case PullReached(pull, M.RETURNED):
-                        if (waiting := self.waiting.get(pull.pull_id)) is not None:
-                            waiting.returned.set()
+                        self._tell_returned(pull)
                         if pull.pull_id in self._held:
                             self._held.discard(pull.pull_id)
                             recorder.blocks_returned(pull, now)
-                    case PullReached(pull, M.OVER):
-                        self.waiting.pop(pull.pull_id, None)
-                        self.release_s.append(pull.released_at - pull.published_at)
-                        self.tell(Observer.pull_over, pull, now)
                     case PullReached(pull):  # M.RETIRED
-                        if (waiting := self.waiting.get(pull.pull_id)) is not None:
-                            waiting.returned.set()
+                        self._tell_returned(pull)
                         self.tell(Observer.blocks_retired, pull, now)
+                    case RequestReturned(request):
+                        if request.waiter is not None:
+                            request.waiter.returned(request)
+                    case RequestPauses(request):
+                        assert request.pull is not None
+                        recorder.pull_tried_again(request.pull, request.next_at - now)
+                        self.tell(Observer.pull_retried, request.pull, now)
                     case HeldForLong(oldest=oldest):
                         recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in oldest])
                     case LeaseEnded(lease):

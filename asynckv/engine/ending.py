@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from asynckv.config import EngineConfig
 from asynckv.core import told
@@ -22,7 +22,6 @@ from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
 from asynckv.edges.local import LocalDoor
-from asynckv.engine.attempts import Retries
 from asynckv.engine.driver import Driver, kept
 from asynckv.observe.observer import Observer
 
@@ -37,8 +36,8 @@ MAX_NAMED = 64  # most requests with grants that were cut short that the log nam
 
 
 class Ending:
-    def __init__(self, driver: Driver, config: EngineConfig, retrying: Mapping[str, Retries]) -> None:
-        self._driver, self._config, self._retrying = driver, config, retrying
+    def __init__(self, driver: Driver, config: EngineConfig) -> None:
+        self._driver, self._config = driver, config
         self._life, self._recorder = driver.life, driver.recorder
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._close_by = math.inf  # nothing is waited for any longer, not even the end of promises
@@ -59,9 +58,8 @@ class Ending:
         driver.soon()
         self._life.receive(LifeEvent.DRAIN)
         core.shut()
-        await driver.wait(lambda: self._is_idle or self.is_closing, timeout_s)
-        now, requests = driver.clock.now(), (retrying.request for retrying in self._retrying.values())
-        stragglers = core.inspect.stragglers(now) + driver.core.inspect.between_attempts(requests, now)
+        await driver.wait(lambda: core.is_idle or self.is_closing, timeout_s)
+        stragglers = core.inspect.stragglers(driver.clock.now())
         self._recorder.log(told.DrainIncomplete(len(stragglers), _names(stragglers)) if stragglers else told.Drained())
         return stragglers
 
@@ -122,10 +120,6 @@ class Ending:
     def _is_late(self) -> bool:
         return self._driver.clock.now() >= self._close_by
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._driver.core.is_idle and not self._retrying
-
     async def _suspend(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         driver = self._driver
         stragglers = await self.drain(timeout_s)
@@ -185,16 +179,14 @@ class Ending:
     async def _end_work(self, how: str) -> tuple[HeldBlocks, ...]:
         """Cancel pulls, revoke leases, keep the promises that run, say goodbye; return what was not waited for."""
         driver, core = self._driver, self._driver.core
-        for retrying in self._retrying.values():
-            retrying.end(Reason.ENGINE_CLOSED)
         core.close(driver.clock.now(), how)
         driver.soon()
         # Grants are kept although the engine closes: the longest running one, or a drain, bounds this wait. Missing
         # acknowledgements are not waited for that long, nor are holders of blocks alone: those end with the agent.
         patience = max(self._config.lease.grant_s, self._config.pull.drain_s) + 1.0
-        await driver.wait(lambda: self._is_late or (not core.is_bound and not self._retrying), patience)
+        await driver.wait(lambda: self._is_late or not core.is_bound, patience)
         if not core.is_bound:
-            await driver.wait(lambda: self._is_late or self._is_idle, GRACE_S)
+            await driver.wait(lambda: self._is_late or core.is_idle, GRACE_S)
         left = core.inspect.stragglers(driver.clock.now())
         if left:
             promised = [hold.request_id[:80] for hold in left if hold.reason in PROMISED]

@@ -20,30 +20,21 @@ from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seco
 from asynckv.config import MAX_RETRIES, EngineConfig
 from asynckv.core import told
 from asynckv.core.account import Facts, Lag
-from asynckv.core.attempts import Request
+from asynckv.core.attempts import Request, Waiter
 from asynckv.core.inspect import HeldBlocks, RequestStatus, retry_status
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import (
-    MAX_HASHES,
-    Address,
-    Endpoint,
-    KVTransferParams,
-    Reason,
-    decode_params,
-    rank_name,
-    sendable,
-)
+from asynckv.core.types import MAX_HASHES, Address, Endpoint, KVTransferParams, decode_params, rank_name, sendable
 from asynckv.edges.local import LocalDoor, socket_name
-from asynckv.engine.attempts import Retries, attempt, error_of, result_of
-from asynckv.engine.driver import Driver, Waiting
+from asynckv.engine.attempts import Caller
+from asynckv.engine.driver import Driver
 from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
 from asynckv.engine.observation import Observation
-from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError, RemoteProtocolError
+from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
@@ -127,9 +118,8 @@ class Engine:
             config.log.away_s,
         )
         self._started_at, self._planes = math.inf, dict[str, str]()
-        self._retrying: dict[str, Retries] = {}
-        self._ending = Ending(self._driver, config, self._retrying)
-        self.observation = Observation(self._driver, config, registration.layout, self._retrying)
+        self._ending = Ending(self._driver, config)
+        self.observation = Observation(self._driver, config, registration.layout)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -484,8 +474,6 @@ class Engine:
         self._home.here(self.announce)
         wait = self.config.pull.announce_s if wait_s is None else seconds("wait_s", wait_s)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
-        if request_id in self._retrying:
-            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
         driver, now, wanted = self._driver, self._clock.now(), None
         driver.soon()
         try:
@@ -542,6 +530,27 @@ class Engine:
             LocalProtocolError: The request is being pulled already, or a block is in use.
             RemoteProtocolError: The params are malformed.
         """
+        caller = Caller()
+        request = self._pull(
+            caller, request_id, groups, params, timeout_s, cohort_id, hashes, num_tokens, is_last, priority, retries
+        )
+        return await caller.wait(self._driver, request)
+
+    def _pull(
+        self,
+        waiter: Waiter,
+        request_id: str,
+        groups: Groups,
+        params: KVTransferParams | Mapping[str, Any],
+        timeout_s: float | None = None,
+        cohort_id: str = "",
+        hashes: Sequence[str] | None = None,
+        num_tokens: int | None = None,
+        is_last: bool = True,
+        priority: int = 0,
+        retries: int | None = None,
+    ) -> Request:
+        """Begin a pull; the waiter is told of its end."""
         self._home.here(self.pull)
         config = self.config.pull
         timeout = config.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
@@ -559,27 +568,17 @@ class Engine:
             priority = integer("priority", priority, -MAX_INTEGER)
         if type(groups) is not list and isinstance(groups, Iterable):
             groups = tuple(groups)  # because a retry iterates over it again
-        if request_id in self._retrying:
-            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
-        driver, now = self._driver, self._clock.now()
+        driver, now, wanted = self._driver, self._clock.now(), None
+        driver.soon()  # also after a refusal, because a message to a peer may be waiting
         try:
-            decoded = decode_params(params)
-        except RemoteProtocolError as exc:
-            driver.recorder.pull_refused(request_id, params, exc, now)
+            wanted = decode_params(params)
+            asked = PullRequest(request_id, groups, wanted, cohort_id, hashes, num_tokens, is_last, priority)
+            request = driver.core.pull(asked, most, timeout, now)
+        except AsyncKVError as exc:
+            driver.recorder.pull_refused(request_id, wanted or params, exc, now)
             raise
-        wanted = PullRequest(request_id, groups, decoded, cohort_id, hashes, num_tokens, is_last, priority)
-        request = Request(wanted, most, config.retry_s, now + timeout, now)
-        if not most:
-            waiting = await attempt(driver, request, timeout, now)
-            if waiting.pull.reason is not Reason.COMPLETE:
-                raise error_of(waiting)
-            return result_of(waiting.pull, self.registration.layout)
-        retrying = self._retrying[request_id] = Retries(driver, request)
-        try:
-            return await retrying.result(timeout, now)
-        finally:
-            del self._retrying[request_id]
-            driver.soon()
+        request.waiter = waiter
+        return request
 
     def cancel(
         self, request_id: str, params: KVTransferParams | Mapping[str, Any] | None = None, *, cohort_id: str = ""
@@ -611,8 +610,8 @@ class Engine:
         """
         self._home.here(self.cancel)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
-        driver, retrying = self._driver, self._retrying.get(request_id)
-        if params is not None and retrying is None and not driver.core.is_pulled(request_id):
+        driver = self._driver
+        if params is not None and not driver.core.is_pulled(request_id):
             wanted = decode_params(params)
             if self._life.is_shut or self._life.state is LifeState.SUSPENDED:
                 raise EngineClosed(f"the engine is {self._life.state.value}, and cannot tell its peers")
@@ -620,11 +619,7 @@ class Engine:
             driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
             return True
         driver.soon()
-        found = driver.core.cancel(request_id, self._clock.now())
-        if retrying is not None:
-            retrying.end(Reason.CANCELLED)
-            found = True
-        return found
+        return driver.core.cancel(request_id, self._clock.now())
 
     async def returned(self, request_id: str) -> None:
         """Wait until no pull of a request can write any block. Return at once if nothing is held.
@@ -642,7 +637,7 @@ class Engine:
             held = next((p for p in open_pulls if p.lists is not None and not p.is_returned), None)
             if held is None:
                 return
-            await driver.waiting.setdefault(held.pull_id, Waiting(held, self._home)).until_returned()
+            await driver.until_returned(held)
 
     def forget_peer(self, address: str) -> None:
         """Treat the rank at an address as gone, by the caller's word, and fail everything that waits for it."""
@@ -666,7 +661,7 @@ class Engine:
     def _facts(self) -> Facts:
         """Return facts that the core cannot know, for status answers about this engine."""
         driver, now, lag = self._driver, self._clock.now(), self._driver.lag
-        between = self._between_attempts(now)
+        between = self._core.inspect.between_attempts(now)
         return Facts(
             version=VERSION,
             host=socket.gethostname(),
@@ -685,8 +680,7 @@ class Engine:
         """Return the holders of blocks, with reasons, ages, remaining times and the peers that they wait for; oldest
         first."""
         self._home.asked(self.holds)
-        now = self._clock.now()
-        return self._core.inspect.holds(now) + self._between_attempts(now)
+        return self._core.inspect.holds(self._clock.now())
 
     def requests(self) -> tuple[RequestStatus, ...]:
         """Return the status of every request that is announced, pulled or lent here, the oldest first.
@@ -695,8 +689,7 @@ class Engine:
         blocks of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
         """
         self._home.asked(self.requests)
-        now = self._clock.now()
-        return self._core.inspect.requests(now) + tuple(map(retry_status, self._between_attempts(now)))
+        return self._core.inspect.requests(self._clock.now())
 
     def describe(self) -> dict[str, str]:
         """Return the versions, transports and modes in use."""
@@ -712,9 +705,6 @@ class Engine:
         self._home.asked(self.check_integrity)
         if wrong := self._core.inspect.check_integrity():
             raise AsyncKVError("integrity: " + "; ".join(wrong))
-
-    def _between_attempts(self, now: float) -> tuple[HeldBlocks, ...]:
-        return self._core.inspect.between_attempts((retrying.request for retrying in self._retrying.values()), now)
 
 
 def _check(registration: Registration, error: type[AsyncKVError]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from typing import TypeVar
 
 from asynckv.arguments import number, shown
@@ -31,8 +31,8 @@ class Observation:
         rank: Which rank of the engine this is, such as `tp3` or `pp1/tp3`.
     """
 
-    def __init__(self, driver: Driver, config: EngineConfig, layout: Layout, retrying: Sized) -> None:
-        self._driver, self._config, self._retrying = driver, config, retrying
+    def __init__(self, driver: Driver, config: EngineConfig, layout: Layout) -> None:
+        self._driver, self._config = driver, config
         self.engine_id = config.engine_id
         self.rank = rank_name("", layout.tp_rank, layout.pp_stage).lstrip("/")
 
@@ -76,7 +76,7 @@ class Observation:
             leases=Counter([lease.state for lease in leases]),
             peers=Counter([peer.state for peer in decode.peers.by_place.values()]),
             waiting=decode.num_waiting,
-            retrying=len(self._retrying),
+            retrying=len(decode.between),
             lease_ages_s=lease_ages,
             oldest_s={
                 "lease": max(lease_ages, default=0.0),

@@ -156,9 +156,8 @@ class Pulls:
             params = self._firsts[i]
             side.core.lend(params, 1, self._time())
             self._slot_of[f"first{i}"] = 0
-            self.decode.core.pull(
-                PullRequest(f"first{i}", [(0, self._slots[0][0][1][:1])], params), 3600.0, self._time()
-            )
+            first = PullRequest(f"first{i}", [(0, self._slots[0][0][1][:1])], params)
+            self.decode.core.pull(first, 0, 3600.0, self._time())
             while self.decode.core.decode.pulls:
                 self._turn()
         self._free, self._done = deque(range(self._in_flight)), 0
@@ -191,7 +190,7 @@ class Pulls:
             self.events += 1
         slot = self._free.popleft()
         self._slot_of[params.request_id] = slot
-        core.pull(PullRequest(params.request_id, self._slots[slot], params), 3600.0, self._time())
+        core.pull(PullRequest(params.request_id, self._slots[slot], params), 0, 3600.0, self._time())
         self.events += 1
         self._next += 1
 
