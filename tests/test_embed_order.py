@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 import time
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,48 +85,68 @@ def test_what_is_handed_over_as_the_desk_ends_is_refused_and_not_lost() -> None:
         desk.submit([Cancel("request")])
 
 
-@pytest.mark.nixl
-@pytest.mark.parametrize("how", ["cancelled", "abandoned"])
-def test_a_pull_whose_task_never_had_a_turn_is_told_as_one_that_was_not_carried_out(how: str) -> None:
-    """A call cancels every task of the loop, or the loop runs no longer: its blocks were never touched."""
-
+@pytest.mark.parametrize("fate", ["free", "returned", "retired"])
+def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_blocks(
+    fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
-        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
-            desk = EngineDesk(engine, lambda: None)
-            desk.submit([Pull(request_id="request", groups=[], params={})])
-            desk.carry_out()
-            tasks = list(desk._tasks)
-            if how == "abandoned":
-                desk._abandon(RuntimeError("the loop is gone"))
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.sleep(0)
+        sim = Bench(real=False)
+        async with sim.pair(pull=PullConfig(held_s=5.0)) as (prefill, decode, group):
+            assert decode.data is not None
+            desk, decode.data.deferred = EngineDesk(decode.engine), True
+            monkeypatch.setattr(decode.engine, "_result_of", lambda request: 1 // 0)
+            params = group.make_params("r", [(0, [1])], 16, written=True)
+            prefill.engine.lend(params)
+            desk.submit([Pull(request_id="r", groups=[(0, [2])], params=params)])
+            await until(lambda: decode.data and decode.data.running)
+            [transfer] = decode.data.running
+            if fate == "free":
+                decode.data.fail(transfer)
+            else:
+                decode.data.doubt(transfer)
+                await until(lambda: decode.engine.statistics().counters.get("pulls.read_failed"))
+                for _ in range(9):
+                    await asyncio.sleep(0)
+                assert not desk.has_news
+                if fate == "returned":
+                    decode.data.finish(transfer)
+                while not desk.has_news:
+                    sim.clock.advance(0.25)
+                    await asyncio.sleep(0)
+            await until(lambda: desk.has_news)
             told = desk.take_finished()
             (failed,) = told.failed
-            assert (failed.request_id, type(failed.error), told.retired) == ("request", EngineClosed, [])
+            is_retired = fate == "retired"
+            assert (failed.request_id, failed.is_held, told.returned) == ("r", is_retired, [])
+            assert told.retired == ["r"] * is_retired
+            assert isinstance(failed.error.__cause__ if is_retired else failed.error, ZeroDivisionError)
+            if is_retired:
+                decode.data.finish(transfer)
 
     asyncio.run(run())
 
 
-@pytest.mark.nixl
-def test_who_settles_waits_until_all_that_was_begun_has_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_of_which_no_end_is_told_are_told_as_failed_and_retired_once() -> None:
+    """The loop ends in an unusual way, so that nothing says what becomes of the blocks."""
+
     async def run() -> None:
-        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
-            desk, go = EngineDesk(engine, lambda: None), asyncio.Event()
-
-            async def slow(*args: Any, **more: Any) -> None:
-                await go.wait()
-                for _ in range(9):
-                    await asyncio.sleep(0)
-                raise EngineClosed("the engine was closed")
-
-            monkeypatch.setattr(engine, "pull", slow)
-            desk.submit([Pull(request_id="request", groups=[], params={})])
-            await desk.finish()
-            go.set()
-            await desk.settle()
-            assert [failed.request_id for failed in desk.take_finished().failed] == ["request"]
+        async with Bench(real=False).pair() as (prefill, decode, group):
+            assert decode.data is not None
+            desk, decode.data.deferred = EngineDesk(decode.engine), True
+            for number in range(2):
+                params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
+                prefill.engine.lend(params)
+                desk.submit([Pull(request_id=f"r{number}", groups=[(0, [number])], params=params)])
+            await until(lambda: decode.data and len(decode.data.running) == 2)
+            decode.data.doubt(next(iter(decode.data.running)))
+            await until(lambda: desk.has_news)
+            (held,) = desk.take_finished().failed
+            desk._abandon(RuntimeError("the loop is gone"))
+            decode.data.finish()
+            await until(lambda: not decode.engine.holds())
+            told = desk.take_finished()
+            assert [(x.request_id, x.is_held) for x in (held, *told.failed)] == [("r0", True), ("r1", True)]
+            assert (told.retired, told.returned, told.finished_recving) == (["r0", "r1"], [], [])
 
     asyncio.run(run())
 
@@ -199,6 +221,9 @@ def test_claims_leave_in_the_turn_in_which_their_pulls_begin_and_before_they_are
 
 def test_orders_that_wait_do_not_put_the_turn_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else claims, grants and renewals would wait until all orders are carried out, which may be for ever."""
+    ticks = itertools.count()
+    monkeypatch.setattr(embed_desk, "SLICE_S", 1.0)  # a slice is one order
+    monkeypatch.setattr(embed_desk, "time", SimpleNamespace(thread_time=lambda: float(next(ticks))))
 
     async def run() -> None:
         async with Bench(real=False).pair() as (prefill, decode, group):
@@ -221,7 +246,7 @@ def test_orders_that_wait_do_not_put_the_turn_off(monkeypatch: pytest.MonkeyPatc
             while desk._handed:
                 slices += 1
                 await asyncio.sleep(0)
-            assert (slices > 9, turns >= slices) == (True, True)
+            assert (slices > 9, turns >= slices - 1) == (True, True)  # the first turn was due before
             failed = list[object]()
             while len(failed) < 20:
                 failed += desk.take_finished().failed

@@ -307,23 +307,30 @@ async def test_a_step_looks_up_by_orders() -> None:
         assert "has no offload" in str(desk.take_finished().refused[0].error)
 
 
-async def test_a_store_whose_task_is_cancelled_is_told_when_nobody_reads_its_blocks() -> None:
-    rank = Rank(layout_of())
+@pytest.mark.parametrize("is_retired", [False, True])
+async def test_a_store_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_blocks(is_retired: bool) -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, held_s=60.0)
     async with rank.running():
         rank.copies.deferred, desk = True, EngineDesk(rank.engine)
+        rank.offload._stored = lambda job: 1 // 0  # type: ignore[assignment, method-assign, return-value]
         desk.submit([Store(request_id="a", groups=[(0, [1, 2])], hashes=chain("p", 2))])
         await until(lambda: rank.copies.moves)
-        for task in desk._tasks:
-            task.cancel()
+        rank.clock.advance(2.1)
         for _ in range(9):
             await asyncio.sleep(0)
         assert not desk.has_news
         assert rank.engine.holds()
-        rank.copies.finish()
+        if is_retired:
+            rank.clock.advance(61.0)
+        else:
+            rank.copies.finish()
         await until(lambda: desk.has_news)
-        (failed,) = desk.take_finished().offload_failed
-        assert (failed.request_id, failed.is_held) == ("a", False)
-        assert isinstance(failed.error, PullCancelled)
+        told = desk.take_finished()
+        (failed,) = told.offload_failed
+        assert (failed.request_id, failed.is_held, told.offload_returned) == ("a", is_retired, [])
+        assert told.offload_retired == ["a"] * is_retired
+        assert isinstance(failed.error.__cause__ if is_retired else failed.error, ZeroDivisionError)
+        rank.copies.finish()
 
 
 @pytest.mark.parametrize("way", ["cancelled", "returned", "retired"])

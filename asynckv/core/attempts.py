@@ -64,8 +64,8 @@ class Waiter(Protocol):
     def ended(self, request: Request) -> None:
         """Take the end of the request: the outcome of its last attempt, or why the next one could not begin."""
 
-    def returned(self, request: Request) -> None:
-        """Take back the blocks that were held at the end; they are given up if `pull.is_returned` is false."""
+    def returned(self, request: Request, is_retired: bool) -> None:
+        """Take back the blocks that were held at the end, or hear that they are given up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +91,11 @@ class Request:
     def retryable(self) -> frozenset[Reason]:
         """Return the failures of this attempt after which another attempt follows."""
         return RETRYABLE if self.attempts <= self.retries else _NONE
+
+    @property
+    def is_free(self) -> bool:
+        """Return True if no attempt can write the blocks any more."""
+        return self.pull is None or self.pull.is_returned
 
     @property
     def was_promised(self) -> bool:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import asdict
 
 from asynckv.arguments import shown, text
-from asynckv.core.types import decode_params
 from asynckv.embed.orders import (
     Announce,
     Cancel,
@@ -34,13 +33,12 @@ from asynckv.embed.orders import (
     Withdraw,
 )
 from asynckv.engine import Engine, LentRequest, Offload
-from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullCancelled, PullError
+from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, PullCancelled, PullError
 from asynckv.results import LeaseEnd
 
 SLICE_S = 0.001  # of CPU: another thread that holds the GIL must not end the slice
 AWAITED: Mapping[type, str] = {Pull: "finished_recving", Load: "loaded", Store: "stored"}
-"""List of `Finished` that reports success, for each order that runs in its own task and holds blocks until it ends or
-longer."""
+"""List of `Finished` that reports success, for each order that holds blocks until it ends or longer."""
 
 FINISH_S = 0.25
 
@@ -64,12 +62,9 @@ class EngineDesk:
         self._wake, self._on_news = wake, on_news
         self._handed: deque[Order] = deque()
         self._due: asyncio.Handle | None = None  # the next slice, if one was asked for
-        self._tasks: dict[asyncio.Task[None], Order] = {}  # orders in flight, by the task that waits for their end
-        self._unbegun: set[asyncio.Task[None]] = set()  # pulls, loads and stores with a task that has not run yet
-        self._failed: set[asyncio.Task[None]] = set()
-        """Pulls, loads and stores that were reported in `failed`, and still hold blocks."""
-        self._lent: set[str] = set()
-        """Ids of lent requests, each of one request only, because `finished_sending` reports an id."""
+        self._flights: dict[_Flight, None] = {}  # pulls, loads and stores that have not ended, or still hold blocks
+        self._lent: dict[str, LentRequest] = {}
+        """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any]] = deque()
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
@@ -138,30 +133,26 @@ class EngineDesk:
         """Take no more orders, and carry out waiting ones for up to `timeout_s`, because other ranks may need them."""
         self._shut()
         until = time.monotonic() + timeout_s
-        while (self._handed or self._unbegun) and time.monotonic() < until:
+        while self._handed and time.monotonic() < until:
             self.carry_out()
             await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """Refuse the orders that still wait, and wait for those in flight to end, after the engine was closed."""
-        self._refuse_all()
-        if self._tasks:
-            await asyncio.wait(tuple(self._tasks))
+        """Refuse the orders that still wait, and report those in flight, of which the closed engine told no end."""
+        self._abandon(EngineClosed("the engine was closed"))
 
     def _abandon(self, cause: BaseException) -> None:
-        """Report every order that has not ended as failed, because the loop no longer runs."""
+        """Report every order that has not ended as failed, because the engine tells no more ends."""
         self._refuse_all()
-        tasks, self._tasks = self._tasks, {}  # later reports of these tasks are dropped, because this one is final
-        for task, order in tasks.items():
-            if task in self._unbegun:
-                self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
-            elif isinstance(order, Pull | Load | Store):
-                if task not in self._failed:
-                    self._tell(_of(order, "failed"), Failed(order.request_id, _held(order, cause)))
-                self._tell(_of(order, "retired"), order.request_id)
-            elif isinstance(order, Lend):
-                request_id = decode_params(order.params).request_id
-                self._tell("finished_sending", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
+        flights, self._flights = self._flights, {}  # later reports of these are dropped, because this one is final
+        for flight in flights:
+            order = flight.order
+            if not flight.is_held:
+                self._tell(_of(order, "failed"), Failed(order.request_id, _held(order, flight.bug or cause)))
+            self._tell(_of(order, "retired"), order.request_id)
+        lent, self._lent = self._lent, {}
+        for request_id in lent:
+            self._tell("finished_sending", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
 
     # -- on the loop -------------------------------------------------------------------------------
 
@@ -174,8 +165,7 @@ class EngineDesk:
         if self._is_over:
             return
         left, until = self._handed, time.thread_time() + SLICE_S
-        # A pull begins in the loop's next turn, so orders that follow it, such as its cancellation, come later.
-        while left and (not self._unbegun or type(left[0]) in AWAITED) and time.thread_time() <= until:
+        while left and time.thread_time() <= until:
             order = left.popleft()
             self.num_orders += 1
             try:
@@ -185,19 +175,22 @@ class EngineDesk:
             except BaseException as exc:
                 self._refuse(order, EngineClosed(f"{exc!r} ended the engine's loop while this was carried out"))
                 raise
-        if self._unbegun:
-            self.engine._driver.soon_after()  # so that their claims leave in the turn in which they begin
         if left:
-            self._soon()  # behind that turn, which the next slice would else put off, and so for as long as orders wait
+            self._soon()  # behind a turn of the engine's, so that its peers and deadlines need not wait for all orders
 
     def _carry_out(self, order: Order) -> None:
         engine, given = self.engine, asdict(order) if isinstance(order, Order) else {}
         match order:
             case Announce():
                 engine.announce(**given)
-            case Pull() | Load() | Store():
-                owner = engine if isinstance(order, Pull) else self._offload()
-                self._unbegun.add(self._go(self._outcome(order, owner), order))
+            case Pull():
+                self._begin(order, engine._begin_pull, engine._result_of, given)
+            case Load():
+                offload = self._offload()
+                self._begin(order, offload._begin_load, offload._loaded, given)
+            case Store():
+                offload = self._offload()
+                self._begin(order, offload._begin_store, offload._stored, given)
             case Lookup():
                 request_id = text("request_id", order.request_id)
                 self._tell("found", (request_id, self._offload().lookup(order.hashes, order.num_tokens)))
@@ -213,8 +206,8 @@ class EngineDesk:
                         f"by another id, or wait for the end"
                     )
                 lent = engine.lend(**given)
-                self._lent.add(lent.request_id)
-                self._go(self._sent(lent), order)
+                self._lent[lent.request_id] = lent
+                lent._when_released(self._sent)
             case Withdraw():
                 engine.withdraw(**given)
             case Reclaim():
@@ -239,98 +232,81 @@ class EngineDesk:
         else:
             self._tell("refused", Refused(order, error))
 
-    def _go(self, work: Coroutine[Any, Any, None], order: Order) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = order
-        task.add_done_callback(self._has_ended)
-        return task
-
-    def _has_ended(self, task: asyncio.Task[None]) -> None:
-        order = self._tasks.pop(task, None)
-        self._failed.discard(task)
-        if task in self._unbegun:  # the application cancelled every task of the loop
-            self._unbegun.discard(task)
-            if order is not None:
-                self._refuse(order, EngineClosed("the engine's loop was ended before this was carried out"))
-
-    async def _outcome(self, order: Pull | Load | Store, owner: Engine | Offload) -> None:
-        """Call `pull`, `load` or `store`, wait for blocks to be filled or stored, and report the result."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._unbegun.discard(task)
-        try:
-            result = await getattr(owner, type(order).__name__.lower())(**asdict(order))
-        except AsyncKVError as exc:
-            if isinstance(exc, LocalProtocolError) and self._is_under_way(order, task):
-                # `failed` names only an id, so the scheduler would take this for the end of the earlier order.
-                self._report("refused", Refused(order, exc))
-                return
-            self._report(_of(order, "failed"), Failed(order.request_id, exc))
-            if isinstance(exc, PullError) and exc.held:
-                self._failed.add(task)
-                try:
-                    await exc.returned()
-                except BlocksRetired:
-                    self._report(_of(order, "retired"), order.request_id)
-                else:
-                    self._failed.discard(task)
-                    if not self._is_held(order):
-                        self._report(_of(order, "returned"), order.request_id)
-        except GeneratorExit:  # the loop is gone, so nothing can be reported
-            raise
-        except BaseException as exc:  # a bug, or the application cancels every task of the loop
-            await self._tell_when_returned(order, exc, owner)
-            if not isinstance(exc, Exception):
-                raise
-        else:
-            self._report(AWAITED[type(order)], result)
-
-    def _is_under_way(self, order: Pull | Load | Store, task: asyncio.Task[None]) -> bool:
-        """Return True if the end of another order of this kind and id is still to be reported."""
-        others = (each for it, each in self._tasks.items() if it is not task and it not in self._failed)
-        name = order.request_id
-        return isinstance(name, str) and any(
-            type(each) is type(order) and isinstance(each.request_id, str) and each.request_id == name
-            for each in others
-        )
-
-    def _is_held(self, order: Pull | Load | Store) -> bool:
-        """Return True if another attempt of this id holds blocks. `returned` names an id, so it waits for the last."""
-        others = (self._tasks.get(each) for each in self._failed)
-        return any(type(each) is type(order) and each.request_id == order.request_id for each in others)
-
-    async def _tell_when_returned(
-        self, order: Pull | Load | Store, exc: BaseException, owner: Engine | Offload
+    def _begin(
+        self,
+        order: Pull | Load | Store,
+        begin: Callable[..., object],
+        result_of: Callable[[Any], object],
+        given: Mapping[str, Any],
     ) -> None:
-        """Report an order with an error that says nothing of its blocks, once it is known what became of them."""
+        flight = _Flight(self, order, result_of)
+        self._flights[flight] = None
         try:
-            await owner.returned(order.request_id)
-        except BaseException as other:
-            self._report(_of(order, "failed"), Failed(order.request_id, _held(order, exc)))
-            self._report(_of(order, "retired"), order.request_id)
-            if not isinstance(other, BlocksRetired):
-                raise
-        else:
-            error = exc if isinstance(exc, Exception) else PullCancelled(f"request {order.request_id!r}: {exc!r}")
-            self._report(_of(order, "failed"), Failed(order.request_id, error))
-
-    async def _sent(self, lent: LentRequest) -> None:
-        try:
-            self._report("finished_sending", await lent.wait_released())
-        except asyncio.CancelledError:
-            self._report("finished_sending", LeaseEnd(lent.request_id, "closed", {}, lent.owed(), 0.0))
+            begin(flight, **given)
+        except BaseException as exc:
+            self._flights.pop(flight, None)
+            if isinstance(exc, LocalProtocolError) and any(not each.is_held for each in self._same(flight)):
+                # `failed` names only an id, so the scheduler would take this for the end of the earlier order.
+                self._tell("refused", Refused(order, exc))
+                return
             raise
-        finally:
-            self._lent.discard(lent.request_id)
 
-    def _report(self, kind: str, value: object) -> None:
-        """Report the result of an order, unless a final one was reported already (`_abandon`)."""
-        if asyncio.current_task() in self._tasks:
-            self._tell(kind, value)
+    def _same(self, flight: _Flight) -> list[_Flight]:
+        """Return the others of this kind and id; those that have failed hold blocks."""
+        kind, name = type(flight.order), flight.order.request_id
+        if not isinstance(name, str):
+            return []
+        return [x for x in self._flights if x is not flight and type(x.order) is kind and x.order.request_id == name]
+
+    def _sent(self, end: LeaseEnd) -> None:
+        if self._lent.pop(end.request_id, None) is not None:
+            self._tell("finished_sending", end)
 
     def _tell(self, kind: str, value: object) -> None:
         self._news.append((kind, value))
         self._on_news()
+
+
+class _Flight:
+    """A pull, load or store in flight. It is told its end, and then what becomes of blocks that are held."""
+
+    def __init__(self, desk: EngineDesk, order: Pull | Load | Store, result_of: Callable[[Any], object]) -> None:
+        self._desk, self.order, self._result_of = desk, order, result_of
+        self.is_held = False  # True once it was reported in `failed`, and still holds blocks
+        self.bug: Exception | None = None  # an error that says nothing of blocks, which are held
+
+    def ended(self, job: Any) -> None:
+        desk, order = self._desk, self.order
+        if self not in desk._flights:
+            return
+        try:
+            result = self._result_of(job)
+        except AsyncKVError as exc:
+            desk._tell(_of(order, "failed"), Failed(order.request_id, exc))
+            self.is_held = isinstance(exc, PullError) and bool(exc.held)
+        except Exception as exc:
+            self.bug = exc
+            if not job.is_free:
+                return  # it is told once it is known what becomes of the blocks
+            desk._tell(_of(order, "failed"), Failed(order.request_id, exc))
+        else:
+            desk._tell(AWAITED[type(order)], result)
+        if not self.is_held:
+            del desk._flights[self]
+
+    def returned(self, _: object, is_retired: bool) -> None:
+        desk, order = self._desk, self.order
+        if self not in desk._flights:
+            return  # it held no blocks
+        del desk._flights[self]
+        if self.bug is not None:
+            error = _held(order, self.bug) if is_retired else self.bug
+            desk._tell(_of(order, "failed"), Failed(order.request_id, error))
+        if is_retired:
+            desk._tell(_of(order, "retired"), order.request_id)
+        elif self.bug is None and not any(each.is_held for each in desk._same(self)):
+            # `returned` names an id, so it waits for the last attempt under this id that holds blocks.
+            desk._tell(_of(order, "returned"), order.request_id)
 
 
 def _of(order: Pull | Load | Store, what: str) -> str:
@@ -344,7 +320,7 @@ def _held(order: Pull | Load | Store, cause: BaseException) -> PullCancelled:
     with suppress(TypeError, ValueError):  # nothing was ever pulled into malformed groups
         held = {i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(order.groups)}
     error = PullCancelled(
-        f"request {order.request_id!r}: no task waits for it any more ({cause!r})",
+        f"request {order.request_id!r}: its end is not known ({cause!r})",
         request_id=order.request_id,
         reason="cancelled",
         held=held,

@@ -52,7 +52,7 @@ class Caller:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def returned(self, request: Request) -> None:
+    def returned(self, request: Request, is_retired: bool) -> None:
         """Do nothing: `PullError.returned` asks the driver."""
 
     async def wait(self, driver: Driver, request: Request) -> PullResult:
@@ -83,10 +83,10 @@ def outcome(driver: Driver, request: Request) -> PullResult:
         raise EngineClosed("the engine was closed")
     if pull.reason is Reason.COMPLETE:
         return result_of(pull, driver.core.identity.layout)
-    error = error_of(driver, pull)
     if request.stopped is Reason.CANCELLED and request.was_promised:
-        raise _cancelled(error) from error
-    raise error
+        last = error_of(driver, pull)
+        raise _cancelled(last) from last
+    raise error_of(driver, pull)  # kept in no variable: its traceback would keep that
 
 
 def result_of(pull: Pull, layout: Layout) -> PullResult:

@@ -111,7 +111,7 @@ class Driver:
     """One rank's core on an event loop: one once the engine has started, and another after it was resumed.
 
     Attributes:
-        lent: Unfinished leases, and the callers that wait for their ends.
+        lent: Unfinished leases, and what is called at the end of each.
         turned: Event that every turn sets, for tasks that wait for an end.
         release_s: Seconds that the last releases took in the background.
         data_down: Reason for which the data plane does not serve now; empty while it does.
@@ -132,7 +132,7 @@ class Driver:
     ) -> None:
         self.home, self.life, self.recorder = home, life, recorder
         self.data, self.control, self.clock = data, control, clock
-        self.lent: dict[Lease, asyncio.Event] = {}
+        self.lent: dict[Lease, Callable[[], None]] = {}
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)
         self.lag = LoopLag(away_s)
@@ -157,12 +157,6 @@ class Driver:
 
     def soon(self) -> None:
         self._due = self._due or asyncio.get_running_loop().call_soon(self._turn)
-
-    def soon_after(self) -> None:
-        """Make the next turn follow all that was scheduled before, such as tasks that begin pulls."""
-        if self._due is not None:
-            self._due.cancel()
-        self._due = asyncio.get_running_loop().call_soon(self._turn)
 
     def at_once(self) -> None:
         """Do all that the core wants, outside of a turn."""
@@ -239,8 +233,8 @@ class Driver:
         now = self.clock.now()
         for event in self._returning.values():
             event.set()
-        for lease, ended in self.lent.items():
-            ended.set()
+        for lease, end in self.lent.items():
+            end()
             self.core.outbox.counters["leases.closed"] += 1
             self.tell(Observer.lease_ended, lease, now)
         self.recorder.tell_groups(now)
@@ -488,7 +482,7 @@ class Driver:
                         self.tell(Observer.blocks_retired, pull, now)
                     case RequestReturned(request):
                         if request.waiter is not None:
-                            request.waiter.returned(request)
+                            request.waiter.returned(request, not request.is_free)
                     case RequestPauses(request):
                         assert request.pull is not None
                         recorder.pull_tried_again(request.pull, request.next_at - now)
@@ -496,8 +490,8 @@ class Driver:
                     case HeldForLong(oldest=oldest):
                         recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in oldest])
                     case LeaseEnded(lease):
-                        if (ended := self.lent.pop(lease, None)) is not None:
-                            ended.set()
+                        if (end := self.lent.pop(lease, None)) is not None:
+                            end()
                         self.tell(Observer.lease_ended, lease, now)
                     case LoadPeer(peer, metadata):
                         task = asyncio.get_running_loop().create_task(self._load(peer, metadata))

@@ -28,7 +28,7 @@ from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
 from asynckv.core.types import MAX_HASHES, Address, Endpoint, KVTransferParams, decode_params, rank_name, sendable
 from asynckv.edges.local import LocalDoor, socket_name
-from asynckv.engine.attempts import Caller
+from asynckv.engine.attempts import Caller, outcome
 from asynckv.engine.driver import Driver
 from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
@@ -531,12 +531,12 @@ class Engine:
             RemoteProtocolError: The params are malformed.
         """
         caller = Caller()
-        request = self._pull(
+        request = self._begin_pull(
             caller, request_id, groups, params, timeout_s, cohort_id, hashes, num_tokens, is_last, priority, retries
         )
         return await caller.wait(self._driver, request)
 
-    def _pull(
+    def _begin_pull(
         self,
         waiter: Waiter,
         request_id: str,
@@ -579,6 +579,9 @@ class Engine:
             raise
         request.waiter = waiter
         return request
+
+    def _result_of(self, request: Request) -> PullResult:
+        return outcome(self._driver, request)
 
     def cancel(
         self, request_id: str, params: KVTransferParams | Mapping[str, Any] | None = None, *, cohort_id: str = ""

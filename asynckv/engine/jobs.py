@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from msgspec import structs
 
@@ -23,6 +24,14 @@ Shorter = Callable[["OffloadJob"], tuple[int, Mapping[Shelf, Positions]] | None]
 """Says which prefix can still be loaded, and which blocks of which shelves make it up."""
 
 
+class JobWaiter(Protocol):
+    """Waits for a job as a `core/attempts.Waiter` does for a request: for its end, then for its blocks."""
+
+    def ended(self, job: OffloadJob) -> None: ...
+
+    def returned(self, job: OffloadJob, is_retired: bool) -> None: ...
+
+
 @dataclass(eq=False)
 class OffloadJob:
     """One job of the catalogue, and its caller's blocks.
@@ -31,7 +40,7 @@ class OffloadJob:
         blocks: Per group of the layout, the caller's list.
         ids: Per group of the layout, those of its blocks that are read or written.
         shorter: Of a load, says what is left of it where some of it is lost; None once it is given up.
-        tokens: Of a load, how long the prefix is that is being loaded.
+        tokens: Of a load, how long the prefix is that is being loaded: `wanted`, or less if some of it is lost.
         parts: Shelf -> what became of the job there; a prefix of another geometry is on several.
         held_by: Shelves that may still touch the blocks, though the job has ended there.
     """
@@ -46,6 +55,7 @@ class OffloadJob:
     chain: list[bytes]
     tokens: int
     shorter: Shorter | None
+    waiter: JobWaiter | None = None
     num_bytes: int = 0
     file_bytes: int = 0
     retired_at: float = math.inf
@@ -57,6 +67,9 @@ class OffloadJob:
     ended_at: float = math.inf
     outcome: asyncio.Future[JobEnded] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_returned: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.wanted = self.tokens
 
     # -- as the engine's inspector sees it -----------------------------------------------------------
 
@@ -95,6 +108,24 @@ class OffloadJob:
         if not self.outcome.done():
             self.outcome.set_exception(EngineClosed("the offload was closed"))
             self.outcome.exception()  # perhaps no caller waits
+            self.tell_ended()
+
+    def tell_ended(self) -> None:
+        if self.waiter is not None:
+            self.waiter.ended(self)
+
+    def tell_returned(self) -> None:
+        """Say that nothing touches the blocks any more, or that they are given up."""
+        self.is_returned.set()
+        if self.waiter is not None:
+            self.waiter.returned(self, not self.is_free)
+
+    def how_it_ended(self) -> JobEnded:
+        """Return the end; raise an error if the job was given up or closed, or its blocks are held."""
+        ended = self.outcome.result()
+        if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
+            raise self.error()
+        return ended
 
     async def until_returned(self) -> None:
         """Wait for the blocks; raise `BlocksRetired` if they were given up."""

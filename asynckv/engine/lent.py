@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from asynckv.core.lease import Lease
 from asynckv.engine.driver import Driver
@@ -15,11 +16,10 @@ class LentRequest:
     def __init__(self, driver: Driver, lease: Lease) -> None:
         self._driver = driver
         self._lease = lease
-        self._ended = asyncio.Event()
-        if lease.is_over:  # released before it was lent
-            self._ended.set()
-        else:
-            driver.lent[lease] = self._ended
+        self._ended: asyncio.Event | None = None  # made for a caller that waits
+        self._calls: list[Callable[[LeaseEnd], None]] = []
+        if not lease.is_over:  # else it was released before it was lent
+            driver.lent[lease] = self._end
 
     def __repr__(self) -> str:
         return f"<LentRequest {self.request_id!r} {self._lease.state.value}>"
@@ -49,7 +49,25 @@ class LentRequest:
     async def wait_released(self) -> LeaseEnd:
         """Wait until the blocks are the engine's again, whatever the reason."""
         self._driver.home.here(self.wait_released)
-        await self._ended.wait()
+        if self._lease in self._driver.lent:
+            self._ended = self._ended or asyncio.Event()
+            await self._ended.wait()
+        return self._how()
+
+    def _when_released(self, call: Callable[[LeaseEnd], None]) -> None:
+        """Call this on the loop once the blocks are the engine's again, at once if they are."""
+        if self._lease in self._driver.lent:
+            self._calls.append(call)
+        else:
+            call(self._how())
+
+    def _end(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
+        for call in self._calls:
+            call(self._how())
+
+    def _how(self) -> LeaseEnd:
         lease = self._lease
         cause = lease.state.value if lease.is_over else "closed"
         ended_at = lease.ended_at if lease.is_over else self._driver.clock.now()

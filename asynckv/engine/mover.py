@@ -23,7 +23,7 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import Reason, TransferId
 from asynckv.engine.copying import Copying
 from asynckv.engine.driver import Driver, wait_until
-from asynckv.engine.jobs import OffloadJob, Shorter
+from asynckv.engine.jobs import JobWaiter, OffloadJob, Shorter
 from asynckv.engine.shelf import Shelf
 from asynckv.errors import EngineClosed, Overloaded
 from asynckv.geometry.blocks import BlockList
@@ -113,6 +113,7 @@ class Mover:
         tokens: int,
         where: Mapping[Shelf, Positions | None],
         shorter: Shorter | None = None,
+        waiter: JobWaiter | None = None,
     ) -> OffloadJob:
         """Take a request's blocks, and let catalogues store or load them.
 
@@ -124,6 +125,7 @@ class Mover:
             tokens: Where the prefix ends.
             where: Which blocks of each shelf's groups; None for all that are needed.
             shorter: Says what is loaded where some of it is lost; nothing if left out.
+            waiter: Told of the end, and then of the blocks.
         """
         if self.cause:
             raise EngineClosed(f"the offload takes nothing: {self.cause}")
@@ -141,7 +143,7 @@ class Mover:
         held = core.ledger.check(use, ids)
         until = now + timeout_s
         job_id = f"{kind.value}-{next(self.ids)}"
-        job = OffloadJob(job_id, request_id, kind, blocks, held, now, until, chain, tokens, shorter)
+        job = OffloadJob(job_id, request_id, kind, blocks, held, now, until, chain, tokens, shorter, waiter)
         for shelf, positions in where.items():
             if kind is JobKind.STORE:
                 shelf.catalogue.store(job.job_id, chain, tokens, positions=positions, until=until, is_prefix=True)
@@ -171,14 +173,12 @@ class Mover:
         gives it up.
         """
         try:
-            ended = await job.outcome
+            await job.outcome
         except asyncio.CancelledError:
             if job.ended is None:
                 self.give_up([job])
             raise
-        if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
-            raise job.error()
-        return ended
+        return job.how_it_ended()
 
     def give_up(self, jobs: Iterable[OffloadJob]) -> None:
         """Begin nothing more of some jobs, and wait for what runs."""
@@ -253,6 +253,7 @@ class Mover:
                     self._log_failed(job, structs.replace(ended, outcome=why), self._no_room)
             if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
                 self._log_failed(job, ended, self._failures)
+            job.tell_ended()
         if job.ended is not None and not job.held_by:
             self._release(job)
 
@@ -298,7 +299,7 @@ class Mover:
         for job in self._held.values():
             if job.retired_at <= now and not job.is_retired:
                 job.is_retired = True
-                job.is_returned.set()
+                job.tell_returned()
                 self.counts["jobs_retired"] += 1
                 self._log_late(told.OffloadRetired, job)
 
@@ -327,7 +328,7 @@ class Mover:
                 del self._by_request[job.request_id]
         self._held.pop(job.job_id, None)
         job.is_free = True
-        job.is_returned.set()
+        job.tell_returned()
         self._driver.soon()  # a caller may wait until nothing is held
 
     def _post(self, shelf: Shelf, move: Move) -> None:

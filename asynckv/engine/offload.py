@@ -19,6 +19,7 @@ from asynckv.arguments import integer, number, seconds, shown, text
 from asynckv.config import OffloadConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.engine.engine import Engine, Groups
+from asynckv.engine.jobs import JobWaiter, OffloadJob
 from asynckv.engine.lending import Lending
 from asynckv.engine.tiers import GRACE_S, Leftovers, Serve, Tiers
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
@@ -229,6 +230,13 @@ class Offload:
             PullError: A copy failed and may still read the blocks, or has not ended `timeout_s` after its begin; it
                 says which blocks are held, as for a pull. `PullCancelled` if the store was given up (`cancel`).
         """
+        job = self._begin_store(None, request_id, groups, hashes)
+        await self._mover.outcome(job)
+        return self._stored(job)
+
+    def _begin_store(
+        self, waiter: JobWaiter | None, request_id: str, groups: Groups, hashes: Sequence[str | bytes]
+    ) -> OffloadJob:
         self._here(self.store)
         request_id, chain = text("request_id", request_id), as_hashes(hashes)
         blocks = check_block_ids(self.engine.registration.layout, groups)
@@ -240,11 +248,16 @@ class Offload:
             wanted.append([start + i for i, block in enumerate(ids[: max(end - start, 0)].tolist()) if block != NULL])
 
         used, where = self._ids(blocks, wanted), {self._own: wanted}
-        job = self._mover.begin(JobKind.STORE, request_id, blocks, used, self.config.timeout_s, chain, tokens, where)
-        ended = await self._mover.outcome(job)
+        timeout_s = self.config.timeout_s
+        return self._mover.begin(
+            JobKind.STORE, request_id, blocks, used, timeout_s, chain, tokens, where, waiter=waiter
+        )
+
+    def _stored(self, job: OffloadJob) -> Stored:
+        ended = job.how_it_ended()
         missed = sum(map(len, ended.missing))
         took = self._tiers.driver.clock.now() - job.begun_at
-        return Stored(request_id, ended.known + ended.blocks, ended.blocks, missed, job.num_bytes, took)
+        return Stored(job.request_id, ended.known + ended.blocks, ended.blocks, missed, job.num_bytes, took)
 
     async def load(
         self,
@@ -276,6 +289,19 @@ class Offload:
             PullError: A copy failed and may still write the blocks; it says which blocks are held, as for a pull.
                 `PullCancelled` if the load was given up (`cancel`).
         """
+        job = self._begin_load(None, request_id, groups, hashes, num_tokens, timeout_s)
+        await self._mover.outcome(job)
+        return self._loaded(job)
+
+    def _begin_load(
+        self,
+        waiter: JobWaiter | None,
+        request_id: str,
+        groups: Groups,
+        hashes: Sequence[str | bytes],
+        num_tokens: int,
+        timeout_s: float | None = None,
+    ) -> OffloadJob:
         self._here(self.load)
         request_id, chain = text("request_id", request_id), as_hashes(hashes)
         timeout = self.config.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
@@ -304,13 +330,14 @@ class Offload:
         where = self._tiers.sources(chain, tokens, blocks, wanted)
         used = self._ids(blocks, wanted)
         shorter = partial(self._tiers.shorter, wanted)
-        job = self._mover.begin(JobKind.LOAD, request_id, blocks, used, timeout, chain, tokens, where, shorter)
-        ended = await self._mover.outcome(job)
-        loaded = self._tiers.loaded(job)
+        return self._mover.begin(JobKind.LOAD, request_id, blocks, used, timeout, chain, tokens, where, shorter, waiter)
+
+    def _loaded(self, job: OffloadJob) -> Loaded:
+        ended, loaded = job.how_it_ended(), self._tiers.loaded(job)
         self._mover.counts["tokens.loaded"] += loaded
-        self._mover.counts["tokens.missed"] += tokens - loaded
+        self._mover.counts["tokens.missed"] += job.wanted - loaded
         took = self._tiers.driver.clock.now() - job.begun_at
-        return Loaded(request_id, loaded, ended.blocks, job.num_bytes, job.file_bytes, took)
+        return Loaded(job.request_id, loaded, ended.blocks, job.num_bytes, job.file_bytes, took)
 
     async def lend(
         self,
