@@ -51,7 +51,9 @@ class Calls:
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
         self._stack: list[str] = []
+        self._last: dict[str, str] = {}
         self.by_side: Counter[str] = Counter()
+        self.changes: Counter[str] = Counter()  # calls into another file than that of the side's call before
         self.by_file: Counter[tuple[str, str]] = Counter()
         self.by_function: Counter[tuple[str, str]] = Counter()
 
@@ -64,6 +66,8 @@ class Calls:
             if side and code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(BELOW):
                 file = code.co_filename.removeprefix(f"{PACKAGE}/")
                 self.by_side[side] += 1
+                self.changes[side] += self._last.get(side, file) != file
+                self._last[side] = file
                 self.by_file[side, file] += 1
                 self.by_function[side, f"{file}:{code.co_qualname}"] += 1
         elif event == "return" and self._stack:
@@ -150,9 +154,10 @@ def main(
         return show_cpu(against, rounds, max(warm, 100), max(pulls, 300))
     calls, _ = asyncio.run(count(warm, pulls))
     found: dict[str, Any] = {side: round(number / pulls, 2) for side, number in sorted(calls.by_side.items())}
+    changes = {side: round(number / pulls, 2) for side, number in sorted(calls.changes.items())}
     files = {f"{side} {file}": round(n / pulls, 2) for (side, file), n in calls.by_file.most_common()}
     if to_json:
-        text = json.dumps(found | {"files": files})
+        text = json.dumps(found | {"changes": changes, "files": files})
         print(text) if to_json == "-" else Path(to_json).write_text(text)
         return
     table = Table("side", "file", "calls per pull")
@@ -164,7 +169,7 @@ def main(
         for (of, name), number in calls.by_function.most_common():
             if of == side and number / pulls >= 0.5:
                 console.print(f"{side:8} {number / pulls:6.2f} {name}", highlight=False)
-    console.print(found)
+    console.print(found, "changes of file:", changes)
 
 
 if __name__ == "__main__":

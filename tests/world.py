@@ -25,8 +25,7 @@ from asynckv.core.outbox import (
     PackBlocks,
     PullReached,
     RemovePeer,
-    RequestEnded,
-    RequestReturned,
+    RequestReached,
 )
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
@@ -321,10 +320,10 @@ class World(Fabric):
                         rank.returned_late.append(pull)
                         if pull not in rank.returned:  # else its blocks came back before its outcome was told
                             self._returned(rank, pull)
-                    case RequestEnded(request):
+                    case RequestReached(request, Milestone.ENDED):
                         assert request not in rank.requests_ended, "a request ended twice"
                         rank.requests_ended.append(request)
-                    case RequestReturned(request):
+                    case RequestReached(request, Milestone.RETURNED | Milestone.RETIRED):
                         assert request in rank.requests_ended, "its blocks are told before its end"
                         rank.requests_returned.append(request)
                     case HeldForLong():

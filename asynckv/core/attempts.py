@@ -17,15 +17,17 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Reason, impossible
 from asynckv.geometry.bounds import NULL
 
+T = TypeVar("T", contravariant=True)
 RETRYABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
 """Failures after which the same params may work: the lease may still stand, and another connection may serve."""
 
+NONE = frozenset[Reason]()
 MAX_PAUSE_S = 2.0
 
 
@@ -58,13 +60,13 @@ def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
     return {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(lists) if len(ids)}
 
 
-class Waiter(Protocol):
-    """A caller that waits for a request. The engine calls it; the core only carries it."""
+class Waiter(Protocol[T]):
+    """A caller that waits for a request, or for a job of an offload. The engine calls it; the core only carries it."""
 
-    def ended(self, request: Request) -> None:
-        """Take the end of the request: the outcome of its last attempt, or why the next one could not begin."""
+    def ended(self, job: T) -> None:
+        """Take the end: the outcome of the last attempt, or why the next one could not begin."""
 
-    def returned(self, request: Request, is_retired: bool) -> None:
+    def returned(self, job: T, is_retired: bool) -> None:
         """Take back the blocks that were held at the end, or hear that they are given up."""
 
 
@@ -84,13 +86,13 @@ class Request:
     stopped: Reason | None = None  # why no attempt may follow, once the request was stopped
     is_abandoned: bool = False  # True once its caller was cancelled: no attempt follows either
     refusal: Exception | None = None  # why the next attempt could not begin
-    waiter: Waiter | None = None
+    waiter: Waiter[Request] | None = None
     scheduled_at: float = math.inf
 
     @property
     def retryable(self) -> frozenset[Reason]:
         """Return the failures of this attempt after which another attempt follows."""
-        return RETRYABLE if self.attempts <= self.retries else _NONE
+        return RETRYABLE if self.attempts <= self.retries else NONE
 
     @property
     def is_free(self) -> bool:
@@ -125,7 +127,7 @@ class Request:
         pull, when = self.pull, math.inf
         assert pull is not None
         assert pull.reason is not None
-        if pull.reason in self.retryable and self.stopped is None and not self.is_abandoned:
+        if pull.reason in pull.retryable and self.stopped is None and not self.is_abandoned:
             pause_s = min(self.pause_s * 2 ** min(self.attempts - 1, 16), MAX_PAUSE_S)
             when = max(now + pause_s, pull.not_before)
         event = E.FAILED_FOR_NOW if when < self.deadline else E.ENDED
@@ -152,6 +154,3 @@ class Request:
     def _allow(self, event: RequestEvent) -> RequestState:
         after = ON_EVENT[self.state].get(event)
         return after or impossible(event, f"request {self.wanted.request_id[:200]!r}", self.state)
-
-
-_NONE = frozenset[Reason]()

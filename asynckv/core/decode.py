@@ -23,17 +23,7 @@ from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, remember
-from asynckv.core.outbox import (
-    DetachRead,
-    Milestone,
-    Outbox,
-    PostRead,
-    PullReached,
-    RequestEnded,
-    RequestPauses,
-    RequestReturned,
-    Traced,
-)
+from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullReached, RequestReached, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
@@ -607,7 +597,7 @@ class DecodeSide:
                         self._outbox.counters[f"pulls.{pull.reason}"] += 1
                     self._outbox.commands.append(PullReached(pull, M.ENDED))
                     if isinstance(pull.owner, Request):
-                        self._attempt_ended(pull.owner, now)
+                        self._attempt_ended(pull, pull.owner, now)
                     for source in pull.sources:
                         peer = self.peers.by_place.get(source.rank.place)
                         if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
@@ -643,14 +633,14 @@ class DecodeSide:
         if wakes and pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
             self._timers.wake(pull, when)
 
-    def _attempt_ended(self, request: Request, now: float) -> None:
+    def _attempt_ended(self, pull: Pull, request: Request, now: float) -> None:
         request.ended(now)
-        if request.state is RequestState.OVER and request.discharge is None:
-            self._outbox.commands.append(RequestEnded(request))
+        if request.state is RequestState.OVER and (pull.reason not in pull.retryable or request.discharge is None):
+            self._outbox.commands.append(RequestReached(request, M.ENDED))
             return
-        self.between[RequestId(request.wanted.request_id)] = request
+        self.between[pull.request_id] = request
         if request.state is RequestState.PAUSING:
-            self._outbox.commands.append(RequestPauses(request))
+            self._outbox.commands.append(RequestReached(request, M.PAUSES))
             self._timers.wake(request, request.next_at)
         else:
             self._timers.wake(request, now)
@@ -662,9 +652,8 @@ class DecodeSide:
             return
         if self.between.get(pull.request_id) is request:
             self._timers.wake(request, now)
-        elif request.state is RequestState.OVER and not (pull.is_returned and pull.is_retired):
-            # Blocks that were retired before stay given up.
-            self._outbox.commands.append(RequestReturned(request))
+        elif request.state is RequestState.OVER and not (pull.is_returned and pull.is_retired):  # else given up before
+            self._outbox.commands.append(RequestReached(request, M.RETIRED if pull.is_retired else M.RETURNED))
 
     def _queue(self, pull: Pull) -> None:
         """Queue a pull. A pull with a silent rank gets no place yet; `_ready` queues it later."""

@@ -70,6 +70,7 @@ class Milestone(enum.Enum):
     RETURNED = enum.auto()  # nothing can write the blocks any more that were held at the outcome
     RETIRED = enum.auto()  # a transfer may still write its blocks after `held_s`, so that they should be given up
     OVER = enum.auto()  # every rank knows its outcome, and its blocks have returned
+    PAUSES = enum.auto()  # an attempt at a request has failed, and another follows
 
 
 class PullReached(Struct, frozen=True):
@@ -77,22 +78,11 @@ class PullReached(Struct, frozen=True):
     milestone: Milestone
 
 
-class RequestPauses(Struct, frozen=True):
-    """An attempt has failed, and another follows it."""
+class RequestReached(Struct, frozen=True):
+    """A request pauses, has ended, or has its blocks back that were held at its end."""
 
     request: Request
-
-
-class RequestEnded(Struct, frozen=True):
-    """A request is over. If its blocks are held, `RequestReturned` follows."""
-
-    request: Request
-
-
-class RequestReturned(Struct, frozen=True):
-    """The blocks that an ended request held can not be written any more, or are given up (`Pull.is_retired`)."""
-
-    request: Request
+    milestone: Milestone
 
 
 class HeldForLong(Struct, frozen=True):
@@ -128,9 +118,7 @@ Command = (
     | DetachRead
     | PackBlocks
     | PullReached
-    | RequestPauses
-    | RequestEnded
-    | RequestReturned
+    | RequestReached
     | LeaseEnded
     | HeldForLong
     | PeerChanged

@@ -24,13 +24,13 @@ import msgspec
 
 from asynckv.config import EngineConfig
 from asynckv.core import wire
-from asynckv.core.attempts import Request, RequestState
+from asynckv.core.attempts import NONE, Request, RequestState
 from asynckv.core.decode import DecodeSide
 from asynckv.core.inspect import Inspector
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
-from asynckv.core.outbox import Outbox, RequestEnded, RequestReturned
+from asynckv.core.outbox import Milestone, Outbox, RequestReached
 from asynckv.core.peer import Peer
 from asynckv.core.peers import Peers
 from asynckv.core.prefill import PrefillSide
@@ -140,7 +140,7 @@ class RankCore:
         kind: Kind,
         *,
         attempt: int = 1,
-        retryable: frozenset[Reason] = frozenset(),
+        retryable: frozenset[Reason] = NONE,
     ) -> Pull:
         params, cohort_id = request.params, request.cohort_id
         route = self.decode.routes.answered_for(request.request_id, params)
@@ -225,7 +225,8 @@ class RankCore:
         else:
             # A full prefix hit reads no rank, so no rank need be met, and all ranks are released.
             kind = KIND.HIT if lists.is_empty else KIND.PULL
-            attempt, retryable = request.attempts, request.retryable
+            retryable = request.retryable if request.retries else NONE
+            attempt = request.attempts
             pull = self._make_pull(wanted, request.deadline - now, now, kind, attempt=attempt, retryable=retryable)
         before = request.pull
         request.pull, pull.owner = pull, request
@@ -257,9 +258,9 @@ class RankCore:
             except Exception as exc:
                 request.refused(exc)
                 bug = None if isinstance(exc, AsyncKVError) else exc
-        self.outbox.commands.append(RequestEnded(request))
+        self.outbox.commands.append(RequestReached(request, Milestone.ENDED))
         if request.pull is not None and request.pull.is_retired:
-            self.outbox.commands.append(RequestReturned(request))
+            self.outbox.commands.append(RequestReached(request, Milestone.RETIRED))
         if (reason := request.discharge) is not None:
             with suppress(AsyncKVError):
                 self.let_go(request.wanted, reason, now)
@@ -348,9 +349,7 @@ class RankCore:
     def close(self, now: float, how: str = "closed") -> None:
         """Take nothing new, cancel every pull, and revoke every lease. Goodbye follows once that has settled."""
         self.shut(how)
-        for request in self.requests:
-            request.stop(Reason.ENGINE_CLOSED)
-            self._go_on(request, now)
+        self._stop_requests(now)
         for pull in list(self.decode.by_request.values()):
             self.decode.cancel(pull, now)
         for lease in list(self.prefill.leases.values()):
@@ -359,15 +358,17 @@ class RankCore:
     def destroyed(self, now: float) -> None:
         """End all transfers and requests, because nothing reads or writes our memory any more."""
         self.decode.destroyed(now)
-        for request in self.requests:
-            if request.state is RequestState.TRYING and request.pull is not None:  # a bug: all pulls were cancelled
+        self._stop_requests(now)
+        for request in self.requests:  # of a bug, because all pulls were cancelled
+            if request.pull is not None:
                 request.pull.owner = None
-                request.refused(EngineClosed("the engine was closed"))
-            elif request.state is RequestState.PAUSING:
-                request.stop(Reason.ENGINE_CLOSED)
-                request.time(now)
-            self.decode.between.pop(RequestId(request.wanted.request_id), None)
-            self.outbox.commands.append(RequestEnded(request))
+            request.refused(EngineClosed("the engine was closed"))
+            self.outbox.commands.append(RequestReached(request, Milestone.ENDED))
+
+    def _stop_requests(self, now: float) -> None:
+        for request in self.requests:
+            request.stop(Reason.ENGINE_CLOSED)
+            self._go_on(request, now)
 
     def shut(self, how: str = "draining") -> None:
         """Take nothing new, and tell all ranks that shook hands. `how` is a word for people."""

@@ -48,11 +48,11 @@ class Caller:
 
     _news: asyncio.Future[None] | None = None
 
-    def ended(self, request: Request) -> None:
+    def ended(self, job: Request) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def returned(self, request: Request, is_retired: bool) -> None:
+    def returned(self, job: Request, is_retired: bool) -> None:
         """Do nothing: `PullError.returned` asks the driver."""
 
     async def wait(self, driver: Driver, request: Request) -> PullResult:

@@ -34,9 +34,7 @@ from asynckv.core.outbox import (
     PeerChanged,
     PullReached,
     RemovePeer,
-    RequestEnded,
-    RequestPauses,
-    RequestReturned,
+    RequestReached,
     Traced,
 )
 from asynckv.core.peer import Peer
@@ -466,7 +464,7 @@ class Driver:
                             self._tell_returned(pull)
                         if pull.kind is not Kind.DISCHARGE:
                             self.tell(Observer.pull_ended, pull, now)
-                    case RequestEnded(request):
+                    case RequestReached(request, M.ENDED):
                         if request.waiter is not None:
                             request.waiter.ended(request)
                     case PullReached(pull, M.OVER):
@@ -480,10 +478,10 @@ class Driver:
                     case PullReached(pull):  # M.RETIRED
                         self._tell_returned(pull)
                         self.tell(Observer.blocks_retired, pull, now)
-                    case RequestReturned(request):
+                    case RequestReached(request, M.RETURNED | M.RETIRED):
                         if request.waiter is not None:
                             request.waiter.returned(request, not request.is_free)
-                    case RequestPauses(request):
+                    case RequestReached(request):  # M.PAUSES
                         assert request.pull is not None
                         recorder.pull_tried_again(request.pull, request.next_at - now)
                         self.tell(Observer.pull_retried, request.pull, now)

@@ -538,17 +538,17 @@ class Engine:
 
     def _begin_pull(
         self,
-        waiter: Waiter,
+        waiter: Waiter[Request],
         request_id: str,
         groups: Groups,
         params: KVTransferParams | Mapping[str, Any],
-        timeout_s: float | None = None,
-        cohort_id: str = "",
-        hashes: Sequence[str] | None = None,
-        num_tokens: int | None = None,
-        is_last: bool = True,
-        priority: int = 0,
-        retries: int | None = None,
+        timeout_s: float | None,
+        cohort_id: str,
+        hashes: Sequence[str] | None,
+        num_tokens: int | None,
+        is_last: bool,
+        priority: int,
+        retries: int | None,
     ) -> Request:
         """Begin a pull; the waiter is told of its end."""
         self._home.here(self.pull)

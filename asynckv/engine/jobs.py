@@ -9,10 +9,10 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from msgspec import structs
 
+from asynckv.core.attempts import Waiter
 from asynckv.engine.shelf import Shelf
 from asynckv.errors import BlocksRetired, EngineClosed, PullCancelled, PullError, PullTimeout, ReadFailed
 from asynckv.geometry.blocks import BlockList
@@ -22,14 +22,6 @@ from asynckv.offload.job import JobEnded, JobKind, JobOutcome
 
 Shorter = Callable[["OffloadJob"], tuple[int, Mapping[Shelf, Positions]] | None]
 """Says which prefix can still be loaded, and which blocks of which shelves make it up."""
-
-
-class JobWaiter(Protocol):
-    """Waits for a job as a `core/attempts.Waiter` does for a request: for its end, then for its blocks."""
-
-    def ended(self, job: OffloadJob) -> None: ...
-
-    def returned(self, job: OffloadJob, is_retired: bool) -> None: ...
 
 
 @dataclass(eq=False)
@@ -55,7 +47,7 @@ class OffloadJob:
     chain: list[bytes]
     tokens: int
     shorter: Shorter | None
-    waiter: JobWaiter | None = None
+    waiter: Waiter[OffloadJob] | None = None
     num_bytes: int = 0
     file_bytes: int = 0
     retired_at: float = math.inf

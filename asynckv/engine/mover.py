@@ -18,12 +18,13 @@ from msgspec import structs
 
 from asynckv.config import OffloadConfig
 from asynckv.core import told
+from asynckv.core.attempts import Waiter
 from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import Reason, TransferId
 from asynckv.engine.copying import Copying
 from asynckv.engine.driver import Driver, wait_until
-from asynckv.engine.jobs import JobWaiter, OffloadJob, Shorter
+from asynckv.engine.jobs import OffloadJob, Shorter
 from asynckv.engine.shelf import Shelf
 from asynckv.errors import EngineClosed, Overloaded
 from asynckv.geometry.blocks import BlockList
@@ -113,7 +114,7 @@ class Mover:
         tokens: int,
         where: Mapping[Shelf, Positions | None],
         shorter: Shorter | None = None,
-        waiter: JobWaiter | None = None,
+        waiter: Waiter[OffloadJob] | None = None,
     ) -> OffloadJob:
         """Take a request's blocks, and let catalogues store or load them.
 

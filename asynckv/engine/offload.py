@@ -17,9 +17,10 @@ import numpy as np
 
 from asynckv.arguments import integer, number, seconds, shown, text
 from asynckv.config import OffloadConfig
+from asynckv.core.attempts import Waiter
 from asynckv.core.inspect import HeldBlocks
 from asynckv.engine.engine import Engine, Groups
-from asynckv.engine.jobs import JobWaiter, OffloadJob
+from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.lending import Lending
 from asynckv.engine.tiers import GRACE_S, Leftovers, Serve, Tiers
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
@@ -235,7 +236,7 @@ class Offload:
         return self._stored(job)
 
     def _begin_store(
-        self, waiter: JobWaiter | None, request_id: str, groups: Groups, hashes: Sequence[str | bytes]
+        self, waiter: Waiter[OffloadJob] | None, request_id: str, groups: Groups, hashes: Sequence[str | bytes]
     ) -> OffloadJob:
         self._here(self.store)
         request_id, chain = text("request_id", request_id), as_hashes(hashes)
@@ -295,7 +296,7 @@ class Offload:
 
     def _begin_load(
         self,
-        waiter: JobWaiter | None,
+        waiter: Waiter[OffloadJob] | None,
         request_id: str,
         groups: Groups,
         hashes: Sequence[str | bytes],
