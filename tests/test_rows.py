@@ -406,7 +406,7 @@ def test_a_request_whose_next_attempt_is_refused_is_discharged() -> None:
 def test_a_caller_that_tries_again_himself_is_not_discharged() -> None:
     for reason, discharge in ((Reason.ENGINE_CLOSED, None), (Reason.CANCELLED, Reason.CANCELLED)):
         it = failed(request(is_last=False))
-        it.stop(reason)
+        it.stop(reason, is_last=reason is Reason.CANCELLED)
         it.time(1.0)
         assert (it.state, it.discharge) == (RequestState.OVER, discharge)
 

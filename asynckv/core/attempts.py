@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from asynckv.core.pull import Pull, PullRequest
@@ -84,7 +84,6 @@ class Request:
     pull: Pull | None = None  # the last attempt
     next_at: float = math.inf
     stopped: Reason | None = None  # why no attempt may follow, once the request was stopped
-    is_abandoned: bool = False  # True once its caller was cancelled: no attempt follows either
     refusal: Exception | None = None  # why the next attempt could not begin
     waiter: Waiter[Request] | None = None
     scheduled_at: float = math.inf
@@ -109,11 +108,9 @@ class Request:
         pull = self.pull
         if self.state is not S.OVER or pull is None or pull.reason not in pull.retryable:
             return None
-        if not self.wanted.is_last and self.stopped is not Reason.CANCELLED:
+        if not self.wanted.is_last:
             return None  # the caller may try again
-        if self.stopped is not None or self.is_abandoned:
-            return self.stopped or Reason.CANCELLED
-        return pull.reason if self.refusal is None else Reason.UNPLANNABLE
+        return self.stopped or (pull.reason if self.refusal is None else Reason.UNPLANNABLE)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -127,7 +124,7 @@ class Request:
         pull, when = self.pull, math.inf
         assert pull is not None
         assert pull.reason is not None
-        if pull.reason in pull.retryable and self.stopped is None and not self.is_abandoned:
+        if pull.reason in pull.retryable and self.stopped is None:
             pause_s = min(self.pause_s * 2 ** min(self.attempts - 1, 16), MAX_PAUSE_S)
             when = max(now + pause_s, pull.not_before)
         event = E.FAILED_FOR_NOW if when < self.deadline else E.ENDED
@@ -141,13 +138,16 @@ class Request:
         assert pull is not None
         # The end of the last attempt may come late, and no attempt begins once its caller has stopped waiting.
         is_hopeless = now >= self.deadline or (pull.is_retired and not pull.is_returned)
-        if self.stopped is not None or self.is_abandoned or is_hopeless:
+        if self.stopped is not None or is_hopeless:
             self.state = self._allow(E.GIVEN_UP)
         elif now >= self.next_at and pull.is_returned:
             self.state, self.attempts = after, self.attempts + 1
 
-    def stop(self, reason: Reason) -> None:
+    def stop(self, reason: Reason, *, is_last: bool = False) -> None:
+        """Let no other attempt follow; with `is_last` the caller makes none either, whatever was said before."""
         self.stopped = self.stopped or reason
+        if is_last:
+            self.wanted = replace(self.wanted, is_last=True)
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -302,18 +302,18 @@ class RankCore:
         name = RequestId(request_id)
         request, pull = self.decode.between.get(name), self.decode.by_request.get(name)
         if request is not None:
-            request.stop(Reason.CANCELLED)
+            request.stop(Reason.CANCELLED, is_last=True)
             self._go_on(request, now)
         elif pull is not None:
             if isinstance(pull.owner, Request):
-                pull.owner.stop(Reason.CANCELLED)
+                pull.owner.stop(Reason.CANCELLED, is_last=True)
             pull.wanted(True, pull.priority, pull.retryable)
             self.decode.cancel(pull, now)
         return request is not None or pull is not None
 
     def abandon(self, request: Request, now: float) -> None:
-        """Give up a request because its caller is gone, who may still try again (`is_last`)."""
-        request.is_abandoned = True
+        """Give up a request because its caller was cancelled, and may still try again (`is_last`)."""
+        request.stop(Reason.CANCELLED)
         if request.pull is not None and request.state is RequestState.TRYING:
             self.decode.cancel(request.pull, now)
         else:
