@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
@@ -182,7 +183,7 @@ def test_an_id_is_taken_until_its_request_is_over() -> None:
 def test_an_attempt_that_cannot_begin_ends_its_request_with_the_reason() -> None:
     one = One()
     one.fail()
-    one.core.ledger.hold("other", "writing", "other", {0: _ids(9)}, 0.0)
+    one.core.ledger.hold("other", "writing", "other", {0: np.array([9], np.int64)}, 0.0)
     one.world.advance(0.2)
     assert isinstance(one.request.refusal, LocalProtocolError)
     assert one.is_told_once()
@@ -217,9 +218,3 @@ def test_the_end_of_the_agent_ends_what_is_left() -> None:
     one.do(one.core.destroyed)
     assert isinstance(one.request.refusal, EngineClosed)
     assert one.is_told_once()
-
-
-def _ids(block: int) -> Any:
-    import numpy as np
-
-    return np.array([block], np.int64)

@@ -1,4 +1,4 @@
-"""Memory that others can fill is bounded, and a retry waits for what its predecessor may still write."""
+"""Memory that others can fill is bounded, and a bug that one lease meets ends no deadline."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import math
 import pytest
 
 from asynckv.core import readers
-from asynckv.core.attempts import Request, RequestState
-from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
-from asynckv.core.pull import PullRequest
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, Reason, ReplyTo
 from asynckv.core.wire import (
@@ -114,38 +111,6 @@ def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_ther
     rank.core.agent_replaced("another", b"metadata")
     assert len(heard(rank)) == 3
     assert len(greeted(rank, 4)) == 1
-
-
-# -- attempts ----------------------------------------------------------------------------------------------
-
-
-def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
-    world = World()
-    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
-    params = world.params([prefill], "r", [3], 4, written=True)
-    world.lend(prefill, params)
-    request = decode.core.pull(PullRequest("d", [(0, [9])], params), 2, 60.0, 0.0)
-    pull = request.pull
-    assert pull is not None
-    world.settle(decode)
-    world.deliver_all()
-    [transfer] = decode.reads
-    world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "no disconnect"))
-    assert pull.reason is Reason.READ_FAILED
-    world.advance(3.0)
-    assert (request.state, request.attempts) == (RequestState.PAUSING, 1)
-    world.tell(decode, TransferEnded(transfer, Ending.FAILED, "its agent is gone"))
-    assert decode.returned == [pull]
-    world.run(0.1)
-    assert (state_of(request), request.attempts) == (RequestState.OVER, 2)
-    assert [each.reason for each in decode.ended] == [Reason.READ_FAILED, Reason.COMPLETE]
-    assert decode.requests_ended == [request]
-    assert request.discharge is None, "nobody was told that another would follow"
-
-
-def state_of(request: Request) -> RequestState:
-    """Read anew: mypy would remember what it was before."""
-    return request.state
 
 
 def test_a_bug_that_one_lease_meets_ends_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

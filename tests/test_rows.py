@@ -389,28 +389,6 @@ def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
         assert it.discharge is reason
 
 
-def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
-    """A pause and blocks that come back may be late."""
-    it = failed(request(), doubt=True)
-    it.time(50.0)
-    assert (it.state, it.attempts, it.discharge) == (RequestState.OVER, 1, Reason.READ_FAILED)
-
-
-def test_a_request_whose_next_attempt_is_refused_is_discharged() -> None:
-    it = failed(request())
-    it.time(2.0)
-    refused(it)
-    assert it.discharge is Reason.UNPLANNABLE
-
-
-def test_a_caller_that_tries_again_himself_is_not_discharged() -> None:
-    for reason, discharge in ((Reason.ENGINE_CLOSED, None), (Reason.CANCELLED, Reason.CANCELLED)):
-        it = failed(request(is_last=False))
-        it.stop(reason, is_last=reason is Reason.CANCELLED)
-        it.time(1.0)
-        assert (it.state, it.discharge) == (RequestState.OVER, discharge)
-
-
 def test_no_attempt_follows_after_the_deadline_or_a_refusal_that_stays() -> None:
     it = request()
     it.deadline = 1.05
