@@ -93,8 +93,8 @@ class DecodeSide:
         self.admission = Admission(config.total_requests, config.window_requests)
         self.alive_at = math.inf
         """When the embedder last gave a sign of life; infinite if the embedder itself runs this loop."""
-        self.abandoned: dict[Key, str] = {}
-        """Requests that were let go because the embedder stood still, with the text of their failure."""
+        self.abandoned: dict[Key, tuple[float, str]] = {}
+        """Requests that were let go because the embedder stood still: its last sign of life, and a text."""
         self.answered: deque[PostRead] = deque()  # reads that waited for a packed copy, and are to be posted
         self.entered: dict[Pull, None] = {}  # pulls that may read and never waited; their plans come after their claims
         self.posting = Posting(config.total_bytes, config.total_descriptors)
@@ -180,7 +180,7 @@ class DecodeSide:
         for source in pull.sources:
             self._attach(pull, source, now)
         if pull.params.key in self.abandoned and pull.kind in (KIND.PULL, KIND.ANNOUNCEMENT):
-            self.fail(pull, Reason.STANDSTILL, self.abandoned[pull.params.key], now)
+            self.fail(pull, Reason.STANDSTILL, self.abandoned[pull.params.key][1], now)
         for source in pull.sources:
             if source.role is ROLE.READ and pull.failure is None:
                 self._meet(pull, source, now)
@@ -635,7 +635,7 @@ class DecodeSide:
             f"the embedder took no results and sent no commands for {now - self.alive_at:.0f} s, so the request was "
             f"let go; compute it or prefill it anew, and call take_finished in every step"
         )
-        remember(self.abandoned, pull.params.key, text, MAX_ABANDONED)
+        remember(self.abandoned, pull.params.key, (self.alive_at, text), MAX_ABANDONED)
         self.fail(pull, Reason.STANDSTILL, text, now)
 
     def _make_room(self, source: Source) -> None:

@@ -130,6 +130,9 @@ class PrefillSide:
         self.num_parked = 0  # room of all parked messages
         self._parked_by: Counter[str | ReplyTo] = Counter()
         """This room by key, or by connection without keys, because a peer chooses its own name."""
+        self._claimed_at: dict[Key, float] = {}
+        """Time of the first claim of requests that were not lent. Claims repeat, and are parked for a while each."""
+        self.lent_at = -math.inf  # time of the last lend
         self._unparked: deque[ParkedMessage] = deque()
         """Messages about requests that were lent meanwhile, beyond the first `AT_ONCE` of each."""
         self._ended: OrderedDict[Key, Ended] = OrderedDict()
@@ -195,7 +198,8 @@ class PrefillSide:
             raise self._spent_before(lent)
         # A rank that was restarted while others slept has memory that is as new as theirs.
         self.memory_epoch = key.memory_epoch
-        lease = self.leases[key] = Lease(lent, now, next(self._arrivals))
+        lease, self.lent_at = Lease(lent, now, next(self._arrivals)), now
+        self.leases[key] = lease
         self._outbox.counters["leases.lent"] += 1
         if (forgotten := self._forgotten.pop(key, None)) is not None:
             lease.turned_down(forgotten)
@@ -268,6 +272,10 @@ class PrefillSide:
             revoked.append(lease)
             self.revoke(lease, now, "no_room")
         return tuple(revoked)
+
+    def claimed_at(self) -> list[float]:
+        """Return the time of the first claim of each request with a parked claim."""
+        return [self._claimed_at[key] for key in self._parked if key in self._claimed_at]
 
     def shut(self, how: str) -> None:
         """Lend nothing any more, and refuse readers that wait for a request that was not lent."""
@@ -514,6 +522,8 @@ class PrefillSide:
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
+            if message.key not in self._claimed_at:
+                remember(self._claimed_at, message.key, now, MAX_FORGOTTEN)
             self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
         else:
             # The release is applied when the request is lent; if it is dropped before, the lease will expire.
@@ -521,6 +531,7 @@ class PrefillSide:
 
     def _take_parked(self, key: Key) -> list[ParkedMessage]:
         parked = list(self._parked.pop(key, {}).values())
+        self._claimed_at.pop(key, None)
         for each in parked:
             self._unpark(each)
         return parked

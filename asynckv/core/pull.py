@@ -324,6 +324,10 @@ class Pull:
     def steps(self) -> int:
         return 1 + len(self.sources)
 
+    @property
+    def is_to_be_pulled(self) -> bool:
+        return self.kind is KIND.ANNOUNCEMENT and not self.is_published
+
     def is_orderly(self, now: float) -> bool:
         """Return True if the pull is only announced, and its deadline has not passed."""
         return self.lists is None and not self.is_published and now < self.deadline

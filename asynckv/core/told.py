@@ -73,6 +73,20 @@ class LastClaim(Struct, frozen=True):
     heard_s: float
 
 
+class StepWait(Struct, frozen=True):
+    """Things of one kind that only a step of the engine around this rank can take, and the wait of the oldest."""
+
+    number: int
+    seconds: float
+
+
+StepWaits = Annotated[
+    dict[str, StepWait],
+    "`number` of things that wait for a step of the engine around this rank, and `seconds` that the oldest has waited: "
+    "`result` (not taken), `announcement` (not pulled) or `claim` (of a request that is not lent). Empty while idle.",
+]
+
+
 class Line(Struct, frozen=True):
     """The fields of every line in any format. The writer adds `timestamp`, `level` and `log_...`."""
 
@@ -205,6 +219,7 @@ class EngineAlive(Told):
     parked: Parked
     blocks_held: Annotated[int, "Blocks that are lent, or that a pull writes."]
     waits_for: Annotated[list[str], "Ranks that pulls wait for, the first few."]
+    waits_for_step: StepWaits = {}
 
 
 class Drained(Told):

@@ -158,6 +158,7 @@ class Driver:
         self.began_at = math.inf
         self.observers: tuple[Observer, ...] = (recorder,)
         self.guests: list[Guest] = []
+        self.untaken: Callable[[], list[float]] = list  # returns the times of results that a desk keeps for its caller
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
         self._loading: set[asyncio.Task[None]] = set()
@@ -341,7 +342,8 @@ class Driver:
         if now >= self._sign_at:
             self._sign_at = now + max(core.config.lease.lease_s / 2, IDLE_BEAT_S)
             waits_for = {x.name for pull in core.decode.pulls.values() for x in pull.sources if x.is_waited_for}
-            self.recorder.alive(core.inspect.gauges(), sorted(waits_for)[:MAX_WAITED])
+            waits = core.inspect.waits_for_step(now)
+            self.recorder.alive(core.inspect.gauges(), sorted(waits_for)[:MAX_WAITED], waits)
         self.recorder.tell_groups(now, SAME_S)
         self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
         self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)

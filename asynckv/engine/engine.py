@@ -227,6 +227,7 @@ class Engine:
         )
         core = RankCore(identity, self.config, driver.data.costs)
         core.survey.facts, core.inspect.beside = self._facts, driver.guest_gauges
+        core.inspect.untaken = lambda: driver.untaken()
         driver.begin(core)
         self._home.is_settled = True
 

@@ -294,9 +294,9 @@ class Recorder(Observer):
             refused.sequence = key.sequence
         self.log(refused, now)
 
-    def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str]) -> None:
+    def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str], waits: dict[str, told.StepWait]) -> None:
         blocks = gauges["blocks_lent"] + gauges["blocks_writing"]
-        self.log(told.EngineAlive(gauges["leases"], gauges["pulls"], gauges["parked"], blocks, list(waits_for)))
+        self.log(told.EngineAlive(gauges["leases"], gauges["pulls"], gauges["parked"], blocks, list(waits_for), waits))
 
     def pull_tried_again(self, pull: Pull, after_s: float) -> None:
         cause, attempt = str(pull.reason), pull.attempt + 1
