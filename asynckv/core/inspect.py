@@ -203,12 +203,14 @@ class Inspector:
         Nothing waits in an engine that is idle, however long it makes no steps.
         """
         decode, prefill, step_at = self._decode, self._prefill, self._decode.alive_at
-        since = {"result": self.untaken(), "announcement": list[float](), "claim": prefill.claimed_at()}
+        since = {"result": self.untaken(), "announcement": list[float](), "claim": prefill.claimed_at(now)}
         if now - step_at >= LEAST_STEP_S:  # otherwise nothing is counted, because there may be very many
             since["announcement"] = [x.called_at for x in decode.pulls.values() if x.is_to_be_pulled]
             since["announcement"] += [at for at, _ in decode.abandoned.values() if at == step_at]
         step_at = prefill.lent_at if step_at == math.inf else step_at
-        waits = {what: now - (min(at) if what == "result" else max(min(at), step_at)) for what, at in since.items() if at}
+        waits = {
+            what: now - (min(at) if what == "result" else max(min(at), step_at)) for what, at in since.items() if at
+        }
         return {what: StepWait(len(since[what]), round(s, 3)) for what, s in waits.items() if s >= LEAST_STEP_S}
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:

@@ -130,8 +130,8 @@ class PrefillSide:
         self.num_parked = 0  # room of all parked messages
         self._parked_by: Counter[str | ReplyTo] = Counter()
         """This room by key, or by connection without keys, because a peer chooses its own name."""
-        self._claimed_at: dict[Key, float] = {}
-        """Time of the first claim of requests that were not lent. Claims repeat, and are parked for a while each."""
+        self._claimed: dict[Key, tuple[float, float]] = {}
+        """Times of the first and the last claim of each request that is not lent, because parked claims repeat."""
         self.lent_at = -math.inf  # time of the last lend
         self._unparked: deque[ParkedMessage] = deque()
         """Messages about requests that were lent meanwhile, beyond the first `AT_ONCE` of each."""
@@ -206,7 +206,7 @@ class PrefillSide:
         if self._outbox.trace:
             self._outbox.commands.append(Traced(lease, tuple(lease.history)))
         self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
-        if key in self._parked:
+        if key in self._parked or key in self._claimed:
             self._unparked += self._take_parked(key)
             self._receive_parked(now)
         return lease
@@ -273,14 +273,15 @@ class PrefillSide:
             self.revoke(lease, now, "no_room")
         return tuple(revoked)
 
-    def claimed_at(self) -> list[float]:
-        """Return the time of the first claim of each request with a parked claim."""
-        return [self._claimed_at[key] for key in self._parked if key in self._claimed_at]
+    def claimed_at(self, now: float) -> list[float]:
+        """Return the time of the first claim of each request that is not lent, and that readers still wait for."""
+        return [first for first, last in self._claimed.values() if now - last <= self._config.parked_s]
 
     def shut(self, how: str) -> None:
         """Lend nothing any more, and refuse readers that wait for a request that was not lent."""
         self.closed_as = how
         self._parked_order.clear()
+        self._claimed.clear()
         for parked in [each for key in list(self._parked) for each in self._take_parked(key)]:
             if isinstance(parked.message, Claim):
                 self._refuse(parked.message, parked.reply_to, parked.sender, Reason.ENGINE_CLOSED)
@@ -522,16 +523,16 @@ class PrefillSide:
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
-            if message.key not in self._claimed_at:
-                remember(self._claimed_at, message.key, now, MAX_FORGOTTEN)
+            remember(self._claimed, message.key, (self._claimed.get(message.key, (now, now))[0], now), MAX_FORGOTTEN)
             self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
         else:
+            self._claimed.pop(message.key, None)
             # The release is applied when the request is lent; if it is dropped before, the lease will expire.
             self._outbox.send(reply_to, sender, Ack(message.key, message.pull_id))
 
     def _take_parked(self, key: Key) -> list[ParkedMessage]:
         parked = list(self._parked.pop(key, {}).values())
-        self._claimed_at.pop(key, None)
+        self._claimed.pop(key, None)
         for each in parked:
             self._unpark(each)
         return parked
