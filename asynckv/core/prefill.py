@@ -35,7 +35,7 @@ from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.told import MAX_GRANTS, ReaderRefused, lease_granted, short
-from asynckv.core.types import Key, KVTransferParams, PullId, Reason, ReplyTo, RequestId
+from asynckv.core.types import Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import warn_after
 from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack
 from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
@@ -526,7 +526,8 @@ class PrefillSide:
             remember(self._claimed, message.key, (self._claimed.get(message.key, (now, now))[0], now), MAX_FORGOTTEN)
             self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
         else:
-            self._claimed.pop(message.key, None)
+            if message.outcome in (Outcome.COMPLETE, Outcome.CANCELLED):
+                self._claimed.pop(message.key, None)  # it was not given up because it was not lent
             # The release is applied when the request is lent; if it is dropped before, the lease will expire.
             self._outbox.send(reply_to, sender, Ack(message.key, message.pull_id))
 

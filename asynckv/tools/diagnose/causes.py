@@ -44,7 +44,7 @@ class Reader(enum.Enum):
     ANY, NO_LOG, UNHEARD, LEFT_OUT, ABSENT, RENAMED, EARLY = range(7)
     WRONG_TARGET, STALE, KEYS, UNMET, REFUSED, BROKEN, REFUSED_HERE = range(7, 14)
     OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(14, 21)
-    OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, READING, LATE, WAITING = range(21, 28)
+    OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, READING, LATE, WAITING, STUCK = range(21, 29)
 
 
 class CAUSE(enum.StrEnum):
@@ -67,6 +67,7 @@ class CAUSE(enum.StrEnum):
     LEASE_TOO_SHORT = "lease_too_short"
     MAX_LEASE = "max_lease"
     DECODE_LOOP_AWAY = "decode_loop_away"
+    SCHEDULER_STUCK = "scheduler_stuck"
     READER_SILENT = "reader_silent"
     # the release
     OTHER_REQUEST_ID = "other_request_id"

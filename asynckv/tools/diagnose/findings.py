@@ -19,11 +19,13 @@ from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
 from asynckv.tools.diagnose.join import Process, Pull, base_name
+from asynckv.tools.diagnose.leaks_between import is_last_word
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
-from asynckv.tools.diagnose.leaks_pulls import failures
+from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record, integer
+from asynckv.tools.diagnose.stalls import last_stall, stalls
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
 MOST = 12  # findings of a kind
@@ -42,6 +44,9 @@ TROUBLES = {
     Trouble.KEYS: (HEADING.WRONG, "Give --keys and --authorized, and the address with its key: docs/why.md."),
 }
 """Headings and remedies of engines that did not answer."""
+DUMP = "`py-spy dump{pid}`{where}; if that process only waits for orders, the same of its scheduler's process."
+NOT_LENT_S = 10.0  # seconds from which a pull that waits for a lend is told
+STUCK = CAUSE.SCHEDULER_STUCK
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
 OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
 """Headings of late requests that are reported with their process."""
@@ -101,16 +106,27 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
+    failing = _failures(seen, set(map(_key, seen.late)))
     there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
+    stalled = [*_stalled(seen, {rank for rank, _ in there}, [x for x in failing if x.verdict.cause is STUCK])]
+    there += stalled
     told = {_key(x) for x in seen.late for rank, _ in there if _is_about(x, rank)}
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
     late = _late([x for x in asked if not (_key(x) in told and _hangs_on_processes(x))])
-    failed = [*_refused(seen), *_failed(seen, set(map(_key, seen.late)))]
-    first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
+    failed = [*_refused(seen), *_failed([x for x in failing if x.verdict.cause is not STUCK])]
+    first, then = ([x for x in there if bool(x[1].requests or x in stalled) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
     failed += [x for is_wrong, x in computed if is_wrong]
-    wrong = [*first, *late, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
+    wrong = [
+        *(x for _, x in first),
+        *late,
+        *(x for _, x in then),
+        *_copies(seen.copies),
+        *failed,
+        *_away(seen),
+        *_logged(seen, "error"),
+    ]
     limits = [*_limits(seen), *(x for is_wrong, x in computed if not is_wrong), *_logged(seen, "warning")]
     return Findings(wrong, limits, asked, seen.copies)
 
@@ -126,7 +142,7 @@ def _hangs_on_processes(leak: Leak) -> bool:
 
 def _is_about(leak: Leak, rank: str) -> bool:
     """Return True if late blocks depend on this process: it is the reader that is gone or silent, or the lender."""
-    if leak.side == "decode" or leak.cause in (CAUSE.DECODE_UNRESPONSIVE, *LOOPS_AWAY):
+    if leak.side == "decode" or leak.cause in (CAUSE.DECODE_UNRESPONSIVE, STUCK, *LOOPS_AWAY):
         return rank in leak.sentence
     if leak.cause is CAUSE.PREFILL_DIED:
         return rank in leak.holders
@@ -172,6 +188,54 @@ def _stopped(seen: Seen) -> Iterator[tuple[str, Finding]]:
             mine = [x for x in seen.late if _is_about(x, process.rank)]
             what = f"{process.rank} is stopped or paused"
             yield process.rank, Finding(HEADING.STOPPED, "stopped", what, why, LET_IT_RUN, *_of(mine))
+
+
+def _stalled(seen: Seen, told_of: Container[str], failed: Sequence[Failure]) -> Iterator[tuple[str, Finding]]:
+    """Find engines that make no steps although something waits for one, and prefill ranks that do not lend."""
+    service, waits = seen.axis.service, _not_lent(seen)
+    fates = {x.process.rank: x.gone.kind if x.gone is not None else "" for x in seen.grounds}
+    for rank in dict.fromkeys([*(x.rank for x in service.processes.values()), *waits]):
+        process, mine = service.process_named(rank), [x for x in failed if x.verdict.names["by"] == rank]
+        late = [x for x in seen.late if x.cause in (CAUSE.DECODE_UNRESPONSIVE, STUCK) and rank in x.sentence]
+        known = (
+            [] if process is None else [x for x in stalls(process) if not seen.axis.at(process, x.until) < seen.since]
+        )
+        is_now = bool(known) and process is not None and known[-1] == last_stall(process)
+        if rank in told_of or fates.get(rank) in ("died", "stopped") or not (is_now or mine or late or waits.get(rank)):
+            continue
+        names, blocks = _of(late)
+        pulls = [pull for x in mine for pull in x.pulls] + waits.get(rank, [])
+        names = tuple(dict.fromkeys([*names, *(x.prefill_request_id or x.request_id for x in pulls)]))
+        started = process.started if process is not None else None
+        pid = f" --pid {started.integer('pid')}" if started is not None and started.integer("pid") > 0 else ""
+        remedy = DUMP.format(pid=pid, where=f" on the host of {rank}")
+        evidence = "; ".join([*(x.sentence for x in mine), *dict.fromkeys(x.sentence for x in late)][:2])
+        if known or mine or late:
+            worst = known[-1] if is_now else max(known, key=lambda x: x.seconds, default=None)
+            how = "makes no steps" if is_now else "made no steps"
+            what = f"the scheduler of {rank} {how}" + (f": {worst.text}" if worst is not None else "")
+            if worst is not None and process is not None:
+                evidence = evidence or f"its sign of life of {clock_time(seen.axis.at(process, worst.until))}"
+            yield rank, Finding(HEADING.STOPPED, STUCK.value, what, evidence[:MAX_TEXT], remedy, names, blocks)
+        else:
+            what = f"{rank} has not lent {counted(len(names), 'request')} that pulls wait for"
+            yield (
+                rank,
+                Finding(
+                    HEADING.UNKNOWN, "not_lent", what, f"pull_held of {waits[rank][0].process.rank}", remedy, names
+                ),
+            )
+
+
+def _not_lent(seen: Seen) -> dict[str, list[Pull]]:
+    """Return the pulls that wait for a lend when the logs end, by the prefill rank that has to lend."""
+    out: dict[str, list[Pull]] = defaultdict(list)
+    for pull in (pull for request in seen.axis.service.requests for pull in request.all_pulls):
+        if pull.ended is None and pull.held and is_last_word(pull):
+            ranks = pull.held[-1].mapping("ranks") if pull.held[-1].number("state_s", 0.0) >= NOT_LENT_S else {}
+            for rank in (x for x, state in ranks.items() if state == "not_lent"):
+                out[rank].append(pull)
+    return out
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
@@ -229,8 +293,8 @@ def _refused(seen: Seen) -> Iterator[Finding]:
         yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks)
 
 
-def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Finding]:
-    """Find reasons of failed pulls and their ranks, except attempts that were repeated and reported ones."""
+def _failures(seen: Seen, told: Container[tuple[str, str, int]]) -> list[Failure]:
+    """Return reasons of failed pulls, except attempts that were repeated and reported ones."""
     axis = seen.axis
     last: set[Pull] = set()
     for family in families(axis.service.requests):
@@ -240,7 +304,11 @@ def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Findi
     def counts(pull: Pull) -> bool:
         return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
-    for each in failures(Presence(axis), counts):
+    return failures(Presence(axis), counts)
+
+
+def _failed(found: Sequence[Failure]) -> Iterator[Finding]:
+    for each in found:
         cause, number, times = each.verdict.cause, len(each.pulls), each.times
         entry, span = CATALOGUE[cause], f"{counted(number, 'pull')}, {clock_time(min(times))}"
         span += f" to {clock_time(max(times))}" if number > 1 else ""

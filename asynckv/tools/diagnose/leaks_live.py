@@ -47,10 +47,13 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
 
         counted, began = account.facts.counters, came - account.facts.uptime_s
         said: dict[str, Any] = {
+            "pid": account.facts.pid,
             "lends": counted.get("leases.lent", 0) > 0,
             "pulls": counted.get("pulls.started", 0) > 0,
         }
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
+        waits = {what: {"number": x.number, "seconds": x.seconds} for what, x in account.waits_for_step.items()}
+        yield say(told.EngineAlive, waits_for_step=waits)
         for peer in account.peers:
             yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
         if "prompts_in_a_row" in answer.gauges:

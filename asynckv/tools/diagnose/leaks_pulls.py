@@ -18,6 +18,7 @@ from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.stalls import stalled_s
 
 W, R = Owner, Reader
 
@@ -80,7 +81,7 @@ def _why_failed(presence: Presence, pull: Pull) -> Verdict:
             state = R.STALE
         if state is R.UNMET and any(turned_away_at(pull, x) for x in _read_ranks(pull) or ("",)):
             state = R.KEYS
-        if state in (R.REFUSED_HERE, R.CLOSED):
+        if state in (R.REFUSED_HERE, R.CLOSED, R.STUCK):
             more = {"by": pull.process.rank}
         if state is R.REFUSED_HERE:
             more["reason"] = pull.cause  # each has a remedy of its own
@@ -128,6 +129,8 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
         fate = presence.fate(owner)
         if fate.kind == "died" and fate.after <= high:
             return R.OWNER_DIED, {"by": owner.rank, "holder": owner.rank, "why": fate.why}
+        if pull.cause == "not_lent_yet" and stalled_s(owner, low, high, "claim") > 0.0:
+            return R.STUCK, {"by": owner.rank, "holder": owner.rank}
     for process, state in (*((x, R.OWNER_AWAY) for x in owners), (reader, R.AWAY)):
         least, most = presence.when(process, 0.0)  # as far as its clock may be apart
         if (away_s := presence.away_s(process, low - most, high - least)) > 0.0:

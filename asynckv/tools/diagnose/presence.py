@@ -18,6 +18,7 @@ from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Lease, Process, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds, moment
 from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.stalls import stalled_s
 
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
@@ -221,6 +222,12 @@ class Presence:
                 return seconds, record.at
         return 0.0, -math.inf
 
+    def _stalled_s(self, lease: Lease, reader: Process) -> float:
+        """Return for how long a reader's scheduler made no step while a lease lasted."""
+        ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
+        since, until = (self.near(lease.process, x) + ahead for x in (lease.lent_at, lease.lent_at + lease.seconds))
+        return stalled_s(reader, since, until)
+
     def absent(self, lease: Lease, readers: Iterable[Process]) -> dict[str, str]:
         """Return the reasons for which readers were surely not there for most of a lease's time, by ranks."""
         out = {}
@@ -228,6 +235,8 @@ class Presence:
             fate, away_s = self.fate(reader), self.long_away(lease, reader)[0]
             if fate.hangs and fate.after < self.span(lease)[1]:
                 out[reader.rank] = fate.why
+            elif self._stalled_s(lease, reader) > 0.5 * lease.seconds:
+                out[reader.rank] = "its scheduler made no step meanwhile, although something waited for one"
             elif away_s and not (fate.kind == "died" and fate.after <= self.span(lease)[1]):
                 out[reader.rank] = f"its event loop was away for {in_seconds(away_s)} s then"
         return out
