@@ -91,6 +91,11 @@ def pull_ended(at: float, cause: str, **fields: Any) -> Record:
     return say(at, told.PullEnded, D, **{**said, **fields})
 
 
+def waits(start: str, at: float, **seconds: float) -> Record:
+    """A sign of life of an engine that something waits for, by its kind."""
+    return say(at, told.EngineAlive, start, waits_for_step={k: {"number": 2, "seconds": s} for k, s in seconds.items()})
+
+
 def alive(start: str, at: float) -> Record:
     return say(at, told.EngineAlive, start)
 
@@ -683,13 +688,12 @@ def test_pulls_that_a_blocked_loop_made_fail_are_told_though_nothing_was_late() 
         ("unplannable", "give every cache group the blocks"),
         ("remote_too_short", "`num_tokens`"),
         ("queue_full", "`pull.max_queued`"),
-        ("standstill", "`take_finished`"),
         ("blocks_differ", "pass on params unchanged"),
     ],
 )
 def test_each_refusal_by_the_reader_has_a_remedy_of_its_own(cause: str, remedy: str) -> None:
     ended = pull_ended(15, cause, failed_in="handshake", detail="of one kind")
-    other = pull_ended(16, "queue_full" if cause != "queue_full" else "standstill", pull_id=f"{D[:16]}-2")
+    other = pull_ended(16, "queue_full" if cause != "queue_full" else "unplannable", pull_id=f"{D[:16]}-2")
     told_of = {each.remedy for each in failed([*BOTH, ended, other])}
     assert len(told_of) == 2, "one finding each"
     assert any(remedy in each for each in told_of)
@@ -716,6 +720,11 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
         [*BOTH, pull_ended(15, "read_failed"), say(14, told.DataPlaneRestarted, P, cause="signal 6")],
     ),
     "another id": (C.OTHER_REQUEST_ID, [*BOTH, pull_ended(15, "wrong_request")]),
+    "no step of the reader's engine": (C.SCHEDULER_STUCK, [*BOTH, pull_ended(15, "standstill")]),
+    "no step of the lender's engine": (
+        C.SCHEDULER_STUCK,
+        [*BOTH, pull_ended(35, "not_lent_yet", seconds=20.0), waits(P, 30, claim=12.0)],
+    ),
     "keys": (
         C.KEYS_REFUSED,
         [*BOTH, pull_ended(15, "peer_unreachable", detail="it seems to turn our connection away")],
@@ -743,7 +752,7 @@ def test_why_a_pull_failed_is_told(name: str) -> None:
     cause, records = FAILURES[name]
     [failure] = failed(records)
     assert failure.verdict.cause is cause
-    itself = cause in (C.DECODE_LOOP_AWAY, C.READER_CLOSED, C.REFUSED_LOCALLY)
+    itself = cause in (C.DECODE_LOOP_AWAY, C.READER_CLOSED, C.REFUSED_LOCALLY) or "reader's engine" in name
     assert failure.verdict.names["by"] == RANK[D if itself else P]
     assert "?" not in failure.sentence
 

@@ -44,7 +44,6 @@ TROUBLES = {
     Trouble.KEYS: (HEADING.WRONG, "Give --keys and --authorized, and the address with its key: docs/why.md."),
 }
 """Headings and remedies of engines that did not answer."""
-DUMP = "`py-spy dump{pid}`{where}; if that process only waits for orders, the same of its scheduler's process."
 NOT_LENT_S = 10.0  # seconds from which a pull that waits for a lend is told
 STUCK = CAUSE.SCHEDULER_STUCK
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
@@ -106,27 +105,20 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
-    failing = _failures(seen, set(map(_key, seen.late)))
     there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
-    stalled = [*_stalled(seen, {rank for rank, _ in there}, [x for x in failing if x.verdict.cause is STUCK])]
-    there += stalled
     told = {_key(x) for x in seen.late for rank, _ in there if _is_about(x, rank)}
+    failing = _failures(seen, set(map(_key, seen.late)))
+    stalled = [*_stalled(seen, {rank for rank, _ in there}, [x for x in failing if x.verdict.cause is STUCK])]
+    waiting = {_key(x) for rank, _ in stalled for x in _waits_for(seen, rank)}
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
-    late = _late([x for x in asked if not (_key(x) in told and _hangs_on_processes(x))])
+    late = _late([x for x in asked if not (_key(x) in told and _hangs_on_processes(x)) and _key(x) not in waiting])
     failed = [*_refused(seen), *_failed([x for x in failing if x.verdict.cause is not STUCK])]
-    first, then = ([x for x in there if bool(x[1].requests or x in stalled) is is_first] for is_first in (True, False))
+    first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
     failed += [x for is_wrong, x in computed if is_wrong]
-    wrong = [
-        *(x for _, x in first),
-        *late,
-        *(x for _, x in then),
-        *_copies(seen.copies),
-        *failed,
-        *_away(seen),
-        *_logged(seen, "error"),
-    ]
+    wrong = [*first, *(x for _, x in stalled), *late, *then, *_copies(seen.copies), *failed, *_away(seen)]
+    wrong += _logged(seen, "error")
     limits = [*_limits(seen), *(x for is_wrong, x in computed if not is_wrong), *_logged(seen, "warning")]
     return Findings(wrong, limits, asked, seen.copies)
 
@@ -142,7 +134,7 @@ def _hangs_on_processes(leak: Leak) -> bool:
 
 def _is_about(leak: Leak, rank: str) -> bool:
     """Return True if late blocks depend on this process: it is the reader that is gone or silent, or the lender."""
-    if leak.side == "decode" or leak.cause in (CAUSE.DECODE_UNRESPONSIVE, STUCK, *LOOPS_AWAY):
+    if leak.side == "decode" or leak.cause in (CAUSE.DECODE_UNRESPONSIVE, *LOOPS_AWAY):
         return rank in leak.sentence
     if leak.cause is CAUSE.PREFILL_DIED:
         return rank in leak.holders
@@ -192,39 +184,41 @@ def _stopped(seen: Seen) -> Iterator[tuple[str, Finding]]:
 
 def _stalled(seen: Seen, told_of: Container[str], failed: Sequence[Failure]) -> Iterator[tuple[str, Finding]]:
     """Find engines that make no steps although something waits for one, and prefill ranks that do not lend."""
-    service, waits = seen.axis.service, _not_lent(seen)
-    fates = {x.process.rank: x.gone.kind if x.gone is not None else "" for x in seen.grounds}
-    for rank in dict.fromkeys([*(x.rank for x in service.processes.values()), *waits]):
-        process, mine = service.process_named(rank), [x for x in failed if x.verdict.names["by"] == rank]
-        late = [x for x in seen.late if x.cause in (CAUSE.DECODE_UNRESPONSIVE, STUCK) and rank in x.sentence]
-        known = (
-            [] if process is None else [x for x in stalls(process) if not seen.axis.at(process, x.until) < seen.since]
-        )
-        is_now = bool(known) and process is not None and known[-1] == last_stall(process)
-        if rank in told_of or fates.get(rank) in ("died", "stopped") or not (is_now or mine or late or waits.get(rank)):
+    service, not_lent = seen.axis.service, _not_lent(seen)
+    over = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind in ("died", "stopped")}
+    for rank in dict.fromkeys([*(x.rank for x in service.processes.values()), *not_lent]):
+        process, late = service.process_named(rank), _waits_for(seen, rank)
+        mine, waiting = [x for x in failed if x.verdict.names["by"] == rank], not_lent.get(rank, [])
+        now = last_stall(process) if process is not None and rank not in over else None
+        if rank in told_of or not (now or mine or late or (waiting and rank not in over)):
             continue
         names, blocks = _of(late)
-        pulls = [pull for x in mine for pull in x.pulls] + waits.get(rank, [])
-        names = tuple(dict.fromkeys([*names, *(x.prefill_request_id or x.request_id for x in pulls)]))
-        started = process.started if process is not None else None
-        pid = f" --pid {started.integer('pid')}" if started is not None and started.integer("pid") > 0 else ""
-        remedy = DUMP.format(pid=pid, where=f" on the host of {rank}")
-        evidence = "; ".join([*(x.sentence for x in mine), *dict.fromkeys(x.sentence for x in late)][:2])
-        if known or mine or late:
-            worst = known[-1] if is_now else max(known, key=lambda x: x.seconds, default=None)
-            how = "makes no steps" if is_now else "made no steps"
-            what = f"the scheduler of {rank} {how}" + (f": {worst.text}" if worst is not None else "")
-            if worst is not None and process is not None:
-                evidence = evidence or f"its sign of life of {clock_time(seen.axis.at(process, worst.until))}"
-            yield rank, Finding(HEADING.STOPPED, STUCK.value, what, evidence[:MAX_TEXT], remedy, names, blocks)
-        else:
+        pulls = (*(pull for x in mine for pull in x.pulls), *waiting)
+        names = tuple(dict.fromkeys((*names, *(x.prefill_request_id for x in pulls))))
+        said = [*(x.sentence for x in mine), *dict.fromkeys(x.sentence for x in late)]
+        said += [f"{pull.process.rank} waits for a lend (`pull_held`)" for pull in waiting[:1]]
+        heading, code = (HEADING.STOPPED, STUCK.value) if now or mine or late else (HEADING.UNKNOWN, "not_lent")
+        worst = now or (max(stalls(process), key=lambda x: x.seconds, default=None) if process is not None else None)
+        what = f"the scheduler of {rank} {'makes' if now else 'made'} no steps" + (f": {worst.text}" if worst else "")
+        if heading is HEADING.UNKNOWN:
             what = f"{rank} has not lent {counted(len(names), 'request')} that pulls wait for"
-            yield (
-                rank,
-                Finding(
-                    HEADING.UNKNOWN, "not_lent", what, f"pull_held of {waits[rank][0].process.rank}", remedy, names
-                ),
-            )
+        evidence = "; ".join(said[:2]) or "`waits_for_step` of its last sign of life (`engine_alive`), or of its answer"
+        yield rank, Finding(heading, code, what, evidence[:MAX_TEXT], _dump(process, rank), names, blocks)
+
+
+def _waits_for(seen: Seen, rank: str) -> list[Leak]:
+    """Return late requests that a rank had no step for, as far as is known."""
+    process = seen.axis.service.process_named(rank)
+    if process is None or next(stalls(process), None) is None:
+        return []
+    causes = CAUSE.DECODE_UNRESPONSIVE, CAUSE.ANNOUNCED_AND_FORGOTTEN
+    return [x for x in seen.late if x.cause in causes and rank in x.sentence]
+
+
+def _dump(process: Process | None, rank: str) -> str:
+    pid = process.started.integer("pid") if process is not None and process.started is not None else 0
+    which = f"`py-spy dump --pid {pid}`" if pid > 0 else "`py-spy dump`"
+    return f"{which} on the host of {rank}; if that process only waits for orders, the same of its scheduler's."
 
 
 def _not_lent(seen: Seen) -> dict[str, list[Pull]]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from asynckv.core.told import RefusedMessage
 from asynckv.tools.diagnose import leaks_between as between
-from asynckv.tools.diagnose import stalls
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
@@ -88,8 +87,6 @@ class _Debt:
 
     def _weighed(self, pull: Pull | None) -> Verdict:
         if pull is not None and between.is_forgotten(self.presence, pull):
-            if (stalled_s := stalls.stalled_s(pull.process, pull.begun_at, pull.last_at)) > 0.0:
-                return self._is(R.STUCK, reader=pull.process.rank, away_s=in_seconds(stalled_s))
             return self._away(pull) or self._is(R.ANNOUNCED)
         if self._is_overstayed():
             most = in_seconds(self.lease.process.durations["max_lease_s"])
