@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoked, Settled
+from asynckv.core.notes import Granted, Note, Promised, Released, Revoked
 from asynckv.core.types import How
 from asynckv.tools.diagnose.records import Record
 
@@ -43,7 +43,7 @@ _NOTES: Mapping[type[Note], re.Pattern[str]] = {
         re.sub(r"{(\w+)(:g)?}", lambda found: f"(?P<{found[1]}>{_FIELD.get(found[1], '.+')})", kind.words) + r"\Z",
         re.DOTALL,
     )
-    for kind in (Granted, Released, Lapsed, Revoked, Promised, Settled)
+    for kind in (Granted, Released, Revoked, Promised)
 }
 """Notes that a reader looks for, by their words."""
 
