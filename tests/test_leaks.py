@@ -440,7 +440,6 @@ CELLS: list[list[Record]] = [
     *([*BOTH, expired(refused=[[3.0, "claim", x, RANK[D], ""]])] for x in ("wrong_request", "restarted")),
     [*CLOSED, expired(False), pull_ended(39, "cancelled", seconds=28), unanswered(41, "engine_closed")],
     *(of_decode([*BOTH, refused(x)]) for x in ("parked_too_long", "wrong_request", "restarted", "wrong_cohort")),
-    of_decode([*BOTH, refused("expired", "lent for longer than max_lease_s 30.0")]),
     of_decode(CASES["release lost"][1]),
     *(of_decode([*BOTH, pull_ended(15, x), unanswered()]) for x in ("peer_unreachable", "wrong_target")),
     of_decode([*CASES["keys, in the detail alone"][1], unanswered()]),

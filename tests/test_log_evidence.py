@@ -169,8 +169,8 @@ async def test_a_release_under_another_id_is_seen_on_both_sides(sim: Bench, logs
     assert (said["peer"], said["ranks"], said["cause"]) == ("prefill", [name_of(prefill)], "wrong_request")
     assert said["rank"] == name_of(decode)
     for entry in (logs.one("lease_ended", "prefill"), logs.of("lease_held", "prefill")[0]["oldest"][0]):
-        ((after, what, reason, who, detail),) = entry["refused"]
-        assert (after, what, reason, who) == (0.0, "release", "wrong_request", name_of(decode))
+        ((after, what, reason, who, detail, limit),) = entry["refused"]
+        assert (after, what, reason, who, limit or "none") == (0.0, "release", "wrong_request", name_of(decode), "none")
         assert "another prefill request id" in detail
     assert logs.one("lease_ended", "prefill")["owed"] == ["*"]
 
@@ -248,7 +248,7 @@ async def test_a_release_that_came_too_early_is_told_when_its_request_is_lent(si
         lent = prefill.engine.lend(params)
         sim.clock.advance(31.0)
         await lent.wait_released()
-    ((after, what, reason, who, detail),) = logs.one("lease_ended")["refused"]
+    ((after, what, reason, who, detail, _),) = logs.one("lease_ended")["refused"]
     assert (what, reason, who) == ("release", "parked_too_long", name_of(decode))
     assert after <= 0
     assert "parked_s 5" in detail

@@ -36,7 +36,15 @@ Peer = Annotated[str, "The remote rank and its process start."]
 Detail = Annotated[str, "The cause in words."]
 NotLogged = Annotated[int | None, "Events that were not logged since the last such line."]
 SuccessesNotLogged = Annotated[int | None, "Requests that ended well, or were lent, without a line since the last one."]
-History = Annotated[list[tuple[float, str]] | None, "Every transition and note: `[seconds since the first, words]`."]
+Entry = Annotated[str | dict[str, Any], "The state, or a note: its name (`note`) and its fields."]
+History = Annotated[
+    list[tuple[float, Entry]] | None, "Every state and note: `[seconds since the first, state or note]`."
+]
+Lost = Annotated[
+    str,
+    "How a rank was lost (`goodbye`, `silent`, `broken`, `forgotten`, `replaced`, `left`, `idle`) or could not be met "
+    "(`no_answer`, `not_loaded`, `turned_away`, `unlisted_listener`, `no_key`, `needs_keys`, `no_files`, `gave_way`).",
+]
 HeldState = Annotated[str, "State of the lease or pull; left out if the line covers several states."]
 Waits = Annotated[str, "The reason for waiting, in words."]
 Requests = Annotated[int, "Number of requests that the line covers."]
@@ -56,12 +64,14 @@ class RefusedMessage(Struct, frozen=True, array_like=True):
     reason: str
     who: str
     detail: str = ""
+    limit: str = ""
 
 
 RefusedMessages = Annotated[
     list[RefusedMessage] | None,
     "Refused messages about this request, the first of each kind: `[seconds since it was lent, claim|renew|release, "
-    "reason, sender, detail]`. `parked_too_long` is a release that came before the request was lent and was dropped.",
+    "reason, sender, detail, limit]`; `limit` is `max_lease_s` if that is the reason. `parked_too_long` is a release "
+    "that came before the request was lent and was dropped.",
 ]
 
 
@@ -242,6 +252,7 @@ class PeerChanged(Told):
     before: Annotated[str, "State before."]
     state: Annotated[str, "`connecting` (this side sends its first hello), `loading` (the welcome came), `ready`, ..."]
     cause: Annotated[str, "Why the rank no longer serves this engine."] = ""
+    how: Lost = ""
     detail: Detail = ""
     pulls_failed: Annotated[int | None, "Pulls that failed with the rank."] = None
 
@@ -363,7 +374,7 @@ class LeaseTransition(OfLease):
     """One entry of a lease's history."""
 
     levels = ("debug",)
-    to: Annotated[str, "The state, or a note."]
+    to: Entry
     at_s: Annotated[float, "Time since the request was lent."]
 
 
@@ -432,6 +443,8 @@ class PullEnded(OfPull):
     seconds: Annotated[float, "Time from the call to the outcome."]
     same_as: Annotated[str, "The earlier pull that failed in the same words; its line has the rest."] = ""
     failed_in: Annotated[str, "Phase in which the pull failed."] = ""
+    failed_with: Annotated[list[str] | None, "Prefill ranks that the failure is about."] = None
+    how: Lost = ""
     detail: Detail = ""
     waited_for: Annotated[str, "What the pull waited for when it failed, in words."] = ""
     attempt: Annotated[int | None, "Number of the attempt, if it is not the first."] = None
@@ -462,7 +475,7 @@ class PullTransition(OfPull):
     """One entry of a pull's history."""
 
     levels = ("debug",)
-    to: Annotated[str, "The state, or a note."]
+    to: Entry
     at_s: Annotated[float, "Time since the first entry."]
 
 

@@ -41,7 +41,7 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.told import Told, short
-from asynckv.core.types import Address, PullId, ReplyTo, members
+from asynckv.core.types import Address, How, PullId, ReplyTo, members
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
@@ -55,6 +55,7 @@ TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
     "authorized keys"
 )
+HOW = frozenset(How)
 POST_SLICE_S = 0.0005  # a turn plans and posts for so long, and then for as much CPU: no holder of the GIL ends both
 BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
 IDLE_BEAT_S = 2.5  # the beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`
@@ -299,8 +300,9 @@ class Driver:
             self.core.decode.leave(self.clock.now(), peer)
             return self.soon()
         self.recorder.log(told.Refused(cause, short(peer)), self.clock.now())
-        if cause == "turned_away":
-            self._safely(self.core.decode.hint, Address(peer), TURNED_AWAY)
+        if cause in HOW:
+            hint = TURNED_AWAY if cause == How.TURNED_AWAY else ""
+            self._safely(self.core.decode.hint, Address(peer), How(cause), hint)
 
     def on_data(self) -> None:
         before = self._polled_at

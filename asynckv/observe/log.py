@@ -216,6 +216,8 @@ class Recorder(Observer):
         ended = msgspec.structs.replace(
             ended,
             failed_in=pull.failed_in if is_failed else "",
+            failed_with=[*pull.blame.ranks[:MAX_NAMED]] or None,
+            how=pull.blame.how or "",
             detail=pull.detail if is_failed else "",
             waited_for=short(pull.waited_for) if is_failed else "",
             peer_ranks=[source.name for source in pull.sources[:MAX_NAMED]],
@@ -413,6 +415,7 @@ class Recorder(Observer):
             before=before.value,
             state=after.value,
             cause=str(peer.reason) if said else "",
+            how=(peer.how or "") if said else "",
             detail=peer.detail if said else "",
             pulls_failed=(peer.num_failed or None) if said else None,
         )
@@ -421,7 +424,7 @@ class Recorder(Observer):
     def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str | Note]]) -> None:
         start = subject.history[0][0]
         for at, what in entries:
-            to, at_s = str(what), round(at - start, 6)
+            to, at_s = _entry(what), round(at - start, 6)
             if isinstance(subject, Pull):
                 self.log(told.PullTransition(*told.pull_ids(subject), to=to, at_s=at_s))
             else:
@@ -441,7 +444,7 @@ class Recorder(Observer):
         return skipped or None
 
 
-def _fields(event: Told) -> dict[str, Any]:
+def _fields(event: Told | Note) -> dict[str, Any]:
     said: dict[str, Any] = msgspec.to_builtins(event)
     return said
 
@@ -467,7 +470,7 @@ def _claims(lease: Lease) -> dict[str, told.LastClaim]:
 
 def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
     return [
-        told.RefusedMessage(round(x.at - lease.lent_at, 3), x.what, x.reason, short(x.who), short(x.detail))
+        told.RefusedMessage(round(x.at - lease.lent_at, 3), x.what, x.reason, short(x.who), short(x.detail), x.limit)
         for x in lease.refused
     ] or None
 
@@ -494,4 +497,11 @@ def _relative(history: History) -> told.History:
     if left_out := max(len(entries) - MAX_HISTORY, 0):
         few = MAX_HISTORY // 4
         entries[few : few + left_out] = [(entries[few][0], f"{left_out} entries are left out")]
-    return [(round(at - first, 6), short(str(what))) for at, what in entries]
+    return [(round(at - first, 6), _entry(what)) for at, what in entries]
+
+
+def _entry(what: str | Note) -> told.Entry:
+    """Return a state's name, or a note with its fields, so that no reader of logs has to take words apart."""
+    if not isinstance(what, Note):
+        return short(str(what))
+    return {name: short(x) if isinstance(x, str) else x for name, x in _fields(what).items()}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from msgspec import Struct, structs
@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 from asynckv.core.told import EVENTS, Line
 from scripts.draw.drawing import DOCS, between, table
 
-KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object"}
+KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object", UnionType: "text or object"}
 SHARED = 3
 """A field that stands in this many places is explained once, and only named there."""
 

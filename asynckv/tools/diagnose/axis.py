@@ -70,7 +70,7 @@ def steps_of(lived: Lease | Pull) -> list[Step]:
     """
     ended, transitions = lived.ended, lived.transitions
     past = list(itertools.islice(history(ended), MAX_STEPS))
-    told = [(x.number("at_s"), note_of(x.text("to"))) for x in transitions[:MAX_STEPS]]
+    told = [(x.number("at_s"), note_of(x.fields.get("to")) or "") for x in transitions[:MAX_STEPS]]
     begun = [record.at - at for record, (at, _) in zip(transitions, told, strict=False)]
     begun += [lived.lent_at] if isinstance(lived, Lease) else []
     if ended is not None and not transitions and past:

@@ -135,7 +135,7 @@ def _hangs_on_processes(leak: Leak) -> bool:
 def _is_about(leak: Leak, rank: str) -> bool:
     """Return True if late blocks depend on this process: it is the reader that is gone or silent, or the lender."""
     if leak.side == "decode" or leak.cause in (CAUSE.DECODE_UNRESPONSIVE, *LOOPS_AWAY):
-        return rank in leak.sentence
+        return rank in leak.about
     if leak.cause is CAUSE.PREFILL_DIED:
         return rank in leak.holders
     return rank in (leak.reader, *leak.owed) and CATALOGUE[leak.cause].heading in OF_PROCESSES
@@ -352,7 +352,7 @@ def _away(seen: Seen) -> Iterator[Finding]:
         away = [x for x in away if not seen.axis.at(process, x[1].at) < seen.since]
         if away:
             found.append((*max(away, key=lambda x: x[0]), process, len(away)))
-    found = [x for x in found if not any(x[2].rank in leak.sentence for leak in seen.late if leak.cause in LOOPS_AWAY)]
+    found = [x for x in found if not any(x[2].rank in leak.about for leak in seen.late if leak.cause in LOOPS_AWAY)]
     for seconds, record, process, times in sorted(found, key=lambda x: -x[0]):
         held = [counted(record.integer(f"{what}s", 0), what) for what in ("lease", "pull")]
         what = f"the event loop of {process.rank} was away: {counted(times, 'time')}, at most {shown_seconds(seconds)}"

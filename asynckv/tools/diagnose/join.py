@@ -26,10 +26,11 @@ from typing import Any
 import msgspec
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoked, Settled
+from asynckv.core.notes import AnyNote, Granted, Note, Promised, Released
 from asynckv.core.told import RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
+from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Logs, Record, number
 
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
@@ -227,32 +228,11 @@ class Lease:
         values = [x.fields.get("refused") for x in (self.ended, *reversed(self.held)) if x is not None]
         said: list[Any] = next((x for x in values if isinstance(x, list)), [])
         rows = (x for x in said if isinstance(x, list) and len(x) >= 4)
-        return [RefusedMessage(number(x[0]), *map(str, x[1:5])) for x in rows]
+        return [RefusedMessage(number(x[0]), *map(str, x[1:6])) for x in rows]
 
     @property
     def pull_ids(self) -> frozenset[str]:
         return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
-
-
-_FIELD = {"pull_id": "[^ ,]+", "outcome": "[a-z]+", "seconds": "[0-9.e+-]+", "owed": "[0-9]+", "held": "[0-9]+"}
-_SAID: Mapping[type[Note], re.Pattern[str]] = {
-    kind: re.compile(
-        re.sub(r"{(\w+)(:g)?}", lambda found: f"(?P<{found[1]}>{_FIELD.get(found[1], '.+')})", kind.words) + r"\Z",
-        re.DOTALL,
-    )
-    for kind in (Granted, Released, Lapsed, Revoked, Promised, Settled)
-}
-"""Notes that a reader looks for, by their words."""
-
-
-def note_of(text: str) -> str | Note:
-    """Return the note of a line's words; states, and the words of other notes, stay as they are."""
-    if " " in text:
-        for kind, pattern in _SAID.items():
-            if (found := pattern.match(text)) is not None:
-                with contextlib.suppress(msgspec.ValidationError):
-                    return msgspec.convert(found.groupdict(), kind, strict=False)
-    return text
 
 
 def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -262,12 +242,21 @@ def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield str(name), inner
 
 
+def note_of(said: object) -> str | Note | None:
+    """Return an entry of a history: a state, or a note; None for anything else."""
+    if isinstance(said, str):
+        return said
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(said, AnyNote, strict=False)
+    return None
+
+
 def history(ended: Record | None) -> Iterator[tuple[float, str | Note]]:
     """Yield the steps of a request's life in its last line, if there is one."""
     value = ended.fields.get("history") if ended is not None else None
     for x in value if isinstance(value, list) else ():
-        if isinstance(x, list) and len(x) == 2 and isinstance(x[1], str):
-            yield number(x[0]), note_of(x[1])
+        if isinstance(x, list) and len(x) == 2 and (what := note_of(x[1])) is not None:
+            yield number(x[0]), what
 
 
 @dataclass(slots=True, eq=False)
@@ -303,6 +292,15 @@ class Pull:
     @property
     def failed_in(self) -> str:
         return self.said.text("failed_in") if self.said is not None else ""
+
+    @property
+    def how(self) -> str:
+        """How the rank was lost, or not met, with which it failed (`asynckv.core.types.How`); empty if neither."""
+        return self.said.text("how") if self.said is not None else ""
+
+    @property
+    def failed_with(self) -> tuple[str, ...]:
+        return self.said.texts("failed_with") if self.said is not None else ()
 
     @property
     def detail(self) -> str:
@@ -496,6 +494,7 @@ class _Builder:
         self._before: list[Record] = []
 
     def take(self, record: Record) -> None:
+        record = coded(record)
         process, event = self.speaks(record), record.event
         if event in LEASE_EVENTS:
             _place(self._lease(process, record), record)

@@ -204,6 +204,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
         sequence=request.sequence,
         decode_request_ids=tuple(request.decode_ids),
         missing=tuple(dict.fromkeys((*fields.pop("missing", ()), *verdict.missing))),
+        about=verdict.about,
         # Of a reader that may have been meant, nothing is known.
         reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
         until=until if not math.isnan(until) else max((x.at for x in request.records()), default=math.nan),

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asynckv.core import told
+from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, Owner, Reader, remedy_of
 from asynckv.tools.diagnose.join import Process, Pull, Request, start_of
-from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
+from asynckv.tools.diagnose.leaks_between import how_unanswered, key_trouble_at, refused_as, said_of, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
@@ -79,7 +80,7 @@ def _why_failed(presence: Presence, pull: Pull) -> Verdict:
         state = FAILED_AS.get(pull.cause, R.LATE if pull.failed_in == "queue" else R.NO_LOG)
         if pull.cause == "engine_closed" and pull.process.stopped is None:
             state = R.STALE
-        if state is R.UNMET and any(turned_away_at(pull, x) for x in _read_ranks(pull) or ("",)):
+        if state is R.UNMET and any(key_trouble_at(pull, x)[0] for x in _read_ranks(pull) or ("",)):
             state = R.KEYS
         if state in (R.REFUSED_HERE, R.CLOSED, R.STUCK):
             more = {"by": pull.process.rank}
@@ -100,7 +101,7 @@ def _lost(pull: Pull) -> Record | None:
 
 def _what_became(presence: Presence, pull: Pull, lost: Record) -> Reader:
     """Return the fate of a lost rank; its silence proves neither its death nor its life."""
-    if lost.text("detail").endswith("said goodbye"):
+    if lost.text("how") == How.GOODBYE:
         return R.OWNER_CLOSED
     has_logs = all(presence.service.process_named(x) for x in _read_ranks(pull))
     return R.BROKEN if has_logs else R.NO_LOG
@@ -149,6 +150,7 @@ def why_kept(presence: Presence, pull: Pull) -> Verdict:
     names = {
         "reader": pull.process.rank,
         "holder": listed(ranks) or pull.peer,
+        "about": (pull.process.rank, *ranks),
         "held": f"for {in_seconds(kept_s(pull))} s after its pull had failed{after}",
         "why": f"{pull.cause}{f', {pull.detail}' if pull.detail else ''}" or pull.state,
     }
@@ -181,7 +183,7 @@ def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict
         unheard = ((_unheard(presence, request, pull, rank), rank) for rank in unanswered_ranks(pull))
         found += [(verdict, rank, pull) for verdict, rank in unheard if verdict is not None]
         for record in pull.refused:
-            state = refused_as(record.text("cause"), record.text("detail"))
+            state = refused_as(record.text("cause"))
             why = f"release {record.text('cause')}{f', {detail}' if (detail := record.text('detail')) else ''}"
             names = {"reader": pull.process.rank, "why": why, "message": "release"} | other_id(pull.prefill_request_id)
             for rank in record.texts("ranks"):
@@ -218,7 +220,7 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
         return None
     state = R.UNANSWERED
     if pull.cause == "peer_unreachable":
-        keys = turned_away_at(pull, rank)
+        keys = key_trouble_at(pull, rank)[1]
         state, names["why"] = R.KEYS if keys else R.UNMET, keys or pull.detail
     elif pull.cause == "wrong_target":
         state, names["why"] = R.WRONG_TARGET, pull.detail

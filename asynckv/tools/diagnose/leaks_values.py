@@ -37,6 +37,7 @@ class Leak:
     until: float = math.nan  # its end, or the last line about it, by the holder's clock
     owed: tuple[str, ...] = ()  # readers that were waited for; `*` is a decode engine that never spoke up
     reader: str = ""  # the one that the sentence speaks of, as far as one is known
+    about: tuple[str, ...] = ()  # the ranks that the sentence speaks of
     reason: str = ""  # of the failed pull, if that explains it
     other_request_id: str = ""  # the other id in the logs, if it was not its own
     also: tuple[str, ...] = ()  # other stories that are true of other readers

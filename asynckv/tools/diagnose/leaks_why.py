@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asynckv.core.told import RefusedMessage
+from asynckv.core.types import How
 from asynckv.tools.diagnose import leaks_between as between
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
@@ -42,6 +43,12 @@ class Verdict:
     def order(self) -> tuple[bool, bool, float]:
         """Sort key: is a class of causes, is only silence, time."""
         return CATALOGUE[self.cause].is_class, self.reader is Reader.LEFT_OUT, self.at
+
+    @property
+    def about(self) -> tuple[str, ...]:
+        """The ranks that the sentence speaks of."""
+        one = self.names.get("holder" if self.reader is Reader.OWNER_AWAY else "reader", "")
+        return tuple(self.names.get("about", (one,)))
 
     @property
     def sentence(self) -> str:
@@ -142,7 +149,7 @@ class _Debt:
                     said = record.text("cause"), pull.process.rank, record.text("detail")
                     found.append(RefusedMessage(math.inf, "release", *said))
         for refusal in found:
-            state = between.refused_as(refusal.reason, refusal.detail)
+            state = between.refused_as(refusal.reason, refusal.limit)
             if state is None or (state is R.REFUSED and refusal.message != "release" and name in self.claims):
                 continue
             reader = refusal.who if start_of(refusal.who) and name == "*" else reader
@@ -226,9 +233,9 @@ class _Debt:
         is_old = (cause == "engine_closed" or pull.failed_in == "handshake") and self._names_another_start(pull)
         if is_old or FAILED_AS.get(cause) is R.STALE:
             return self._is(R.STALE)
-        if keys := between.refused_keys(presence, pull, lease):
+        if keys := between.key_trouble(presence, pull, lease)[1]:
             return self._is(R.KEYS, keys)
-        in_vain = pull.failed_in == "handshake" and lease.process.rank in pull.detail  # at this address
+        in_vain = pull.failed_in == "handshake" and lease.process.rank in pull.failed_with  # at this address
         is_met = self._is_only_released(pull) or (between.shook_hands(presence, pull.process, lease) and not in_vain)
         if cause == "peer_unreachable" or not is_met:
             # A reader that is away hears no answer.
@@ -266,7 +273,7 @@ class _Debt:
         closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
         if (last := self.pulls[-1]) is not pull and between.is_unanswered(last, lease):
             return self._is(R.UNANSWERED, between.how_unanswered(last))
-        if lost and pull.failed_in == "announced" and "was silent" in pull.detail:  # an announcement promised no pull
+        if lost and pull.failed_in == "announced" and pull.how == How.SILENT:  # an announcement promised no pull
             return self._is(R.BROKEN)
         said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
         if self.owner is W.RETRYING or (self.is_claimed and last is pull and ("retry" in said or pull.retried)):
@@ -393,7 +400,7 @@ class _Debt:
         ranks = {why: listed(x for x, y in found.items() if y == why) for why in found.values()}
         (why, first), *rest = ranks.items()
         why = "; or ".join([why, *(f"{more}, but {other}" for other, more in rest)])
-        return self._is(R.ABSENT, why, reader=first, given=given, missing=missing)
+        return self._is(R.ABSENT, why, reader=first, given=given, missing=missing, about=tuple(found))
 
     def _circumstances(self, alive: list[Process], silent: list[Process], strangers: Iterable[str]) -> str:
         """Describe the other lines of one side's logs about a request that was never claimed."""

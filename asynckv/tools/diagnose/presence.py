@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from asynckv.core import told
+from asynckv.core.types import How
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Lease, Process, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds, moment
@@ -125,7 +126,7 @@ class Presence:
             why = f"{why} ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in lost:
-            if record.text("detail").endswith("said goodbye"):  # and its own log's level leaves that out
+            if record.text("how") == How.GOODBYE:  # and its own log's level leaves that out
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
         if (after := process.successor) is not None:
@@ -134,15 +135,15 @@ class Presence:
             if began >= low and process.host == after.host:
                 return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
-            at, detail = self.when(other, record.at), record.text("detail")
-            if detail == "failed" and at[0] <= low:
+            at, how = self.when(other, record.at), record.text("how")
+            if how == How.BROKEN and at[0] <= low:
                 continue  # a transfer has failed, and the process may have said more since
             waits_s = SILENCE_S
-            if "was silent" in detail:
+            if how == How.SILENT:
                 waits_s = process.durations.get("lease_s", DEFAULT_LEASE_S) + LAPSE_S
-            if at[1] > low and not detail.startswith("forgotten") and self.last >= high + waits_s:
-                is_proved = "was silent" not in detail
-                return Fate("died", f"{ends}, and {other.rank} lost it: {detail}", low, at[1], is_proved)
+            if at[1] > low and how != How.FORGOTTEN and self.last >= high + waits_s:
+                why = f"{ends}, and {other.rank} lost it: {record.text('detail')}"
+                return Fate("died", why, low, at[1], how != How.SILENT)
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
