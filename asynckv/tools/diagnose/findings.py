@@ -324,7 +324,7 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     if missing := service.missing():
         yield limit("no_log", f"there is no log of {some(missing)}, which others name", "", UNSEEN)
     if service.not_here:
-        why = "All have died since, or these logs are of another host of this name, or of a container."
+        why = "All have died since, or these logs were copied before their ends."
         yield limit("not_here", f"no process of {some(service.not_here)} is on this host any more", why)
     for answer in (x for x in seen.answers if x.peers_left_out):
         what = f"{counted(answer.peers_left_out, 'engine')} that {answer.rank} reads from were not asked"
