@@ -111,20 +111,19 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
     here = identity(proc)
     ours = here.get("boot_id"), here.get("pid_namespace")
     ended: dict[Process, int] = {}
-    is_one_there = False
     for process in service.processes.values() if None not in ours and shows_all(proc) else ():
         said = process.started.fields if process.started is not None else {}
         is_known = "pid_began" in said and (said.get("boot_id"), said.get("pid_namespace")) == ours
         if process.stopped is not None or process.answers or not is_known:
-            is_one_there |= process.answers
             continue
         seen = look(integer(said.get("pid")), proc)
         if seen.state in ("", "Z", "X") or seen.began != said["pid_began"]:
             ended[process] = seen.pid
             continue
-        is_one_there = True
+        service.there.add(process.start)
         if seen.frozen or seen.state in "Tt":
             service.stopped[process.start] = verdict(seen, seen)
+    is_one_there = bool(service.there) or any(x.answers for x in service.processes.values())
     for process, pid in ended.items():
         if is_one_there:
             service.gone.setdefault(process.start, f"pid {pid} is not there any more")
