@@ -1027,7 +1027,7 @@ def shown(records: list[Record], *, width: int = 0, logs: Logs | None = None) ->
     out = io.StringIO()
     console = Console(file=out, force_terminal=bool(width), width=width or None)
     why_text.show_findings(report(find(seen), seen), console)
-    why_text.show_late(seen.late, console)
+    why_text.show_late(seen.axis, seen.late, console)
     return out.getvalue()
 
 

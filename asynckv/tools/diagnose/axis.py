@@ -22,6 +22,7 @@ from typing import NamedTuple
 from asynckv.core import told
 from asynckv.core.notes import Granted, Note
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
+from asynckv.tools.diagnose.leaks_values import moment
 
 CLOCKS_S = 10.0
 """Most seconds between the clocks of two hosts, if nothing else is known of them."""
@@ -31,6 +32,7 @@ TOLD_S = 0.5
 """Least contradiction that is reported, because lines of a busy process look like smaller ones."""
 MAX_TIME = 1e11
 """Seconds since 1970: some thousand years."""
+DAY_S = 86_400
 MAX_STEPS = 2048
 """Most entries of one history; the engine keeps fewer."""
 
@@ -164,6 +166,8 @@ class Axis:
             gap = -ahead[one][other] - (ahead[other].get(one, math.inf) if one != other else 0.0)
             if gap >= TOLD_S:
                 self.conflicts.append((one, other, gap))
+        times = [x for process in service.processes.values() for x in (process.first_at, process.last_at) if is_time(x)]
+        self._is_dated = len({math.floor(x / DAY_S) for x in times}) > 1
         for process in sorted(service.processes.values(), key=lambda x: (not x.lends, -x.num_records, x.rank)):
             if process.clock not in self._groups:
                 self._reach(process, ahead)
@@ -204,6 +208,10 @@ class Axis:
         seconds, within_s = self.offset(process) if self.group(process) == 0 else (0.0, CLOCKS_S)
         within_s = min(within_s, CLOCKS_S)
         return at - seconds - within_s, at - seconds + within_s
+
+    def moment(self, at: float) -> str:
+        """Write a time, with its date if the logs are not all of one day."""
+        return clock_time(at)[:23] if self._is_dated and is_time(at) else moment(at)
 
     def compared(self, process: Process) -> str:
         reference = self.references[self.group(process)]

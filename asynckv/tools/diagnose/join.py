@@ -90,7 +90,7 @@ class Process:
 
     @property
     def clock(self) -> str:
-        """The name of its clock, which processes of one boot share, or of one host if their logs do not say the boot."""
+        """The name of its clock, which is that of its machine: the boot, or the host if its log does not say that."""
         return self.boot_id or self.host or self.incarnation
 
     def of(self, *events: type[told.Told]) -> Iterator[Record]:

@@ -16,7 +16,7 @@ from functools import cache
 from asynckv.core import told
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Lease, Process, start_of
-from asynckv.tools.diagnose.leaks_values import in_seconds, moment
+from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
 
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
@@ -73,8 +73,9 @@ class Presence:
         shown: Writes a moment of a process's clock; as it is, if left out.
     """
 
-    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] = lambda _, at: moment(at)) -> None:
-        self.service, self._axis, self._shown = (service := axis.service), axis, shown
+    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] | None = None) -> None:
+        self.service, self._axis, self.moment = (service := axis.service), axis, axis.moment
+        self._shown = shown or (lambda _, at: axis.moment(at))
         self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
@@ -138,7 +139,9 @@ class Presence:
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
         if process.start in self.service.there:
-            return Fate("silent", f"its process is there ({ends.removesuffix(' without a goodbye')})", low, math.inf, False)
+            return Fate(
+                "silent", f"its process is there ({ends.removesuffix(' without a goodbye')})", low, math.inf, False
+            )
         if (after := process.successor) is not None and self._replaces(after, process):
             began = self.when(after, after.first_at)[1]
             return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
