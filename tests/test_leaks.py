@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from asynckv.core import told
 from asynckv.core.account import Account, Facts
 from asynckv.core.inspect import RankStatus, RequestStatus
+from asynckv.edges.kernel import identity
 from asynckv.errors import ConfigError
 from asynckv.tools import cli
 from asynckv.tools.cli import app
@@ -30,7 +31,7 @@ from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, Owner, remedy_of
 from asynckv.tools.diagnose.findings import Seen, find
-from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.join import Service, join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import look_here, records_of, tell
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
@@ -1034,7 +1035,7 @@ def shown(records: list[Record], *, width: int = 0, logs: Logs | None = None) ->
     out = io.StringIO()
     console = Console(file=out, force_terminal=bool(width), width=width or None)
     why_text.show_findings(report(find(seen), seen), console)
-    why_text.show_late(seen.late, console)
+    why_text.show_late(seen.axis, seen.late, console)
     return out.getvalue()
 
 
@@ -1206,36 +1207,62 @@ def test_a_reader_that_was_asked_and_is_gone_has_died_though_no_log_of_it_is_the
     assert "it does not answer (there is no log of it)" in leak.sentence, leak.sentence
 
 
-def test_a_pid_that_is_not_there_any_more_is_a_death_if_the_logs_are_of_this_host(tmp_path: Path) -> None:
-    start = {"host": socket.gethostname(), "version": "1"}
-    (tmp_path / "stat").write_text(f"btime {2_000_000_000 - 60}\n")
-    (tmp_path / "7").mkdir()
-    fields = ["S", *["0"] * 18, "500", *["0"] * 5]
-    (tmp_path / "7" / "stat").write_text(f"7 (python) {' '.join(fields)}\n")
+def test_a_pid_is_evidence_in_its_own_namespace_and_boot_alone(tmp_path: Path) -> None:
+    def process(pid: int, state: str = "S", began: int = 500) -> Path:
+        (tmp_path / f"{pid}/ns").mkdir(parents=True)
+        (tmp_path / f"{pid}/stat").write_text(f"{pid} (a) b) {state} {'0 ' * 18}{began} {'0 ' * 5}\n")
+        return tmp_path / f"{pid}/ns/pid"
 
-    def gone(*said: Record) -> dict[str, str]:
-        service = join(said)
-        look_here(service, tmp_path)
-        return service.gone
+    process(1)
+    process(7)
+    process(9, "T", 700)
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text("boot-1\n")
+    (me := process(os.getpid())).touch()
+    (tmp_path / "self").symlink_to(str(os.getpid()))
+    here = {"boot_id": "boot-1", "pid_namespace": me.stat().st_ino, "host": socket.gethostname()}
+    assert identity(tmp_path) == {"boot_id": "boot-1", "pid_namespace": me.stat().st_ino, "pid_began": 500}
 
-    def begins(process: str, pid: int, at: float = 1e9, **more: Any) -> Record:
-        return say(at, told.EngineStarted, process, pid=pid, **start | more)
+    def looked(*said: Record) -> Service:
+        look_here(service := join(said), tmp_path)
+        return service
+
+    def begins(process: str, pid: int, pid_began: int = 500, at: float = 0.0, **more: Any) -> Record:
+        return say(at, told.EngineStarted, process, **here | {"pid": pid, "pid_began": pid_began} | more)
 
     there, ended = begins(P, 7), begins(D, 8)
-    assert gone(there, ended) == {"bbbbbbbb": "pid 8 is not there any more"}
-    assert gone(ended) == {}, "nothing shows that these logs are of this host"
-    assert gone(begins(P, 7, answers=True), ended) == {"bbbbbbbb": "pid 8 is not there any more"}
-    service = join([ended])
-    look_here(service, tmp_path)
-    assert service.not_here == [RANK[D]]
-    # A process of this number began long before the engine, as the first of a host or of a container does.
-    assert gone(begins(P, 7, 1e9 + 1e6), ended) == {}
-    assert gone(there, begins(D, 8, host="elsewhere")) == {}
-    assert gone(there, say(1e9, told.EngineStarted, D, **start)) == {}, "it does not say its pid"
-    assert gone(there, ended, say(2e9, told.EngineStopped, D)) == {}
-    assert gone(there, begins(D, 8, answers=True)) == {}, "it answers"
-    # Another process has its pid: it began later than the engine.
-    assert gone(there, begins(E, 7, 1e9 - 100)) == {"cccccccc": "pid 7 is not there any more"}
+    died = {"bbbbbbbb": "pid 8 is not there any more"}
+    assert looked(there, ended).gone == died
+    assert looked(begins(P, 7, answers=True), ended).gone == died
+    assert looked(there, begins(D, 7, 400)).gone == {"bbbbbbbb": "pid 7 is not there any more"}, "another has its pid"
+    assert looked(there, ended, begins(E, 7)).gone == died, "also if a later start of its rank runs"
+    assert looked(there, ended, say(2e9, told.EngineStopped, D)).gone == {}
+    assert looked(there, begins(D, 8, answers=True)).gone == {}, "it answers"
+    assert list(looked(begins(D, 9, 700)).stopped) == ["bbbbbbbb"]
+    # The logs may have been copied before their goodbyes.
+    alone = looked(ended)
+    assert (alone.gone, alone.not_here) == ({}, [RANK[D]])
+    # Containers of a pod, pods in their host's network, hosts of one name, and logs of older versions.
+    for other in (
+        {"pid_namespace": 1},
+        {"boot_id": "boot-2"},
+        {"pid_namespace": None},
+        {"boot_id": None},
+        {"pid_began": None, "boot_id": None, "pid_namespace": None},
+    ):
+        service = looked(there, begins(D, 8, **other), begins(E, 9, **other))
+        assert (service.gone, service.stopped, service.not_here) == ({}, {}, [])
+        service = looked(begins(P, 8, **other), begins(D, 9, **other))
+        assert (service.gone, service.stopped, service.not_here) == ({}, {}, [])
+    # It hides processes, is of another namespace, or is not there.
+    (tmp_path / "1/stat").write_text("")
+    assert looked(there, ended).gone == {}
+    (tmp_path / "1/stat").write_text((tmp_path / "7/stat").read_text())
+    (tmp_path / "self").unlink()
+    (tmp_path / "self").symlink_to("1")
+    assert looked(there, ended).gone == {}
+    look_here(service := join([there, ended]), tmp_path / "nothing")
+    assert (service.gone, service.not_here) == ({}, [])
 
 
 def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ class Incomplete(Told):
 
 
 class EngineStarted(Told):
-    """The engine started. Processes on one `host` share a wall clock."""
+    """The engine started. Processes of one `boot_id`, or without one of one `host`, share a wall clock."""
 
     address: Annotated[str, "Address of the control plane."]
     layout: LayoutPrint
@@ -178,6 +178,9 @@ class EngineStarted(Told):
     held_s: Annotated[float, "Time after which blocks that a transfer may still write are retired."]
     release_timeout_s: Annotated[float, "Time after which an unanswered release is given up."]
     backend: Annotated[str, "NIXL back end, or `simulated`."]
+    boot_id: Annotated[str, "The boot of the machine; with it `host` is not mistaken for another of its name."] = ""
+    pid_namespace: Annotated[int | None, "The namespace that `pid` is a number of."] = None
+    pid_began: Annotated[int | None, "Start of the process, in clock ticks since the boot."] = None
     nixl: Annotated[str, "Version of NIXL."] = ""
     nixl_variant: Annotated[str, "NIXL's package."] = ""
     ucx_tls: Annotated[str, "Transports that UCX may use."] = ""
@@ -664,6 +667,10 @@ class LoopWasAway(Told):
     leases: Annotated[int, "Leases that were open meanwhile."]
     pulls: Annotated[int, "Pulls that were open meanwhile."]
     parked: Parked
+    waited_s: Annotated[
+        float | None, "Time for which the loop's thread was ready to run and had no processor, by the kernel."
+    ] = None
+    throttled_s: Annotated[float | None, "Time for which a CPU limit of its control groups stopped it."] = None
     not_logged: NotLogged = None
     not_logged_s: Annotated[float | None, "Time that the loop was away in the events that were not logged."] = None
 

@@ -45,7 +45,7 @@ from asynckv.core.types import Address, How, PullId, ReplyTo, members
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
-from asynckv.engine.lag import LoopLag
+from asynckv.engine.lag import NOTED_S, LoopLag
 from asynckv.errors import BackendError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observer
@@ -147,7 +147,7 @@ class Driver:
         control: ControlPlane,
         clock: Clock,
         recorder: Recorder,
-        away_s: float,
+        lag: LoopLag,
     ) -> None:
         self.home, self.life, self.recorder = home, life, recorder
         self.data, self.control, self.clock = data, control, clock
@@ -155,7 +155,7 @@ class Driver:
         self.lent: dict[Lease, asyncio.Event] = {}
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)
-        self.lag = LoopLag(away_s)
+        self.lag = lag
         self.began_at = math.inf
         self.observers: tuple[Observer, ...] = (recorder,)
         self.guests: list[Guest] = []
@@ -340,7 +340,9 @@ class Driver:
         now, core = self.clock.now(), self.core
         self.tell(Observer.loop_came, now - due, now)
         if self.lag.take(now - due):
-            self.recorder.loop_was_away(now - due, core.inspect.gauges(), now)
+            self.recorder.loop_was_away(now - due, core.inspect.gauges(), now, self.lag.note(now))
+        elif now >= self.lag.noted_at + NOTED_S:
+            self.lag.note(now)
         if now >= self._sign_at:
             self._sign_at = now + max(core.config.lease.lease_s / 2, IDLE_BEAT_S)
             waits_for = {x.name for pull in core.decode.pulls.values() for x in pull.sources if x.is_waited_for}

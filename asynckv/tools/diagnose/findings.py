@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from asynckv.core import told
@@ -23,7 +23,8 @@ from asynckv.tools.diagnose.leaks_between import is_last_word
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak, some
-from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.pauses import Pause, longest, pauses
+from asynckv.tools.diagnose.presence import Fate, Presence
 from asynckv.tools.diagnose.records import Logs, Record, integer
 from asynckv.tools.diagnose.stalls import last_stall, stalls
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
@@ -32,6 +33,11 @@ MOST = 12  # findings of a kind
 MAX_TEXT = 600
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
 UNSURE = "See whether it lives (`asynckv why` of its socket or address, `ps -o pid,stat`): its log may be cut off."
+ONE_NAME = "Give each engine an `engine_id` of its own, and each of its ranks a place of its own."
+LONG_AWAY_S = 10.0
+"""Seconds from which a pause with requests under way is wrong, even if none of them was late by it."""
+GIVE_CORES = "Give the engines cores of their own, or move other work away: 'CPU and NUMA' in docs/deploy.md."
+RAISE_LIMIT = "Raise the CPU limit of their container (`cpu.max`, `resources.limits.cpu`): docs/deploy.md."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
 ASK_THEM = "Give their addresses, or the directories of their sockets, to `asynckv why` too."
@@ -87,6 +93,7 @@ class Finding:
 class Findings:
     wrong: Sequence[Finding] = ()  # what is wrong, the worst first
     limits: Sequence[Finding] = ()  # what could therefore not be judged
+    also: Sequence[Finding] = ()  # what was seen and did no harm
     late: Sequence[Leak] = ()  # every request that was late; the findings tell of them in groups
     copies: Sequence[LateCopy] = ()  # every store and load that did not end
 
@@ -105,22 +112,31 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
-    there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
-    told = {_key(x) for x in seen.late for rank, _ in there if _is_about(x, rank)}
-    failing = _failures(seen, set(map(_key, seen.late)))
-    stalled = [*_stalled(seen, {rank for rank, _ in there}, [x for x in failing if x.verdict.cause is STUCK])]
-    waiting = {_key(x) for rank, _ in stalled for x in _waits_for(seen, rank)}
+    failed = _failed(seen)
+    there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
+    told = {_key(x) for x in seen.late for ranks, _ in there if _is_about_one(x, ranks)}
+    stuck = [x for x in failed if x.verdict.cause is STUCK]
+    stalled = [*_stalled(seen, {rank for ranks, _ in there for rank in ranks}, stuck)]
+    told_there = {_key(x) for rank, _ in stalled for x in _waits_for(seen, rank)}
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
-    late = _late([x for x in asked if not (_key(x) in told and _hangs_on_processes(x)) and _key(x) not in waiting])
-    failed = [*_refused(seen), *_failed([x for x in failing if x.verdict.cause is not STUCK])]
+    late = [x for x in asked if not (_key(x) in told and _hangs_on_processes(x)) and _key(x) not in told_there]
+    gone = {rank for ranks, x in there if x.heading is HEADING.GONE for rank in ranks}
+    failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
+    failed = [x for x in failed if x.verdict.cause is not STUCK]
+    found = pauses(seen.axis, seen.since)
+    slow = [(x, y) for x in (*late, *failed) if (y := _machine_of(seen.axis, found, x)) is not None]
+    done = {id(x) for x, _ in slow}
     first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
-    failed += [x for is_wrong, x in computed if is_wrong]
-    wrong = [*first, *(x for _, x in stalled), *late, *then, *_copies(seen.copies), *failed, *_away(seen)]
-    wrong += _logged(seen, "error")
+    wrong = [*first, *(x for _, x in stalled), *_machines(found, slow)]
+    wrong += [*_late([x for x in late if id(x) not in done]), *then]
+    wrong += [*_copies(seen.copies), *_refused(seen), *map(_pulls, (x for x in failed if id(x) not in done))]
+    wrong += [*(x for is_wrong, x in computed if is_wrong), *_twice(seen, asked, failed)]
+    long, also = _away(found, asked, slow)
+    wrong += [*long, *_logged(seen, "error")]
     limits = [*_limits(seen), *(x for is_wrong, x in computed if not is_wrong), *_logged(seen, "warning")]
-    return Findings(wrong, limits, asked, seen.copies)
+    return Findings(wrong, limits, also, asked, seen.copies)
 
 
 def _key(leak: Leak) -> tuple[str, str, int]:
@@ -141,25 +157,44 @@ def _is_about(leak: Leak, rank: str) -> bool:
     return rank in (leak.reader, *leak.owed) and CATALOGUE[leak.cause].heading in OF_PROCESSES
 
 
-def _gone(seen: Seen) -> Iterator[tuple[str, Finding]]:
-    """Find processes with logs that end without a goodbye, the earliest first, and the requests that are late since."""
-    found = sorted((x for x in seen.grounds if x.gone is not None and x.gone.kind == "died"), key=lambda x: x.end)
-    found = [x for x in found if x.process.successor is None or not x.end < seen.since]
-    for fate, rank in ((x.gone, x.process.rank) for x in found if x.gone is not None):
-        mine = [x for x in seen.late if _is_about(x, rank)]
-        evidence = mine[0].sentence if mine else ""
+def _is_about_one(leak: Leak, ranks: Iterable[str]) -> bool:
+    return any(_is_about(leak, rank) for rank in ranks)
+
+
+def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[tuple[Sequence[str], Finding]]:
+    """Find ranks with processes whose logs end without a goodbye, the earliest first, with the requests that are late
+    since, or failed. The deaths of one rank are one finding.
+    """
+    deaths: dict[str, list[tuple[Ground, Fate]]] = defaultdict(list)
+    for ground in sorted(seen.grounds, key=lambda x: x.end):
+        is_old = ground.process.successor is not None and ground.end < seen.since
+        if ground.gone is not None and ground.gone.kind == "died" and not is_old:
+            deaths[ground.process.base].append((ground, ground.gone))
+    for base, died in deaths.items():
+        ranks, (last, fate) = [x.process.rank for x, _ in died], max(died, key=lambda x: x[1].is_proved)
+        mine = [x for x in seen.late if _is_about_one(x, ranks)]
+        lost = [x for x in failed if x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in ranks]
+        evidence = next((x.sentence for x in (*mine, *lost)), "")
         heading, remedy = (HEADING.GONE, DIED) if fate.is_proved else (HEADING.UNKNOWN, UNSURE)
-        yield rank, Finding(heading, fate.gone, f"{rank} {fate.text[:MAX_TEXT]}", evidence, remedy, *_of(mine))
+        what = f"{last.process.rank} {fate.text[:MAX_TEXT]}"
+        if len(died) > 1:
+            first, then = (seen.axis.moment(x.end) for x in (died[0][0], died[-1][0]))
+            what = f"{base} died {counted(len(died), 'time')}, from {first} to {then}; {what}"
+        names, blocks = _of(mine)
+        names = tuple(dict.fromkeys((*names, *(p.prefill_request_id or p.request_id for x in lost for p in x.pulls))))
+        yield ranks, Finding(heading, fate.gone, what, evidence, remedy, names, blocks)
 
 
-def _silent(seen: Seen) -> Iterator[tuple[str, Finding]]:
+def _silent(seen: Seen) -> Iterator[tuple[Sequence[str], Finding]]:
     """Find engines that did not answer, except left sockets of earlier starts and processes that are reported dead."""
     there = {base_name(x.rank) for x in seen.answers if not x.error}
     named = seen.axis.service.ranks_by_address()
     told = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind == "died"}
     for answer in seen.answers:
         rank = answer.account.rank or named.get(answer.address, "")
-        is_left = answer.trouble is Trouble.GONE and base_name(answer.rank) in there
+        process = seen.axis.service.process_named(rank)
+        is_beside = process is not None and process.num_records > 0 and process.successor is None
+        is_left = answer.trouble is Trouble.GONE and base_name(answer.rank) in there and not is_beside
         if answer.error and not is_left and not (rank and rank in told):
             told.add(rank)
             mine = [x for x in seen.late if rank and _is_about(x, rank)]
@@ -168,10 +203,10 @@ def _silent(seen: Seen) -> Iterator[tuple[str, Finding]]:
             if rank and base_name(rank) in there:  # over another way
                 heading, remedy = HEADING.NETWORK, CONNECT
                 what += f" at {answer.address}, where its readers look for it"
-            yield rank or answer.rank, Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
+            yield [rank or answer.rank], Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
 
 
-def _stopped(seen: Seen) -> Iterator[tuple[str, Finding]]:
+def _stopped(seen: Seen) -> Iterator[tuple[Sequence[str], Finding]]:
     """Find stopped or paused processes of this host that were not asked."""
     asked = {x.rank for x in seen.answers if x.error}
     for start, why in seen.axis.service.stopped.items():
@@ -179,7 +214,7 @@ def _stopped(seen: Seen) -> Iterator[tuple[str, Finding]]:
         if process.rank not in asked:
             mine = [x for x in seen.late if _is_about(x, process.rank)]
             what = f"{process.rank} is stopped or paused"
-            yield process.rank, Finding(HEADING.STOPPED, "stopped", what, why, LET_IT_RUN, *_of(mine))
+            yield [process.rank], Finding(HEADING.STOPPED, "stopped", what, why, LET_IT_RUN, *_of(mine))
 
 
 def _stalled(seen: Seen, told_of: Container[str], failed: Sequence[Failure]) -> Iterator[tuple[str, Finding]]:
@@ -212,7 +247,7 @@ def _waits_for(seen: Seen, rank: str) -> list[Leak]:
     if process is None or next(stalls(process), None) is None:
         return []
     causes = CAUSE.DECODE_UNRESPONSIVE, CAUSE.ANNOUNCED_AND_FORGOTTEN
-    return [x for x in seen.late if x.cause in causes and rank in x.sentence]
+    return [x for x in seen.late if x.cause in causes and rank in x.about]
 
 
 def _dump(process: Process | None, rank: str) -> str:
@@ -287,9 +322,9 @@ def _refused(seen: Seen) -> Iterator[Finding]:
         yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks)
 
 
-def _failures(seen: Seen, told: Container[tuple[str, str, int]]) -> list[Failure]:
-    """Return reasons of failed pulls, except attempts that were repeated and reported ones."""
-    axis = seen.axis
+def _failed(seen: Seen) -> list[Failure]:
+    """Find failed pulls by reason and by rank, whichever start of it, except repeated attempts and late requests."""
+    axis, told = seen.axis, set(map(_key, seen.late))
     last: set[Pull] = set()
     for family in families(axis.service.requests):
         if not any((r.engine_id, r.request_id, r.sequence) in told for r in family):
@@ -298,16 +333,41 @@ def _failures(seen: Seen, told: Container[tuple[str, str, int]]) -> list[Failure
     def counts(pull: Pull) -> bool:
         return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
-    return failures(Presence(axis), counts)
+    groups: dict[tuple[object, ...], list[Failure]] = defaultdict(list)
+    for each in failures(Presence(axis), counts):
+        names = each.verdict.names
+        groups[each.verdict.reader, base_name(names["by"]), names.get("reason")].append(each)
+    return [Failure(same[0].verdict, [pull for x in same for pull in x.pulls]) for same in groups.values()]
 
 
-def _failed(found: Sequence[Failure]) -> Iterator[Finding]:
-    for each in found:
-        cause, number, times = each.verdict.cause, len(each.pulls), each.times
-        entry, span = CATALOGUE[cause], f"{counted(number, 'pull')}, {clock_time(min(times))}"
-        span += f" to {clock_time(max(times))}" if number > 1 else ""
-        names = tuple(dict.fromkeys(x.request_id for x in each.pulls))
-        yield Finding(entry.heading, cause.value, each.sentence[:MAX_TEXT], span, each.remedy, names)
+def _pulls(failed: Failure) -> Finding:
+    number, times, entry = len(failed.pulls), failed.times, CATALOGUE[failed.verdict.cause]
+    span = f"{counted(number, 'pull')}, {clock_time(min(times))}" + (
+        f" to {clock_time(max(times))}" if number > 1 else ""
+    )
+    names = tuple(dict.fromkeys(x.request_id for x in failed.pulls))
+    what = failed.sentence[:MAX_TEXT]
+    return Finding(entry.heading, failed.verdict.cause.value, what, span, failed.remedy, names)
+
+
+def _twice(seen: Seen, late: Iterable[Leak], failed: Iterable[Failure]) -> Iterator[Finding]:
+    """Find ranks that two processes were at once, of which both took one request that was late or failed."""
+    keys, pulls = set(map(_key, late)), {x for each in failed for x in each.pulls}
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for request in seen.axis.service.requests:
+        if (request.engine_id, request.request_id, request.sequence) in keys or not pulls.isdisjoint(request.all_pulls):
+            readers = sorted({x.process for x in request.all_pulls}, key=lambda x: (x.base, x.first_at))
+            for one, other in itertools.pairwise(readers):
+                if one.base == other.base and _ran_at_once(seen.axis, one, other):
+                    found[one.rank, other.rank].append(request.name)
+    for ranks, names in found.items():
+        what = f"{' and '.join(ranks)} ran at once under one name, and both took {counted(len(names), 'request')}"
+        yield Finding(HEADING.WRONG, "one_id_twice", what, "", ONE_NAME, tuple(dict.fromkeys(names)))
+
+
+def _ran_at_once(axis: Axis, one: Process, other: Process) -> bool:
+    lives = [(axis.when(x, x.first_at)[1], axis.when(x, x.last_at)[0]) for x in (one, other)]
+    return max(x for x, _ in lives) < min(x for _, x in lives)
 
 
 def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
@@ -344,20 +404,78 @@ def _counts(line: Record) -> Counter[str]:
     return Counter(found | {ALL: found["without_params"] + line.integer("with_params", 0)})
 
 
-def _away(seen: Seen) -> Iterator[Finding]:
-    """Find processes with blocked event loops, the longest first, except those that are reported with late requests."""
-    found: list[tuple[float, Record, Process, int]] = []
-    for process in seen.axis.service.processes.values():
-        away = [(x.number("seconds", 0.0), x) for x in process.of(told.LoopWasAway)]
-        away = [x for x in away if not seen.axis.at(process, x[1].at) < seen.since]
-        if away:
-            found.append((*max(away, key=lambda x: x[0]), process, len(away)))
-    found = [x for x in found if not any(x[2].rank in leak.about for leak in seen.late if leak.cause in LOOPS_AWAY)]
-    for seconds, record, process, times in sorted(found, key=lambda x: -x[0]):
-        held = [counted(record.integer(f"{what}s", 0), what) for what in ("lease", "pull")]
-        what = f"the event loop of {process.rank} was away: {counted(times, 'time')}, at most {shown_seconds(seconds)}"
-        evidence = f"until {clock_time(seen.axis.at(process, record.at))}; open: {', '.join(held)}"
-        yield Finding(HEADING.STOPPED, told.LoopWasAway.event, what, evidence, AWAY)
+def _machine_of(axis: Axis, found: Sequence[Pause], late: Leak | Failure) -> Pause | None:
+    """Return the pause of a whole machine that explains why a request was late, or pulls failed, if one does."""
+    cause = late.cause if isinstance(late, Leak) else late.verdict.cause
+    if cause not in LOOPS_AWAY:
+        return None
+    if isinstance(late, Leak):
+        ranks = late.reader, *late.owed, *late.holders
+        holder = axis.service.process_named(late.holders[0]) if late.holders else None
+        times = [x if holder is None else axis.at(holder, x) for x in (late.since, late.until)]
+    else:
+        ranks = (late.verdict.names["by"],)
+        times = [axis.at(x.process, at) for x in late.pulls for at in (x.begun_at, x.last_at)]
+    known = [x for x in times if not math.isnan(x)]
+    worst = longest(found, ranks, min(known, default=-math.inf), max(known, default=math.inf))
+    return worst if worst is not None and worst.is_hosts else None
+
+
+def _machines(found: Sequence[Pause], slow: Sequence[tuple[Leak | Failure, Pause]]) -> Iterator[Finding]:
+    """Find machines without processor time for their processes, of which requests were late."""
+    by_machine: dict[str, list[Leak | Failure]] = defaultdict(list)
+    for late, pause in slow:
+        by_machine[pause.process.clock].append(late)
+    for clock, late in by_machine.items():
+        mine = [x for x in found if x.is_hosts and x.process.clock == clock]
+        worst, ranks = max(mine, key=lambda x: x.seconds), dict.fromkeys(x.process.rank for x in mine)
+        host = worst.process.host or worst.process.rank
+        what = f"{counted(len(ranks), 'process')} of {host} {_why_away(worst)}: {_times(mine)}"
+        names, blocks = _of([x for x in late if isinstance(x, Leak)])
+        pulls = (p.prefill_request_id or p.request_id for x in late if isinstance(x, Failure) for p in x.pulls)
+        names = tuple(dict.fromkeys((*names, *pulls)))
+        evidence = f"{late[0].sentence}; the event loops of {some(ranks)} were away"
+        remedy = RAISE_LIMIT if worst.lacked("throttled_s") else GIVE_CORES
+        yield Finding(HEADING.STOPPED, "no_processor_time", what, evidence, remedy, names, blocks)
+
+
+def _why_away(pause: Pause) -> str:
+    if pause.lacked("throttled_s"):
+        return "had no processor time, because a CPU limit of their cgroup stopped them"
+    if pause.lacked("waited_s"):
+        return "had no processor time"
+    return "stood still at once, so their machine had no processor time, or was suspended"
+
+
+def _open(pause: Pause) -> dict[str, int]:
+    return {x: pause.record.integer(f"{x}s", 0) for x in ("lease", "pull")}
+
+
+def _times(found: Sequence[Pause]) -> str:
+    return f"{counted(len(found), 'time')}, at most {shown_seconds(max(x.seconds for x in found))}"
+
+
+def _away(
+    found: Sequence[Pause], late: Sequence[Leak], slow: Sequence[tuple[Leak | Failure, Pause]]
+) -> tuple[list[Finding], list[Finding]]:
+    """Find processes whose event loops were blocked for long while requests waited, and count all other pauses."""
+    said = {rank for x in late if x.cause in LOOPS_AWAY for rank in (x.reader, *x.owed, *x.holders)}
+    said |= {x.verdict.names["by"] for x, _ in slow if isinstance(x, Failure)}
+    left = [x for x in found if x.process.rank not in said]
+    blocked = [x for x in left if x.seconds >= LONG_AWAY_S and not x.is_hosts and any(_open(x).values())]
+    long, by_rank = list[Finding](), {x.process.rank: x for x in sorted(blocked, key=lambda x: x.seconds)}
+    for rank, worst in reversed(by_rank.items()):
+        mine = [x for x in left if x.process.rank == rank]
+        what = f"the event loop of {rank} was away: {_times(mine)}"
+        held = ", ".join(counted(number, name) for name, number in _open(worst).items())
+        evidence = f"until {clock_time(worst.end)}; open: {held}"
+        long.append(Finding(HEADING.STOPPED, told.LoopWasAway.event, what, evidence, AWAY))
+    if not (left := [x for x in left if x.process.rank not in by_rank]):
+        return long, []
+    ranks, worst = dict.fromkeys(x.process.rank for x in left), max(left, key=lambda x: x.seconds)
+    why = f" ({_why_away(worst)})" if worst.is_hosts else ""
+    what = f"event loops of {counted(len(ranks), 'process')} were away: {_times(left)}{why}, and nothing was late by it"
+    return long, [Finding(HEADING.STOPPED, told.LoopWasAway.event, what, some(ranks))]
 
 
 def _logged(seen: Seen, level: str) -> Iterator[Finding]:
@@ -386,7 +504,7 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     if missing := service.missing():
         yield limit("no_log", f"there is no log of {some(missing)}, which others name", "", UNSEEN)
     if service.not_here:
-        why = "All have died since, or these logs are of another host of this name, or of a container."
+        why = "All have died since, or these logs were copied before their ends."
         yield limit("not_here", f"no process of {some(service.not_here)} is on this host any more", why)
     for answer in (x for x in seen.answers if x.peers_left_out):
         what = f"{counted(answer.peers_left_out, 'engine')} that {answer.rank} reads from were not asked"

@@ -54,7 +54,8 @@ class Process:
     """One start of one rank's process (or, after `suspend`, of its engine: its incarnation is a new one).
 
     Attributes:
-        host: Where it runs; empty in old logs. Processes of one host have one clock.
+        host: Name of its machine or container; empty in old logs.
+        boot_id: The boot of its machine, if its log says it.
         says_info: Its log has lines below the level of a warning: only then does the lack of one say anything.
         records: What it said of itself and of its peers, by time; what it said of requests is with the requests.
     """
@@ -63,11 +64,12 @@ class Process:
     engine_id: str
     rank: str  # its name, with the start
     host: str = ""
+    boot_id: str = ""
     started: Record | None = None  # what it said as it started; None if that is not in the logs
     stopped: Record | None = None  # what it said as it stopped in order
     first_at: float = math.inf  # of its records, by its own clock
     last_at: float = -math.inf  # the same of the last
-    successor: Process | None = None  # the next start of the same rank, if the logs have one
+    successor: Process | None = None  # the next start of the same rank, if the logs have one; not one beside it
     lends: bool = False  # it spoke as a prefill side
     pulls: bool = False  # it spoke as a decode side
     answers: bool = False  # it was asked, and answered: it lives
@@ -86,6 +88,11 @@ class Process:
     def base(self) -> str:
         """The name of its rank, without the start."""
         return base_name(self.rank)
+
+    @property
+    def clock(self) -> str:
+        """The name of its clock, which is that of its machine: the boot, or the host if its log does not say that."""
+        return self.boot_id or self.host or self.incarnation
 
     def of(self, *events: type[told.Told]) -> Iterator[Record]:
         """Yield its lines about itself and its peers; for several events, one after the other."""
@@ -410,6 +417,7 @@ class Service:
         unanswered: Names of living ranks that did not answer: their processes are there.
         stopped: Stopped or paused processes by their starts, with the evidence.
         gone: Ranks without a process any more by their starts, with the evidence.
+        there: Starts of the processes that are on this host.
         not_here: Ranks of which no process is on this host, as of none of them all.
         put_back: Times at which clocks were put back, by the incarnation of the process; its times continue as before.
     """
@@ -419,6 +427,7 @@ class Service:
     unanswered: list[str] = field(default_factory=list)
     stopped: dict[str, str] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
+    there: set[str] = field(default_factory=set)
     not_here: list[str] = field(default_factory=list)
     put_back: dict[str, list[PutBack]] = field(default_factory=dict)
     _by_start: dict[str, Process] = field(default_factory=dict)
@@ -516,9 +525,9 @@ class _Builder:
             by_rank[process.base].append(process)
         for starts in by_rank.values():
             starts.sort(key=lambda x: x.first_at)
-            for earlier, later in itertools.pairwise(starts):
-                if earlier.last_at <= later.first_at or later.started is not None:
-                    earlier.successor = later
+            for i, process in enumerate(starts):  # some may run beside it
+                next_ = bisect.bisect_left(starts, process.last_at, i + 1, key=attrgetter("first_at"))
+                process.successor = starts[next_] if next_ < len(starts) else None
         for pull in self._pulls.values():
             if pull.ended is not None and (like := self._pulls.get(pull.ended.text("same_as"))) is not None:
                 pull.like, pull.peer = like, pull.peer or like.peer
@@ -535,6 +544,7 @@ class _Builder:
         if record.event in (told.EngineStarted.event, told.EngineResumed.event):
             process.started = process.started or record
             process.host = process.host or record.text("host")
+            process.boot_id = process.boot_id or record.text("boot_id")
             process.answers |= record.fields.get("answers") is True
             process.lends |= process.answers and record.fields.get("lends") is True
             process.pulls |= process.answers and record.fields.get("pulls") is True

@@ -16,7 +16,7 @@ from asynckv.tools.diagnose.causes import Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
-from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed, moment
+from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
 from asynckv.tools.diagnose.presence import Presence
 
@@ -150,7 +150,9 @@ def _of_releases(presence: Presence, request: Request, found: Sequence[tuple[Ver
     known = [x for x in map(presence.service.process_named, holders) if x is not None]
     leases = [x for x in request.leases.values() if x.process in known]
     is_dead = verdict.reader is Reader.OWNER_DIED
-    ends = (f"the log of {x.rank} ends at {moment(x.last_at)}, before its lease could have expired" for x in known)
+    ends = (
+        f"the log of {x.rank} ends at {presence.moment(x.last_at)}, before its lease could have expired" for x in known
+    )
     return _make_leak(
         presence,
         request,
@@ -224,8 +226,8 @@ def _clocks_that_were_set(presence: Presence, request: Request, verdict: Verdict
     named += presence.decoders(request.engine_id) if not pulls else []
     said = {x.rank: service.put_back.get(x.incarnation, ()) for x in named if x is not None}
     return "".join(
-        f"; the clock of {rank} was set: it went back by {in_seconds(x.seconds)} s at {moment(x.at)}, and times after "
-        f"that are less sure"
+        f"; the clock of {rank} was set: it went back by {in_seconds(x.seconds)} s at {presence.moment(x.at)}, and "
+        f"times after that are less sure"
         for rank, found in said.items()
         for x in found
     )

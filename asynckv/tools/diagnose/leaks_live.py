@@ -7,24 +7,22 @@ warn of, and a log's lines about younger leases; all of one moment, by one clock
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
+from asynckv.edges.kernel import identity
 from asynckv.tools.diagnose.ask import Trouble
 from asynckv.tools.diagnose.join import Process, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
-from asynckv.tools.diagnose.process import began_at, look, verdict
-from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.process import look, shows_all, verdict
+from asynckv.tools.diagnose.records import Record, integer
 
 if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
 
-START_S = 1800.0  # a process loads a model before its engine starts
-SLACK_S = 2.0  # the kernel counts from the boot time, which has whole seconds
 FRACTION = 1 / 3  # as `log.held_fraction` has it
 
 LEAST_S, MOST_S = 0.5, 10.0
@@ -107,27 +105,30 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
 
 
 def look_here(service: Service, proc: Path = Path("/proc")) -> None:
-    """Note in a service the processes of this host that are gone or stopped, by the kernel.
+    """Note in a service the processes that are gone or stopped, by the kernel.
 
-    Logs may have come from another host of this name, and a container may count its processes by itself. So a process
-    is taken for one of the logs only if it began shortly before that engine did, and another one has to be there.
+    A pid is believed if the log says of which boot and of which namespace it is, and both are those of this process:
+    hosts and containers with one name count alike. A log that was copied may lack a goodbye, so another process of
+    these logs has to be there.
     """
-    here = [x for x in service.processes.values() if x.host == socket.gethostname() and x.started is not None]
-    alive: list[Process] = []
-    ended: list[tuple[Process, int]] = []
-    for process in here:
-        assert process.started is not None
-        if (pid := process.started.integer("pid")) <= 0 or process.stopped is not None:
+    here = identity(proc)
+    ours = here.get("boot_id"), here.get("pid_namespace")
+    ended: dict[Process, int] = {}
+    for process in service.processes.values() if None not in ours and shows_all(proc) else ():
+        said = process.started.fields if process.started is not None else {}
+        is_known = "pid_began" in said and (said.get("boot_id"), said.get("pid_namespace")) == ours
+        if process.stopped is not None or process.answers or not is_known:
             continue
-        seen = look(pid, proc)
-        if seen.state and seen.state not in "ZX" and -SLACK_S < process.started.at - began_at(seen, proc) < START_S:
-            alive.append(process)
-            if not process.answers and (seen.frozen or seen.state in "Tt"):
-                service.stopped[process.start] = verdict(seen, seen)
-        elif process.successor is None and not process.answers:
-            ended.append((process, pid))
-    for process, pid in ended:
-        if alive:
+        seen = look(integer(said.get("pid")), proc)
+        if seen.state in ("", "Z", "X") or seen.began != said["pid_began"]:
+            ended[process] = seen.pid
+            continue
+        service.there.add(process.start)
+        if seen.frozen or seen.state in "Tt":
+            service.stopped[process.start] = verdict(seen, seen)
+    is_one_there = bool(service.there) or any(x.answers for x in service.processes.values())
+    for process, pid in ended.items():
+        if is_one_there:
             service.gone.setdefault(process.start, f"pid {pid} is not there any more")
         else:
             service.not_here.append(process.rank)

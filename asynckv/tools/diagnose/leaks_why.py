@@ -17,7 +17,7 @@ from asynckv.core.types import How
 from asynckv.tools.diagnose import leaks_between as between
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
-from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
+from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
 W, R = Owner, Reader
@@ -114,7 +114,7 @@ class _Debt:
             "why": self._said() if why is None else why,
             "lease_s": in_seconds(self.lease.lease_s),
             "heard_s": in_seconds(self.heard_s),
-            "heard_at": moment(self.lease.lent_at + self.heard_s),
+            "heard_at": self.presence.moment(self.lease.lent_at + self.heard_s),
             "seconds": in_seconds(self.lease.seconds if math.isnan(waited_s) else waited_s),
         }
         if not math.isnan(waited_s):
@@ -202,7 +202,7 @@ class _Debt:
                 return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
             why = fate.why
             if fate.after < presence.when(lease.process, lease.lent_at + self.heard_s)[0]:
-                why += f"; what it did after {moment(process.last_at)} is not in its log"
+                why += f"; what it did after {presence.moment(process.last_at)} is not in its log"
             return self._is(R.DIED, why, gone=fate.gone)
         begun_at = self.pull.begun_at if self.pull is not None else math.nan
         since = begun_at if not math.isnan(begun_at) else process.first_at

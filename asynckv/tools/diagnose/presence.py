@@ -17,7 +17,7 @@ from asynckv.core import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Lease, Process, start_of
-from asynckv.tools.diagnose.leaks_values import in_seconds, moment
+from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
 from asynckv.tools.diagnose.stalls import stalled_s
 
@@ -58,6 +58,15 @@ class Fate:
         return f"{self.gone}: {self.why}" if self.kind == "died" else self.why
 
 
+def lease_of(process: Process) -> float:
+    return process.durations.get("lease_s", DEFAULT_LEASE_S)
+
+
+def sign_of(process: Process) -> float:
+    """Return the seconds after a line within which a living process writes another one."""
+    return max(0.5 * lease_of(process), LATE_S) + SIGN_S
+
+
 class Presence:
     """The fates of all processes of a service, in one common time.
 
@@ -66,8 +75,9 @@ class Presence:
         shown: Writes a moment of a process's clock; as it is, if left out.
     """
 
-    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] = lambda _, at: moment(at)) -> None:
-        self.service, self._axis, self._shown = (service := axis.service), axis, shown
+    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] | None = None) -> None:
+        self.service, self._axis, self.moment = (service := axis.service), axis, axis.moment
+        self._shown = shown or (lambda _, at: axis.moment(at))
         self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
@@ -109,15 +119,16 @@ class Presence:
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
         low, high = self.when(process, process.last_at)
+        lease_s = lease_of(process)
         ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
         if not process.num_records:
             low, ends = -math.inf, "there is no log of it"
         lost = self._lost.get(process.incarnation, ())
-        how = self.service.gone.get(process.start)
-        if how is not None and process.stopped is None and not process.answers:
-            return Fate("died", f"{how} ({ends})", low, math.inf)
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
+        how = self.service.gone.get(process.start)
+        if how is not None and process.stopped is None:
+            return Fate("died", f"{how} ({ends})", low, high + lease_s if process.says_info else math.inf)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
@@ -129,11 +140,13 @@ class Presence:
             if record.text("how") == How.GOODBYE:  # and its own log's level leaves that out
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
-        if (after := process.successor) is not None:
+        if process.start in self.service.there:
+            return Fate(
+                "silent", f"its process is there ({ends.removesuffix(' without a goodbye')})", low, math.inf, False
+            )
+        if (after := process.successor) is not None and self._replaces(after, process):
             began = self.when(after, after.first_at)[1]
-            # Otherwise both use one name at once, perhaps on two hosts, and neither proves anything about the other.
-            if began >= low and process.host == after.host:
-                return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
+            return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
             at, how = self.when(other, record.at), record.text("how")
             if how == How.BROKEN and at[0] <= low:
@@ -147,22 +160,37 @@ class Presence:
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
-        lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
         is_comparable = self._axis.group(process) == 0
         if is_comparable and self.last >= max(high, self._heard[process.incarnation]) + lease_s + LATE_S:
             why = f"{ends}, and a living engine writes a line every {in_seconds(lease_s / 2)} s"
             return Fate("died", why, low, high + lease_s, False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
+    def _replaces(self, after: Process, process: Process) -> bool:
+        """Return True if a start of a rank shows that an earlier one has ended.
+
+        Two processes may use one name at once. But they have neither one port nor one pid, and both give signs of life.
+        """
+        is_here = after.boot_id == process.boot_id if after.boot_id and process.boot_id else after.host == process.host
+        began = self.when(after, after.first_at)[1]
+        if not is_here or self._heard[process.incarnation] > began:
+            return False
+        both = [x.started.fields if x.started is not None else {} for x in (after, process)]
+        for names in (("address",), ("boot_id", "pid_namespace", "pid")):
+            one, other = ([x.get(name) for name in names] for x in both)
+            if one == other and None not in one:
+                return True
+        known_until = max(self.last - self.when(process, process.last_at)[1], after.last_at - process.last_at)
+        return process.says_info and known_until > sign_of(process)
+
     def ends_early(self, process: Process) -> bool:
         """Return True if a log ends half a lease before others without a reason, so that missing ends prove nothing.
 
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
-        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S) + SIGN_S
         fate = self.fate(process)
         is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
-        return is_silent and self.last - self.when(process, process.last_at)[1] > bound
+        return is_silent and self.last - self.when(process, process.last_at)[1] > sign_of(process)
 
     def tells(self, process: Process, reader: Process, at: float) -> bool:
         """Return True if a prefill rank's log continues for as long as blocks may have been lent after a moment of a
@@ -173,7 +201,7 @@ class Presence:
         fate = self.fate(process)
         if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
             return True
-        longest = max(process.durations.get("lease_s", DEFAULT_LEASE_S), process.durations.get("grant_s", 0.0))
+        longest = max(lease_of(process), process.durations.get("grant_s", 0.0))
         return self.near(process, process.last_at) >= self.near(reader, at) + longest + LATE_S
 
     def near(self, process: Process, at: float) -> float:

@@ -26,7 +26,6 @@ from asynckv.tools.diagnose.findings import Seen
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_request import find_requests
-from asynckv.tools.diagnose.leaks_values import moment as clock
 from asynckv.tools.diagnose.records import Logs, read_logs
 from asynckv.tools.diagnose.timeline_model import Story, families, ground, named, names, stories
 
@@ -116,7 +115,7 @@ class Looking:
         last = max((axis.at(x, x.last_at) for x in service.processes.values() if x.num_records), default=now)
         begin = moment("--since", self._since, last) if self._since is not None else -math.inf
         if begin > last:
-            raise ConfigError(f"no event is later than --since {self._since}; the last is of {clock(last)} UTC")
+            raise ConfigError(f"no event is later than --since {self._since}; the last is of {axis.moment(last)} UTC")
 
         def counts(rank: str, until: float) -> bool:
             """Return True if a request was late within the time in question, or has no time."""
@@ -126,7 +125,7 @@ class Looking:
         late = [x for x in find_leaks(service, axis, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
         copies = leaks_copies.late_copies(service, None if wanted is None else self.called)
         copies = [x for x in copies if counts(x.rank, x.since + x.seconds)]
-        failed = leaks_copies.failures(service, self.called)
+        failed = leaks_copies.failures(axis, self.called)
         return Seen(logs, axis, ground(axis), late, copies, answers, begin, failed)
 
 

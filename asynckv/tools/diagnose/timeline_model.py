@@ -23,7 +23,6 @@ from asynckv.core import told
 from asynckv.core.notes import Revoked
 from asynckv.tools.diagnose.axis import Axis, counted, granted_in, is_time, lent_at, shown_seconds, steps_of
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request
-from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.presence import Fate, Presence
 from asynckv.tools.diagnose.records import Record, number
 
@@ -459,7 +458,7 @@ def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark
 
 def ground(axis: Axis) -> list[Ground]:
     out = []
-    presence = Presence(axis, lambda process, at: moment(axis.at(process, at)))
+    presence = Presence(axis, lambda process, at: axis.moment(axis.at(process, at)))
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []

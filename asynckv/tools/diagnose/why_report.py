@@ -16,7 +16,7 @@ from asynckv.tools.diagnose.causes import CATALOGUE
 from asynckv.tools.diagnose.findings import Findings, Seen
 from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.leaks_copies import has_offload
-from asynckv.tools.diagnose.leaks_values import Leak, moment
+from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.timeline_model import Ground, Story
 
 SCHEMA = "asynckv.why/1"
@@ -30,6 +30,7 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
         "is_well": not found.wrong,
         "findings": plain(found.wrong),
         "limits": plain(found.limits),
+        "also": plain(found.also),
         "late": [_leak(x) for x in found.late],
         "copies": plain(found.copies),
         "request": None if story is None else story_of(story),
@@ -88,8 +89,8 @@ def _read(seen: Seen) -> dict[str, Any]:
         "lent_now": sum(x.number for x in counts if x.kind == "lease"),
         "pulled_now": sum(x.number for x in counts if x.kind != "lease"),
         "since": clock_time(seen.since)[:19] if math.isfinite(seen.since) else None,
-        "first": moment(min(times)) if times else None,
-        "last": moment(max(times)) if times else None,
+        "first": seen.axis.moment(min(times)) if times else None,
+        "last": seen.axis.moment(max(times)) if times else None,
         "others": total.num_others,
         "others_in": [{"path": x.path, "lines": x.num_others} for x in logs.sources if x.num_others][:MAX_FILES],
         "repeated": total.num_repeated,

@@ -24,7 +24,7 @@ from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.findings import Findings, Seen
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
-from asynckv.tools.diagnose.leaks_values import Leak, moment, some
+from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Ground, Mark, Story
 from asynckv.tools.output import print_unpadded
 
@@ -58,7 +58,8 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
     if not read["files"]:
         requests = f"{read['lent_now']:,} lent and {read['pulled_now']:,} announced or pulled now"
     when = f", {read['first']} to {read['last']} UTC" if read["first"] else ""
-    span = f"{requests}, {_ranks(read)}{when}"
+    also = "".join(f"; {x['what']}" for x in report["also"])
+    span = f"{requests}, {_ranks(read)}{when}{also}"
     after = f" since {read['since']} UTC" if read["since"] else ""
     if not findings:
         text = "All is well, as far as these logs tell" if limits else "All is well"
@@ -112,18 +113,18 @@ def _ranks(read: Mapping[str, Any]) -> str:
 def show_request(seen: Seen, found: Findings, story: Story | None, console: Console) -> None:
     if story is not None:
         show_story(seen.axis, story, seen.grounds, console)
-    show_late(found.late, console)
+    show_late(seen.axis, found.late, console)
     show_copies(found.copies, seen.failed, console)
 
 
-def show_late(late: Sequence[Leak], console: Console) -> None:
+def show_late(axis: Axis, late: Sequence[Leak], console: Console) -> None:
     """Show the causes of one late request, with the evidence of each side."""
     for leak in late:
         console.print()
         _line(console, f"{leak.cause.value}: {leak.sentence}", "bold")
         blocks = "blocks" if leak.blocks < 0 else counted(leak.blocks, "block")
         took = "" if math.isnan(leak.seconds) else f" for {shown_seconds(leak.seconds)}"
-        since = "" if math.isnan(leak.since) else f" since {moment(leak.since)}"
+        since = "" if math.isnan(leak.since) else f" since {axis.moment(leak.since)}"
         rows = [
             ("held", f"{blocks} of {some(leak.holders)}{took}{since}; {leak.state}"),
             ("owed by", some("a decode engine that never spoke up" if x == "*" else x for x in leak.owed)),
