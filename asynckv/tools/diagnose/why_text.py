@@ -319,6 +319,9 @@ def _holds(answer: Answer) -> Iterator[str]:
     account, gauges, lag = answer.account, answer.gauges, answer.account.facts.lag
     if account.closed_as:
         yield f"takes nothing new: {account.closed_as}"
+    if account.waits_for_step:
+        what = (f"{x.number:,} {what} ({shown_seconds(x.seconds)})" for what, x in account.waits_for_step.items())
+        yield f"waits for a step of the engine around it: {', '.join(what)}"
     held = {name: f"{used:,} of {most:,}" for name, (used, most) in account.budgets.items() if used}
     held |= {name: f"{gauges[name]:,}" for name in ("blocks_quarantined", "transfers_in_doubt") if gauges.get(name)}
     lags = f"loop late {shown_seconds(lag.last_s)}, at most {shown_seconds(lag.most_s)}, away {lag.was_away:,} times"
