@@ -107,6 +107,7 @@ WHY = {
     "peer_died": "the process that it read from had died",
     "peer_lost": "its reader took the process that it read from for lost",
     "cancelled": "it was cancelled while it read",
+    "ended_soon": "its caller gave up, and its transfers ended within a second, or within the time that it had had",
 }
 
 
@@ -710,6 +711,11 @@ class Witness:
             whys.add("cancelled")
         if pull.reason in (Reason.PEER_LOST, Reason.RESTARTED):
             whys.add("peer_lost")
+        had_s = (pull.published_at - pull.called_at) / process.rate
+        if pull.reason in (Reason.CANCELLED, Reason.TIMEOUT) and pulled.returned_at - pulled.ended_at <= max(
+            1.0, had_s
+        ):
+            whys.add("ended_soon")
         processes = [
             p
             for p in self.service.world.processes.values()
