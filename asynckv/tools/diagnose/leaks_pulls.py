@@ -153,6 +153,8 @@ class _Failed:
         match state:
             case R.UNMET:
                 return self._unmet()
+            case R.RENAMED:
+                return state, {"message": "claim", **other_id(pull.prefill_request_id)}
             case R.REFUSED | R.TWICE:
                 return self._refused()
             case R.UNLENT:
