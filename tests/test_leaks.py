@@ -101,8 +101,8 @@ def alive(start: str, at: float) -> Record:
     return say(at, told.EngineAlive, start)
 
 
-def unanswered(at: float = 60.0, cause: str = "timeout") -> Record:
-    return say(at, told.ReleaseUnanswered, D, **NAMES, cause=cause, ranks=[RANK[P]], seconds=30.0, outcome="complete")
+def unanswered(at: float = 60.0, cause: str = "timeout", outcome: str = "complete") -> Record:
+    return say(at, told.ReleaseUnanswered, D, **NAMES, cause=cause, ranks=[RANK[P]], seconds=30.0, outcome=outcome)
 
 
 def away(start: str, at: float, seconds: float) -> Record:
@@ -428,6 +428,10 @@ SECOND = "dddddddd" + "4" * 24
 RANK[SECOND] = "prefill/tp1@dddddddd"
 UNFIT = pull_ended(15, "geometry_refused", failed_in="handshake", detail=f"{RANK[P]}: layouts differ: dtype")
 SECOND_GONE = gone(45, "it was silent for 4.0 s", peer=RANK[SECOND], peer_incarnation=SECOND)
+UNLISTED = pull_ended(16, "peer_unreachable", failed_in="handshake", detail="its key", how="unlisted_listener")
+RETURNED = say(15.3, told.BlocksReturned, D, **NAMES, seconds_after_failure=0.3)
+AGAIN = {"pull_id": f"{D[:16]}-2", "prefill_request_id": "b", "peer": "other", "sequence": 3}
+ELSEWHERE = pull_ended(14, "complete", **AGAIN, seconds=1.0, peer_ranks=[RANK[OTHER]], read_ranks=[RANK[OTHER]])
 CELLS: list[list[Record]] = [
     *([*BOTH, expired(claimed), FORGOTTEN] for claimed in (True, False)),
     retrying([*BOTH, expired(), FORGOTTEN]),
@@ -451,6 +455,13 @@ CELLS: list[list[Record]] = [
     of_decode([*BOTH, UNFIT, unanswered(cause="geometry_refused")]),
     [*BOTH, begun(SECOND), expired(), pull_ended(45, "peer_lost", peer_ranks=[RANK[P], RANK[SECOND]]), SECOND_GONE],
     [*RUNNING, PROMISE, unanswered(), gone(20, "it was silent for 4.0 s"), say(90, "of_later", D)],
+    [begun(P), begun(D), stopped(P), stopped(D), expired(False), UNLISTED],
+    of_decode([*BOTH, UNLISTED, unanswered()]),
+    retrying([*BOTH, expired(), pull_ended(12, "read_failed"), ELSEWHERE]),
+    [*BOTH, expired(), pull_ended(12, "read_failed"), unanswered(60.0, outcome="retry"), ELSEWHERE],
+    [*BOTH, pull_ended(15, "timeout", **KEPT), RETURNED],
+    [*BOTH, pull_ended(15, "timeout", **KEPT), RETURNED, away(D, 15, 4.5)],
+    [begun(P), begun(D), *met(), stopped(D, 9.0), stopped(P), expired(False)],
 ]
 """What, with `CASES`, puts a request into each cell of the table."""
 
@@ -732,12 +743,21 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
     "unreachable": (C.NEVER_SHOOK_HANDS, [*BOTH, pull_ended(15, "peer_unreachable")]),
     "broken": (C.CONNECTION_LOST, [*BOTH, pull_ended(15, "read_failed")]),
     "queued": (C.LEASE_TOO_SHORT, [*BOTH, pull_ended(15, "timeout", failed_in="queue")]),
+    "its caller's time was up": (C.TIMEOUT_TOO_SHORT, [*BOTH, pull_ended(15, "timeout", failed_in="read")]),
+    "announced": (C.ANNOUNCED_AND_FORGOTTEN, [*BOTH, pull_ended(15, "timeout", failed_in="announced")]),
+    "the listener's key": (C.LISTENER_UNLISTED, [*BOTH, UNLISTED]),
+    "nothing was lent": (C.PREFILL_LENDS_NOTHING, [*BOTH, pull_ended(15, "not_lent_yet", failed_in="queue")]),
+    "others were lent": (
+        C.NOT_LENT_IN_TIME,
+        [*BOTH, lent(12.0, request_id="b", sequence=5), pull_ended(15, "not_lent_yet", failed_in="queue")],
+    ),
+    "another size": (C.RELEASE_REFUSED, [*BOTH, pull_ended(15, "wrong_cohort")]),
     "closed": (C.READER_CLOSED, [*BOTH, pull_ended(15, "engine_closed")]),
     "of an earlier start": (C.STALE_PARAMS, [*RUNNING, stopped(P), pull_ended(15, "engine_closed")]),
     "at a wrong address": (C.WRONG_TARGET, [*BOTH, pull_ended(15, "wrong_target")]),
     "refused here": (C.REFUSED_LOCALLY, [*BOTH, pull_ended(15, "queue_full", detail="1,000 wait")]),
     "refused at the handshake": (C.REFUSED_LOCALLY, [*BOTH, pull_ended(15, "geometry_refused", failed_in="handshake")]),
-    "sent to two readers": (C.RELEASE_REFUSED, [*BOTH, pull_ended(15, "consumed")]),
+    "sent to two readers": (C.PARAMS_GIVEN_TWICE, [*BOTH, pull_ended(15, "consumed")]),
     "said goodbye": (C.PREFILL_CLOSED, [*BOTH, pull_ended(15, "peer_lost"), gone(15, f"{RANK[P]} said goodbye")]),
     "not known": (C.NOT_KNOWN, of_decode([*BOTH, pull_ended(15, "peer_lost"), gone(15, "it was silent for 4.0 s")])),
     "queued behind it": (

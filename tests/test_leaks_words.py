@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +20,11 @@ from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_pulls import failures
 from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.presence import Presence
-from asynckv.tools.diagnose.records import Logs, Record, read_logs
+from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import ground
 from tests.lab.leaks_truth import one
 from tests.test_leaks import BLOCKED, CASES, CELLS, FAILURES, NAMES, RANK, D, P, begun, expired, gone, met, say
 
-SHARED = Path(__file__).parents[2] / "shared" / "why_cases" / "logs"
 LOREM = "lorem ipsum dolor"
 NAMED = {
     *("timestamp", "level", "event", "engine_id", "incarnation", "rank", "peer", "reader", "who", "address", "host"),
@@ -100,12 +98,6 @@ def test_no_verdict_changes_when_every_text_is_another() -> None:
             changed.append(name)
     assert changed == []
     assert len(EVERY) > 100
-
-
-@pytest.mark.parametrize("path", sorted(SHARED.glob("*")), ids=lambda x: x.name)
-def test_nor_does_one_about_logs_of_real_faults(path: Path) -> None:
-    records = list(map(coded, read_logs([path]).records))
-    assert concluded(list(map(reworded, records))) == concluded(records)
 
 
 @pytest.mark.slow

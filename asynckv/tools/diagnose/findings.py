@@ -280,7 +280,7 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
         held = "" if math.isnan(seconds) else f", held for {shown_seconds(seconds)}{most}"
         how = "" if blocks < 0 else f", {counted(blocks, 'block')}"
         what = f"{counted(len(names), 'request')} late: {entry.title}{how}{held}"
-        yield Finding(entry.heading, cause.value, what, found[0].sentence, entry.remedy, names, blocks)
+        yield Finding(entry.heading, cause.value, what, found[0].sentence, found[0].remedy, names, blocks)
 
 
 def _of(late: Sequence[Leak]) -> tuple[tuple[str, ...], int]:

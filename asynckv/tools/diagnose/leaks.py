@@ -175,7 +175,7 @@ def _of_blocks(presence: Presence, request: Request, pulls: Sequence[Pull]) -> L
     return _make_leak(
         presence,
         request,
-        sorted((why_kept(presence, x) for x in pulls), key=lambda x: x.order),
+        sorted((why_kept(presence, request, x) for x in pulls), key=lambda x: x.order),
         side="decode",
         state=next(x for x in ("retired", "quarantined", "returned") if x in kept),
         holders=tuple(dict.fromkeys(x.process.rank for x in pulls)),
@@ -211,6 +211,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
         reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
         until=until if not math.isnan(until) else max((x.at for x in request.records()), default=math.nan),
         reason=str(verdict.names.get("reason", "")),
+        remedy=verdict.remedy,
         other_request_id=verdict.names.get("other_id", "") if verdict.reader is Reader.RENAMED else "",
         also=fields.pop("also", also),
         **fields,

@@ -133,6 +133,22 @@ def how_unanswered(pull: Pull) -> str:
     return f"the pull ended as {pull.cause}{f', {pull.detail}' if pull.detail else ''}"
 
 
+def is_only_released(pull: Pull, lease: Lease) -> bool:
+    """Return True if nothing is to be read from this rank, so that it hears nothing before the pull is done."""
+    base = lease.process.base
+    if pull.ended is not None and (pull.ended.texts("read_ranks") or pull.cause in ("complete", "discharged")):
+        return base not in map(base_name, pull.ended.texts("read_ranks"))
+    states = {base_name(x): state for held in pull.held for x, state in held.mapping("ranks").items()}
+    return states.get(base) == "only_released"
+
+
+def tried_elsewhere(presence: Presence, request: Request, pull: Pull) -> str:
+    """Name the other request by which a reader tried again; empty if it did not."""
+    every = presence.attempts[pull.process.incarnation, pull.request_id] if pull.request_id else []
+    others = (x for x, other in every if x is not request and other.begun_at > pull.begun_at)
+    return next((f"{x.name or 'another'} of {x.engine_id or 'another engine'}" for x in others), "")
+
+
 # -- announcements -----------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from asynckv.core import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.axis import Axis
-from asynckv.tools.diagnose.join import Lease, Process, start_of
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
 from asynckv.tools.diagnose.stalls import stalled_s
@@ -94,6 +94,8 @@ class Presence:
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
         self._heard: dict[str, float] = defaultdict(lambda: -math.inf)
+        self.attempts: dict[tuple[str, str], list[tuple[Request, Pull]]] = defaultdict(list)
+        """All attempts of a process at one of its requests."""
         claims = list[float]()
         for request in service.requests:
             for lease in request.leases.values():
@@ -101,6 +103,7 @@ class Presence:
                     claims.append(claim.claimed_s)
                     self._hear(name, lease.process, lease.lent_at + claim.heard_s)
             for pull in request.all_pulls:
+                self.attempts[pull.process.incarnation, pull.request_id].append((request, pull))
                 if pull.ended is not None and pull.cause == "complete":
                     for rank in pull.ended.texts("read_ranks"):
                         self._hear(rank, pull.process, pull.ended.at - pull.ended.number("seconds", 0.0))
