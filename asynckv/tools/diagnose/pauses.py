@@ -40,7 +40,7 @@ class Pause:
 
     @property
     def why(self) -> str:
-        """What its process and others lacked, if it is their machine's."""
+        """Sentence about the processes of the machine, if it is the machine's fault."""
         if self.lacked("throttled_s"):
             return "had no processor time, because a CPU limit of their cgroup stopped them"
         if self.lacked("waited_s"):
