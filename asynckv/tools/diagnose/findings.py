@@ -117,7 +117,8 @@ def find(seen: Seen) -> Findings:
     gone = {rank for ranks, x in there if x.heading is HEADING.GONE for rank in ranks}
     failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
     found = pauses(seen.axis, seen.since)
-    slow = [(x, y) for x in (*late, *failed) if (y := _machine_of(seen.axis, found, x)) is not None]
+    every: list[Leak | Failure] = [*late, *failed]
+    slow = [(x, y) for x in every if (y := _machine_of(seen.axis, found, x)) is not None]
     done = {id(x) for x, _ in slow}
     first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
@@ -162,16 +163,17 @@ def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[tuple[Sequence[str]
         if ground.gone is not None and ground.gone.kind == "died" and not is_old:
             deaths[ground.process.base].append((ground, ground.gone))
     for base, died in deaths.items():
-        ranks, (last, fate) = [x.process.rank for x, _ in died], max(died, key=lambda x: x[1].is_proved)
+        ranks, (last, fate) = [x.process.rank for x, _ in died], max(reversed(died), key=lambda x: x[1].is_proved)
         mine = [x for x in seen.late if _is_about_one(x, ranks)]
         lost = [x for x in failed if x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in ranks]
-        evidence = next((x.sentence for x in (*mine, *lost)), "")
+        hurt: list[Leak | Failure] = [*mine, *lost]
+        evidence = hurt[0].sentence if hurt else ""
         heading, remedy = (HEADING.GONE, DIED) if fate.is_proved else (HEADING.UNKNOWN, UNSURE)
         what = f"{last.process.rank} {fate.text[:MAX_TEXT]}"
         if len(died) > 1:
             first, then = (seen.axis.moment(x.end) for x in (died[0][0], died[-1][0]))
             what = f"{base} died {counted(len(died), 'time')}, from {first} to {then}; {what}"
-        yield ranks, Finding(heading, fate.gone, what, evidence, remedy, *_of([*mine, *lost]))
+        yield ranks, Finding(heading, fate.gone, what, evidence, remedy, *_of(hurt))
 
 
 def _silent(seen: Seen) -> Iterator[tuple[Sequence[str], Finding]]:
@@ -366,14 +368,14 @@ def _machines(found: Sequence[Pause], slow: Sequence[tuple[Leak | Failure, Pause
     by_machine: dict[str, list[Leak | Failure]] = defaultdict(list)
     for late, pause in slow:
         by_machine[pause.process.clock].append(late)
-    for clock, late in by_machine.items():
+    for clock, hurt in by_machine.items():
         mine = [x for x in found if x.is_hosts and x.process.clock == clock]
         worst, ranks = max(mine, key=lambda x: x.seconds), dict.fromkeys(x.process.rank for x in mine)
         host = worst.process.host or worst.process.rank
         what = f"{counted(len(ranks), 'process')} of {host} {worst.why}: {_times(mine)}"
-        evidence = f"{late[0].sentence}; the event loops of {some(ranks)} were away"
+        evidence = f"{hurt[0].sentence}; the event loops of {some(ranks)} were away"
         remedy = RAISE_LIMIT if worst.lacked("throttled_s") else GIVE_CORES
-        yield Finding(HEADING.STOPPED, "no_processor_time", what, evidence, remedy, *_of(late))
+        yield Finding(HEADING.STOPPED, "no_processor_time", what, evidence, remedy, *_of(hurt))
 
 
 def _times(found: Sequence[Pause]) -> str:
