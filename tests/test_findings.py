@@ -215,7 +215,7 @@ def test_a_crash_loop_is_one_finding_that_says_how_often_and_from_when_to_when()
         ended(102.0 + 40 * i, "peer_lost", peer_ranks=[f"decode/tp0@{f'{i}' * 8}"], peer="decode") for i in range(5)
     ]
     [gone] = screen([*well(), *loop, *failed, *goes_on])[0].wrong
-    said = "decode/tp0 died 5 times, from 08:01:40.000 to 08:04:20.000; decode/tp0@00000000 died: "
+    said = "decode/tp0 died 5 times, from 08:01:40.000 to 08:04:20.000; decode/tp0@44444444 died: "
     assert (gone.heading, gone.code, gone.what[: len(said)]) == (HEADING.GONE, "died", said)
     assert len(gone.requests) == 5
     [gone] = screen([*well(), *loop[-2:], *goes_on])[0].wrong

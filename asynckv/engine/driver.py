@@ -340,7 +340,7 @@ class Driver:
         now, core = self.clock.now(), self.core
         self.tell(Observer.loop_came, now - due, now)
         if self.lag.take(now - due):
-            self.recorder.loop_was_away(now - due, core.inspect.gauges(), now, self.lag.note(now))
+            self.recorder.loop_was_away(now - due, core.inspect.gauges() | self.lag.note(now), now)
         elif now >= self.lag.noted_at + NOTED_S:
             self.lag.note(now)
         if now >= self._sign_at:

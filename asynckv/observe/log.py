@@ -320,22 +320,16 @@ class Recorder(Observer):
             )
         )
 
-    def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float, waited: Mapping[str, float]) -> None:
+    def loop_was_away(self, seconds: float, figures: Mapping[str, float], now: float) -> None:
         """Log that the loop was away, at a limited rate, because a step loop may always be away. An absence that is
-        longer than the last logged one by `LONGER` is always logged.
-
-        Args:
-            seconds: Length of the absence.
-            gauges: Gauges of the engine.
-            now: End of the absence.
-            waited: Seconds without a processor, as `LoopWasAway` names them.
+        longer than the last logged one by `LONGER` is always logged. `figures` has the values of the event's fields.
         """
         if seconds < LONGER * self._away_said_s and not self._away.take(now):
             self._away_s += seconds
             return
         more_s, self._away_s, self._away_said_s = self._away_s, 0.0, seconds
-        held = {name: gauges[name] for name in ("leases", "pulls", "parked")}
-        away = told.LoopWasAway(seconds=round(seconds, 3), **held, **waited, not_logged_s=round(more_s, 3) or None)
+        known: dict[str, Any] = {x: figures[x] for x in told.LoopWasAway.__struct_fields__ if x in figures}
+        away = told.LoopWasAway(seconds=round(seconds, 3), **known, not_logged_s=round(more_s, 3) or None)
         self.log(away, more=self._away.left_out())
 
     def internal_error(self, exc: Exception, now: float) -> None:

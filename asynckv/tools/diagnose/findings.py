@@ -125,7 +125,8 @@ def find(seen: Seen) -> Findings:
     failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
     failed = [x for x in failed if x.verdict.cause is not STUCK]
     found = pauses(seen.axis, seen.since)
-    slow = [(x, y) for x in (*late, *failed) if (y := _machine_of(seen.axis, found, x)) is not None]
+    every: list[Leak | Failure] = [*late, *failed]
+    slow = [(x, y) for x in every if (y := _machine_of(seen.axis, found, x)) is not None]
     done = {id(x) for x, _ in slow}
     first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
@@ -171,18 +172,17 @@ def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[tuple[Sequence[str]
         if ground.gone is not None and ground.gone.kind == "died" and not is_old:
             deaths[ground.process.base].append((ground, ground.gone))
     for base, died in deaths.items():
-        ranks, (last, fate) = [x.process.rank for x, _ in died], max(died, key=lambda x: x[1].is_proved)
+        ranks, (last, fate) = [x.process.rank for x, _ in died], max(reversed(died), key=lambda x: x[1].is_proved)
         mine = [x for x in seen.late if _is_about_one(x, ranks)]
         lost = [x for x in failed if x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in ranks]
-        evidence = next((x.sentence for x in (*mine, *lost)), "")
+        hurt: list[Leak | Failure] = [*mine, *lost]
+        evidence = hurt[0].sentence if hurt else ""
         heading, remedy = (HEADING.GONE, DIED) if fate.is_proved else (HEADING.UNKNOWN, UNSURE)
         what = f"{last.process.rank} {fate.text[:MAX_TEXT]}"
         if len(died) > 1:
             first, then = (seen.axis.moment(x.end) for x in (died[0][0], died[-1][0]))
             what = f"{base} died {counted(len(died), 'time')}, from {first} to {then}; {what}"
-        names, blocks = _of(mine)
-        names = tuple(dict.fromkeys((*names, *(p.prefill_request_id or p.request_id for x in lost for p in x.pulls))))
-        yield ranks, Finding(heading, fate.gone, what, evidence, remedy, names, blocks)
+        yield ranks, Finding(heading, fate.gone, what, evidence, remedy, *_of(hurt))
 
 
 def _silent(seen: Seen) -> Iterator[tuple[Sequence[str], Finding]]:
@@ -283,12 +283,16 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
         yield Finding(entry.heading, cause.value, what, found[0].sentence, found[0].remedy, names, blocks)
 
 
-def _of(late: Sequence[Leak]) -> tuple[tuple[str, ...], int]:
+def _of(late: Sequence[Leak | Failure]) -> tuple[tuple[str, ...], int]:
+    """Return the names of late requests, and of those whose pulls failed, and the number of their late blocks."""
     blocks: dict[tuple[str, str, int], int] = {}  # of a request that is late on both sides, on the one that has more
     for leak in late:
-        blocks[_key(leak)] = max(blocks.get(_key(leak), -1), leak.blocks)
+        if isinstance(leak, Leak):
+            blocks[_key(leak)] = max(blocks.get(_key(leak), -1), leak.blocks)
+    failed = (p.prefill_request_id or p.request_id for x in late if isinstance(x, Failure) for p in x.pulls)
     known = [x for x in blocks.values() if x >= 0]
-    return tuple(request_id for _, request_id, _ in blocks), sum(known) if known else -1
+    names = tuple(request_id for _, request_id, _ in blocks)
+    return names + tuple(dict.fromkeys(x for x in failed if x not in names)), sum(known) if known else -1
 
 
 def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
@@ -406,19 +410,16 @@ def _counts(line: Record) -> Counter[str]:
 
 def _machine_of(axis: Axis, found: Sequence[Pause], late: Leak | Failure) -> Pause | None:
     """Return the pause of a whole machine that explains why a request was late, or pulls failed, if one does."""
-    cause = late.cause if isinstance(late, Leak) else late.verdict.cause
-    if cause not in LOOPS_AWAY:
-        return None
     if isinstance(late, Leak):
-        ranks = late.reader, *late.owed, *late.holders
-        holder = axis.service.process_named(late.holders[0]) if late.holders else None
-        times = [x if holder is None else axis.at(holder, x) for x in (late.since, late.until)]
+        cause, ranks = late.cause, [late.reader, *late.owed, *late.holders]
+        owner = axis.service.process_named(next(iter(late.holders), ""))
+        lived = [(owner, at) for at in (late.since, late.until)]
     else:
-        ranks = (late.verdict.names["by"],)
-        times = [axis.at(x.process, at) for x in late.pulls for at in (x.begun_at, x.last_at)]
-    known = [x for x in times if not math.isnan(x)]
-    worst = longest(found, ranks, min(known, default=-math.inf), max(known, default=math.inf))
-    return worst if worst is not None and worst.is_hosts else None
+        cause, ranks = late.verdict.cause, [late.verdict.names["by"]]
+        lived = [(x.process, at) for x in late.pulls for at in (x.begun_at, x.last_at)]
+    times = [axis.at(x, at) for x, at in lived if x is not None and not math.isnan(at)]
+    worst = longest(found, ranks, min(times, default=-math.inf), max(times, default=math.inf))
+    return worst if worst is not None and worst.is_hosts and cause in LOOPS_AWAY else None
 
 
 def _machines(found: Sequence[Pause], slow: Sequence[tuple[Leak | Failure, Pause]]) -> Iterator[Finding]:
@@ -426,29 +427,14 @@ def _machines(found: Sequence[Pause], slow: Sequence[tuple[Leak | Failure, Pause
     by_machine: dict[str, list[Leak | Failure]] = defaultdict(list)
     for late, pause in slow:
         by_machine[pause.process.clock].append(late)
-    for clock, late in by_machine.items():
+    for clock, hurt in by_machine.items():
         mine = [x for x in found if x.is_hosts and x.process.clock == clock]
         worst, ranks = max(mine, key=lambda x: x.seconds), dict.fromkeys(x.process.rank for x in mine)
         host = worst.process.host or worst.process.rank
-        what = f"{counted(len(ranks), 'process')} of {host} {_why_away(worst)}: {_times(mine)}"
-        names, blocks = _of([x for x in late if isinstance(x, Leak)])
-        pulls = (p.prefill_request_id or p.request_id for x in late if isinstance(x, Failure) for p in x.pulls)
-        names = tuple(dict.fromkeys((*names, *pulls)))
-        evidence = f"{late[0].sentence}; the event loops of {some(ranks)} were away"
+        what = f"{counted(len(ranks), 'process')} of {host} {worst.why}: {_times(mine)}"
+        evidence = f"{hurt[0].sentence}; the event loops of {some(ranks)} were away"
         remedy = RAISE_LIMIT if worst.lacked("throttled_s") else GIVE_CORES
-        yield Finding(HEADING.STOPPED, "no_processor_time", what, evidence, remedy, names, blocks)
-
-
-def _why_away(pause: Pause) -> str:
-    if pause.lacked("throttled_s"):
-        return "had no processor time, because a CPU limit of their cgroup stopped them"
-    if pause.lacked("waited_s"):
-        return "had no processor time"
-    return "stood still at once, so their machine had no processor time, or was suspended"
-
-
-def _open(pause: Pause) -> dict[str, int]:
-    return {x: pause.record.integer(f"{x}s", 0) for x in ("lease", "pull")}
+        yield Finding(HEADING.STOPPED, "no_processor_time", what, evidence, remedy, *_of(hurt))
 
 
 def _times(found: Sequence[Pause]) -> str:
@@ -462,18 +448,17 @@ def _away(
     said = {rank for x in late if x.cause in LOOPS_AWAY for rank in (x.reader, *x.owed, *x.holders)}
     said |= {x.verdict.names["by"] for x, _ in slow if isinstance(x, Failure)}
     left = [x for x in found if x.process.rank not in said]
-    blocked = [x for x in left if x.seconds >= LONG_AWAY_S and not x.is_hosts and any(_open(x).values())]
-    long, by_rank = list[Finding](), {x.process.rank: x for x in sorted(blocked, key=lambda x: x.seconds)}
-    for rank, worst in reversed(by_rank.items()):
-        mine = [x for x in left if x.process.rank == rank]
-        what = f"the event loop of {rank} was away: {_times(mine)}"
-        held = ", ".join(counted(number, name) for name, number in _open(worst).items())
+    blocked = [x for x in left if x.seconds >= LONG_AWAY_S and not x.is_hosts and any(x.held.values())]
+    long, worst_of = list[Finding](), {x.process.rank: x for x in sorted(blocked, key=lambda x: x.seconds)}
+    for rank, worst in reversed(worst_of.items()):
+        what = f"the event loop of {rank} was away: {_times([x for x in left if x.process.rank == rank])}"
+        held = ", ".join(counted(number, name) for name, number in worst.held.items())
         evidence = f"until {clock_time(worst.end)}; open: {held}"
         long.append(Finding(HEADING.STOPPED, told.LoopWasAway.event, what, evidence, AWAY))
-    if not (left := [x for x in left if x.process.rank not in by_rank]):
+    if not (left := [x for x in left if x.process.rank not in worst_of]):
         return long, []
     ranks, worst = dict.fromkeys(x.process.rank for x in left), max(left, key=lambda x: x.seconds)
-    why = f" ({_why_away(worst)})" if worst.is_hosts else ""
+    why = f" (they {worst.why})" if worst.is_hosts else ""
     what = f"event loops of {counted(len(ranks), 'process')} were away: {_times(left)}{why}, and nothing was late by it"
     return long, [Finding(HEADING.STOPPED, told.LoopWasAway.event, what, some(ranks))]
 

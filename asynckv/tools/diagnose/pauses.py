@@ -33,6 +33,20 @@ class Pause:
     def seconds(self) -> float:
         return self.end - self.start
 
+    @property
+    def held(self) -> dict[str, int]:
+        """The number of leases and of pulls that were open meanwhile."""
+        return {x: self.record.integer(f"{x}s", 0) for x in ("lease", "pull")}
+
+    @property
+    def why(self) -> str:
+        """Sentence about the processes of the machine, if it is the machine's fault."""
+        if self.lacked("throttled_s"):
+            return "had no processor time, because a CPU limit of their cgroup stopped them"
+        if self.lacked("waited_s"):
+            return "had no processor time"
+        return "stood still at once, so their machine had no processor time, or was suspended"
+
     def lacked(self, what: str) -> bool:
         """Return True if it had no processor for most of it (`waited_s`), or was stopped by a limit (`throttled_s`)."""
         return self.seconds > 0 and self.record.number(what, 0.0) >= MOST * self.seconds

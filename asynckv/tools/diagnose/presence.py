@@ -67,6 +67,14 @@ def sign_of(process: Process) -> float:
     return max(0.5 * lease_of(process), LATE_S) + SIGN_S
 
 
+def seats(process: Process) -> set[tuple[str | int, ...]]:
+    """Return what two living processes of a machine never have both: a port, and a pid in its namespace."""
+    if (said := process.started) is None:
+        return set()
+    found = (said.text("address"),), (said.integer("pid_namespace"), said.integer("pid"))
+    return {x for x in found if "" not in x and -1 not in x}
+
+
 class Presence:
     """The fates of all processes of a service, in one common time.
 
@@ -170,21 +178,12 @@ class Presence:
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
     def _replaces(self, after: Process, process: Process) -> bool:
-        """Return True if a start of a rank shows that an earlier one has ended.
-
-        Two processes may use one name at once. But they have neither one port nor one pid, and both give signs of life.
-        """
+        """Return True if a start of a rank shows that an earlier one has ended, since two may use one name at once."""
         is_here = after.boot_id == process.boot_id if after.boot_id and process.boot_id else after.host == process.host
-        began = self.when(after, after.first_at)[1]
-        if not is_here or self._heard[process.incarnation] > began:
+        if not is_here or self._heard[process.incarnation] > self.when(after, after.first_at)[1]:
             return False
-        both = [x.started.fields if x.started is not None else {} for x in (after, process)]
-        for names in (("address",), ("boot_id", "pid_namespace", "pid")):
-            one, other = ([x.get(name) for name in names] for x in both)
-            if one == other and None not in one:
-                return True
-        known_until = max(self.last - self.when(process, process.last_at)[1], after.last_at - process.last_at)
-        return process.says_info and known_until > sign_of(process)
+        silent_s = max(self.last - self.when(process, process.last_at)[1], after.last_at - process.last_at)
+        return not seats(process).isdisjoint(seats(after)) or (process.says_info and silent_s > sign_of(process))
 
     def ends_early(self, process: Process) -> bool:
         """Return True if a log ends half a lease before others without a reason, so that missing ends prove nothing.
