@@ -474,7 +474,8 @@ def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
 
 def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
     lent_s, left_s = round(status.age_s, 3), _rounded(status.left_s)
-    return told.HeldLease(*_lease_ids(lease), lent_s, _claims(lease), left_s, _refused(lease))
+    owed = list(lease.waits_for(MAX_NAMED))
+    return told.HeldLease(*_lease_ids(lease), lent_s, _claims(lease), left_s, _refused(lease), owed)
 
 
 def _held_pull(pull: Pull, status: RequestStatus) -> told.HeldPull:
