@@ -87,7 +87,7 @@ class Balanced(HTMLParser):
 
 def test_of_a_service_that_is_well_nothing_is_said() -> None:
     found, page = screen(well())
-    assert (found.wrong, found.limits) == ([], [])
+    assert (found.wrong, found.limits, found.notes) == ([], [], [])
     assert "<p>All is well.</p>" in page
 
 
@@ -118,7 +118,7 @@ def test_what_is_wrong_comes_worst_first_with_what_to_do() -> None:
     assert away.what == f"the event loop of {DECODE} was away: 2 times, at most 22.0 s"
     assert away.evidence == "until 2027-01-15 08:00:50.000000Z; open: 0 leases, 5 pulls"
     assert error.what == f"1 error internal_error on {PREFILL}"
-    assert [(x.code, x.evidence) for x in found.limits] == [("setup_doubtful", "a name that two have")]
+    assert [(x.code, x.evidence) for x in found.notes] == [("setup_doubtful", "a name that two have")]
     assert "5 things went wrong, the worst first." in page
 
 
@@ -182,7 +182,7 @@ def test_what_could_not_be_judged_is_said_and_is_no_fault() -> None:
     found, page = screen([*well(), lent, over])
     assert found.wrong == []
     assert [x.what for x in found.limits] == ["there is no log of other/tp0@bbbbbbbb, which others name"]
-    assert "<p>All is well.</p>" in page
+    assert "<p>Nothing wrong was found, but not all could be judged.</p>" in page
     found, _ = screen([ended(0.0, "timeout")])
     assert "logged warnings and errors alone" in found.limits[-1].what
 

@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from asynckv.core import told
 from asynckv.core.survey import MAX_PEERS
 from asynckv.integrations.vllm.options import WORDS
+from asynckv.tools.diagnose import standing
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
 from asynckv.tools.diagnose.join import Process, Pull, base_name
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import failures
-from asynckv.tools.diagnose.leaks_values import Leak, some
+from asynckv.tools.diagnose.leaks_values import Leak, listed, some
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record, integer
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
+NOT_JUDGED = "Nothing wrong was found, but not all could be judged"
 MOST = 12  # findings of a kind
 MAX_TEXT = 600
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
@@ -33,6 +35,9 @@ UNSURE = "See whether it lives (`asynckv why` of its socket or address, `ps -o p
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
 ASK_THEM = "Give their addresses, or the directories of their sockets, to `asynckv why` too."
+WAIT_OR_LOOK = "See what these ranks and their schedulers do: their logs, `asynckv why` of their sockets, py-spy dump."
+WAITING_FOR = {"not_lent": "not lent yet"}
+"""Progress of pulls in words, where the state itself is none."""
 LET_IT_RUN = "Let it run on, or end it: docs/why.md, 'Continue it or kill it'."
 CONNECT = "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`."
 TROUBLES = {
@@ -60,7 +65,7 @@ SAID_ELSEWHERE = {
 
 LEAST_SHARE, LEAST = 0.05, 10
 """Share and number of prompts from which on a cause of computing them locally is wrong, in all or between two lines."""
-NOT_JUDGED = ("prompt_logprobs", "not_lent")
+NO_SHARE = ("prompt_logprobs", "not_lent")
 """Causes that are a client's wish, or have no share, because prompts to be lent are not counted."""
 PARAMS_CAUSES = ("without_params", "no_params", "not_asked")
 """Causes of prompts computed locally for which the router is the place to look."""
@@ -82,7 +87,8 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Findings:
     wrong: Sequence[Finding] = ()  # what is wrong, the worst first
-    limits: Sequence[Finding] = ()  # what could therefore not be judged
+    limits: Sequence[Finding] = ()  # what was expected, and could not be judged: without one, all is well
+    notes: Sequence[Finding] = ()  # what else was seen
     late: Sequence[Leak] = ()  # every request that was late; the findings tell of them in groups
     copies: Sequence[LateCopy] = ()  # every store and load that did not end
 
@@ -110,9 +116,12 @@ def find(seen: Seen) -> Findings:
     first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
     failed += [x for is_wrong, x in computed if is_wrong]
-    wrong = [*first, *late, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
-    limits = [*_limits(seen), *(x for is_wrong, x in computed if not is_wrong), *_logged(seen, "warning")]
-    return Findings(wrong, limits, asked, seen.copies)
+    presence = Presence(seen.axis)
+    waits = _waits(seen, presence, {rank for rank, _ in there})
+    wrong = [*first, *late, *waits, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
+    notes = [*_notes(seen), *(x for is_wrong, x in computed if not is_wrong), *_logged(seen, "warning")]
+    wrong += [*_open(seen, presence, wrong)]
+    return Findings(wrong, [*_limits(seen, presence)], notes, asked, seen.copies)
 
 
 def _key(leak: Leak) -> tuple[str, str, int]:
@@ -272,7 +281,7 @@ def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
                 text, is_wrong = WORDS["prompts"][cause], bool(rows)
                 what += f", at most {max(x.integer('in_a_row', 0) for x in new):,} in a row"
             heading = HEADING.NEVER_CAME if cause in PARAMS_CAUSES else HEADING.DROPPED
-            yield is_wrong and cause not in NOT_JUDGED, Finding(heading, cause, what, text, READ_MORE)
+            yield is_wrong and cause not in NO_SHARE, Finding(heading, cause, what, text, READ_MORE)
 
 
 def _counts(line: Record) -> Counter[str]:
@@ -314,15 +323,51 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
         yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/logging.md.")
 
 
-def _limits(seen: Seen) -> Iterator[Finding]:
-    """Find things that could not be judged: missing, short or unreadable logs, and clocks."""
+def _waits(seen: Seen, presence: Presence, told_of: Container[str]) -> Iterator[Finding]:
+    """Find pulls that wait for long, except for ranks that are reported themselves."""
+    for each in standing.waiting(presence, {_key(x) for x in seen.late}):
+        if not any(x in told_of for x in each.owners):
+            owners, number = listed(each.owners) or "the prefill side", counted(len(each.pulls), "pull")
+            heading = HEADING.STOPPED if each.is_never_lent(presence) else HEADING.UNKNOWN
+            state = ", ".join(WAITING_FOR.get(x, x) for x in each.states)
+            what = f"{number} of {each.reader.rank} waited for {owners}, for {shown_seconds(each.seconds)}: {state}"
+            names = dict.fromkeys(request.name for request, _ in each.pulls)
+            evidence = f"{told.PullHeld.event} says so at {clock_time(each.until)}, and nothing says that they ended"
+            yield Finding(heading, told.PullHeld.event, what, evidence, WAIT_OR_LOOK, tuple(names))
+
+
+def _open(seen: Seen, presence: Presence, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Find warnings of processes that nothing has ended, except about ranks that are reported."""
+    for record, subject in standing.open_warnings(presence):
+        if any((subject or record.rank) in f"{x.what} {x.evidence}" for x in found):
+            continue
+        if not seen.axis.at(seen.axis.service.processes[record.incarnation], record.at) < seen.since:
+            what = f"{record.event} of {record.rank}{f', {subject},' if subject else ''} is not over"
+            texts = [x for name in ("state", "cause", "detail") if (x := record.text(name))]
+            yield Finding(HEADING.UNKNOWN, record.event, what, ", ".join(texts)[:MAX_TEXT], "See docs/logging.md.")
+
+
+def _notes(seen: Seen) -> Iterator[Finding]:
+    """Find what else was seen: clocks, and requests that an answer shows to be over."""
+    for note in seen.axis.notes():
+        yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
+    for rank, what in standing.over(seen.axis.service.over):
+        yield Finding(HEADING.UNKNOWN, "over", f"{rank} answers, and no longer holds {what}")
+
+
+def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
+    """Find things that were expected and could not be judged: missing, short or unreadable logs."""
     service = seen.axis.service
 
     def limit(code: str, what: str, evidence: str = "", remedy: str = "") -> Finding:
         return Finding(HEADING.UNKNOWN, code, what, evidence[:MAX_TEXT], remedy)
 
-    if missing := service.missing():
+    if missing := standing.missing(presence):
         yield limit("no_log", f"there is no log of {some(missing)}, which others name", "", UNSEEN)
+    for rank, why in standing.cut(presence):
+        yield limit("cut", f"the log of {rank} was cut: {why}", "", UNSEEN)
+    for rank, why in standing.uncounted(presence, seen.answers):
+        yield limit("uncounted", f"{rank} has counted what no log shows: {why}", "", UNSEEN)
     if service.not_here:
         why = "All have died since, or these logs are of another host of this name, or of a container."
         yield limit("not_here", f"no process of {some(service.not_here)} is on this host any more", why)
@@ -332,11 +377,9 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     for ground in seen.grounds:
         if ground.gone is not None and ground.gone.kind != "died":
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
-    if quiet := [x.rank for x in service.processes.values() if x.num_records and not x.says_info]:
+    if quiet := [x.rank for x in service.processes.values() if x.num_records and not (x.says_info or x.answers)]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
         yield limit("warnings_only", what, some(quiet), UNSEEN)
     for skipped in seen.logs.skipped[:MOST]:
         what = f"{counted(skipped.lines, 'line')} could not be read: {skipped.reason}"
         yield limit("not_read", what, f"{skipped.where}: {skipped.first}")
-    for note in seen.axis.notes():
-        yield limit("clocks", f"clocks: {note}")

@@ -27,9 +27,10 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
     """Make plain data of all findings; times are seconds since 1970 by the clock of the first reference."""
     return {
         "schema": SCHEMA,
-        "is_well": not found.wrong,
+        "is_well": not (found.wrong or found.limits),
         "findings": plain(found.wrong),
         "limits": plain(found.limits),
+        "notes": plain(found.notes),
         "late": [_leak(x) for x in found.late],
         "copies": plain(found.copies),
         "request": None if story is None else story_of(story),
