@@ -108,10 +108,10 @@ class Seen:
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
     there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
-    told = {_key(x) for x in seen.late for rank, _ in there if _is_about(x, rank)}
+    known = {_key(x) for x in seen.late for rank, _ in there if _is_about(x, rank)}
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
-    late = _late([x for x in asked if not (_key(x) in told and _hangs_on_processes(x))])
+    late = _late([x for x in asked if not (_key(x) in known and _hangs_on_processes(x))])
     failed = [*_refused(seen), *_failed(seen, set(map(_key, seen.late)))]
     first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
@@ -119,9 +119,13 @@ def find(seen: Seen) -> Findings:
     presence = Presence(seen.axis)
     waits = _waits(seen, presence, {rank for rank, _ in there})
     wrong = [*first, *late, *waits, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
-    notes = [*_notes(seen), *(x for is_wrong, x in computed if not is_wrong), *_logged(seen, "warning")]
+    warned = [*_logged(seen, "warning")]
+    # Whether a warning of a newer version is over is not known.
+    limits = [*_limits(seen, presence), *(x for x in warned if x.code not in told.EVENTS)]
+    notes = [*_notes(seen), *(x for is_wrong, x in computed if not is_wrong)]
+    notes += [x for x in warned if x.code in told.EVENTS]
     wrong += [*_open(seen, presence, wrong)]
-    return Findings(wrong, [*_limits(seen, presence)], notes, asked, seen.copies)
+    return Findings(wrong, limits, notes, asked, seen.copies)
 
 
 def _key(leak: Leak) -> tuple[str, str, int]:

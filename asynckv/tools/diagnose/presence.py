@@ -22,7 +22,7 @@ from asynckv.tools.diagnose.records import Record
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
-SIGN_S = 4.0  # longest delay of a sign of life, which is due every half lease
+SIGN_S = 2.0  # longest delay of a sign of life, which is due every half lease; a longer one is a line itself
 SILENCE_S = 5.0
 """Seconds after which a living process writes a line again; a lost one without a line is dead or hangs."""
 

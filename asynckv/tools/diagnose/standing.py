@@ -16,6 +16,7 @@ from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time, counted
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.leaks_between import is_last_word
 from asynckv.tools.diagnose.leaks_pulls import WELL
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import DEFAULT_LEASE_S, SIGN_S, Presence
@@ -79,7 +80,11 @@ def _waits(presence: Presence, request: Request, pull: Pull) -> bool:
     if not pull.held or (last := pull.held[-1]).level not in WARNINGS or pull.state == "quarantined":
         return False
     ends = told.ENDS[last.event]
-    if pull.ended is not None or any(x.at >= last.at and x.event in ends for x in pull.records):
+    if (
+        pull.ended is not None
+        or not is_last_word(pull)
+        or any(x.at >= last.at and x.event in ends for x in pull.records)
+    ):
         return False
     # A goodbye ends all pulls, and a death is a finding of its own.
     if presence.fate(pull.process).kind in ("stopped", "died"):
@@ -163,14 +168,27 @@ def cut(presence: Presence) -> Iterator[tuple[str, str]]:
             if (fate := presence.fate(process)).kind == "stopped":
                 yield process.rank, f"it does not say that the engine was closed, but {fate.why}"
     failed: dict[Process, list[str]] = defaultdict(list)
+    unfinished: dict[Process, list[str]] = defaultdict(list)
     for request in presence.service.requests:
         for lease in request.leases.values():
             for rank, outcome in lease.released.items():
                 reader = presence.service.process_named(rank)
                 if outcome == "failed" and reader is not None and not _is_explained(request, reader):
                     failed[reader].append(request.name)
+            if _is_unfinished(presence, lease):
+                unfinished[lease.process].append(request.name)
+    for owner, names in unfinished.items():
+        yield owner.rank, f"it does not show the ends of leases that would be over, or told of again: {listed(names)}"
     for reader, names in failed.items():
         yield reader.rank, f"it does not say why pulls failed that others heard of: {listed(names)}"
+
+
+def _is_unfinished(presence: Presence, lease: Lease) -> bool:
+    """Return True for a lease that was lent, and that was held for long or over before other logs end."""
+    if lease.lent is None or lease.ended is not None or lease.held or presence.fate(lease.process).kind != "silent":
+        return False
+    told_after_s = max(lease.lease_s / 3, SIGN_S) if not math.isnan(lease.lease_s) else math.inf
+    return presence.last > presence.when(lease.process, lease.lent_at + told_after_s)[1] + SIGN_S
 
 
 def _is_explained(request: Request, reader: Process) -> bool:

@@ -96,7 +96,8 @@ def why(
     why_text.show_request(seen, found, story, console)
     for each in (x for x in mine if x.code not in causes):
         why_text.show_finding(plain(each), console)
-    raise typer.Exit(1 if mine or found.late or found.copies else 0)
+    is_judged = not found.limits or (story is not None and story.lease and story.pull)
+    raise typer.Exit(1 if mine or found.late or found.copies else 0 if is_judged else 3)
 
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -80,6 +80,7 @@ def _read(seen: Seen) -> dict[str, Any]:
     counts = [x for answer in seen.answers for x in answer.account.counts]
     keeps = {x.rank for x in others if has_offload(x)}
     times = [t for x in every for t in (x.first_at, x.last_at)]
+    running = [x.last_at for x in every if x.num_records and x.stopped is None and x.successor is None]
     return {
         "files": len(logs.sources),
         "lines": total.num_lines,
@@ -91,6 +92,7 @@ def _read(seen: Seen) -> dict[str, Any]:
         "since": clock_time(seen.since)[:19] if math.isfinite(seen.since) else None,
         "first": moment(min(times)) if times else None,
         "last": moment(max(times)) if times else None,
+        "until": moment(min(running, default=max(times))) if times else None,
         "others": total.num_others,
         "others_in": [{"path": x.path, "lines": x.num_others} for x in logs.sources if x.num_others][:MAX_FILES],
         "repeated": total.num_repeated,

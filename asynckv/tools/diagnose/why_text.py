@@ -63,7 +63,9 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
     if not findings:
         text = NOT_JUDGED if limits else "All is well"
         text += " now (what is over is in logs alone)" if report["engines"] and not read["files"] else ""
-        _line(console, f"{text}{after}: {span}.", "bold")
+        # No more is claimed than the first log to end shows.
+        known = span.replace(f" to {read['last']} ", f" to {read['until']} ")
+        _line(console, f"{text}{after}: {known}.", "bold")
     else:
         is_one = len(findings) == 1
         _line(console, f"{'One thing is' if is_one else f'{len(findings):,} things are'} wrong{after}.", "bold red")
