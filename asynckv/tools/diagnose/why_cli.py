@@ -90,7 +90,7 @@ def why(
         write("--html", html, make(seen, found, sources, stories(seen.axis) if story is None else [story]))
     if request is None:
         why_text.show(document, seen, top, console)
-        raise typer.Exit(1 if found.wrong else 0)
+        raise typer.Exit(1 if found.wrong else 3 if found.limits else 0)
     mine = [x for x in found.wrong if set(x.requests) & looking.called]
     causes = {x.cause.value for x in found.late}  # which are shown with all that is known of the request
     why_text.show_request(seen, found, story, console)
