@@ -54,9 +54,7 @@ def warned(record: Record) -> Record:
 
 def seen(records: Sequence[Record], *answers: Answer) -> Findings:
     """Look at logs and answers, as the command does."""
-    found = looked({"all": records}, answers)
-    assert found is not None
-    return found
+    return looked({"all": records}, answers)[1]
 
 
 def codes(found: Findings) -> tuple[list[str], list[str]]:
@@ -397,9 +395,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_held_and_called_well_is_found(name: str) -> None:
     heading, words = CASES[name]
-    finding = looked(kept(KEPT / name).logs, ())
-    assert finding is not None
-    first = finding.wrong[0]
+    first = looked(kept(KEPT / name).logs, ())[1].wrong[0]
     assert first.heading is heading
     assert words in f"{first.what} {first.evidence}"
     assert "prefill/tp0" in f"{first.what} {first.evidence}" or heading is HEADING.DROPPED

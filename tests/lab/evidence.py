@@ -29,7 +29,7 @@ from asynckv.core.account import decode_account
 from asynckv.core.wire import StatusRequest
 from asynckv.engine import Engine
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.findings import Finding, Findings, find
+from asynckv.tools.diagnose.findings import Finding, Findings, Seen, find
 from asynckv.tools.diagnose.join import start_of
 from asynckv.tools.diagnose.reading import MOST_ASKED, Looking
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
@@ -83,7 +83,7 @@ class Asker:
         next(work)
         try:
             while True:
-                work.send(process.now)
+                work.send(process.epoch + process.rate * process.now)
         except StopIteration as done:
             status = done.value
         account = decode_account(status.account)
@@ -110,14 +110,13 @@ def kept(directory: Path, answers: Sequence[Answer] = ()) -> Case:
     return Case(directory.name, {x.name: read_logs([x]).records for x in paths}, answers)
 
 
-def looked(logs: Mapping[str, Sequence[Record]], answers: Sequence[Answer]) -> Findings | None:
-    """Return what is found; None if nothing is there to look at."""
+def looked(logs: Mapping[str, Sequence[Record]], answers: Sequence[Answer]) -> tuple[Seen, Findings]:
+    """Return what is known, and what is found."""
     records = sorted((x for each in logs.values() for x in each), key=lambda x: x.at)
-    if not records and not answers:
-        return None
     looking = Looking([], None, None, None, 1.0)
     looking._logs = Logs(records)
-    return find(looking._joined(answers))
+    seen = looking._joined(answers)
+    return seen, find(seen)
 
 
 def variants(case: Case) -> Iterator[tuple[str, Mapping[str, Sequence[Record]], Sequence[Answer]]]:
@@ -142,27 +141,36 @@ def _line(record: Record) -> int:
 
 def exceptions(case: Case, counts: Counter[str]) -> Iterator[Exception_]:
     """Yield where the property does not hold."""
-    whole = looked(case.logs, case.answers)
-    assert whole is not None
+    whole_seen, whole = looked(case.logs, case.answers)
     counts["cases"] += 1
     counts["with findings"] += bool(whole.wrong)
     counts["well"] += not (whole.wrong or whole.limits)
     for without, logs, answers in variants(case) if whole.wrong else ():
-        less = looked(logs, answers)
         counts["looks"] += 1
-        if less is not None and not (less.wrong or less.limits) and _is_known(whole.wrong, logs, answers):
+        if not (answers or any(logs.values())):
+            continue
+        less_seen, less = looked(logs, answers)
+        if less.wrong or less.limits:
+            continue
+        if not all(_is_beyond(x, whole_seen, less_seen) for x in whole.wrong):
             yield Exception_(case.name, without, "; ".join(f"{x.code}: {x.what}" for x in whole.wrong))
-    if case.answers and (alone := looked(case.logs, ())) is not None:
-        for lost in _lost(alone, whole):
+    if case.answers and any(case.logs.values()):
+        for lost in _lost(looked(case.logs, ())[1], whole):
             yield Exception_(case.name, "more: the answers", lost)
 
 
-def _is_known(wrong: Sequence[Finding], logs: Mapping[str, Sequence[Record]], answers: Sequence[Answer]) -> bool:
-    """Return False if all that was wrong is the death of earlier starts that no other source names."""
-    words = repr([x.said for each in logs.values() for x in each]) + repr([x.account for x in answers])
-    words += repr([x.rank for each in logs.values() for x in each])
-    starts = [start_of(x) for finding in wrong for x in finding.what.split()[:1]]
-    return any(x.code != "died" for x in wrong) or any(x in words for x in starts)
+def _is_beyond(wrong: Finding, whole: Seen, less: Seen) -> bool:
+    """Return True for a death that is no part of the claim that all is well.
+
+    Earlier starts of ranks are not expected, nor are processes that no source names; and logs are well until the first
+    of them ends, so the death of its process after that does not matter.
+    """
+    process = whole.axis.service.process_named(wrong.what.split()[0])
+    if not wrong.code.startswith("died") or process is None:
+        return False
+    words = repr([(x.rank, x.fields) for x in less.logs.records])
+    is_claimed_until = process.incarnation in less.axis.service.processes
+    return process.successor is not None or is_claimed_until or process.start not in words
 
 
 def _lost(alone: Findings, both: Findings) -> Iterator[str]:

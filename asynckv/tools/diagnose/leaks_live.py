@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,8 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
             if subject.held[-1].where != answer.address:
                 service.over += [] if subject.ended is not None else [subject]
                 subject.held.clear()
+            elif any(x.level == "warning" for x in subject.held[:-1]):  # what was late is later now
+                subject.held[-1] = replace(subject.held[-1], level="warning")
 
 
 def tell(service: Service, answers: Iterable[Answer], now: float) -> None:

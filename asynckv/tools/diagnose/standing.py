@@ -19,7 +19,7 @@ from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name
 from asynckv.tools.diagnose.leaks_between import is_last_word
 from asynckv.tools.diagnose.leaks_pulls import WELL
 from asynckv.tools.diagnose.leaks_values import listed
-from asynckv.tools.diagnose.presence import DEFAULT_LEASE_S, SIGN_S, Presence
+from asynckv.tools.diagnose.presence import SIGN_S, Presence
 from asynckv.tools.diagnose.records import Record, integer
 
 WARNINGS = frozenset({"warning", "error"})
@@ -208,9 +208,13 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
     shown: Counter[tuple[Process, str]] = Counter()
     for request in service.requests:
         shown.update((x.process, f"leases.{x.state}") for x in request.leases.values() if x.ended is not None)
-        shown.update((x.process, f"pulls.{x.cause}") for x in request.all_pulls if x.ended is not None)
-    for process in (x for x in counts if x.durations or (x.answers and not _reaches(presence, x))):
-        more = {name: integer(n, 0) - shown[process, name] for name, n in counts[process].items() if _is_bad(name)}
+        for pull in request.all_pulls:
+            shown[pull.process, f"pulls.{pull.cause}"] += 1
+            shown[pull.process, "blocks.kept"] += pull.held_transfers > 0
+            shown[pull.process, "blocks.retired"] += pull.retired is not None
+    for process in (x for x in counts if x.durations or not presence.reaches(x)):
+        more = Counter({x: integer(n, 0) - shown[process, x] for x, n in counts[process].items() if _is_bad(x)})
+        more["internal_errors"] *= not any(True for _ in process.of(told.InternalError))  # of many only some are logged
         if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
             until = service.logged.get(process.incarnation)
             ends = f"its log ends at {clock_time(until.at)}" if until is not None else "there is no log of it"
@@ -219,14 +223,7 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
 
 def _is_bad(counter: str) -> bool:
     kind, _, how = counter.partition(".")
-    return (kind in ("leases", "pulls") and how not in GOOD_COUNTS) or counter in ("internal_errors", "blocks.retired")
-
-
-def _reaches(presence: Presence, process: Process) -> bool:
-    """Return True if an engine's log has a line of the moment of its answer, as a living engine writes one."""
-    logged = presence.service.logged.get(process.incarnation)
-    lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
-    return logged is not None and logged.says_info and process.last_at - logged.at <= lease_s / 2 + SIGN_S
+    return (kind in ("leases", "pulls") and how not in GOOD_COUNTS) or kind in ("internal_errors", "blocks")
 
 
 def over(subjects: Sequence[Lease | Pull]) -> Iterator[tuple[str, str]]:
