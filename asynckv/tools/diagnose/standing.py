@@ -1,4 +1,4 @@
-"""What stands between a service and "all is well": warnings that nothing has ended, and parts that nobody could judge.
+"""Open warnings, and parts of a service that could not be judged: what denies that all is well.
 
 A log shows what has ended badly, because such lines are never left out. So a service is well if no warning is open, and
 if the log of each rank that is named reaches to the end. Where a log does not reach to the moment at which its engine
