@@ -90,7 +90,7 @@ class Balanced(HTMLParser):
 
 def test_of_a_service_that_is_well_nothing_is_said() -> None:
     found, page = screen(well())
-    assert (found.wrong, found.limits) == ([], [])
+    assert (found.wrong, found.limits, found.notes) == ([], [], [])
     assert "<p>All is well.</p>" in page
 
 
@@ -121,7 +121,7 @@ def test_what_is_wrong_comes_worst_first_with_what_to_do() -> None:
     assert away.what == f"the event loop of {DECODE} was away: 2 times, at most 22.0 s"
     assert away.evidence == "until 2027-01-15 08:00:50.000000Z; open: 0 leases, 5 pulls"
     assert error.what == f"1 error internal_error on {PREFILL}"
-    assert [(x.code, x.evidence) for x in found.limits] == [("setup_doubtful", "a name that two have")]
+    assert [(x.code, x.evidence) for x in found.notes] == [("setup_doubtful", "a name that two have")]
     assert "5 things went wrong, the worst first." in page
 
 
@@ -185,7 +185,7 @@ def test_what_could_not_be_judged_is_said_and_is_no_fault() -> None:
     found, page = screen([*well(), lent, over])
     assert found.wrong == []
     assert [x.what for x in found.limits] == ["there is no log of other/tp0@bbbbbbbb, which others name"]
-    assert "<p>All is well.</p>" in page
+    assert "<p>Nothing wrong was found, but not all could be judged.</p>" in page
     found, _ = screen([ended(0.0, "timeout")])
     assert "logged warnings and errors alone" in found.limits[-1].what
 
@@ -283,7 +283,7 @@ def slow(at: float, seconds: float = 3.0) -> Record:
 def test_a_pause_without_a_late_request_is_no_finding() -> None:
     found, _ = screen([*well(), away(40.0, 1.0), away(50.0, 4.0), away(55.0, 30.0, pulls=0)])
     assert found.wrong == found.limits == []
-    [also] = found.also
+    [also] = found.notes
     assert also.what == "event loops of 1 process were away: 3 times, at most 30.0 s, and nothing was late by it"
     [late] = screen([*well(), away(40.0, 1.0), slow(40.1)])[0].wrong
     assert (late.heading, late.code) == (HEADING.STOPPED, "decode_loop_away")
@@ -298,7 +298,7 @@ def test_pauses_of_all_processes_at_once_are_their_machine() -> None:
     both = [away(40.0, 3.0), away(40.2, 2.9, PREFILL)]
     found, _ = screen([*apart, *both])
     assert found.wrong == []
-    assert "stood still at once, so their machine had no processor time, or was suspended" in found.also[0].what
+    assert "stood still at once, so their machine had no processor time, or was suspended" in found.notes[0].what
     [late] = screen([*apart, *both, slow(40.5)])[0].wrong
     assert (late.code, late.requests) == ("no_processor_time", ("x",))
     assert late.what.startswith("2 processes of h stood still at once")

@@ -42,7 +42,8 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
     """A prefill rank that this one reads from. `pulls` have something owed or held there, and `transfers` run or are in
-    doubt. `failures` counts failed handshakes in a row; `cause` says why the last one failed, or why the rank is gone.
+    doubt. `failures` counts failed handshakes in a row; `cause` says why the last one failed, or why the rank is gone;
+    `is_orderly` if it said goodbye.
     """
 
     rank: str
@@ -53,6 +54,7 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
     transfers: Count = 0
     bytes_in_flight: Count = 0
     is_draining: bool = False
+    is_orderly: bool = False
     failures: Count = 0
     cause: str = ""
 

@@ -334,6 +334,7 @@ def _peer_status(peer: Peer, now: float) -> PeerStatus:
         transfers=len(peer.transfers),
         bytes_in_flight=peer.line.in_flight.num_bytes,
         is_draining=peer.is_draining,
+        is_orderly=peer.is_orderly,
         failures=peer.failures,
         cause=peer.detail[:1000],
     )

@@ -482,6 +482,7 @@ class Driver:
                     case PullReached(pull, M.ENDED):
                         if not pull.is_returned:
                             self._held.add(pull.pull_id)
+                            outbox.counters["blocks.kept"] += 1
                         waiting = self.waiting.get(pull.pull_id)
                         if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
                             waiting.outcome.set_result(None)

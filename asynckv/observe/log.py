@@ -392,6 +392,8 @@ class Recorder(Observer):
     def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
         found = list(zip(held.oldest, oldest, strict=True))
         level: told.Level = "info" if held.is_orderly else "warning"
+        for lease in (x for x, _ in found if isinstance(x, Lease)):
+            lease.is_sampled = True  # otherwise nobody sees that this warning is over
         if leases := [_held_lease(x, status) for x, status in found if isinstance(x, Lease)]:
             self.log(
                 told.LeaseHeld(state=held.state, waits=held.waits, requests=held.number, oldest=leases), level=level
@@ -477,7 +479,8 @@ def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
 
 def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
     lent_s, left_s = round(status.age_s, 3), _rounded(status.left_s)
-    return told.HeldLease(*_lease_ids(lease), lent_s, _claims(lease), left_s, _refused(lease))
+    owed = list(lease.waits_for(MAX_NAMED))
+    return told.HeldLease(*_lease_ids(lease), lent_s, _claims(lease), left_s, _refused(lease), owed)
 
 
 def _held_pull(pull: Pull, status: RequestStatus) -> told.HeldPull:

@@ -15,20 +15,21 @@ from dataclasses import dataclass
 from asynckv.core import told
 from asynckv.core.survey import MAX_PEERS
 from asynckv.integrations.vllm.options import WORDS
+from asynckv.tools.diagnose import standing
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
 from asynckv.tools.diagnose.join import Process, Pull, base_name
-from asynckv.tools.diagnose.leaks_between import is_last_word
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
-from asynckv.tools.diagnose.leaks_values import Leak, some
+from asynckv.tools.diagnose.leaks_values import Leak, listed, some
 from asynckv.tools.diagnose.pauses import Pause, longest, pauses
 from asynckv.tools.diagnose.presence import Fate, Presence
 from asynckv.tools.diagnose.records import Logs, Record, integer
 from asynckv.tools.diagnose.stalls import last_stall, stalls
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
+NOT_JUDGED = "Nothing wrong was found, but not all could be judged"
 MOST = 12  # findings of a kind
 MAX_TEXT = 600
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
@@ -41,6 +42,9 @@ RAISE_LIMIT = "Raise the CPU limit of their container (`cpu.max`, `resources.lim
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
 ASK_THEM = "Give their addresses, or the directories of their sockets, to `asynckv why` too."
+WAIT_OR_LOOK = "See what these ranks and their schedulers do: their logs, `asynckv why` of their sockets, py-spy dump."
+WAITING_FOR = {"not_lent": "not lent yet"}
+"""Progress of pulls in words, where the state itself is none."""
 LET_IT_RUN = "Let it run on, or end it: docs/why.md, 'Continue it or kill it'."
 CONNECT = "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`."
 TROUBLES = {
@@ -50,7 +54,6 @@ TROUBLES = {
     Trouble.KEYS: (HEADING.WRONG, "Give --keys and --authorized, and the address with its key: docs/why.md."),
 }
 """Headings and remedies of engines that did not answer."""
-NOT_LENT_S = 10.0  # seconds from which a pull that waits for a lend is told
 STUCK = CAUSE.SCHEDULER_STUCK
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
 OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
@@ -70,7 +73,7 @@ SAID_ELSEWHERE = {
 
 LEAST_SHARE, LEAST = 0.05, 10
 """Share and number of prompts from which on a cause of computing them locally is wrong, in all or between two lines."""
-NOT_JUDGED = ("prompt_logprobs", "not_lent")
+NO_SHARE = ("prompt_logprobs", "not_lent")
 """Causes that are a client's wish, or have no share, because prompts to be lent are not counted."""
 PARAMS_CAUSES = ("without_params", "no_params", "not_asked")
 """Causes of prompts computed locally for which the router is the place to look."""
@@ -92,8 +95,8 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Findings:
     wrong: Sequence[Finding] = ()  # what is wrong, the worst first
-    limits: Sequence[Finding] = ()  # what could therefore not be judged
-    also: Sequence[Finding] = ()  # what was seen and did no harm
+    limits: Sequence[Finding] = ()  # what was expected, and could not be judged: without one, all is well
+    notes: Sequence[Finding] = ()  # what else was seen
     late: Sequence[Leak] = ()  # every request that was late; the findings tell of them in groups
     copies: Sequence[LateCopy] = ()  # every store and load that did not end
 
@@ -112,15 +115,16 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
-    failed = _failed(seen)
+    presence, failed = Presence(seen.axis), _failed(seen)
     there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
-    told = {_key(x) for x in seen.late for ranks, _ in there if _is_about_one(x, ranks)}
-    stuck = [x for x in failed if x.verdict.cause is STUCK]
-    stalled = [*_stalled(seen, {rank for ranks, _ in there for rank in ranks}, stuck)]
-    told_there = {_key(x) for rank, _ in stalled for x in _waits_for(seen, rank)}
+    named = {rank for ranks, _ in there for rank in ranks}
+    known = {_key(x) for x in seen.late for ranks, _ in there if _is_about_one(x, ranks)}
+    waits = standing.waiting(presence, {_key(x) for x in seen.late})
+    stalled = [*_stalled(seen, named, [x for x in failed if x.verdict.cause is STUCK], waits)]
+    known_there = {_key(x) for rank, _ in stalled for x in _waits_for(seen, rank)}
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
-    late = [x for x in asked if not (_key(x) in told and _hangs_on_processes(x)) and _key(x) not in told_there]
+    late = [x for x in asked if not (_key(x) in known and _hangs_on_processes(x)) and _key(x) not in known_there]
     gone = {rank for ranks, x in there if x.heading is HEADING.GONE for rank in ranks}
     failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
     failed = [x for x in failed if x.verdict.cause is not STUCK]
@@ -129,15 +133,19 @@ def find(seen: Seen) -> Findings:
     slow = [(x, y) for x in every if (y := _machine_of(seen.axis, found, x)) is not None]
     done = {id(x) for x, _ in slow}
     first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
-    computed = [*_prompts(seen)]
-    wrong = [*first, *(x for _, x in stalled), *_machines(found, slow)]
-    wrong += [*_late([x for x in late if id(x) not in done]), *then]
-    wrong += [*_copies(seen.copies), *_refused(seen), *map(_pulls, (x for x in failed if id(x) not in done))]
-    wrong += [*(x for is_wrong, x in computed if is_wrong), *_twice(seen, asked, failed)]
+    computed, warned = [*_prompts(seen)], [*_logged(seen, "warning")]
     long, also = _away(found, asked, slow)
-    wrong += [*long, *_logged(seen, "error")]
-    limits = [*_limits(seen), *(x for is_wrong, x in computed if not is_wrong), *_logged(seen, "warning")]
-    return Findings(wrong, limits, also, asked, seen.copies)
+    wrong = [*first, *(x for _, x in stalled), *_machines(found, slow), *_late([x for x in late if id(x) not in done])]
+    wrong += [*_waits(waits, presence, named | {rank for rank, _ in stalled}), *then, *_copies(seen.copies)]
+    wrong += [*_refused(seen), *map(_pulls, (x for x in failed if id(x) not in done))]
+    wrong += [*(x for is_wrong, x in computed if is_wrong), *_twice(seen, asked, failed), *long]
+    wrong += _logged(seen, "error")
+    wrong += [*_open(seen, presence, wrong)]
+    # Whether a warning of a newer version is over is not known.
+    limits = [*_limits(seen, presence), *(x for x in warned if x.code not in told.EVENTS)]
+    notes = [*also, *_notes(seen), *(x for is_wrong, x in computed if not is_wrong)]
+    notes += [x for x in warned if x.code in told.EVENTS]
+    return Findings(wrong, limits, notes, asked, seen.copies)
 
 
 def _key(leak: Leak) -> tuple[str, str, int]:
@@ -217,28 +225,26 @@ def _stopped(seen: Seen) -> Iterator[tuple[Sequence[str], Finding]]:
             yield [process.rank], Finding(HEADING.STOPPED, "stopped", what, why, LET_IT_RUN, *_of(mine))
 
 
-def _stalled(seen: Seen, told_of: Container[str], failed: Sequence[Failure]) -> Iterator[tuple[str, Finding]]:
+def _stalled(
+    seen: Seen, told_of: Container[str], failed: Sequence[Failure], waits: Sequence[standing.Waiting]
+) -> Iterator[tuple[str, Finding]]:
     """Find engines that make no steps although something waits for one, and prefill ranks that do not lend."""
-    service, not_lent = seen.axis.service, _not_lent(seen)
     over = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind in ("died", "stopped")}
-    for rank in dict.fromkeys([*(x.rank for x in service.processes.values()), *not_lent]):
-        process, late = service.process_named(rank), _waits_for(seen, rank)
-        mine, waiting = [x for x in failed if x.verdict.names["by"] == rank], not_lent.get(rank, [])
-        now = last_stall(process) if process is not None and rank not in over else None
-        if rank in told_of or not (now or mine or late or (waiting and rank not in over)):
+    for process in seen.axis.service.processes.values():
+        rank, late = process.rank, _waits_for(seen, process.rank)
+        mine = [x for x in failed if x.verdict.names["by"] == rank]
+        now = last_stall(process) if rank not in over else None
+        if rank in told_of or not (now or mine or late):
             continue
         names, blocks = _of(late)
-        pulls = (*(pull for x in mine for pull in x.pulls), *waiting)
+        pulls = [pull for x in mine for pull in x.pulls]
+        pulls += [pull for x in waits if rank in x.owners for _, pull in x.pulls]
         names = tuple(dict.fromkeys((*names, *(x.prefill_request_id for x in pulls))))
         said = [*(x.sentence for x in mine), *dict.fromkeys(x.sentence for x in late)]
-        said += [f"{pull.process.rank} waits for a lend (`pull_held`)" for pull in waiting[:1]]
-        heading, code = (HEADING.STOPPED, STUCK.value) if now or mine or late else (HEADING.UNKNOWN, "not_lent")
-        worst = now or (max(stalls(process), key=lambda x: x.seconds, default=None) if process is not None else None)
+        worst = now or max(stalls(process), key=lambda x: x.seconds, default=None)
         what = f"the scheduler of {rank} {'makes' if now else 'made'} no steps" + (f": {worst.text}" if worst else "")
-        if heading is HEADING.UNKNOWN:
-            what = f"{rank} has not lent {counted(len(names), 'request')} that pulls wait for"
         evidence = "; ".join(said[:2]) or "`waits_for_step` of its last sign of life (`engine_alive`), or of its answer"
-        yield rank, Finding(heading, code, what, evidence[:MAX_TEXT], _dump(process, rank), names, blocks)
+        yield rank, Finding(HEADING.STOPPED, STUCK.value, what, evidence[:MAX_TEXT], _dump(process), names, blocks)
 
 
 def _waits_for(seen: Seen, rank: str) -> list[Leak]:
@@ -250,21 +256,10 @@ def _waits_for(seen: Seen, rank: str) -> list[Leak]:
     return [x for x in seen.late if x.cause in causes and rank in x.about]
 
 
-def _dump(process: Process | None, rank: str) -> str:
-    pid = process.started.integer("pid") if process is not None and process.started is not None else 0
+def _dump(process: Process) -> str:
+    pid = process.started.integer("pid") if process.started is not None else 0
     which = f"`py-spy dump --pid {pid}`" if pid > 0 else "`py-spy dump`"
-    return f"{which} on the host of {rank}; if that process only waits for orders, the same of its scheduler's."
-
-
-def _not_lent(seen: Seen) -> dict[str, list[Pull]]:
-    """Return the pulls that wait for a lend when the logs end, by the prefill rank that has to lend."""
-    out: dict[str, list[Pull]] = defaultdict(list)
-    for pull in (pull for request in seen.axis.service.requests for pull in request.all_pulls):
-        if pull.ended is None and pull.held and is_last_word(pull):
-            ranks = pull.held[-1].mapping("ranks") if pull.held[-1].number("state_s", 0.0) >= NOT_LENT_S else {}
-            for rank in (x for x, state in ranks.items() if state == "not_lent"):
-                out[rank].append(pull)
-    return out
+    return f"{which} on the host of {process.rank}; if that process only waits for orders, the same of its scheduler's."
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
@@ -398,7 +393,7 @@ def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
                 text, is_wrong = WORDS["prompts"][cause], bool(rows)
                 what += f", at most {max(x.integer('in_a_row', 0) for x in new):,} in a row"
             heading = HEADING.NEVER_CAME if cause in PARAMS_CAUSES else HEADING.DROPPED
-            yield is_wrong and cause not in NOT_JUDGED, Finding(heading, cause, what, text, READ_MORE)
+            yield is_wrong and cause not in NO_SHARE, Finding(heading, cause, what, text, READ_MORE)
 
 
 def _counts(line: Record) -> Counter[str]:
@@ -479,15 +474,51 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
         yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/logging.md.")
 
 
-def _limits(seen: Seen) -> Iterator[Finding]:
-    """Find things that could not be judged: missing, short or unreadable logs, and clocks."""
+def _waits(waits: Sequence[standing.Waiting], presence: Presence, told_of: Container[str]) -> Iterator[Finding]:
+    """Find pulls that wait for long, except for ranks that are reported themselves."""
+    for each in waits:
+        if not any(x in told_of for x in each.owners):
+            owners, number = listed(each.owners) or "the prefill side", counted(len(each.pulls), "pull")
+            heading = HEADING.STOPPED if each.is_never_lent(presence) else HEADING.UNKNOWN
+            state = ", ".join(WAITING_FOR.get(x, x) for x in each.states)
+            what = f"{number} of {each.reader.rank} waited for {owners}, for {shown_seconds(each.seconds)}: {state}"
+            names = dict.fromkeys(request.name for request, _ in each.pulls)
+            evidence = f"{told.PullHeld.event} says so at {clock_time(each.until)}, and nothing says that they ended"
+            yield Finding(heading, told.PullHeld.event, what, evidence, WAIT_OR_LOOK, tuple(names))
+
+
+def _open(seen: Seen, presence: Presence, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Find warnings of processes that nothing has ended, except about ranks that are reported."""
+    for record, subject in standing.open_warnings(presence):
+        if any((subject or record.rank) in f"{x.what} {x.evidence}" for x in found):
+            continue
+        if not seen.axis.at(seen.axis.service.processes[record.incarnation], record.at) < seen.since:
+            what = f"{record.event} of {record.rank}{f', {subject},' if subject else ''} is not over"
+            texts = [x for name in ("state", "cause", "detail") if (x := record.text(name))]
+            yield Finding(HEADING.UNKNOWN, record.event, what, ", ".join(texts)[:MAX_TEXT], "See docs/logging.md.")
+
+
+def _notes(seen: Seen) -> Iterator[Finding]:
+    """Find what else was seen: clocks, and requests that an answer shows to be over."""
+    for note in seen.axis.notes():
+        yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
+    for rank, what in standing.over(seen.axis.service.over):
+        yield Finding(HEADING.UNKNOWN, "over", f"{rank} answers, and no longer holds {what}")
+
+
+def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
+    """Find things that were expected and could not be judged: missing, short or unreadable logs."""
     service = seen.axis.service
 
     def limit(code: str, what: str, evidence: str = "", remedy: str = "") -> Finding:
         return Finding(HEADING.UNKNOWN, code, what, evidence[:MAX_TEXT], remedy)
 
-    if missing := service.missing():
+    if missing := standing.missing(presence):
         yield limit("no_log", f"there is no log of {some(missing)}, which others name", "", UNSEEN)
+    for rank, why in standing.cut(presence):
+        yield limit("cut", f"the log of {rank} was cut: {why}", "", UNSEEN)
+    for rank, why in standing.uncounted(presence, seen.answers):
+        yield limit("uncounted", f"{rank} has counted what no log shows: {why}", "", UNSEEN)
     if service.not_here:
         why = "All have died since, or these logs were copied before their ends."
         yield limit("not_here", f"no process of {some(service.not_here)} is on this host any more", why)
@@ -497,11 +528,9 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     for ground in seen.grounds:
         if ground.gone is not None and ground.gone.kind != "died":
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
-    if quiet := [x.rank for x in service.processes.values() if x.num_records and not x.says_info]:
+    if quiet := [x.rank for x in service.processes.values() if x.num_records and not (x.says_info or x.answers)]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
         yield limit("warnings_only", what, some(quiet), UNSEEN)
     for skipped in seen.logs.skipped[:MOST]:
         what = f"{counted(skipped.lines, 'line')} could not be read: {skipped.reason}"
         yield limit("not_read", what, f"{skipped.where}: {skipped.first}")
-    for note in seen.axis.notes():
-        yield limit("clocks", f"clocks: {note}")

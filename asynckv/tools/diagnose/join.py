@@ -131,6 +131,7 @@ class Lease:
     held: list[Record] = field(default_factory=list)  # warnings that named it, each with its entry's fields
     ended: Record | None = None
     transitions: list[Record] = field(default_factory=list)
+    left_out: tuple[str, ...] = ()  # ranks that have not claimed it, of an engine with a rank that has
 
     @property
     def state(self) -> str:
@@ -184,7 +185,7 @@ class Lease:
         if self.held:
             last = self.held[-1]
             has_names = isinstance(last.fields.get("owed"), list)
-            return last.texts("owed") if has_names else tuple(last.mapping("claims")) or ("*",)
+            return last.texts("owed") if has_names else tuple(last.mapping("claims")) or self.left_out or ("*",)
         return ()
 
     @property
@@ -409,6 +410,14 @@ class Request:
         return sorted((*self.before, *(y for x in spoken_of for y in x.records)), key=attrgetter("at"))
 
 
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """The end of a process's log, where its engine has said more since, and whether it has more than warnings."""
+
+    at: float
+    says_info: bool
+
+
 @dataclass(slots=True, eq=False)
 class Service:
     """All processes and requests in some logs.
@@ -420,6 +429,8 @@ class Service:
         there: Starts of the processes that are on this host.
         not_here: Ranks of which no process is on this host, as of none of them all.
         put_back: Times at which clocks were put back, by the incarnation of the process; its times continue as before.
+        logged: What there is of logs, by the incarnation of the process, where engines were asked as well.
+        over: Leases and pulls that a log shows as held for long, and its engine's answer does not list.
     """
 
     processes: dict[str, Process] = field(default_factory=dict)
@@ -430,6 +441,8 @@ class Service:
     there: set[str] = field(default_factory=set)
     not_here: list[str] = field(default_factory=list)
     put_back: dict[str, list[PutBack]] = field(default_factory=dict)
+    logged: dict[str, Logged] = field(default_factory=dict)
+    over: list[Lease | Pull] = field(default_factory=list)
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:
@@ -453,15 +466,6 @@ class Service:
         start = pull_id.partition("-")[0]
         found = self.process_named(f"x/tp0@{start[:SHOWN_LETTERS]}") if start else None
         return found if found is not None and found.incarnation.startswith(start) else None
-
-    def missing(self) -> list[str]:
-        """Name the starts of ranks that other logs mention, and that have no log."""
-        leases = (lease for request in self.requests for lease in request.leases.values())
-        named = {x for lease in leases for x in (*lease.owed, *lease.released, *lease.claims)}
-        named |= {x for request in self.requests for pull in request.all_pulls for x in pull.peer_ranks}
-        met = (x for process in self.processes.values() for x in process.of(told.PeerChanged, told.ReaderMet))
-        named |= {x.text("peer") or x.text("reader") for x in met}
-        return sorted(x for x in named if start_of(x) and self.process_named(x) is None)
 
 
 LEASE_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)} - {told.RequestWithdrawn.event}
@@ -489,7 +493,19 @@ def join(logs: Logs | Iterable[Record]) -> Service:
     for incarnation, lines in logs.counted.items() if isinstance(logs, Logs) else ():
         service.processes[incarnation].num_records += lines
     service.put_back = put_back
+    _find_left_out(service)
     return service
+
+
+def _find_left_out(service: Service) -> None:
+    """Find ranks that leases wait for, of lines that do not name them: others of the engines that have claimed."""
+    for request in service.requests:
+        for lease in (x for x in request.leases.values() if x.ended is None and x.held):
+            held, spoke = lease.held[-1], {base_name(x) for x in lease.claims}
+            spoke |= {x.process.base for x in request.all_pulls if x.ended is not None and x.ended.at < held.at}
+            engines = {x.rpartition("/tp")[0] for x in spoke}
+            met = {base_name(x.text("reader")) for x in lease.process.of(told.ReaderMet)}
+            lease.left_out = tuple(sorted(x for x in met - spoke if x.rpartition("/tp")[0] in engines))
 
 
 class _Builder:

@@ -18,7 +18,7 @@ from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgot
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
 from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
-from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.presence import UNDER_WAY_S, Presence
 
 
 def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
@@ -66,17 +66,31 @@ def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
     """Return True if all awaited readers have read it by now, by their own logs, or have announced it and may still
     wait."""
 
+    warned = next((x for x in lease.held[-1:] if x.level == "warning"), None)
+    spoke = {start_of(x) for x in (*lease.claims, *lease.released)}
+
     def is_well(pull: Pull) -> bool:
-        waits = pull.state == "announced" and not is_overdue(pull) and is_last_word(pull)
-        return has_read(pull, lease) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
+        waits = pull.state == "announced" and not is_overdue(pull) and is_last_word(pull) and warned is None
+        return is_read(pull) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
+
+    def is_read(pull: Pull) -> bool:
+        if pull.ended is None or not has_read(pull, lease):
+            return False
+        # A rank that is still owed was not told of what was read before.
+        since = -math.inf if warned is None else presence.when(lease.process, warned.at)[0] - UNDER_WAY_S
+        return presence.when(pull.process, pull.ended.at)[1] >= since
 
     def pulls(name: str) -> list[Pull]:
         if start_of(name):
             return pulls_of(request, lease, name)
+        base = None if name == "*" else name
         ranks = [(x, {base_name(y) for y in x.peer_ranks}) for x in request.all_pulls]
-        return [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
+        found = [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
+        return [
+            x for x in found if (x.process.base == base if base else not lease.held or x.process.start not in spoke)
+        ]
 
-    return all(any(map(is_well, pulls(name))) for name in lease.owed or ("*",))
+    return all(any(map(is_well, pulls(name))) for name in lease.owed or tuple(lease.claims) or ("*",))
 
 
 def _is_open(lease: Lease) -> bool:

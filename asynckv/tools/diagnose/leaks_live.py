@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
 from asynckv.edges.kernel import identity
 from asynckv.tools.diagnose.ask import Trouble
-from asynckv.tools.diagnose.join import Process, Service, start_of
+from asynckv.tools.diagnose.join import Logged, Process, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
 from asynckv.tools.diagnose.process import look, shows_all, verdict
 from asynckv.tools.diagnose.records import Record, integer
@@ -38,10 +39,12 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             continue
         came = now if math.isnan(answer.at) else answer.at
 
-        def say(event: type[told.Told], at: float = came, *, answer: Answer = answer, **fields: Any) -> Record:
+        def say(
+            event: type[told.Told], at: float = came, *, is_bad: bool = False, answer: Answer = answer, **fields: Any
+        ) -> Record:
             name = answer.account
             process = name.engine_id, name.rank, name.incarnation
-            return Record(at, event.event, "info", *process, fields, answer.address)
+            return Record(at, event.event, "warning" if is_bad else "info", *process, fields, answer.address)
 
         counted, began = account.facts.counters, came - account.facts.uptime_s
         said: dict[str, Any] = {
@@ -53,7 +56,9 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         waits = {what: {"number": x.number, "seconds": x.seconds} for what, x in account.waits_for_step.items()}
         yield say(told.EngineAlive, waits_for_step=waits)
         for peer in account.peers:
-            yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
+            bad = peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly)
+            state: dict[str, Any] = {"state": peer.state, "detail": peer.cause, "is_bad": bad}
+            yield say(told.PeerChanged, peer=peer.rank, address=peer.address, **state)
         if "prompts_in_a_row" in answer.gauges:
             computed = _below("computed_locally.", counted)
             seen = _below("prompts.", counted) | _below("prompts_", answer.gauges) | {"computed_locally": computed}
@@ -72,7 +77,8 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             held: dict[str, Any] = {"waits": status.waits, "requests": 1}
             if status.kind != "lease":
                 state = "announced" if status.kind == "announced" else status.state
-                yield say(told.PullHeld, state=state, oldest=[_pull(status)], **held)
+                is_late = state != "announced" and status.state_s >= MOST_S
+                yield say(told.PullHeld, state=state, oldest=[_pull(status)], is_bad=is_late, **held)
             elif status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S):
                 yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
             else:
@@ -84,6 +90,29 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                     after_s = max(status.age_s - (rank.heard_s or 0.0), 0.0)
                     granted: dict[str, Any] = {"reader": rank.rank, "pull_id": rank.pull_id, "after_s": after_s}
                     yield say(told.LeaseGranted, lent_at + after_s, **key, **granted)
+
+
+def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) -> None:
+    """Note in a service how far the logs of engines reach that answered, and the requests that are over since.
+
+    An engine that listed all that it holds overrides its log.
+    """
+    heard = {x.account.incarnation: x for x in answers if not x.error and x.account.incarnation}
+    for record in (x for x in logs if x.incarnation in heard):
+        before = service.logged.get(record.incarnation, Logged(-math.inf, says_info=False))
+        says_info = before.says_info or record.level not in ("warning", "error")
+        service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info)
+    for request in service.requests:
+        for subject in (*request.leases.values(), *request.all_pulls):
+            answer = heard.get(subject.process.incarnation)
+            if answer is None or answer.account.after or not subject.held:
+                continue
+            subject.held.sort(key=lambda x, answer=answer: x.where == answer.address)  # type: ignore[misc]
+            if subject.held[-1].where != answer.address:
+                service.over += [] if subject.ended is not None else [subject]
+                subject.held.clear()
+            elif any(x.level == "warning" for x in subject.held[:-1]):  # what was late is later now
+                subject.held[-1] = replace(subject.held[-1], level="warning")
 
 
 def tell(service: Service, answers: Iterable[Answer], now: float) -> None:

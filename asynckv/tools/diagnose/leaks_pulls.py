@@ -164,6 +164,8 @@ class _Failed:
                 return self._of_lost(lost)
             case R.REFUSED_HERE | R.CLOSED | R.STUCK:
                 return state, {"by": pull.process.rank, "reason": cause if state is R.REFUSED_HERE else ""}
+            case _:
+                pass
         return state, {"reason": cause} if cause == "unknown_key" else {}
 
     def _phase(self) -> Reader:

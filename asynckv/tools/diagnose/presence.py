@@ -24,7 +24,7 @@ from asynckv.tools.diagnose.stalls import stalled_s
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
-SIGN_S = 4.0  # longest delay of a sign of life, which is due every half lease
+SIGN_S = 2.0  # longest delay of a sign of life, which is due every half lease; a longer one is a line itself
 SILENCE_S = 5.0
 """Seconds after which a living process writes a line again; a lost one without a line is dead or hangs."""
 
@@ -194,6 +194,13 @@ class Presence:
         is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
         return is_silent and self.last - self.when(process, process.last_at)[1] > sign_of(process)
 
+    def reaches(self, process: Process) -> bool:
+        """Return True unless an engine answered so long after its log's last line that the log lacks one."""
+        logged = self.service.logged.get(process.incarnation)
+        lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
+        is_near = logged is not None and logged.says_info and process.last_at - logged.at <= lease_s / 2 + SIGN_S
+        return is_near or not process.answers
+
     def tells(self, process: Process, reader: Process, at: float) -> bool:
         """Return True if a prefill rank's log continues for as long as blocks may have been lent after a moment of a
         reader's clock, or ends in a known way.
@@ -203,6 +210,8 @@ class Presence:
         fate = self.fate(process)
         if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
             return True
+        if not self.reaches(process):
+            return False
         longest = max(lease_of(process), process.durations.get("grant_s", 0.0))
         return self.near(process, process.last_at) >= self.near(reader, at) + longest + LATE_S
 

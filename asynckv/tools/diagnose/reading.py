@@ -17,7 +17,6 @@ from rich.markup import escape
 
 from asynckv.arguments import without_control
 from asynckv.config import KeysConfig
-from asynckv.core import told
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose import leaks_copies, leaks_live
 from asynckv.tools.diagnose.ask import Answer, ask_all, targets
@@ -96,15 +95,12 @@ class Looking:
 
     def _joined(self, answers: Sequence[Answer]) -> Seen:
         now = time.time()
-        # An engine that listed all that it holds overrides the logs.
-        whole = {x.account.incarnation for x in answers if not x.error and not x.account.after}
-        held = (told.LeaseHeld.event, told.PullHeld.event)
-        kept = [x for x in self._logs.records if x.event not in held or x.incarnation not in whole]
         said = sorted(leaks_live.records_of(answers, now), key=lambda x: x.at)
-        logs = replace(self._logs, records=[*kept, *said])
+        logs = replace(self._logs, records=[*self._logs.records, *said])
         if logs.nothing and not answers:
             raise ConfigError(logs.nothing)
         service = join(logs)
+        leaks_live.settle(service, answers, self._logs.records)
         leaks_live.tell(service, answers, now)
         leaks_live.look_here(service)
         axis = make_axis(service)

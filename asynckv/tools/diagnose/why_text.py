@@ -22,7 +22,7 @@ from asynckv.core.inspect import RequestStatus
 from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.findings import Findings, Seen
+from asynckv.tools.diagnose.findings import NOT_JUDGED, Findings, Seen
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Ground, Mark, Story
@@ -53,18 +53,20 @@ def show(report: Mapping[str, Any], seen: Seen, top: int | None, console: Consol
 
 
 def show_findings(report: Mapping[str, Any], console: Console) -> None:
-    findings, limits, read = report["findings"], report["limits"], report["read"]
+    findings, limits, notes, read = report["findings"], report["limits"], report["notes"], report["read"]
     requests = counted(read["requests"], "request")
     if not read["files"]:
         requests = f"{read['lent_now']:,} lent and {read['pulled_now']:,} announced or pulled now"
     when = f", {read['first']} to {read['last']} UTC" if read["first"] else ""
-    also = "".join(f"; {x['what']}" for x in report["also"])
-    span = f"{requests}, {_ranks(read)}{when}{also}"
+    span = f"{requests}, {_ranks(read)}{when}"
     after = f" since {read['since']} UTC" if read["since"] else ""
     if not findings:
-        text = "All is well, as far as these logs tell" if limits else "All is well"
+        text = NOT_JUDGED if limits else "All is well"
         text += " now (what is over is in logs alone)" if report["engines"] and not read["files"] else ""
-        _line(console, f"{text}{after}: {span}.", "bold")
+        # No more is claimed than the first log to end shows.
+        known = span.replace(f" to {read['last']} ", f" to {read['until']} ")
+        also = "" if limits else "".join(f"; {x['what']}" for x in notes[:MAX_LIMITS])
+        _line(console, f"{text}{after}: {known}{also}.", "bold")
     else:
         is_one = len(findings) == 1
         _line(console, f"{'One thing is' if is_one else f'{len(findings):,} things are'} wrong{after}.", "bold red")
@@ -72,12 +74,13 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
         show_finding(each, console, f"{i}. ")
     if (more := len(findings) - MAX_FINDINGS) > 0:
         _line(console, f"and {more:,} more; --json has all", "bold", 3)
-    if limits:
-        console.print()
-        _line(console, "What could not be judged, and other warnings:", "yellow")
-        for each in limits[:MAX_LIMITS]:
+    for title, rows in (("What could not be judged:", limits), ("Also seen:", notes if findings or limits else ())):
+        if rows:
+            console.print()
+            _line(console, title, "yellow")
+        for each in rows[:MAX_LIMITS]:
             _line(console, each["what"] + (f" ({each['evidence']})" if each["evidence"] else ""), "yellow", 3)
-        if (more := len(limits) - MAX_LIMITS) > 0:
+        if (more := len(rows) - MAX_LIMITS) > 0:
             _line(console, f"and {more:,} more; --json has all", "yellow", 3)
     if findings or limits:
         console.print()
