@@ -135,12 +135,6 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], float, dict[str, str]]] =
         11,
         {"state": "expired"},
     ),
-    "AsynckvReadersGone": (
-        {f"asynckv_readers_gone_total{{{HERE}}}": "0 0 1x9"},
-        {f"asynckv_readers_gone_total{{{HERE}}}": "4x15"},
-        5,
-        {},
-    ),
     "AsynckvParamsGivenTwice": (
         {
             f'asynckv_refusals_total{{{HERE},reason="wrong_cohort"}}': "0 0 1x9",
@@ -422,8 +416,6 @@ def test_each_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Pa
         ("AsynckvEngineLost", f"{ROUTER},{LOST}", {"pd_proxy_engine_up": ("1", "0")}, 30),
         ("AsynckvProcessLost", ENGINE, {"up": ("1", "0")}, 30),
         ("AsynckvPeersGone", f'{HERE},state="gone"', {"asynckv_peer_changes_total": ("0", "1")}, 30),
-        # The grant of a killed reader runs out first, and its connection is asked.
-        ("AsynckvReadersGone", HERE, {"asynckv_readers_gone_total": ("0", "0x3 1")}, 30),
         ("AsynckvSchedulerStuck", HERE, {'asynckv_waits_for_step_seconds{what="claim"}': ("0", "0+{interval}")}, 60),
         ("AsynckvParamsGivenTwice", HERE, {'asynckv_refusals_total{reason="consumed"}': ("0", "1+1")}, 60),
     ],
@@ -491,12 +483,8 @@ def test_a_rolling_restart_in_order_fires_no_alert(tmp_path: Path) -> None:
         heard = 4 + (i + 3) % 4 * there + 1  # of the one that went before
         series[f'asynckv_peer_changes_total{{state="left",{name}}}'] = f"0x{heard} 1x{before + after + 4 - heard}"
         series[f'asynckv_leases_ended_total{{state="released",{name}}}'] = f"0+100x{before} _x5 0+100x{after}"
-        for counter in (
-            'peer_changes_total{state="gone",',
-            'leases_ended_total{state="expired",',
-            "readers_gone_total{",
-        ):
-            series[f"asynckv_{counter}{name}}}"] = f"0x{before} _x5 0x{after}"
+        for counter in ('peer_changes_total{state="gone"', 'leases_ended_total{state="expired"'):
+            series[f"asynckv_{counter},{name}}}"] = f"0x{before} _x5 0x{after}"
         series[f'asynckv_waits_for_step_seconds{{{name},what="result"}}'] = f"0x{before} _x5 0x{after}"
     (tmp_path / "alerts.yml").write_text(re.sub(r"\n        annotations:\n(?:          .*\n?)+", "\n", RULES_TEXT))
     none = [{"eval_time": f"{5 * t}s", "alertname": alert, "exp_alerts": []} for t in range(70) for alert in ALERTS]

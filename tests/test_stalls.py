@@ -37,8 +37,8 @@ def signs(start: str, *at: float) -> list[Record]:
 
 def answer(start: str, waits_for_step: dict[str, StepWait]) -> Answer:
     facts = Facts(version="0.2.0", host="h", pid=4711, life="running", uptime_s=60.0)
-    name = {"engine_id": RANK[start].partition("/")[0], "rank": RANK[start], "incarnation": start}
-    account = Account(**name, facts=facts, waits_for_step=waits_for_step)
+    name, engine_id = RANK[start], RANK[start].partition("/")[0]
+    account = Account(engine_id=engine_id, rank=name, incarnation=start, facts=facts, waits_for_step=waits_for_step)
     return Answer(address="socket", account=account, at=1e9 + 60.0)
 
 

@@ -50,7 +50,7 @@ class Service:
 
     async def start(self, name: str) -> None:
         port, metrics_port = self.ports.get(name, (0, 0))
-        here = {"name": name, "directory": str(self.folder), "port": port, "metrics_port": metrics_port}
+        here: dict[str, Any] = {"name": name, "directory": str(self.folder), "port": port, "metrics_port": metrics_port}
         process = self.engines[name] = await self.fleet.start(name, "tests.lab.stepper:Stepper", **here)
         urls = await process.ask("addresses", 60.0)
         self.ports[name] = [int(url.rpartition(":")[2]) for url in urls]

@@ -114,7 +114,8 @@ class Stepper:
 
     async def pull(self, request_id: str, params: Mapping[str, Any]) -> str:
         """Announce and pull a request; tell what came of it."""
-        future = self._pulled[request_id] = self._loop.create_future()
+        future: asyncio.Future[str] = self._loop.create_future()
+        self._pulled[request_id] = future
         self._orders.put(Announce(request_id, params))
         self._orders.put(Pull(request_id=request_id, groups=[(0, [next(self._blocks)])], params=params))
         return await future
