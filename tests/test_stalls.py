@@ -105,3 +105,20 @@ def test_a_pull_that_waits_for_a_lend_names_the_lender_from_the_readers_log_alon
     [finding] = wrong([begun(D), *signs(D, 20, 35, 51), *lender, held])
     said = f"{RANK[P]} has not lent 1 request that pulls wait for"
     assert (finding.heading, finding.what, finding.requests) == (HEADING.UNKNOWN, said, ("a",))
+
+
+def test_a_decode_engine_without_a_step_may_hang_so_that_the_router_is_not_blamed() -> None:
+    """Nothing waits for it, because it never heard of the request; an idle one looks the same."""
+    dropped = [lent(10.0), expired(False)]
+
+    def said(*step_s: float | None) -> Finding:
+        signs_of_d = [say(at, told.EngineAlive, D, step_s=s) for at, s in zip((25, 40, 55), step_s, strict=True)]
+        [finding] = wrong([*RUNNING, *signs(P, 20, 35, 50), *dropped, *signs_of_d])
+        return finding
+
+    for none in ((17.0, 32.0, 47.0), (0.1, 14.0, 50.0)):
+        finding = said(*none)
+        assert finding.heading is HEADING.UNKNOWN
+        assert f"{RANK[D]} made no step meanwhile: its scheduler hangs, or had nothing to do" in finding.evidence
+    for steps in ((0.1, 0.2, 0.1), (None, None, None), (0.1, 5.0, 20.0)):
+        assert said(*steps).heading is HEADING.NEVER_CAME

@@ -68,6 +68,7 @@ class Stepper:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._pulled: dict[str, asyncio.Future[str]] = {}
         self._under_way = 0  # lends and pulls without a result
+        self._hangs_in_step = False
         self._hangs, self._blocks = threading.Event(), itertools.cycle(range(BLOCKS))
         self._scheduler = threading.Thread(target=self._run, daemon=True)
         app = web.Application(middlewares=[errors_as_json])
@@ -101,6 +102,10 @@ class Stepper:
     def hang(self) -> None:
         """Have the scheduler make no further step."""
         self._hangs.set()
+
+    def hang_in_step(self) -> None:
+        """Have the scheduler hang once its next orders are given."""
+        self._hangs_in_step = True
 
     def block(self, seconds: float) -> None:
         """Keep the engine's loop away."""
@@ -152,6 +157,8 @@ class Stepper:
     def _step(self, orders: list[Order]) -> None:
         self._under_way += sum(isinstance(x, Lend | Pull) for x in orders)
         self.thread.submit(orders)
+        if self._hangs_in_step:
+            threading.Event().wait()
         time.sleep(self._step_s)
         finished = self.thread.take_finished()
         ends = {x.request_id: "complete" for x in finished.finished_recving}

@@ -53,7 +53,7 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         }
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         waits = {what: {"number": x.number, "seconds": x.seconds} for what, x in account.waits_for_step.items()}
-        yield say(told.EngineAlive, waits_for_step=waits)
+        yield say(told.EngineAlive, waits_for_step=waits, step_s=account.step_s)
         for peer in account.peers:
             yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
         if "prompts_in_a_row" in answer.gauges:

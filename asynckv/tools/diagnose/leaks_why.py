@@ -368,6 +368,9 @@ class _Debt:
         if not alive or strangers or lease.state == "lent" or is_cut:
             missing = strangers or (tuple(x.rank for x in silent) if alive else ("the decode side",))
             return self._is(R.NO_LOG, self._circumstances(alive, silent, strangers), missing=missing)
+        if alive and all(presence.had_no_step(x, lease) for x in alive):
+            why = f"; {listed(x.rank for x in alive)} made no step meanwhile: its scheduler hangs, or had nothing to do"
+            return self._is(R.NO_LOG, f"{why} because the params never came")
         also = f"; or they were with {listed(x.rank for x in silent)}, with logs that end before the lease did"
         if alive == gone:
             also = f"; {listed(x.rank for x in gone)} had died before it was lent"

@@ -50,6 +50,12 @@ def stalled_s(process: Process, since: float, until: float, what: str = "") -> f
     return max(spans, default=0.0)
 
 
+def had_no_step(process: Process, since: float, until: float) -> bool:
+    """Return True if a process made no step between two moments of its clock. It hung, or was idle."""
+    said = (x for x in process.of(told.EngineAlive) if x.at >= until)
+    return any(x.at - x.number("step_s", 0.0) <= since for x in said)
+
+
 def last_stall(process: Process) -> Stall | None:
     """Return the time without a step that had not ended at the last sign of life."""
     last = max((x.at for x in process.of(told.EngineAlive)), default=0.0)
