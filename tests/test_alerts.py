@@ -200,6 +200,9 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], float, dict[str, str]]] =
     "AsynckvSchedulerStuck": (
         {f'asynckv_waits_for_step_seconds{{{HERE},what="result"}}': "0 0+60x9"},
         {
+            f"asynckv_step_age_seconds{{{HERE}}}": "0+60x9",  # it is idle
+            f"asynckv_pulls_started_total{{{HERE}}}": "7x9",
+            f"asynckv_lease_unclaimed_seconds{{{HERE}}}": "0 9 0 9 0 9 0",
             f'asynckv_waits_for_step_seconds{{{HERE},what="claim"}}': "0 15 0 19 0 15 0",
             f'asynckv_waits_for_step_seconds{{{HERE},what="result"}}': "0x9",
         },
@@ -417,6 +420,16 @@ def test_each_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Pa
         ("AsynckvProcessLost", ENGINE, {"up": ("1", "0")}, 30),
         ("AsynckvPeersGone", f'{HERE},state="gone"', {"asynckv_peer_changes_total": ("0", "1")}, 30),
         ("AsynckvSchedulerStuck", HERE, {'asynckv_waits_for_step_seconds{what="claim"}': ("0", "0+{interval}")}, 60),
+        (
+            "AsynckvSchedulerStuck",
+            HERE,
+            {
+                "asynckv_step_age_seconds": ("0", "0+{interval}"),
+                "asynckv_pulls_started_total": ("9", "9"),
+                "asynckv_lease_unclaimed_seconds": ("0", "0+{interval}"),
+            },
+            60,
+        ),
         ("AsynckvParamsGivenTwice", HERE, {'asynckv_refusals_total{reason="consumed"}': ("0", "1+1")}, 60),
     ],
 )
@@ -593,7 +606,6 @@ async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> 
         "packets",
         "parked_messages_limit",
         "pull_rereads",
-        "pulls_started",
     }
 
 
