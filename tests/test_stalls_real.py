@@ -37,7 +37,7 @@ CASES = [("decode", "result", 5.0, "1 result not taken for "), ("prefill", "clai
 
 
 async def test_schedulers_that_hang_are_named(short_path: Path) -> None:
-    await asyncio.gather(*(check(short_path / hangs, hangs, *rest) for hangs, *rest in CASES))
+    await asyncio.gather(*(check(short_path / case[0], *case) for case in CASES))
 
 
 async def check(folder: Path, hangs: str, what: str, seconds: float, said: str) -> None:
