@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.core import told
 from asynckv.core.account import Account, Facts
+from asynckv.core.inspect import RankStatus, RequestStatus
 from asynckv.core.told import StepWait
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import make_axis
@@ -119,6 +122,21 @@ def test_a_decode_engine_without_a_step_may_hang_so_that_the_router_is_not_blame
     for none in ((17.0, 32.0, 47.0), (0.1, 14.0, 50.0)):
         finding = said(*none)
         assert finding.heading is HEADING.UNKNOWN
-        assert f"{RANK[D]} made no step meanwhile: its scheduler hangs, or had nothing to do" in finding.evidence
+        assert f"{RANK[D]} made no step meanwhile: its scheduler hangs, or the params never came" in finding.evidence
+        assert finding.remedy.startswith("`py-spy dump`")
+        assert finding.remedy.endswith("look for the request in the router.")
     for steps in ((0.1, 0.2, 0.1), (None, None, None), (0.1, 5.0, 20.0)):
         assert said(*steps).heading is HEADING.NEVER_CAME
+
+
+def test_the_same_is_said_of_engines_that_are_asked() -> None:
+    ranks = (RankStatus("*", "unclaimed"),)
+    held = RequestStatus("lease", "a", "a", "lent", 12.0, 12.0, 18.0, 4, "not claimed", ranks, sequence=0)
+    lender, idle = answer(P, {}), answer(D, {})
+    lender = replace(lender, account=msgspec.structs.replace(lender.account, requests=(held,)))
+    pulled = Facts(version="0.2.0", counters={"pulls.started": 3}, uptime_s=60.0)
+    for step_s in (30.0, 0.1, None):
+        account = msgspec.structs.replace(idle.account, step_s=step_s, facts=pulled)
+        [finding] = wrong([], [lender, replace(idle, account=account)])
+        assert finding.heading is HEADING.UNKNOWN
+        assert ("made no step meanwhile" in finding.evidence) is (step_s == 30.0)

@@ -44,7 +44,7 @@ class Reader(enum.Enum):
     ANY, NO_LOG, UNHEARD, LEFT_OUT, ABSENT, RENAMED, EARLY = range(7)
     WRONG_TARGET, STALE, KEYS, UNMET, REFUSED, BROKEN, REFUSED_HERE = range(7, 14)
     OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(14, 21)
-    OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, READING, LATE, WAITING, STUCK = range(21, 29)
+    OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, READING, LATE, WAITING, STUCK, IDLE = range(21, 30)
 
 
 class CAUSE(enum.StrEnum):
@@ -56,6 +56,7 @@ class CAUSE(enum.StrEnum):
     WRONG_TARGET = "wrong_target"
     STALE_PARAMS = "stale_params"
     NEVER_HEARD_OF = "never_heard_of"
+    NO_STEP = "no_step"
     RANK_NEVER_SPOKE = "rank_never_spoke"
     DECODE_UNRESPONSIVE = "decode_unresponsive"
     NEVER_CLAIMED = "never_claimed"

@@ -362,15 +362,14 @@ class _Debt:
         there = {engine_of(x.rank) for x in alive if x.rank not in absent}  # they would have spoken of a request
         if absent := {rank: why for rank, why in absent.items() if engine_of(rank) not in there}:
             return self._absent(absent, missing=strangers)
+        if alive and not strangers and all(presence.had_no_step(x, lease) for x in alive):
+            return self._is(R.IDLE, reader=listed(x.rank for x in alive))
         # If logs end before their readers do, and soon after the lease, the request may still be pulled.
         is_open = any(presence.fate(x).kind == "silent" for x in alive)
         is_cut = is_open and presence.last < self.until + SILENCE_S
         if not alive or strangers or lease.state == "lent" or is_cut:
             missing = strangers or (tuple(x.rank for x in silent) if alive else ("the decode side",))
             return self._is(R.NO_LOG, self._circumstances(alive, silent, strangers), missing=missing)
-        if alive and all(presence.had_no_step(x, lease) for x in alive):
-            why = f"; {listed(x.rank for x in alive)} made no step meanwhile: its scheduler hangs, or had nothing to do"
-            return self._is(R.NO_LOG, f"{why} because the params never came")
         also = f"; or they were with {listed(x.rank for x in silent)}, with logs that end before the lease did"
         if alive == gone:
             also = f"; {listed(x.rank for x in gone)} had died before it was lent"
