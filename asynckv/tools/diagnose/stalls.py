@@ -36,7 +36,7 @@ class Stall:
 
 
 def stalls(process: Process, since: float = -math.inf, until: float = math.inf) -> Iterator[Stall]:
-    """Yield a process's known times without a step, by the signs of life from a moment on to the first after another."""
+    """Yield a process's known times without a step, by its signs of life from one moment to the first after another."""
     for record in process.since(told.EngineAlive, since):
         said = {what: x for what, x in record.mapping("waits_for_step").items() if isinstance(x, dict)}
         waits = {what: number(said[what].get("seconds"), 0.0) for what in LEAST_S if what in said}
