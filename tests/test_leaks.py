@@ -176,6 +176,10 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "died before claim": (C.READER_DIED, [*DIED, expired(False), RESTARTED]),
     "died before claim, or was cut off": (C.NEVER_CLAIMED, [*DIED, expired(False)]),
     "never heard of": (C.NEVER_HEARD_OF, [*BOTH, expired(False)]),
+    "never heard of, without a step": (
+        C.NO_STEP,
+        [*BOTH, expired(False), say(45, told.EngineAlive, D, step_s=40.0, waits_for_step={})],
+    ),
     "never shook hands": (
         C.NEVER_SHOOK_HANDS,
         [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(16, "peer_unreachable")],

@@ -196,6 +196,9 @@ class Inspector:
             **self.beside(),
         }
 
+    def step_s(self, now: float) -> float | None:
+        return None if self._decode.alive_at == math.inf else round(max(now - self._decode.alive_at, 0.0), 3)
+
     def waits_for_step(self, now: float) -> dict[str, StepWait]:
         """Return what only a step of the engine around this rank can take: `result`, `announcement` or `claim`.
 

@@ -54,7 +54,7 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         }
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         waits = {what: {"number": x.number, "seconds": x.seconds} for what, x in account.waits_for_step.items()}
-        yield say(told.EngineAlive, waits_for_step=waits)
+        yield say(told.EngineAlive, waits_for_step=waits, step_s=account.step_s)
         for peer in account.peers:
             bad = peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly)
             state: dict[str, Any] = {"state": peer.state, "detail": peer.cause, "is_bad": bad}

@@ -514,6 +514,11 @@ class Debt:
         missing = self.strangers if self.is_nobody else ()
         return self._is(R.ABSENT, why, reader=first, given=given, missing=missing, about=tuple(self.absent))
 
+    def of_the_idle(self) -> Verdict | None:
+        if self.alive and not self.strangers and all(self.presence.had_no_step(x, self.lease) for x in self.alive):
+            return self._is(R.IDLE, reader=listed(x.rank for x in self.alive))
+        return None
+
     def of_the_untold(self) -> Verdict | None:
         """Logs are missing, or end before their readers do and soon after the lease: it may still be pulled."""
         alive, lease, strangers = self.alive, self.lease, self.strangers
@@ -561,5 +566,5 @@ UNMET: Steps = (D.of_another_id, D.of_its_call, D.of_the_address, D.of_keys, D.o
 DONE: Steps = (
     *(D.of_no_outcome, D.of_a_hanging_owner, D.of_a_promise, D.of_its_transfers, D.of_its_time, D.of_its_release),
 )
-NOBODY: Steps = (D.of_the_dead, D.of_none, D.of_the_absent, D.of_the_untold, D.of_the_unheard)
+NOBODY: Steps = (D.of_the_dead, D.of_none, D.of_the_absent, D.of_the_idle, D.of_the_untold, D.of_the_unheard)
 LEFT_OUT: Steps = (D.of_the_dead, D.of_the_away, D.of_the_absent, D.of_the_left_out)

@@ -19,7 +19,7 @@ from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
-from asynckv.tools.diagnose.stalls import stalled_s
+from asynckv.tools.diagnose.stalls import had_no_step, stalled_s
 
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
@@ -263,10 +263,19 @@ class Presence:
         return 0.0, -math.inf
 
     def _stalled_s(self, lease: Lease, reader: Process) -> float:
-        """Return for how long a reader's scheduler made no step while a lease lasted."""
+        """Return for how long a reader's scheduler made no step while a lease lasted, although something waited."""
+        return stalled_s(reader, *self._span_of(lease, reader))
+
+    def had_no_step(self, reader: Process, lease: Lease) -> bool:
+        """Return True if a reader's scheduler made no step for most of a lease's time, whether or not it was idle."""
+        since, until = self._span_of(lease, reader)
+        return had_no_step(reader, since, since + 0.5 * (until - since))
+
+    def _span_of(self, lease: Lease, reader: Process) -> tuple[float, float]:
+        """Return the times at which a lease began and ended, by a reader's clock."""
         ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
-        since, until = (self.near(lease.process, x) + ahead for x in (lease.lent_at, lease.lent_at + lease.seconds))
-        return stalled_s(reader, since, until)
+        since = self.near(lease.process, lease.lent_at) + ahead
+        return since, since + lease.seconds
 
     def absent(self, lease: Lease, readers: Iterable[Process]) -> dict[str, str]:
         """Return the reasons for which readers were surely not there for most of a lease's time, by ranks."""
