@@ -295,7 +295,7 @@ class Pull:
 
     @property
     def how(self) -> str:
-        """How the rank was lost, or not met, with which it failed (`asynckv.core.types.How`); empty if neither."""
+        """The way in which the rank was lost, or not met, with which it failed (`How`); empty if neither."""
         return self.said.text("how") if self.said is not None else ""
 
     @property
