@@ -247,7 +247,8 @@ def note_of(said: object) -> str | Note | None:
     if isinstance(said, str):
         return said
     with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(said, AnyNote, strict=False)
+        note: Note = msgspec.convert(said, AnyNote, strict=False)
+        return note
     return None
 
 

@@ -103,15 +103,15 @@ class _Failed:
         return self._plane_died() or self._owner_died() or self._was_away()
 
     def _plane_died(self) -> Told | None:
-        """Find a data plane that did not serve while it ran. Its owner logs the death once another one runs, and
-        notices it later than readers do. A death after the failure did not cause it."""
-        presence, pull = self.presence, self.pull
+        """Find a data plane that died while it ran, or that did not serve as it was lost. The owner logs the death once
+        another one runs, and notices it later than readers do. A death after the failure did not cause it."""
+        presence, pull, is_lost = self.presence, self.pull, self.pull.cause in ("peer_lost", "read_failed")
         failed = presence.near(pull.process, pull.ended.at) if pull.ended is not None else self.high
-        failed += NOTICED_S if pull.cause in ("peer_lost", "read_failed") else AT_ONCE_S
         for process in (pull.process, *self.owners):
             for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
-                died = presence.near(process, record.at - record.number("seconds", 0.0))
-                if presence.when(process, record.at)[1] >= self.low and died <= failed:
+                died = presence.when(process, record.at - record.number("seconds", 0.0))
+                last = presence.when(process, record.at)[1] if is_lost else died[1]
+                if last >= self.low and sum(died) / 2 <= failed + (NOTICED_S if is_lost else AT_ONCE_S):
                     return R.PLANE_DIED, {"by": process.rank, "holder": process.rank, "why": record.text("cause")}
         return None
 
@@ -163,6 +163,8 @@ class _Failed:
                 return self._of_lost(lost)
             case R.REFUSED_HERE | R.CLOSED:
                 return state, {"by": pull.process.rank, "reason": cause if state is R.REFUSED_HERE else ""}
+            case _:
+                pass
         return state, {"reason": cause} if cause == "unknown_key" else {}
 
     def _phase(self) -> Reader:
