@@ -105,9 +105,10 @@ class _Failed:
     def _plane_died(self) -> Told | None:
         """Find a data plane that died while it ran, or that did not serve as it was lost. The owner logs the death once
         another one runs, and notices it later than readers do. A death after the failure did not cause it."""
-        presence, pull, is_lost = self.presence, self.pull, self.pull.cause in ("peer_lost", "read_failed")
+        presence, pull = self.presence, self.pull
         failed = presence.near(pull.process, pull.ended.at) if pull.ended is not None else self.high
         for process in (pull.process, *self.owners):
+            is_lost = pull.cause in ("peer_lost", "read_failed") and process is not pull.process
             for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
                 died = presence.when(process, record.at - record.number("seconds", 0.0))
                 last = presence.when(process, record.at)[1] if is_lost else died[1]
