@@ -17,7 +17,7 @@ from asynckv.tools.diagnose.join import Process, Pull, Request, base_name, start
 from asynckv.tools.diagnose.leaks_between import how_unanswered, key_trouble_at, refused_as, said_of, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
-from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, Presence
+from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
 W, R = Owner, Reader
@@ -204,7 +204,7 @@ class _Failed:
         num_lent = sum(begun <= presence.near(x.process, x.lent_at) <= ended for x in lent)
         if num_lent:
             return R.OVERTAKEN, {"why": f"it was not lent, and {num_lent:,} others were meanwhile"}
-        return (R.UNLENT, {}) if self.owners else (R.OVERTAKEN, {})
+        return (R.UNLENT, {}) if self.owners and self.seconds >= SILENCE_S else (R.OVERTAKEN, {})
 
     def _lost(self) -> Record | None:
         """Return the loss of a rank that it read from, during it or since: a rank is silent before it is lost."""
