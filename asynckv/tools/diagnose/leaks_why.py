@@ -129,11 +129,10 @@ class Debt:
         pull, lease, waited_s = self.pull, self.lease, math.nan
         if pull is not None and pull.ended is not None:
             waited_s = pull.ended.number("seconds")
-        started = lease.process.started
         known: dict[str, Any] = {
             "reader": pull.process.rank if pull is not None and not self.is_claimed else self.name,
             "holder": lease.process.rank,
-            "address": started.text("address") if started is not None else "",
+            "address": self.presence.address_of(lease.process.rank),
             "why": self._said() if why is None else why,
             "lease_s": in_seconds(lease.lease_s),
             "heard_s": in_seconds(self.heard_s),
