@@ -186,6 +186,11 @@ class _Failed:
     def _refused(self) -> Told:
         """Tell params that two readers had, who is refused as `consumed` or as `wrong_cohort`, from other refusals."""
         pull, request = self.pull, self.request
+        own = [x for x in request.all_pulls if x.process is pull.process and x.begun_at < pull.begun_at]
+        if pull.cause == "consumed" and (first := next((x for x in own if x.cause != "complete"), None)) is not None:
+            if first.failed_in == "announced" and first.ended is not None:
+                return R.ANNOUNCED, {"seconds": in_seconds(first.ended.number("seconds"))}
+            return R.REFUSED, {"reason": "released_already"}
         readers = {x.process.engine_id for x in request.all_pulls}
         readers |= {engine_of(x) for lease in request.leases.values() for x in (*lease.released, *lease.claims)}
         if pull.cause == "consumed" or (pull.cause == "wrong_cohort" and readers - {pull.process.engine_id}):

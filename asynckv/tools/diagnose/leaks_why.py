@@ -474,15 +474,18 @@ class Debt:
         return self._is(R.NO_LOG, why)
 
     def of_none(self) -> Verdict | None:
-        """Every decode engine had ended in a known way, at the latest when a living one would have claimed."""
-        presence, readers = self.presence, self.readers
-        by = presence.near(self.lease.process, self.lease.lent_at) + max(presence.claims_take_s, LATE_S)
-        fates = [(fate.before, x.rank, fate) for x in readers if (fate := presence.fate(x)).before <= by]
-        is_sure = all(fate.kind in ("stopped", "died") and fate.is_proved for _, _, fate in fates)
-        if not readers or len(fates) < len(readers) or self.strangers or not is_sure:
+        """Every decode engine had ended in a known way, at the latest when a living one would have claimed, and others
+        started later."""
+        presence, lent_at = self.presence, self.presence.near(self.lease.process, self.lease.lent_at)
+        by = lent_at + max(presence.claims_take_s, LATE_S)
+        later = [x for x in self.readers if x.num_records and presence.when(x, x.first_at)[0] > by]
+        fates = [(presence.fate(x), x.rank) for x in self.readers if x not in later]
+        ended = [x for x in fates if x[0].kind in ("stopped", "died") and x[0].is_proved and x[0].before <= by]
+        if not ended or len(ended) < len(fates) or self.strangers:
             return None
-        _, last, fate = max(fates, key=lambda x: x[:2])
-        return self._is(R.NONE_RUNS, f"{last} {fate.text}, and no decode engine ran since", reader=last)
+        fate, last = max(ended, key=lambda x: x[0].before)
+        since = f"{later[0].rank} started at {moment(later[0].first_at)}" if later else "no decode engine ran since"
+        return self._is(R.NONE_RUNS, f"{last} {fate.text}, and {since}", reader=last)
 
     def of_the_absent(self) -> Verdict | None:
         """Return the verdict about readers that were not there."""
