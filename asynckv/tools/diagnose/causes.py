@@ -150,7 +150,7 @@ ANYONE = {
 def in_words(text: str, names: Mapping[str, object] = ANYONE) -> str:
     """Put the names of a case into a text."""
     return text.format_map(
-        defaultdict(lambda: "?", ANYONE | {k: x for k, x in names.items() if x != "" or k not in ANYONE})
+        defaultdict(lambda: "?", ANYONE | {k: x for k, x in names.items() if x not in ("", "*") or k not in ANYONE})
     )
 
 

@@ -255,7 +255,8 @@ def note_of(said: object) -> str | Note | None:
     if isinstance(said, str):
         return said
     with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(said, AnyNote, strict=False)
+        note: Note = msgspec.convert(said, AnyNote, strict=False)
+        return note
     return None
 
 
@@ -303,7 +304,7 @@ class Pull:
 
     @property
     def how(self) -> str:
-        """How the rank was lost, or not met, with which it failed (`asynckv.core.types.How`); empty if neither."""
+        """The way in which the rank was lost, or not met, with which it failed (`How`); empty if neither."""
         return self.said.text("how") if self.said is not None else ""
 
     @property

@@ -7,6 +7,7 @@ also knows the processes that may have read from each other, and the blocked loo
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -97,16 +98,21 @@ class Presence:
         self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
+        self._addresses = {x.start: x.started.text("address") for x in processes if x.started is not None}
         for process in processes:
             for record in process.of(told.PeerChanged):
+                self._addresses.setdefault(start_of(record.text("peer")), record.text("address"))
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
         self._heard: dict[str, float] = defaultdict(lambda: -math.inf)
         self.attempts: dict[tuple[str, str], list[tuple[Request, Pull]]] = defaultdict(list)
         """All attempts of a process at one of its requests."""
+        self.lends: dict[str, list[float]] = defaultdict(list)
+        """Times at which each rank lent something, by its name without a start."""
         claims = list[float]()
         for request in service.requests:
             for lease in request.leases.values():
+                bisect.insort(self.lends[lease.process.base], self.near(lease.process, lease.lent_at))
                 for name, claim in lease.claims.items():
                     claims.append(claim.claimed_s)
                     self._hear(name, lease.process, lease.lent_at + claim.heard_s)
@@ -119,6 +125,10 @@ class Presence:
         self._strangers = cache(self._find_strangers)
         self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
         """Most seconds after the lend at which a request was claimed."""
+
+    def address_of(self, *ranks: str) -> str:
+        """Return the address of the first of some ranks that has a known one; empty if none has."""
+        return next((x for rank in ranks if (x := self._addresses.get(start_of(rank), ""))), "")
 
     def _hear(self, rank: str, other: Process, at: float) -> None:
         """Note that a process has heard of a rank at some time of its own clock."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time, counted
+from asynckv.tools.diagnose.causes import WELL
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import is_last_word
-from asynckv.tools.diagnose.causes import WELL
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
 from asynckv.tools.diagnose.records import Record, integer
