@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from asynckv.core.account import Account, Facts
+from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.leaks_live import records_of, tell
 from asynckv.tools.diagnose.leaks_request import find_requests
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from asynckv.tools.diagnose.timeline_model import ground, stories
@@ -259,6 +262,22 @@ def test_two_engines_with_one_id_are_two() -> None:
     assert [x.code for x in found if x.code == "one_id_twice"] == ["one_id_twice"]
 
 
+@pytest.mark.parametrize(("made_at", "is_dead"), [(50.0, False), (math.nan, False), (150.0, True)])
+def test_a_socket_that_is_younger_than_the_engine_that_answers_is_of_another_one(made_at: float, is_dead: bool) -> None:
+    """It is no socket that an earlier start of the rank left."""
+    lives = Account(rank="decode/tp0@11111111", incarnation="1" * 32, facts=Facts(uptime_s=100.0))
+    answers = [
+        Answer(address="/a.sock", account=lives, at=200.0),
+        Answer(address="/b.sock", account=Account(rank="decode/tp0@22222222"), error="ended", trouble=Trouble.GONE,
+               at=200.0, made_at=made_at),
+    ]  # fmt: skip
+    service = join(list(records_of(answers, 200.0)))
+    tell(service, answers, 200.0)
+    axis = make_axis(service)
+    found = find(Seen(Logs(), axis, ground(axis), find_leaks(service), answers=answers))
+    assert [x.code for x in found.wrong] == ["no_answer"] * is_dead
+
+
 def test_times_have_a_date_if_the_logs_are_not_of_one_day() -> None:
     died = [x for x in well() if not (x.rank == PREFILL and x.event == "engine_stopped")]
     lost = say(30.0, "peer_changed", DECODE, "warning", peer=PREFILL, peer_incarnation="aaaaaaaa" * 4, state="gone",
@@ -317,7 +336,7 @@ def test_pauses_of_all_processes_at_once_are_their_machine() -> None:
     ],
 )
 def test_a_process_without_a_processor_is_told_so(waited: dict[str, float], says: str, remedy: str) -> None:
-    [late] = screen([*well(), away(40.0, 3.0, **waited), slow(40.5)])[0].wrong
+    [late] = screen([*well(), away(40.0, 3.0, DECODE, **waited), slow(40.5)])[0].wrong
     assert late.code == "no_processor_time"
     assert says in late.what
     assert remedy in late.remedy

@@ -177,15 +177,16 @@ def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[tuple[Sequence[str]
 
 
 def _silent(seen: Seen) -> Iterator[tuple[Sequence[str], Finding]]:
-    """Find engines that did not answer, except left sockets of earlier starts and processes that are reported dead."""
-    there = {base_name(x.rank) for x in seen.answers if not x.error}
+    """Find engines that did not answer, except processes that are reported dead, and sockets that starts left which
+    are older than one that answers.
+    """
+    there = {base_name(x.rank): x.at - x.account.facts.uptime_s for x in seen.answers if not x.error}
     named = seen.axis.service.ranks_by_address()
     told = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind == "died"}
     for answer in seen.answers:
         rank = answer.account.rank or named.get(answer.address, "")
-        process = seen.axis.service.process_named(rank)
-        is_beside = process is not None and process.num_records > 0 and process.successor is None
-        is_left = answer.trouble is Trouble.GONE and base_name(answer.rank) in there and not is_beside
+        began = there.get(base_name(answer.rank))
+        is_left = answer.trouble is Trouble.GONE and began is not None and not answer.made_at > began
         if answer.error and not is_left and not (rank and rank in told):
             told.add(rank)
             mine = [x for x in seen.late if rank and _is_about(x, rank)]
