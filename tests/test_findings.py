@@ -221,6 +221,9 @@ def test_a_crash_loop_is_one_finding_that_says_how_often_and_from_when_to_when()
     said = "decode/tp0 died 5 times, from 08:01:40.000 to 08:04:20.000; decode/tp0@44444444 died: "
     assert (gone.heading, gone.code, gone.what[: len(said)]) == (HEADING.GONE, "died", said)
     assert len(gone.requests) == 5
+    bugs = [say(101.0 + 40 * i, "internal_error", f"decode/tp0@{f'{i}' * 8}", "error", error="x") for i in range(5)]
+    gone, bug = screen([*well(), *loop, *bugs, *goes_on])[0].wrong
+    assert bug.what == "5 errors internal_error on decode/tp0"
     [gone] = screen([*well(), *loop[-2:], *goes_on])[0].wrong
     assert gone.what.startswith("decode/tp0@44444444 died: ")
 
@@ -304,8 +307,9 @@ def test_a_pause_without_a_late_request_is_no_finding() -> None:
     assert found.wrong == found.limits == []
     [also] = found.also
     assert also.what == "event loops of 1 process were away: 3 times, at most 30.0 s, and nothing was late by it"
-    [late] = screen([*well(), away(40.0, 1.0), slow(40.1)])[0].wrong
-    assert (late.heading, late.code) == (HEADING.STOPPED, "decode_loop_away")
+    found, _ = screen([*well(), away(40.0, 1.0), slow(40.1)])
+    [late] = found.wrong
+    assert (late.heading, late.code, found.also) == (HEADING.STOPPED, "decode_loop_away", [])
     [long] = screen([*well(), away(40.0, 12.0)])[0].wrong
     assert (long.heading, long.code) == (HEADING.STOPPED, "loop_was_away")
 
