@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,16 +74,10 @@ def seats(process: Process) -> set[tuple[str | int, ...]]:
 
 
 class Presence:
-    """The fates of all processes of a service, in one common time.
+    """The fates of all processes of a service, in one common time."""
 
-    Args:
-        axis: Aligns the clocks of the service.
-        shown: Writes a moment of a process's clock; as it is, if left out.
-    """
-
-    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] | None = None) -> None:
+    def __init__(self, axis: Axis) -> None:
         self.service, self._axis, self.moment = (service := axis.service), axis, axis.moment
-        self._shown = shown or (lambda _, at: axis.moment(at))
         self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
@@ -114,6 +108,9 @@ class Presence:
         self._strangers = cache(self._find_strangers)
         self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
         """Most seconds after the lend at which a request was claimed."""
+
+    def _shown(self, process: Process, at: float) -> str:
+        return self.moment(self._axis.at(process, at))
 
     def _hear(self, rank: str, other: Process, at: float) -> None:
         """Note that a process has heard of a rank at some time of its own clock."""
