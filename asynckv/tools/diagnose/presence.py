@@ -122,7 +122,8 @@ class Presence:
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
         low, high = self.when(process, process.last_at)
-        lease_s = lease_of(process)
+        after, lease_s = process.successor, lease_of(process)
+        began = self.when(after, after.first_at)[1] if after and self._replaces(after, process) else math.inf
         ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
         if not process.num_records:
             low, ends = -math.inf, "there is no log of it"
@@ -131,7 +132,7 @@ class Presence:
             return Fate("alive", "it answers", math.inf, math.inf)
         how = self.service.gone.get(process.start)
         if how is not None and process.stopped is None:
-            return Fate("died", f"{how} ({ends})", low, high + lease_s if process.says_info else math.inf)
+            return Fate("died", f"{how} ({ends})", low, began)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
@@ -144,11 +145,9 @@ class Presence:
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
         if process.start in self.service.there:
-            return Fate(
-                "silent", f"its process is there ({ends.removesuffix(' without a goodbye')})", low, math.inf, False
-            )
-        if (after := process.successor) is not None and self._replaces(after, process):
-            began = self.when(after, after.first_at)[1]
+            why = f"its process is there ({ends.removesuffix(' without a goodbye')})"
+            return Fate("silent", why, low, math.inf, False)
+        if after is not None and began < math.inf:
             return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
             at, detail = self.when(other, record.at), record.text("detail")
