@@ -122,7 +122,7 @@ class Presence:
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
         low, high = self.when(process, process.last_at)
-        after, lease_s = process.successor, lease_of(process)
+        after = process.successor
         began = self.when(after, after.first_at)[1] if after and self._replaces(after, process) else math.inf
         ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
         if not process.num_records:
@@ -146,7 +146,7 @@ class Presence:
                 return Fate("stopped", heard, low, high)
         if process.start in self.service.there:
             why = f"its process is there ({ends.removesuffix(' without a goodbye')})"
-            return Fate("silent", why, low, math.inf, False)
+            return Fate("silent", why, low, math.inf, False, hangs=self._is_overdue(process))
         if after is not None and began < math.inf:
             return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
@@ -162,11 +162,16 @@ class Presence:
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
-        is_comparable = self._axis.group(process) == 0
-        if is_comparable and self.last >= max(high, self._heard[process.incarnation]) + lease_s + LATE_S:
-            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_s / 2)} s"
-            return Fate("died", why, low, high + lease_s, False)
+        if self._is_overdue(process):
+            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
+            return Fate("died", why, low, high + lease_of(process), False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+
+    def _is_overdue(self, process: Process) -> bool:
+        """Return True if logs go on for so long that a living process would have written a line, or be heard of."""
+        heard = max(self.when(process, process.last_at)[1], self._heard[process.incarnation])
+        is_told = process.says_info and self._axis.group(process) == 0
+        return is_told and self.last >= heard + lease_of(process) + LATE_S
 
     def _replaces(self, after: Process, process: Process) -> bool:
         """Return True if a start of a rank shows that an earlier one has ended, since two may use one name at once."""
@@ -182,7 +187,8 @@ class Presence:
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
         fate = self.fate(process)
-        is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
+        may_be_cut = not fate.hangs or process.start in self.service.there
+        is_silent = bool(process.num_records) and fate.kind == "silent" and may_be_cut
         return is_silent and self.last - self.when(process, process.last_at)[1] > sign_of(process)
 
     def tells(self, process: Process, reader: Process, at: float) -> bool:
