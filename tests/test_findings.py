@@ -249,9 +249,9 @@ def test_two_engines_with_one_id_are_two() -> None:
         ([one, port], True),
         ([first, again], True),
         (apart, False),
-        ([one, other, *signs("decode/tp0", "2", 120.0)], True),
-        ([one, other, *signs("decode/tp0", "2", 118.0)], False),
-        ([one, *signs("decode/tp0", "1", 111.0), other, *signs("decode/tp0", "2", 120.0)], False),
+        ([one, other, *signs("decode/tp0", "2", 121.0)], True),
+        ([one, other, *signs("decode/tp0", "2", 119.0)], False),
+        ([one, *signs("decode/tp0", "1", 111.0), other, *signs("decode/tp0", "2", 121.0)], False),
     ):
         found = screen([*well(), *records])[0].wrong
         assert [x.code for x in found] == ["died"] * is_dead
@@ -309,7 +309,8 @@ def test_a_pause_without_a_late_request_is_no_finding() -> None:
     assert also.what == "event loops of 1 process were away: 3 times, at most 30.0 s, and nothing was late by it"
     found, _ = screen([*well(), away(40.0, 1.0), slow(40.1)])
     [late] = found.wrong
-    assert (late.heading, late.code, found.also) == (HEADING.STOPPED, "decode_loop_away", [])
+    assert (late.heading, late.code) == (HEADING.STOPPED, "decode_loop_away")
+    assert "nothing was late by it" not in str(found)
     [long] = screen([*well(), away(40.0, 12.0)])[0].wrong
     assert (long.heading, long.code) == (HEADING.STOPPED, "loop_was_away")
 

@@ -23,6 +23,8 @@ DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
 SIGN_S = 4.0  # longest delay of a sign of life, which is due every half lease
+UNTOLD_S = 5.0
+"""Longest delay of a sign of life without a line of its own: an idle engine's beat, late by less than a long pause."""
 SILENCE_S = 5.0
 """Seconds after which a living process writes a line again; a lost one without a line is dead or hangs."""
 
@@ -179,7 +181,8 @@ class Presence:
         if not is_here or self._heard[process.incarnation] > self.when(after, after.first_at)[1]:
             return False
         silent_s = max(self.last - self.when(process, process.last_at)[1], after.last_at - process.last_at)
-        return not seats(process).isdisjoint(seats(after)) or (process.says_info and silent_s > sign_of(process))
+        is_silent = process.says_info and silent_s > 0.5 * lease_of(process) + UNTOLD_S
+        return is_silent or not seats(process).isdisjoint(seats(after))
 
     def ends_early(self, process: Process) -> bool:
         """Return True if a log ends half a lease before others without a reason, so that missing ends prove nothing.
