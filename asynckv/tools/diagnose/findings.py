@@ -134,7 +134,7 @@ def find(seen: Seen) -> Findings:
     done = {id(x) for x, _ in slow}
     first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed, warned = [*_prompts(seen)], [*_logged(seen, "warning")]
-    long, also = _away(found, asked, slow)
+    long, also = _away(found, [*asked, *failed])
     wrong = [*first, *(x for _, x in stalled), *_machines(found, slow), *_late([x for x in late if id(x) not in done])]
     wrong += [*_waits(waits, presence, named | {rank for rank, _ in stalled}), *then, *_copies(seen.copies)]
     wrong += [*_refused(seen), *map(_pulls, (x for x in failed if id(x) not in done))]
@@ -194,15 +194,16 @@ def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[tuple[Sequence[str]
 
 
 def _silent(seen: Seen) -> Iterator[tuple[Sequence[str], Finding]]:
-    """Find engines that did not answer, except left sockets of earlier starts and processes that are reported dead."""
-    there = {base_name(x.rank) for x in seen.answers if not x.error}
+    """Find engines that did not answer, except processes that are reported dead, and sockets that starts left which
+    are older than one that answers.
+    """
+    there = {base_name(x.rank): x.at - x.account.facts.uptime_s for x in seen.answers if not x.error}
     named = seen.axis.service.ranks_by_address()
     told = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind == "died"}
     for answer in seen.answers:
         rank = answer.account.rank or named.get(answer.address, "")
-        process = seen.axis.service.process_named(rank)
-        is_beside = process is not None and process.num_records > 0 and process.successor is None
-        is_left = answer.trouble is Trouble.GONE and base_name(answer.rank) in there and not is_beside
+        began = there.get(base_name(answer.rank))
+        is_left = answer.trouble is Trouble.GONE and began is not None and not answer.made_at > began
         if answer.error and not is_left and not (rank and rank in told):
             told.add(rank)
             mine = [x for x in seen.late if rank and _is_about(x, rank)]
@@ -406,15 +407,20 @@ def _counts(line: Record) -> Counter[str]:
 def _machine_of(axis: Axis, found: Sequence[Pause], late: Leak | Failure) -> Pause | None:
     """Return the pause of a whole machine that explains why a request was late, or pulls failed, if one does."""
     if isinstance(late, Leak):
-        cause, ranks = late.cause, [late.reader, *late.owed, *late.holders]
         owner = axis.service.process_named(next(iter(late.holders), ""))
         lived = [(owner, at) for at in (late.since, late.until)]
     else:
-        cause, ranks = late.verdict.cause, [late.verdict.names["by"]]
         lived = [(x.process, at) for x in late.pulls for at in (x.begun_at, x.last_at)]
     times = [axis.at(x, at) for x, at in lived if x is not None and not math.isnan(at)]
-    worst = longest(found, ranks, min(times, default=-math.inf), max(times, default=math.inf))
-    return worst if worst is not None and worst.is_hosts and cause in LOOPS_AWAY else None
+    worst = longest(found, _blamed(late), min(times, default=-math.inf), max(times, default=math.inf))
+    return worst if worst is not None and worst.is_hosts else None
+
+
+def _blamed(late: Leak | Failure) -> Sequence[str]:
+    """Return the ranks of which one was away, if a request was late, or pulls failed, because a loop was away."""
+    if isinstance(late, Leak):
+        return (late.reader, *late.owed, *late.holders) if late.cause in LOOPS_AWAY else ()
+    return (late.verdict.names["by"],) if late.verdict.cause in LOOPS_AWAY else ()
 
 
 def _machines(found: Sequence[Pause], slow: Sequence[tuple[Leak | Failure, Pause]]) -> Iterator[Finding]:
@@ -436,12 +442,9 @@ def _times(found: Sequence[Pause]) -> str:
     return f"{counted(len(found), 'time')}, at most {shown_seconds(max(x.seconds for x in found))}"
 
 
-def _away(
-    found: Sequence[Pause], late: Sequence[Leak], slow: Sequence[tuple[Leak | Failure, Pause]]
-) -> tuple[list[Finding], list[Finding]]:
+def _away(found: Sequence[Pause], late: Iterable[Leak | Failure]) -> tuple[list[Finding], list[Finding]]:
     """Find processes whose event loops were blocked for long while requests waited, and count all other pauses."""
-    said = {rank for x in late if x.cause in LOOPS_AWAY for rank in (x.reader, *x.owed, *x.holders)}
-    said |= {x.verdict.names["by"] for x, _ in slow if isinstance(x, Failure)}
+    said = {rank for x in late for rank in _blamed(x)}
     left = [x for x in found if x.process.rank not in said]
     blocked = [x for x in left if x.seconds >= LONG_AWAY_S and not x.is_hosts and any(x.held.values())]
     long, worst_of = list[Finding](), {x.process.rank: x for x in sorted(blocked, key=lambda x: x.seconds)}
@@ -466,10 +469,11 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
             is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
             is_told = is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
             if record.level == level and not is_told:
-                found[record.event, record.rank].append(record)
-    for (event, rank), same in sorted(found.items(), key=lambda x: -len(x[1])):
+                found[record.event, process.base].append(record)
+    for (event, base), same in sorted(found.items(), key=lambda x: -len(x[1])):
         first = same[0]
         texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
+        rank = first.rank if first.rank == same[-1].rank else base  # several starts of it, as in a crash loop
         what = f"{counted(len(same), level)} {event} on {rank}"
         yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/logging.md.")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,6 +26,8 @@ DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
 SIGN_S = 2.0  # longest delay of a sign of life, which is due every half lease; a longer one is a line itself
+UNTOLD_S = 5.0
+"""Longest delay of a sign of life without a line of its own: an idle engine's beat, late by less than a long pause."""
 SILENCE_S = 5.0
 """Seconds after which a living process writes a line again; a lost one without a line is dead or hangs."""
 
@@ -77,16 +79,10 @@ def seats(process: Process) -> set[tuple[str | int, ...]]:
 
 
 class Presence:
-    """The fates of all processes of a service, in one common time.
+    """The fates of all processes of a service, in one common time."""
 
-    Args:
-        axis: Aligns the clocks of the service.
-        shown: Writes a moment of a process's clock; as it is, if left out.
-    """
-
-    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] | None = None) -> None:
+    def __init__(self, axis: Axis) -> None:
         self.service, self._axis, self.moment = (service := axis.service), axis, axis.moment
-        self._shown = shown or (lambda _, at: axis.moment(at))
         self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
@@ -130,6 +126,9 @@ class Presence:
         """Return the address of the first of some ranks that has a known one; empty if none has."""
         return next((x for rank in ranks if (x := self._addresses.get(start_of(rank), ""))), "")
 
+    def _shown(self, process: Process, at: float) -> str:
+        return self.moment(self._axis.at(process, at))
+
     def _hear(self, rank: str, other: Process, at: float) -> None:
         """Note that a process has heard of a rank at some time of its own clock."""
         process = self.service.process_named(rank)
@@ -140,7 +139,8 @@ class Presence:
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
         low, high = self.when(process, process.last_at)
-        lease_s = lease_of(process)
+        after = process.successor
+        began = self.when(after, after.first_at)[1] if after and self._replaces(after, process) else math.inf
         ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
         if not process.num_records:
             low, ends = -math.inf, "there is no log of it"
@@ -149,7 +149,7 @@ class Presence:
             return Fate("alive", "it answers", math.inf, math.inf)
         how = self.service.gone.get(process.start)
         if how is not None and process.stopped is None:
-            return Fate("died", f"{how} ({ends})", low, high + lease_s if process.says_info else math.inf)
+            return Fate("died", f"{how} ({ends})", low, began)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
@@ -162,11 +162,9 @@ class Presence:
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
         if process.start in self.service.there:
-            return Fate(
-                "silent", f"its process is there ({ends.removesuffix(' without a goodbye')})", low, math.inf, False
-            )
-        if (after := process.successor) is not None and self._replaces(after, process):
-            began = self.when(after, after.first_at)[1]
+            why = f"its process is there ({ends.removesuffix(' without a goodbye')})"
+            return Fate("silent", why, low, math.inf, False, hangs=self._is_overdue(process))
+        if after is not None and began < math.inf:
             return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
             at, how = self.when(other, record.at), record.text("how")
@@ -181,11 +179,16 @@ class Presence:
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
-        is_comparable = self._axis.group(process) == 0
-        if is_comparable and self.last >= max(high, self._heard[process.incarnation]) + lease_s + LATE_S:
-            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_s / 2)} s"
-            return Fate("died", why, low, high + lease_s, False)
+        if self._is_overdue(process):
+            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
+            return Fate("died", why, low, high + lease_of(process), False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+
+    def _is_overdue(self, process: Process) -> bool:
+        """Return True if logs go on for so long that a living process would have written a line, or be heard of."""
+        heard = max(self.when(process, process.last_at)[1], self._heard[process.incarnation])
+        is_told = process.says_info and self._axis.group(process) == 0
+        return is_told and self.last >= heard + lease_of(process) + LATE_S
 
     def _replaces(self, after: Process, process: Process) -> bool:
         """Return True if a start of a rank shows that an earlier one has ended, since two may use one name at once."""
@@ -193,7 +196,8 @@ class Presence:
         if not is_here or self._heard[process.incarnation] > self.when(after, after.first_at)[1]:
             return False
         silent_s = max(self.last - self.when(process, process.last_at)[1], after.last_at - process.last_at)
-        return not seats(process).isdisjoint(seats(after)) or (process.says_info and silent_s > sign_of(process))
+        is_silent = process.says_info and silent_s > 0.5 * lease_of(process) + UNTOLD_S
+        return is_silent or not seats(process).isdisjoint(seats(after))
 
     def ends_early(self, process: Process) -> bool:
         """Return True if a log ends half a lease before others without a reason, so that missing ends prove nothing.
@@ -201,7 +205,8 @@ class Presence:
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
         fate = self.fate(process)
-        is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
+        may_be_cut = not fate.hangs or process.start in self.service.there
+        is_silent = bool(process.num_records) and fate.kind == "silent" and may_be_cut
         return is_silent and self.last - self.when(process, process.last_at)[1] > sign_of(process)
 
     def reaches(self, process: Process) -> bool:

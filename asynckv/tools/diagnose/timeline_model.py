@@ -461,7 +461,7 @@ def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark
 
 def ground(axis: Axis) -> list[Ground]:
     out = []
-    presence = Presence(axis, lambda process, at: axis.moment(axis.at(process, at)))
+    presence = Presence(axis)
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []
