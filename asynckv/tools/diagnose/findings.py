@@ -383,7 +383,9 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
     if quiet := [x.rank for x in service.processes.values() if x.num_records and not (x.says_info or x.answers)]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
-        yield limit("warnings_only", what, some(quiet), UNSEEN)
+        said = Counter(x.event for x in seen.logs.records if x.rank in quiet and x.event in told.ENDS)
+        over = "".join(f", nor whether {number:,} {event} are over" for event, number in said.items())
+        yield limit("warnings_only", what + over, some(quiet), UNSEEN)
     for skipped in seen.logs.skipped[:MOST]:
         what = f"{counted(skipped.lines, 'line')} could not be read: {skipped.reason}"
         yield limit("not_read", what, f"{skipped.where}: {skipped.first}")

@@ -42,11 +42,11 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         came = now if math.isnan(answer.at) else answer.at
 
         def say(
-            event: type[told.Told], at: float = came, *, is_bad: bool = False, answer: Answer = answer, **fields: Any
+            event: type[told.Told], at: float = came, *, level: str = "info", answer: Answer = answer, **fields: Any
         ) -> Record:
             name = answer.account
             process = name.engine_id, name.rank, name.incarnation
-            return Record(at, event.event, "warning" if is_bad else "info", *process, fields, answer.address)
+            return Record(at, event.event, level, *process, fields, answer.address)
 
         counted, began = account.facts.counters, came - account.facts.uptime_s
         said: dict[str, Any] = {
@@ -55,9 +55,12 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         }
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
-            bad = peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly)
-            state: dict[str, Any] = {"state": peer.state, "detail": peer.cause, "is_bad": bad}
-            yield say(told.PeerChanged, peer=peer.rank, address=peer.address, **state)
+            level = "warning" if peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly) else "info"
+            state = {"state": peer.state, "detail": peer.cause}
+            yield say(told.PeerChanged, level=level, peer=peer.rank, address=peer.address, **state)
+        for plane, event in (("offload.files_off", told.OffloadFilesLost), ("offload.off", told.OffloadBroken)):
+            if why := account.facts.planes.get(plane):
+                yield say(event, level=event.levels[0], cause=why)
         if "prompts_in_a_row" in answer.gauges:
             computed = _below("computed_locally.", counted)
             seen = _below("prompts.", counted) | _below("prompts_", answer.gauges) | {"computed_locally": computed}
@@ -76,8 +79,8 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             held: dict[str, Any] = {"waits": status.waits, "requests": 1}
             if status.kind != "lease":
                 state = "announced" if status.kind == "announced" else status.state
-                is_late = state != "announced" and status.state_s >= MOST_S
-                yield say(told.PullHeld, state=state, oldest=[_pull(status)], is_bad=is_late, **held)
+                level = "warning" if state != "announced" and status.state_s >= MOST_S else "info"
+                yield say(told.PullHeld, level=level, state=state, oldest=[_pull(status)], **held)
             elif status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S):
                 yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
             else:

@@ -86,8 +86,8 @@ def _waits(presence: Presence, request: Request, pull: Pull) -> bool:
         or any(x.at >= last.at and x.event in ends for x in pull.records)
     ):
         return False
-    # A goodbye ends all pulls, and a death is a finding of its own.
-    if presence.fate(pull.process).kind in ("stopped", "died"):
+    # A goodbye ends all pulls, and a death is a finding of its own. A good end is no warning.
+    if not pull.process.says_info or presence.fate(pull.process).kind in ("stopped", "died"):
         return False
     owed = [x for x in request.leases.values() if pull.process.start not in map(start_of, x.released)]
     return bool(owed) or not request.leases
@@ -101,7 +101,7 @@ def open_warnings(presence: Presence) -> Iterator[tuple[Record, str]]:
             if record.event in told.ENDS and record.event not in OF_REQUESTS and record.level == "warning":
                 last[record.event, _subject(record)] = record
         is_over = process.stopped is not None or process.successor is not None
-        for (event, subject), record in last.items() if not is_over else ():
+        for (event, subject), record in last.items() if process.says_info and not is_over else ():
             only = told.EVENTS[event].only_with
             if only and record.integer(only, 0) <= 0:
                 continue
@@ -184,11 +184,11 @@ def cut(presence: Presence) -> Iterator[tuple[str, str]]:
 
 
 def _is_unfinished(presence: Presence, lease: Lease) -> bool:
-    """Return True for a lease that was lent, and that was held for long or over before other logs end."""
+    """Return True for a lease with a log that ends before it would be held for long, or over, and others do not."""
     if lease.lent is None or lease.ended is not None or lease.held or presence.fate(lease.process).kind != "silent":
         return False
-    told_after_s = max(lease.lease_s / 3, SIGN_S) if not math.isnan(lease.lease_s) else math.inf
-    return presence.last > presence.when(lease.process, lease.lent_at + told_after_s)[1] + SIGN_S
+    told_at = presence.when(lease.process, lease.lent_at + max(lease.lease_s / 3, SIGN_S))
+    return presence.when(lease.process, lease.process.last_at)[1] < told_at[0] and presence.last > told_at[1] + SIGN_S
 
 
 def _is_explained(request: Request, reader: Process) -> bool:
@@ -214,7 +214,8 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
             shown[pull.process, "blocks.retired"] += pull.retired is not None
     for process in (x for x in counts if x.durations or not presence.reaches(x)):
         more = Counter({x: integer(n, 0) - shown[process, x] for x, n in counts[process].items() if _is_bad(x)})
-        more["internal_errors"] *= not any(True for _ in process.of(told.InternalError))  # of many only some are logged
+        for name, event in (("internal_errors", told.InternalError), ("pulls.overloaded", told.PullRefused)):
+            more[name] *= not any(True for _ in process.of(event))  # of many only some are logged
         if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
             until = service.logged.get(process.incarnation)
             ends = f"its log ends at {clock_time(until.at)}" if until is not None else "there is no log of it"
