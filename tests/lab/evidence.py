@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,7 +108,9 @@ def simulated(seed: int, kind: str) -> Case:
 def kept(directory: Path, answers: Sequence[Answer] = ()) -> Case:
     """Read the logs in a directory."""
     paths = sorted(x for x in directory.iterdir() if x.stat().st_size)
-    return Case(directory.name, {x.name: read_logs([x]).records for x in paths}, answers)
+    read = {x.name: read_logs([x]).records for x in paths}
+    # Each line is decoded once, not at each look.
+    return Case(directory.name, {x: [replace(z, said=z.fields) for z in y] for x, y in read.items()}, answers)
 
 
 def looked(logs: Mapping[str, Sequence[Record]], answers: Sequence[Answer]) -> tuple[Seen, Findings]:

@@ -112,11 +112,11 @@ def find(seen: Seen) -> Findings:
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
     late = _late([x for x in asked if not (_key(x) in known and _hangs_on_processes(x))])
-    failed = [*_refused(seen), *_failed(seen, set(map(_key, seen.late)))]
+    presence = Presence(seen.axis)
+    failed = [*_refused(seen), *_failed(seen, presence, set(map(_key, seen.late)))]
     first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed = [*_prompts(seen)]
     failed += [x for is_wrong, x in computed if is_wrong]
-    presence = Presence(seen.axis)
     waits = _waits(seen, presence, {rank for rank, _ in there})
     wrong = [*first, *late, *waits, *then, *_copies(seen.copies), *failed, *_away(seen), *_logged(seen, "error")]
     warned = [*_logged(seen, "warning")]
@@ -242,7 +242,7 @@ def _refused(seen: Seen) -> Iterator[Finding]:
         yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks)
 
 
-def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Finding]:
+def _failed(seen: Seen, presence: Presence, told: Container[tuple[str, str, int]]) -> Iterator[Finding]:
     """Find reasons of failed pulls and their ranks, except attempts that were repeated and reported ones."""
     axis = seen.axis
     last: set[Pull] = set()
@@ -253,7 +253,7 @@ def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Findi
     def counts(pull: Pull) -> bool:
         return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
-    for each in failures(Presence(axis), counts):
+    for each in failures(presence, counts):
         cause, number, times = each.verdict.cause, len(each.pulls), each.times
         entry, span = CATALOGUE[cause], f"{counted(number, 'pull')}, {clock_time(min(times))}"
         span += f" to {clock_time(max(times))}" if number > 1 else ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
 from asynckv.tools.diagnose.ask import Trouble
-from asynckv.tools.diagnose.join import Logged, Process, Service, start_of
+from asynckv.tools.diagnose.join import Lease, Logged, Process, Pull, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
 from asynckv.tools.diagnose.process import began_at, look, verdict
 from asynckv.tools.diagnose.records import Record
@@ -56,8 +56,8 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
             level = "warning" if peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly) else "info"
-            state = {"state": peer.state, "detail": peer.cause}
-            yield say(told.PeerChanged, level=level, peer=peer.rank, address=peer.address, **state)
+            known: dict[str, Any] = {"state": peer.state, "detail": peer.cause}
+            yield say(told.PeerChanged, level=level, peer=peer.rank, address=peer.address, **known)
         for plane, event in (("offload.files_off", told.OffloadFilesLost), ("offload.off", told.OffloadBroken)):
             if why := account.facts.planes.get(plane):
                 yield say(event, level=event.levels[0], cause=why)
@@ -105,16 +105,19 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
         says_info = before.says_info or record.level not in ("warning", "error")
         service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info)
     for request in service.requests:
-        for subject in (*request.leases.values(), *request.all_pulls):
+        subjects: tuple[Lease | Pull, ...] = (*request.leases.values(), *request.all_pulls)
+        for subject in subjects:
             answer = heard.get(subject.process.incarnation)
             if answer is None or answer.account.after or not subject.held:
                 continue
-            subject.held.sort(key=lambda x, answer=answer: x.where == answer.address)  # type: ignore[misc]
-            if subject.held[-1].where != answer.address:
-                service.over += [] if subject.ended is not None else [subject]
-                subject.held.clear()
-            elif any(x.level == "warning" for x in subject.held[:-1]):  # what was late is later now
-                subject.held[-1] = replace(subject.held[-1], level="warning")
+            logged, now = (
+                [x for x in subject.held if (x.where == answer.address) is is_now] for is_now in (False, True)
+            )
+            if not now and subject.ended is None:
+                service.over.append(subject)
+            if any(x.level == "warning" for x in logged):  # what was late is later now
+                now = [replace(x, level="warning") for x in now]
+            subject.held = [*logged, *now] if now else []
 
 
 def tell(service: Service, answers: Iterable[Answer], now: float) -> None:

@@ -7,10 +7,12 @@ answered, the engine's own counts of bad ends say whether the log lacks one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer
@@ -134,16 +136,17 @@ def missing(presence: Presence) -> list[str]:
     """
     service = presence.service
     first: dict[str, float] = {}
+    is_unknown = cache(lambda rank: start_of(rank) != "" and service.process_named(rank) is None)
 
-    def name(names: Sequence[str], process: Process, at: float) -> None:
-        for rank in names:
-            if start_of(rank) and not math.isnan(at):
+    def name(names: Iterable[str], process: Process, at: float) -> None:
+        for rank in filter(is_unknown, names):
+            if not math.isnan(at):
                 first[rank] = min(first.get(rank, math.inf), presence.near(process, at))
 
     past = set[str]()
     for request in service.requests:
         for lease in request.leases.values():
-            name([*lease.owed, *lease.released, *lease.claims], lease.process, lease.lent_at)
+            name(itertools.chain(lease.owed, lease.released, lease.claims), lease.process, lease.lent_at)
         for pull in request.all_pulls:
             name(pull.peer_ranks, pull.process, pull.begun_at)
     for process in service.processes.values():
@@ -157,8 +160,7 @@ def missing(presence: Presence) -> list[str]:
     for process in service.processes.values():
         if process.num_records:
             begun[process.base] = max(begun[process.base], presence.near(process, process.first_at))
-    known = {x for x in first if service.process_named(x) is not None}
-    return sorted(x for x, at in first.items() if x not in known | past and at >= begun[base_name(x)])
+    return sorted(x for x, at in first.items() if x not in past and at >= begun[base_name(x)])
 
 
 def cut(presence: Presence) -> Iterator[tuple[str, str]]:
