@@ -361,6 +361,8 @@ def test_pulls_that_wait_are_found_live_as_well() -> None:
         assert [(x.code, x.requests) for x in found.wrong] == [("pull_held", ("p1",))]
         assert f"waited for {RANK[P]}, for 25.0 s: not lent yet" in found.wrong[0].what
     assert is_well(seen([], ask(P), ask(D, {}, waiting(age_s=2.0, state_s=2.0))))
+    # For long is what the engine's own log would say so of.
+    assert not is_well(seen([], ask(P), ask(D, {}, waiting(age_s=2.0, state_s=2.0, warn_s=1.3))))
 
 
 def test_peers_of_an_answer_are_expected_unless_they_said_goodbye() -> None:

@@ -179,7 +179,9 @@ def _is_beyond(wrong: Finding, whole: Seen, less: Seen) -> bool:
 def _lost(alone: Findings, both: Findings) -> Iterator[str]:
     """Yield findings of logs alone that are neither found with answers, nor shown to be over."""
     words = " ".join(f"{x.what} {x.evidence}" for x in (*both.wrong, *both.notes))
-    names = {y for x in both.wrong for y in x.requests} | {x.request_id for x in both.late}
+    names = {y for x in both.wrong for y in x.requests} | {
+        y for x in both.late for y in (x.request_id, *x.decode_request_ids)
+    }
     for finding in alone.wrong:
         is_named = all(x in names or x in words for x in finding.requests)
         ranks = [x for x in finding.what.replace(",", " ").split() if start_of(x)]

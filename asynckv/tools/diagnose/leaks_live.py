@@ -76,10 +76,11 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                 if hold.reason == "retired":
                     yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
+            late_s = MOST_S if status.warn_s is None else status.warn_s
             held: dict[str, Any] = {"waits": status.waits, "requests": 1}
             if status.kind != "lease":
                 state = "announced" if status.kind == "announced" else status.state
-                level = "warning" if state != "announced" and status.state_s >= MOST_S else "info"
+                level = "warning" if state != "announced" and status.state_s >= late_s else "info"
                 yield say(told.PullHeld, level=level, state=state, oldest=[_pull(status)], **held)
             elif status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S):
                 yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
