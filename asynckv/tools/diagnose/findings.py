@@ -55,12 +55,11 @@ NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED}
 SAID_ELSEWHERE = {
     x.event
     for x in (
-        *(told.PullEnded, told.PullsEndedAlike, told.LeaseEnded, told.LeasesEndedAlike, told.LeaseHeld, told.PullHeld),
-        *(told.LoopWasAway, told.PullRefused, told.OffloadRetired, told.BlocksRetired, told.PeerChanged),
-        *(told.ReleaseRefused, told.ReleaseUnanswered, told.PromptsCounted),
+        *(told.LeaseHeld, told.PullHeld, told.LoopWasAway, told.PullRefused, told.OffloadRetired),
+        *(told.PeerChanged, told.PromptsCounted),
     )
 }
-"""Warnings that other findings report."""
+"""Warnings of processes that other findings report."""
 
 
 LEAST_SHARE, LEAST = 0.05, 10
@@ -355,7 +354,8 @@ def _notes(seen: Seen) -> Iterator[Finding]:
     """Find what else was seen: clocks, and requests that an answer shows to be over."""
     for note in seen.axis.notes():
         yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
-    for rank, what in standing.over(seen.axis.service.over):
+    for rank, names in seen.axis.service.over.items():
+        what = f"{counted(len(names), 'request')} held for long in its log ({listed(names)})"
         yield Finding(HEADING.UNKNOWN, "over", f"{rank} answers, and no longer holds {what}")
 
 

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 START_S = 1800.0  # a process loads a model before its engine starts
 SLACK_S = 2.0  # the kernel counts from the boot time, which has whole seconds
-FRACTION = 1 / 3  # as `log.held_fraction` has it
 
-LEAST_S, MOST_S = 0.5, 10.0
-"""Least and greatest age of a warning, as with leases of 30 s."""
+LEAST_S, LATE_S = 0.5, 10.0
+"""Ages from which on blocks of failed copies, and requests of engines that do not say so, are held for long."""
 RELEASED = frozenset({"complete", "failed", "cancelled"})
 
 
@@ -76,13 +75,13 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                 if hold.reason == "retired":
                     yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
-            late_s = MOST_S if status.warn_s is None else status.warn_s
+            late_s = LATE_S if status.warn_s is None else status.warn_s
             held: dict[str, Any] = {"waits": status.waits, "requests": 1}
             if status.kind != "lease":
                 state = "announced" if status.kind == "announced" else status.state
                 level = "warning" if state != "announced" and status.state_s >= late_s else "info"
                 yield say(told.PullHeld, level=level, state=state, oldest=[_pull(status)], **held)
-            elif status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S):
+            elif status.age_s >= late_s:
                 yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
             else:
                 lent_at = came - status.age_s
@@ -115,7 +114,7 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
                 [x for x in subject.held if (x.where == answer.address) is is_now] for is_now in (False, True)
             )
             if not now and subject.ended is None:
-                service.over.append(subject)
+                service.over.setdefault(subject.process.rank, []).append(subject.request_id)
             if any(x.level == "warning" for x in logged):  # what was late is later now
                 now = [replace(x, level="warning") for x in now]
             subject.held = [*logged, *now] if now else []
