@@ -407,10 +407,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """The end of a process's log, where its engine has said more since, and whether it has more than warnings."""
+    """The end of a process's log, where its engine has answered as well; `is_whole` if the log has its begin, too."""
 
     at: float
-    says_info: bool
+    says_info: bool = False
+    is_whole: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -101,9 +101,10 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
     """
     heard = {x.account.incarnation: x for x in answers if not x.error and x.account.incarnation}
     for record in (x for x in logs if x.incarnation in heard):
-        before = service.logged.get(record.incarnation, Logged(-math.inf, says_info=False))
+        before = service.logged.get(record.incarnation, Logged(-math.inf))
         says_info = before.says_info or record.level not in ("warning", "error")
-        service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info)
+        is_whole = before.is_whole or record.event == told.EngineStarted.event
+        service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info, is_whole)
     for request in service.requests:
         subjects: tuple[Lease | Pull, ...] = (*request.leases.values(), *request.all_pulls)
         for subject in subjects:
