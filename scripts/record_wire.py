@@ -140,7 +140,7 @@ def account() -> Account:
     rank = RankStatus("decode/tp0@5c3acdd9", "granted", "tcp://h:1", "pull", 9.5, 0.25, 4096, 8192, 2)
     request = RequestStatus(
         "lease", "req", "p-req", "granted", 1.5, 0.5, 9.5, 4, "decode/tp0", (rank,), "pull", 2, 41,
-        refused=((0.5, "claim", "consumed", "decode/tp1@5c3acdd9", "in words"),), history=((0.0, "lent"),),
+        refused=((0.5, "claim", "consumed", "decode/tp1@5c3acdd9", "in words"),), history=((0.0, "lent"),), warn_s=10.0,
     )  # fmt: skip
     facts = Facts(
         version="0.2.0", host="host", pid=7, address="tcp://h:1", life="running", uptime_s=60.5,

@@ -63,12 +63,11 @@ NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED, CAUSE.NO_STEP}
 SAID_ELSEWHERE = {
     x.event
     for x in (
-        *(told.PullEnded, told.PullsEndedAlike, told.LeaseEnded, told.LeasesEndedAlike, told.LeaseHeld, told.PullHeld),
-        *(told.LoopWasAway, told.PullRefused, told.OffloadRetired, told.BlocksRetired, told.PeerChanged),
-        *(told.ReleaseRefused, told.ReleaseUnanswered, told.PromptsCounted),
+        *(told.LeaseHeld, told.PullHeld, told.LoopWasAway, told.PullRefused, told.OffloadRetired),
+        *(told.PeerChanged, told.PromptsCounted),
     )
 }
-"""Warnings that other findings report."""
+"""Warnings of processes that other findings report."""
 
 
 LEAST_SHARE, LEAST = 0.05, 10
@@ -115,7 +114,8 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
-    presence, failed = Presence(seen.axis), _failed(seen)
+    presence = Presence(seen.axis)
+    failed = _failed(seen, presence)
     there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
     named = {rank for ranks, _ in there for rank in ranks}
     known = {_key(x) for x in seen.late for ranks, _ in there if _is_about_one(x, ranks)}
@@ -322,7 +322,7 @@ def _refused(seen: Seen) -> Iterator[Finding]:
         yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks)
 
 
-def _failed(seen: Seen) -> list[Failure]:
+def _failed(seen: Seen, presence: Presence) -> list[Failure]:
     """Find failed pulls by reason and by rank, whichever start of it, except repeated attempts and late requests."""
     axis, told = seen.axis, set(map(_key, seen.late))
     last: set[Pull] = set()
@@ -334,7 +334,7 @@ def _failed(seen: Seen) -> list[Failure]:
         return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
     groups: dict[tuple[object, ...], list[Failure]] = defaultdict(list)
-    for each in failures(Presence(axis), counts):
+    for each in failures(presence, counts):
         names = each.verdict.names
         groups[each.verdict.reader, base_name(names["by"]), names.get("reason")].append(each)
     return [Failure(same[0].verdict, [pull for x in same for pull in x.pulls]) for same in groups.values()]
@@ -506,7 +506,8 @@ def _notes(seen: Seen) -> Iterator[Finding]:
     """Find what else was seen: clocks, and requests that an answer shows to be over."""
     for note in seen.axis.notes():
         yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
-    for rank, what in standing.over(seen.axis.service.over):
+    for rank, names in seen.axis.service.over.items():
+        what = f"{counted(len(names), 'request')} held for long in its log ({listed(names)})"
         yield Finding(HEADING.UNKNOWN, "over", f"{rank} answers, and no longer holds {what}")
 
 
@@ -534,7 +535,9 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
     if quiet := [x.rank for x in service.processes.values() if x.num_records and not (x.says_info or x.answers)]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
-        yield limit("warnings_only", what, some(quiet), UNSEEN)
+        said = Counter(x.event for x in seen.logs.records if x.rank in quiet and x.event in told.ENDS)
+        over = "".join(f", nor whether {number:,} {event} are over" for event, number in said.items())
+        yield limit("warnings_only", what + over, some(quiet), UNSEEN)
     for skipped in seen.logs.skipped[:MOST]:
         what = f"{counted(skipped.lines, 'line')} could not be read: {skipped.reason}"
         yield limit("not_read", what, f"{skipped.where}: {skipped.first}")
