@@ -143,7 +143,8 @@ def test_the_remedy_says_whose_key_is_missing_where(by: str, how: str, cause: CA
     ("reason", "noticed_s", "cause"),
     [
         ("peer_lost", 0.1, C.DATA_PLANE_DIED),
-        ("read_failed", 1.9, C.DATA_PLANE_DIED),
+        ("peer_lost", 1.9, C.DATA_PLANE_DIED),
+        ("read_failed", 0.5, C.CONNECTION_LOST),  # this transfer failed, and not because its process was gone
         ("peer_lost", 6.0, C.CONNECTION_LOST),
         ("timeout", 0.5, C.TIMEOUT_TOO_SHORT),
     ],
