@@ -165,7 +165,7 @@ def test_keys_on_one_side_alone_are_seen_in_both_addresses() -> None:
     """Params that a router made name no key, so the listener just does not answer."""
     unmet = pull_ended(16, "peer_unreachable", failed_in="handshake", failed_with=[RANK[P]], how="no_answer")
     for keyed, remedy in ((P, f"{RANK[P]} has keys and {RANK[D]} none"), (D, f"{RANK[D]} has keys and {RANK[P]} none")):
-        both = [replace(begun(x), said=begun(x).fields | {"address": AT + "#ab" * (x == keyed)}) for x in (P, D)]
+        both = [replace(begun(x), said={**begun(x).fields, "address": AT + "#ab" * (x == keyed)}) for x in (P, D)]
         [leak] = found([*both, *STRANGERS[2:], expired(False), unmet])
         assert (heading(leak), leak.remedy.startswith(remedy)) == (HEADING.WRONG, True)
 
