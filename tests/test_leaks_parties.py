@@ -229,9 +229,10 @@ def test_a_transfer_that_ends_soon_after_its_caller_gave_up_is_no_network(
             f"after {waited_s:g} s, its caller's `timeout_s`, and the transfer ended only {kept_s:g} s" in leak.sentence
         )
         assert leak.remedy.startswith(f"Pass a longer `timeout_s` on {RANK[D]} than {waited_s:g} s,")
-        [leak] = found([*BOTH, pull_ended(15, "cancelled", **KEPT, seconds=waited_s), returned])
-        assert "its caller cancelled it" in leak.sentence
-        assert f"If the client of {RANK[D]} left, nothing" in leak.remedy
+        # A client may leave at any time: its blocks came back with the transfer.
+        leaks = found([*BOTH, pull_ended(15, "cancelled", **KEPT, seconds=waited_s), returned])
+        assert ["its caller cancelled it" in x.sentence for x in leaks] == [True] * (kept_s > 1.0)
+        assert all(f"If the client of {RANK[D]} left, nothing" in x.remedy for x in leaks)
 
 
 def test_a_forgotten_announcement_names_its_limit() -> None:
