@@ -18,7 +18,7 @@ from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgot
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
 from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
-from asynckv.tools.diagnose.presence import UNDER_WAY_S, Presence
+from asynckv.tools.diagnose.presence import LATE_S, UNDER_WAY_S, Presence
 
 
 def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
@@ -111,9 +111,11 @@ def _is_open(lease: Lease) -> bool:
 
 
 def _is_kept(pull: Pull) -> bool:
-    """Return True if its blocks were not free at its outcome."""
+    """Return True if its blocks were not free at its outcome; when it is cancelled, a transfer may end a moment later."""
     if pull.ended is None and pull.state == "quarantined":
         return is_last_word(pull)
+    if pull.cause == "cancelled" and pull.returned is not None and kept_s(pull) <= LATE_S:
+        return False
     return pull.held_transfers > 0 or pull.returned is not None or pull.retired is not None
 
 

@@ -109,7 +109,7 @@ class _Failed:
         presence, pull = self.presence, self.pull
         failed = presence.near(pull.process, pull.ended.at) if pull.ended is not None else self.high
         for process in (pull.process, *self.owners):
-            is_lost = pull.cause in ("peer_lost", "read_failed") and process is not pull.process
+            is_lost = pull.cause == "peer_lost" and process is not pull.process
             for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
                 died = presence.when(process, record.at - record.number("seconds", 0.0))
                 last = presence.when(process, record.at)[1] if is_lost else died[1]
