@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asynckv.core import told
-from asynckv.core.account import PeerStatus
+from asynckv.core.account import Lag, PeerStatus
 from asynckv.core.inspect import RankStatus, RequestStatus
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose.ask import Answer
@@ -33,6 +33,7 @@ from tests.test_leaks import (
     P,
     alive,
     answering,
+    away,
     begun,
     expired,
     line,
@@ -322,6 +323,17 @@ def test_what_is_logged_at_a_limited_rate_may_be_counted_more_often() -> None:
     done = pull_ended(12.0, "complete")
     assert is_well(seen([*RUNNING, refused, done, *NOW], ask(P), ask(D, {"pulls.overloaded": 50})))
     assert not is_well(seen([*RUNNING, done, *NOW], ask(P), ask(D, {"pulls.overloaded": 50})))
+
+
+def test_a_long_absence_of_a_loop_that_no_log_shows_denies_well() -> None:
+    def lagged(most_s: float) -> Answer:
+        account = ask(D, {"loop.was_away": 1}).account
+        return Answer(address="/d", at=1e9 + 300, account=replace_struct(
+            account, facts=replace_struct(account.facts, lag=Lag(most_s=most_s, was_away=1))))  # fmt: skip
+
+    assert is_well(seen(RUNNING, ask(P), lagged(2.0)))
+    assert codes(seen(RUNNING, ask(P), lagged(20.0))) == ([], ["uncounted"])
+    assert codes(seen([*RUNNING, away(D, 50.0, 20.0)], ask(P), lagged(20.0)))[1] == []
 
 
 def test_a_tier_that_is_off_is_found_live_as_well() -> None:
