@@ -397,10 +397,14 @@ def replace_struct(account: Any, **changed: Any) -> Any:
 
 
 def test_the_exit_status_and_the_first_line_say_how_sure_it_is(tmp_path: Path) -> None:
+    shown = ""
+
     def run(records: Sequence[Record], *more: str) -> tuple[int, str, dict[str, Any]]:
+        nonlocal shown
         log, out = tmp_path / "x.log", tmp_path / "x.json"
         log.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
         result = CliRunner().invoke(app, ["why", *more, str(log), "--json", str(out)])
+        shown = result.stdout
         return result.exit_code, result.stdout.splitlines()[0], json.loads(out.read_text())
 
     code, text, said = run(BOTH)
@@ -412,6 +416,7 @@ def test_the_exit_status_and_the_first_line_say_how_sure_it_is(tmp_path: Path) -
     assert run([*BOTH, expired(False)])[0] == 1
     # A request of which one side is known, and one of which both are.
     assert run([*one, pull_ended(15, "complete")], "gen-a")[0] == 3
+    assert f"What could not be judged:\n   there is no log of {RANK[P]}, which others name\n" in shown
     assert run([*BOTH, pull_ended(15, "complete")], "gen-a")[0] == 0
     over = say(16.0, told.LeaseEnded, P, **LEASE, cause="released", readers={RANK[D]: "complete"}, seconds=1.0)
     assert run([*BOTH, pull_ended(15, "complete"), over], "gen-a")[0] == 0
