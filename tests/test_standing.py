@@ -416,7 +416,7 @@ def test_the_exit_status_and_the_first_line_say_how_sure_it_is(tmp_path: Path) -
     assert run([*BOTH, expired(False)])[0] == 1
     # A request of which one side is known, and one of which both are.
     assert run([*one, pull_ended(15, "complete")], "gen-a")[0] == 3
-    assert f"What could not be judged:\n   there is no log of {RANK[P]}, which others name\n" in shown
+    assert f"could not be judged: there is no log of {RANK[P]}, which others name\n" in shown
     assert run([*BOTH, pull_ended(15, "complete")], "gen-a")[0] == 0
     over = say(16.0, told.LeaseEnded, P, **LEASE, cause="released", readers={RANK[D]: "complete"}, seconds=1.0)
     assert run([*BOTH, pull_ended(15, "complete"), over], "gen-a")[0] == 0

@@ -98,7 +98,7 @@ def why(
         why_text.show_finding(plain(each), console)
     is_judged = not found.limits or (story is not None and story.lease and story.pull)
     if not is_judged:
-        why_text.show_rows("What could not be judged:", plain(found.limits), console)
+        why_text.show_limits(plain(found.limits), console)
     raise typer.Exit(1 if mine or found.late or found.copies else 0 if is_judged else 3)
 
 

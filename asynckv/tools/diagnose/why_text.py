@@ -73,8 +73,14 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
         show_finding(each, console, f"{i}. ")
     if (more := len(findings) - MAX_FINDINGS) > 0:
         _line(console, f"and {more:,} more; --json has all", "bold", 3)
-    show_rows("What could not be judged:", limits, console)
-    show_rows("Also seen:", report["notes"], console)
+    for title, rows in (("What could not be judged:", limits), ("Also seen:", report["notes"])):
+        if rows:
+            console.print()
+            _line(console, title, "yellow")
+        for each in rows[:MAX_LIMITS]:
+            _line(console, each["what"] + (f" ({each['evidence']})" if each["evidence"] else ""), "yellow", 3)
+        if (more := len(rows) - MAX_LIMITS) > 0:
+            _line(console, f"and {more:,} more; --json has all", "yellow", 3)
     if findings or limits:
         console.print()
         lines = counted(read["lines"], "line")
@@ -84,16 +90,6 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
         _line(console, f"read {counted(read['events'], 'event')} in {source}{others}{repeated}: {span}", "dim")
     if any(x["requests"] for x in findings):
         _line(console, "asynckv why REQUEST with the same logs or engines shows one request's story.", "dim")
-
-
-def show_rows(title: str, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    if rows:
-        console.print()
-        _line(console, title, "yellow")
-    for each in rows[:MAX_LIMITS]:
-        _line(console, each["what"] + (f" ({each['evidence']})" if each["evidence"] else ""), "yellow", 3)
-    if (more := len(rows) - MAX_LIMITS) > 0:
-        _line(console, f"and {more:,} more; --json has all", "yellow", 3)
 
 
 def show_finding(each: Mapping[str, Any], console: Console, number: str = "") -> None:
@@ -121,6 +117,12 @@ def show_request(seen: Seen, found: Findings, story: Story | None, console: Cons
         show_story(seen.axis, story, seen.grounds, console)
     show_late(found.late, console)
     show_copies(found.copies, seen.failed, console)
+
+
+def show_limits(limits: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Show why a request could not be judged."""
+    for each in limits[:MAX_LIMITS]:
+        _line(console, f"could not be judged: {each['what']}", "yellow")
 
 
 def show_late(late: Sequence[Leak], console: Console) -> None:
