@@ -119,12 +119,6 @@ def show_request(seen: Seen, found: Findings, story: Story | None, console: Cons
     show_copies(found.copies, seen.failed, console)
 
 
-def show_limits(limits: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Show why a request could not be judged."""
-    for each in limits[:MAX_LIMITS]:
-        _line(console, f"could not be judged: {each['what']}", "yellow")
-
-
 def show_late(late: Sequence[Leak], console: Console) -> None:
     """Show the causes of one late request, with the evidence of each side."""
     for leak in late:
@@ -170,6 +164,12 @@ def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Con
     print_unpadded(console, Columns(legend, padding=(0, 2)))
     console.print()
     print_unpadded(console, _events(story, grounds), is_whole=True)
+
+
+def show_limits(limits: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Show why a request could not be judged."""
+    for each in limits[:MAX_LIMITS]:
+        _line(console, f"could not be judged: {each['what']}", "yellow")
 
 
 def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
