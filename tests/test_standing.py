@@ -55,8 +55,8 @@ def warned(record: Record) -> Record:
 
 def seen(records: Sequence[Record], *answers: Answer) -> Findings:
     """Look at logs and answers, as the command does."""
-    lines = [replace(x, where=f"{x.rank}.jsonl:{i}") for i, x in enumerate(sorted(records, key=lambda x: x.at))]
-    return looked({"all": lines}, answers)[1]
+    logged = [replace(x, where=f"{x.rank}.log:{i}") for i, x in enumerate(sorted(records, key=lambda x: x.at), 1)]
+    return looked({"all": logged}, answers)[1]
 
 
 def codes(found: Findings) -> tuple[list[str], list[str]]:
