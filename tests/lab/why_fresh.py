@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import operator
 import os
 import queue
 import re
@@ -72,7 +73,7 @@ class Rank(inspected.Side):
         self, *, log_options: dict[str, Any] | None = None, ahead_s: float = 0.0, major: int = 0, **setup: Any
     ) -> None:
         if log_options:
-            inspected.LogConfig = functools.partial(LogConfig, **log_options)  # type: ignore[misc,assignment]
+            vars(inspected)["LogConfig"] = functools.partial(LogConfig, **log_options)
         if ahead_s:
             now = time.time
             time.time = lambda: now() + ahead_s
@@ -80,6 +81,10 @@ class Rank(inspected.Side):
             for module in (outbox, peer, peers, wire):
                 module.MAJOR = major  # type: ignore[attr-defined]
         super().__init__(**setup)
+
+    async def drain(self) -> None:
+        """End what is under way, and begin nothing new."""
+        await self.engine.drain(30.0)
 
     async def sleep(self) -> None:
         """Let go of the memory, as vLLM's sleep does, and take it again."""
@@ -137,6 +142,10 @@ class Stepper(Rank):
             self._hangs_before.clear()
         else:
             self._hangs_before.set()
+
+    def go_on(self) -> None:
+        """Have the embedder make steps again."""
+        self._hangs_before.clear()
 
     def lend_it(self, params: dict[str, Any]) -> None:
         self._orders.put(Lend(params))
@@ -227,7 +236,8 @@ class Fresh(Service):
             python = str(script)
         process = self.processes[name] = await self._fleet.start(name, where, python=python, **setup)
         await process.ask("address")
-        await self.says(name, "engine_started")
+        if "level" not in setup.get("log_options", {}):
+            await self.says(name, "engine_started")
         return process
 
     def lines(self, name: str) -> list[dict[str, Any]]:
@@ -269,14 +279,14 @@ class Fresh(Service):
             group.rmdir()
 
     async def throttle(self, *processes: Process, seconds: float) -> None:
-        """Give processes together half a percent of a processor, as a container's limit does."""
+        """Give processes together a thousandth of a processor, as a container's limit may."""
         group = CPU / f"asynckv-{os.getpid()}-{processes[0].pid}"
         group.mkdir()
         try:
             for each in processes:
                 (group / "cgroup.procs").write_text(str(each.pid))
+            (group / "cpu.cfs_period_us").write_text("1000000")
             (group / "cpu.cfs_quota_us").write_text("1000")
-            (group / "cpu.cfs_period_us").write_text("200000")
             await asyncio.sleep(seconds)
         finally:
             for each in processes:
@@ -340,6 +350,23 @@ class Fresh(Service):
         os.truncate(log, 0)
         await self.idle()
 
+    @case(2, "DROPPED", r"999|\bblocks?\b", knows="logs both decode", decode={"log_options": {"level": "warning"}})
+    async def a_log_of_warnings_only(self) -> None:
+        """Decode's log has level warning; its scheduler gives blocks that do not exist."""
+        await self.fails(await self.lend(), block=999)
+        await self.lives(GRANT_S)
+
+    @case(2, "DROPPED WRONG", r"decode/tp1", r"changed", guilty="decode.1 other", knows="logs both prefill")
+    async def two_faults_at_once(self) -> None:
+        """Rank 1 of decode never hears of one request; the router changes the id of another, for another engine."""
+        first, _ = await self.decode_pair()
+        params = [await self.lend(x) for x in (1, 2)]
+        assert await first.ask("pull", number=1, params=params[0]) == "complete"
+        assert await self.other.ask("pull", number=2, params=params[1] | {"request_id": "changed"}) != "complete"
+        for number in (1, 2):
+            await self.says("prefill", "lease_ended", request_id=f"cmpl-{number}")
+        await self.idle()
+
     # -- 3: silence of an embedder -------------------------------------------------------------------------------------
 
     @case(3, "STOPPED", r"decode/tp0", STEPS, knows="logs both decode", decode=STEPPER)
@@ -365,6 +392,17 @@ class Fresh(Service):
         for number in (1, 2):
             await self.says("prefill", "lease_ended", request_id=f"cmpl-{number}", cause="released")
         await self.lives(3 * LEASE_S)
+        await self.idle()
+
+    @case(3, "STOPPED", r"decode/tp0", STEPS, knows="logs both decode", decode=STEPPER)
+    async def decode_hung_for_a_while(self) -> None:
+        """The main loop of decode hangs for two leases after it has announced a request, and then goes on."""
+        await self.announced()
+        await self.decode.ask("hang")
+        await self.expired()
+        await self.lives(LEASE_S)
+        await self.decode.ask("go_on")
+        assert await self.decode.ask("pull", number=2, params=await self.lend(2)) == "complete"
         await self.idle()
 
     @case(3, "STOPPED", r"prefill/tp0", LENT, knows="logs live both decode", guilty="prefill", prefill=STEPPER)
@@ -484,7 +522,7 @@ class Fresh(Service):
         await self.expired("guarded")
         await self.idle()
 
-    @case(6, "WRONG", r"suspend|resum|sleep|memory|earlier|stale|before", guilty="prefill")
+    @case(6, "WRONG GONE", r"suspend|resum|sleep", guilty="prefill", never=r"\bdied\b|killed|crash")
     async def params_of_before_a_sleep(self) -> None:
         """Prefill slept and woke while the params were under way: its process is the same, its memory is not."""
         params = await self.lend()
@@ -509,7 +547,7 @@ class Fresh(Service):
             process = self.processes[name] if name == "decode" else await self.start(name)
             with contextlib.suppress(Exception):
                 await process.ask("crash")
-            await self.until(lambda process=process: process.is_lost)
+            await self.until(functools.partial(operator.attrgetter("is_lost"), process))
         await self.expired()
         await self.idle()
 
@@ -522,6 +560,15 @@ class Fresh(Service):
         for number in (1, 2):
             await self.lend(number)
         await self.expired()
+        await self.idle()
+
+    @case(7, "GONE WRONG", r"drain|closed|in order", guilty="prefill", never=r"\bdied\b|killed|crash")
+    async def params_of_an_engine_that_drains(self) -> None:
+        """Prefill made params, then drains for its end before it lends; decode pulls in vain."""
+        params = await self.prefill.ask("make", number=1)
+        await self.prefill.ask("drain")
+        assert await self.decode.ask("pull", number=1, params=params) != "complete"
+        await self.prefill.end()
         await self.idle()
 
     @case(7, "DROPPED", r"999|\bblocks?\b", knows="logs both decode")
@@ -563,13 +610,13 @@ class Fresh(Service):
 
     @case(8, "STOPPED", r"processor|CPU|cpu|throttl", guilty="prefill decode other", most=1)
     async def a_limit_of_processor_time(self) -> None:
-        """A cgroup gives all engines half a percent of a processor for 12 s; leases run out."""
-        for number in (1, 2):
-            params = await self.lend(number)
-            await self.decode.ask("announce", number=number, params=params)
-            await self.says("prefill", "lease_granted", request_id=f"cmpl-{number}")
-        await self.throttle(self.prefill, self.decode, self.other, seconds=12.0)
-        await self.expired()
+        """A cgroup gives all engines a thousandth of a processor for 9 s; pulls fail by it."""
+        params = [await self.lend(number) for number in (1, 2)]
+        limit = asyncio.create_task(self.throttle(self.prefill, self.decode, self.other, seconds=12.0))
+        await self.lives(0.5)
+        pulls = [self.decode.ask("pull", number=x, params=params[x - 1], block=x) for x in (1, 2)]
+        assert await asyncio.gather(*pulls) != ["complete", "complete"]
+        await limit
         await self.idle()
 
 
@@ -586,7 +633,7 @@ class Look(NamedTuple):
     status: int
 
 
-async def ask(sources: Sequence[str], out: Path) -> tuple[int, dict[str, Any]]:
+async def run_why(sources: Sequence[str], out: Path) -> tuple[int, dict[str, Any]]:
     """Run the command; return its exit status, and its answer as JSON."""
     pipe = asyncio.subprocess.PIPE
     argv = ("-m", "asynckv", "why", *sources, "--json", str(out), "--timeout", "1")
@@ -666,7 +713,7 @@ async def _examine(folder: Path, fleet: Fleet, stack: contextlib.AsyncExitStack,
     theirs = [x for x in logs if x not in mine]
     sockets = sorted(map(str, service.directory.glob("*.sock")))
     sources = dict(zip(WAYS, (logs, sockets, [str(service.directory)], mine, theirs), strict=True))
-    found = await asyncio.gather(*(ask(x, folder / f"{way}.json") for way, x in sources.items()))
+    found = await asyncio.gather(*(run_why(x, folder / f"{way}.json") for way, x in sources.items()))
     return [judge(case, way, ranks, *each) for way, each in zip(sources, found, strict=True)]
 
 
@@ -687,7 +734,7 @@ def main() -> None:
     """Inject, ask, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="NAME", help=f"all, if left out: {', '.join(CASES)}")
-    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="services at once (default: 2)")
+    parser.add_argument("--at-once", type=int, default=3, metavar="N", help="services at once (default: 3)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and answers there, a folder for each case")
     parser.add_argument("--json", action="store_true", help="print the looks as JSON")
     given = parser.parse_args()
