@@ -69,7 +69,7 @@ class Traffic:
         pod.process = await self._fleet.start(
             pod.name, "tests.lab.why_fresh:Rank", name=pod.name, directory=str(self.directory), **options
         )
-        await pod.process.ask("address")
+        await pod.process.ask("address", 60.0)
         pod.is_up = True
 
     async def replace(self, pod: Pod, away_s: float) -> None:

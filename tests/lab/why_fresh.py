@@ -235,7 +235,7 @@ class Fresh(Service):
             script.chmod(0o755)
             python = str(script)
         process = self.processes[name] = await self._fleet.start(name, where, python=python, **setup)
-        await process.ask("address")
+        await process.ask("address", PATIENCE_S)
         if "level" not in setup.get("log_options", {}):
             await self.says(name, "engine_started")
         return process
@@ -682,21 +682,20 @@ def judge(case: Case, way: str, ranks: dict[str, str], status: int, document: di
 
 
 async def examine(name: str, keep: Path | None) -> list[Look]:
-    """Start a service with engines that have met, inject a fault, and ask in each way."""
-    with tempfile.TemporaryDirectory(prefix="fresh-") as kept:
-        async with Fleet() as fleet, contextlib.AsyncExitStack() as stack:
+    """Start a service with engines that have met, inject a fault, and ask in each way; once more on a host too busy."""
+    error = ""
+    for _ in range(2):
+        with tempfile.TemporaryDirectory(prefix="fresh-") as kept:
             try:
-                return await _examine(Path(kept), fleet, stack, CASES[name])
+                async with Fleet() as fleet, contextlib.AsyncExitStack() as stack:
+                    return await _examine(Path(kept), fleet, stack, CASES[name])
             except Exception as exc:
-                return [Look("", WRONG, False, f"it could not be injected: {exc!r}", -1)]
+                error = repr(exc)
             finally:
                 if keep is not None:
-                    shutil.copytree(
-                        kept,
-                        keep / name,
-                        dirs_exist_ok=True,
-                        ignore=lambda _, names: [x for x in names if ".sock" in x],
-                    )
+                    shutil.rmtree(keep / name, ignore_errors=True)
+                    shutil.copytree(kept, keep / name, ignore=shutil.ignore_patterns("*.sock"))
+    return [Look("", WRONG, False, f"it could not be injected: {error}", -1)]
 
 
 async def _examine(folder: Path, fleet: Fleet, stack: contextlib.AsyncExitStack, case: Case) -> list[Look]:
