@@ -149,7 +149,7 @@ def account() -> Account:
     )  # fmt: skip
     peer = PeerStatus(
         rank="prefill/tp0@0a1b2c3d", address="tcp://h:2", state="ready", heard_s=0.5, pulls=1, transfers=1,
-        bytes_in_flight=4096, is_draining=True, failures=1, cause="timeout",
+        bytes_in_flight=4096, is_draining=True, is_orderly=True, failures=1, cause="timeout",
     )  # fmt: skip
     return Account(
         refused="too often", retry_s=0.5, engine_id="prefill", rank="prefill/tp1@0a1b2c3d", incarnation="0a1b2c3d" * 4,

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import io
 import itertools
 import json
 import math
 import pickle
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import structlog
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +33,6 @@ from asynckv.core.pull import PullRequest
 from asynckv.core.types import Outcome, Reason, rank_name
 from asynckv.core.watch import GATHER_S, PAUSE_S
 from asynckv.observe.log import phases
-from asynckv.observe.setup import configure_logging
 from tests.engines import Bench, until
 from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
 
@@ -57,19 +53,6 @@ def running(world: World, seconds: float, *, step: float = 0.5) -> None:
     for _ in range(round(seconds / step)):
         world.advance(step)
         world.deliver_all()
-
-
-@pytest.fixture
-def events() -> Iterator[list[dict[str, Any]]]:
-    stream = io.StringIO()
-    configure_logging("info", stream=stream)
-
-    class Lines(list[dict[str, Any]]):
-        def __iter__(self) -> Iterator[dict[str, Any]]:
-            return iter([json.loads(line) for line in stream.getvalue().splitlines()])
-
-    yield Lines()
-    structlog.reset_defaults()
 
 
 # -- the list ----------------------------------------------------------------------------------------
@@ -141,7 +124,7 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
     for transfer_id in list(decode.reads):
         world.complete(decode, transfer_id)
     state_then, rank_then, landed = state()
-    assert (state_then, rank_then, landed > 0) == ("confirming", "landed", True)
+    assert (state_then, rank_then, landed > 0) == ("confirming", "not_lent", True)
     (request,) = decode.core.inspect.requests(world.time(decode))
     assert request.ranks[0].bytes_planned == landed
     world.lend(prefill, params)

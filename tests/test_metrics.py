@@ -124,6 +124,7 @@ async def test_every_counter_of_an_engine_is_shown_or_known(bench: Bench) -> Non
 
 
 HIDDEN = {
+    "blocks.kept",  # counts pulls for `asynckv why`; `blocks` has what is kept now
     "blocks.retired",  # counts pulls; blocks_given_up counts blocks
     "control.bytes_in",
     "control.bytes_out",

@@ -122,9 +122,9 @@ async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and
     steps = {
         kind: [each["to"] for each in lines if each["event"] == f"{kind}_transition"] for kind in ("pull", "lease")
     }
-    (granted,) = [each for each in steps["pull"] if "granted" in each]
-    (told,) = [each for each in steps["pull"] if "acknowledged" in each]
-    assert [each for each in steps["pull"] if each not in (granted, told)] == [
+    notes = [each for each in steps["pull"] if isinstance(each, dict)]
+    assert [(each["note"], each.get("how", "")) for each in notes] == [("promised", ""), ("settled", "acknowledged")]
+    assert [each for each in steps["pull"] if each not in notes] == [
         "announced",
         "connecting",
         "queued",
@@ -133,7 +133,8 @@ async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and
         "notifying",
         "released",
     ]
-    assert [each.partition(" ")[0] for each in steps["lease"]] == ["lent", "granted", "released", "released"]
+    names = [each if isinstance(each, str) else each["note"] for each in steps["lease"]]
+    assert names == ["lent", "granted", "released", "released"]
 
 
 def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> None:

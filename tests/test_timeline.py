@@ -304,7 +304,7 @@ def check_outputs(axis: Axis, found: list[Story]) -> None:
     assert checked.tags["script"] == 2
     for each in (Console(file=io.StringIO(), width=80), Console(file=io.StringIO(), width=200, force_terminal=True)):
         why_text.show_findings(report(findings, seen), each)
-        why_text.show_late(findings.late, each)
+        why_text.show_late(axis, findings.late, each)
         for story in found[-4:]:
             json.dumps(report(findings, seen, story), allow_nan=False)
             why_text.show_story(axis, story, seen.grounds, each)

@@ -21,9 +21,11 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.source import ReleaseState, Source
+from asynckv.core.told import StepWait
 from asynckv.core.types import PullId
 
 MAX_DETAIL = 200
+LEAST_STEP_S = 1.0  # nothing is said to wait for a step before this time, because healthy engines compute between steps
 MAX_RANKS = 256
 """Ranks that are listed for one request. A claim alone says how many ranks its engine has, so thousands may be owed."""
 
@@ -165,6 +167,8 @@ class Inspector:
         self.guests: dict[str, Guest] = {}  # other holders of blocks, by their name in the ledger
         self.beside: Callable[[], Mapping[str, int]] = dict
         """Function that returns the gauges of other users of the memory. The engine sets it."""
+        self.untaken: Callable[[], list[float]] = list
+        """Function that returns the times of results that wait to be taken. The engine sets it."""
 
     def gauges(self, tally: Tally | None = None) -> dict[str, int]:
         """Return counts of what is owed and held now. `tally` saves the count if every pull was counted already."""
@@ -191,6 +195,23 @@ class Inspector:
             "blocks_quarantined": tally.blocks_quarantined,
             **self.beside(),
         }
+
+    def waits_for_step(self, now: float) -> dict[str, StepWait]:
+        """Return what only a step of the engine around this rank can take: `result`, `announcement` or `claim`.
+
+        A step is a call that gives orders or takes results; where that engine runs this loop itself, it is a lend.
+        Nothing waits in an engine that is idle, however long it makes no steps.
+        """
+        decode, prefill, step_at = self._decode, self._prefill, self._decode.alive_at
+        since = {"result": self.untaken(), "announcement": list[float](), "claim": prefill.claimed_at(now)}
+        if now - step_at >= LEAST_STEP_S:  # otherwise nothing is counted, because there may be very many
+            since["announcement"] = [x.called_at for x in decode.pulls.values() if x.is_to_be_pulled]
+            since["announcement"] += [at for at, _ in decode.abandoned.values() if at == step_at]
+        step_at = prefill.lent_at if step_at == math.inf else step_at
+        waits = {
+            what: now - (min(at) if what == "result" else max(min(at), step_at)) for what, at in since.items() if at
+        }
+        return {what: StepWait(len(since[what]), round(s, 3)) for what, s in waits.items() if s >= LEAST_STEP_S}
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
@@ -378,8 +399,8 @@ def _rank_state(source: Source, peer: Peer | None, now: float) -> str:
         (met is PeerState.SUSPECT, "silent"),
         (met in (PeerState.CONNECTING, PeerState.LOADING), "connecting"),
         (met in (PeerState.NEW, PeerState.GONE), "unreachable"),
-        (source.has_landed, "landed"),
         (source.not_lent_yet, "not_lent"),
+        (source.has_landed, "landed"),
         (source.covered_until > now, "granted"),
     ]
     return next((word for is_so, word in words if is_so), "met")

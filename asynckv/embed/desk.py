@@ -42,6 +42,7 @@ AWAITED: Mapping[type, str] = {Pull: "finished_recving", Load: "loaded", Store: 
 """List of `Finished` that reports success, for each order that runs in its own task and holds blocks until it ends or
 longer."""
 
+ENDING = (*AWAITED, Lend, Lookup)  # orders that are always reported
 FINISH_S = 0.25
 
 
@@ -70,7 +71,8 @@ class EngineDesk:
         """Pulls, loads and stores that were reported in `failed`, and still hold blocks."""
         self._lent: set[str] = set()
         """Ids of lent requests, each of one request only, because `finished_sending` reports an id."""
-        self._news: deque[tuple[str, Any]] = deque()
+        self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
+        engine._driver.untaken = self._untaken
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
 
@@ -104,7 +106,7 @@ class EngineDesk:
         finished, news = Finished(), self._news
         while news:
             try:
-                kind, value = news.popleft()
+                kind, value, _ = news.popleft()
             except IndexError:  # another thread took it
                 break
             getattr(finished, kind).append(value)
@@ -114,6 +116,10 @@ class EngineDesk:
     def has_news(self) -> bool:
         """True if there are results to take."""
         return bool(self._news)
+
+    def _untaken(self) -> list[float]:
+        """Return the times since which results wait, except refusals of orders with ends that are not awaited."""
+        return [at for kind, value, at in tuple(self._news) if kind != "refused" or type(value.order) in ENDING]
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -329,7 +335,7 @@ class EngineDesk:
             self._tell(kind, value)
 
     def _tell(self, kind: str, value: object) -> None:
-        self._news.append((kind, value))
+        self._news.append((kind, value, self.engine._clock.now()))
         self._on_news()
 
 

@@ -102,6 +102,7 @@ class EngineThread:
         self._bell, self._is_rung = Bell(), False
         self._bell_for_news = Bell()
         self._news_bell: Bell | None = None  # wakes threads that wait for news; None if none does
+        self._waiting: set[int] = set()  # threads that are in `wait`, and 0 if one may watch `fileno`
         self._desk = EngineDesk(self.engine, self._wake, self._on_news)
         self._num_wakeups = 0
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -244,6 +245,7 @@ class EngineThread:
 
         It may occasionally be readable although there are none.
         """
+        self._waiting.add(0)
         return self._listening().fileno()
 
     def wait(self, timeout_s: float) -> bool:
@@ -252,14 +254,20 @@ class EngineThread:
         News is a result for `take_finished` to return, or an exception for it to raise."""
         until, bell, poll = time.monotonic() + number("timeout_s", timeout_s, 0), self._listening(), select.poll()
         poll.register(bell.fileno(), select.POLLIN)
-        while not (self._has_news or self._is_over):
-            bell.silence()
-            if self._has_news or self._is_over:
-                bell.ring()  # for other threads that wait
-            elif (left := until - time.monotonic()) <= 0:
-                break
-            else:
-                poll.poll(1e3 * min(left, 3600.0))  # limited, because the milliseconds have to fit into an integer
+        self._waiting.add(me := threading.get_ident())
+        self._shows_life()
+        try:
+            while not (self._has_news or self._is_over):
+                bell.silence()
+                if self._has_news or self._is_over:
+                    bell.ring()  # for other threads that wait
+                elif (left := until - time.monotonic()) <= 0:
+                    break
+                else:
+                    poll.poll(1e3 * min(left, 3600.0))  # limited: the milliseconds have to fit into an integer
+        finally:
+            self._waiting.discard(me)
+            self._shows_life()
         return self._has_news
 
     def statistics(self, max_age_s: float = 1.0) -> Statistics:
@@ -342,7 +350,7 @@ class EngineThread:
         if self._started.done() and not self._is_over:
             driver = self.engine._driver
             driver.core.decode.alive_at = math.inf
-            if self._news_bell is None or self._has_news:  # more results may have come since it took them
+            if not self._waiting or self._has_news:  # more results may have come since it took them
                 driver.core.decode.alive_at = driver.clock.now()
 
     def _ask_to_end(self, timeout_s: float = CLOSE_S - LAST_S) -> None:

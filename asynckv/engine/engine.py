@@ -36,11 +36,13 @@ from asynckv.core.types import (
     rank_name,
     sendable,
 )
+from asynckv.edges.kernel import identity, processor_waits
 from asynckv.edges.local import LocalDoor, socket_name
 from asynckv.engine.attempts import Retries, attempt, error_of, result_of
 from asynckv.engine.driver import Driver, Waiting
 from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
+from asynckv.engine.lag import LoopLag
 from asynckv.engine.lent import LentRequest
 from asynckv.engine.observation import Observation
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError, RemoteProtocolError
@@ -108,6 +110,7 @@ class Engine:
         )
         self._home, self._life = Home(), Lifecycle()
         self._is_data_given = data is not None
+        lag = LoopLag(config.log.away_s, processor_waits() if clock is None else dict)
         if clock is None:
             from asynckv.edges.clock import LoopClock
 
@@ -124,7 +127,7 @@ class Engine:
             control,
             self._clock,
             self._recorder,
-            config.log.away_s,
+            lag,
         )
         self._started_at, self._planes = math.inf, dict[str, str]()
         self._retrying: dict[str, Retries] = {}
@@ -183,6 +186,7 @@ class Engine:
             bytes=sum(m.length for m in self.registration.layout.memories),
             backend=planes.get("backend", ""),
             **process_facts(self.config),
+            **identity(),
         )
         self._recorder.log(started, more=planes)
         if not self.registration.layout.model:
@@ -227,6 +231,7 @@ class Engine:
         )
         core = RankCore(identity, self.config, driver.data.costs)
         core.survey.facts, core.inspect.beside = self._facts, driver.guest_gauges
+        core.inspect.untaken = lambda: driver.untaken()
         driver.begin(core)
         self._home.is_settled = True
 

@@ -83,6 +83,7 @@ class Observation:
                 "pull": max((now - p.called_at for p in pulls if not p.is_published), default=0.0),
                 "quarantined": max((now - p.published_at for p in held), default=0.0),
             },
+            waits_for_step=core.inspect.waits_for_step(now),
             blocks_retired=sum(hold.num_blocks for hold in retired if hold is not None),
             limits={
                 "bytes": config.total_bytes,

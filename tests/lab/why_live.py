@@ -8,7 +8,7 @@ ways: with all logs, with the sockets, with both, with the prefill side's log al
   not known  It says that it does not know; or it says nothing, and that way nothing is left to be seen.
   wrong      It says something else, blames a healthy process, or says nothing though it could know.
 
-One side's logs alone need not say anything, but nothing wrong.
+One side's logs alone need not say anything, but nothing wrong, and not that all is well.
 """
 
 from __future__ import annotations
@@ -506,9 +506,15 @@ def judge(cause: Cause, way: str, ranks: dict[str, str], found: dict[str, Any]) 
     is_strange = any(x["code"] not in cause.may_say.get(x["heading"], ()) for x in known)
     if is_strange or blamed:
         return Look(way, WRONG, said + "".join(f" of {x}" for x in blamed), found)
+    if not findings:
+        said = "all is well" if found["is_well"] else "not judged: " + ", ".join(x["code"] for x in found["limits"])
+    if not cause.may_say and not findings:
+        # The other side's log is missing.
+        return Look(way, RIGHT if found["is_well"] is not one_side else WRONG, said, found)
     if bool(findings) is bool(cause.may_say) and bool(known) is bool(findings):
         return Look(way, RIGHT, said, found)
-    may_be_open = one_side or (cause.may_say and (findings or (way == "live" and not cause.is_seen_live)))
+    is_unseen = way == "live" and bool(cause.may_say) and not cause.is_seen_live
+    may_be_open = is_unseen or (not found["is_well"] and (one_side or bool(cause.may_say)))
     return Look(way, RIGHT if known else OPEN if may_be_open else WRONG, said, found)
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from asynckv.core import told
 from asynckv.core.notes import Granted, Note
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
+from asynckv.tools.diagnose.leaks_values import moment
 
 CLOCKS_S = 10.0
 """Most seconds between the clocks of two hosts, if nothing else is known of them."""
@@ -31,6 +32,7 @@ TOLD_S = 0.5
 """Least contradiction that is reported, because lines of a busy process look like smaller ones."""
 MAX_TIME = 1e11
 """Seconds since 1970: some thousand years."""
+DAY_S = 86_400
 MAX_STEPS = 2048
 """Most entries of one history; the engine keeps fewer."""
 
@@ -70,7 +72,7 @@ def steps_of(lived: Lease | Pull) -> list[Step]:
     """
     ended, transitions = lived.ended, lived.transitions
     past = list(itertools.islice(history(ended), MAX_STEPS))
-    told = [(x.number("at_s"), note_of(x.text("to"))) for x in transitions[:MAX_STEPS]]
+    told = [(x.number("at_s"), note_of(x.fields.get("to")) or "") for x in transitions[:MAX_STEPS]]
     begun = [record.at - at for record, (at, _) in zip(transitions, told, strict=False)]
     begun += [lived.lent_at] if isinstance(lived, Lease) else []
     if ended is not None and not transitions and past:
@@ -158,19 +160,21 @@ class Axis:
         self._groups: dict[str, int] = {}
         ahead: dict[str, dict[str, float]] = defaultdict(dict)  # how far the second clock is ahead of the first at most
         for pair in pairs:
-            found, effect = ahead[_clock(pair.cause)], _clock(pair.effect)
+            found, effect = ahead[pair.cause.clock], pair.effect.clock
             found[effect] = min(pair.effect_at - pair.cause_at, found.get(effect, math.inf))
         for one, other in ((x, y) for x in list(ahead) for y in ahead[x] if x <= y):
             gap = -ahead[one][other] - (ahead[other].get(one, math.inf) if one != other else 0.0)
             if gap >= TOLD_S:
                 self.conflicts.append((one, other, gap))
+        times = [x for process in service.processes.values() for x in (process.first_at, process.last_at) if is_time(x)]
+        self._is_dated = len({math.floor(x / DAY_S) for x in times}) > 1
         for process in sorted(service.processes.values(), key=lambda x: (not x.lends, -x.num_records, x.rank)):
-            if _clock(process) not in self._groups:
+            if process.clock not in self._groups:
                 self._reach(process, ahead)
 
     def _reach(self, reference: Process, ahead: dict[str, dict[str, float]]) -> None:
         """Align the clocks that can be compared with a reference, the nearest first."""
-        reached = [_clock(reference)]
+        reached = [reference.clock]
         self._offsets[reached[0]] = Offset(0.0, 0.0)
         for near in reached:
             before = self._offsets[near]
@@ -186,14 +190,14 @@ class Axis:
 
     def offset(self, process: Process) -> Offset:
         """Return the seconds by which a process's clock is ahead, with the uncertainty."""
-        return self._offsets[_clock(process)]
+        return self._offsets[process.clock]
 
     def at(self, process: Process, at: float) -> float:
         """Return the axis's time for a moment of a process's clock."""
         return at - self.offset(process).seconds
 
     def group(self, process: Process) -> int:
-        return self._groups[_clock(process)]
+        return self._groups[process.clock]
 
     def when(self, process: Process, at: float) -> tuple[float, float]:
         """Return the interval of an event on the first group's axis.
@@ -205,15 +209,19 @@ class Axis:
         within_s = min(within_s, CLOCKS_S)
         return at - seconds - within_s, at - seconds + within_s
 
+    def moment(self, at: float) -> str:
+        """Write a time, with its date if the logs are not all of one day."""
+        return clock_time(at)[:23] if self._is_dated and is_time(at) else moment(at)
+
     def compared(self, process: Process) -> str:
         reference = self.references[self.group(process)]
-        if _clock(process) == _clock(reference):
+        if process.clock == reference.clock:
             return "by its own clock, which is the axis's" if process is reference else "by the same clock (one host)"
         return f"clock {shown_offset(self.offset(process))} against {reference.rank}"
 
     def notes(self) -> list[str]:
         """Describe contradictions between clocks."""
-        named = {_clock(x): x.host or x.rank for x in self.service.processes.values()}
+        named = {x.clock: x.host or x.rank for x in self.service.processes.values()}
         out = [
             f"exchanges of {named[one]} and {named[other]} contradict each other by up to {shown_seconds(seconds)}: a "
             f"clock was set or drifts, lines were written late, or two machines have one name"
@@ -231,10 +239,6 @@ class Axis:
                 f"own, and times of two groups cannot be compared"
             )
         return out
-
-
-def _clock(process: Process) -> str:
-    return process.host or process.incarnation
 
 
 def shown_offset(offset: Offset) -> str:

@@ -26,10 +26,11 @@ from typing import Any
 import msgspec
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoked, Settled
+from asynckv.core.notes import AnyNote, Granted, Note, Promised, Released
 from asynckv.core.told import RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
+from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Logs, Record, number
 
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
@@ -53,7 +54,8 @@ class Process:
     """One start of one rank's process (or, after `suspend`, of its engine: its incarnation is a new one).
 
     Attributes:
-        host: Where it runs; empty in old logs. Processes of one host have one clock.
+        host: Name of its machine or container; empty in old logs.
+        boot_id: The boot of its machine, if its log says it.
         says_info: Its log has lines below the level of a warning: only then does the lack of one say anything.
         records: What it said of itself and of its peers, by time; what it said of requests is with the requests.
     """
@@ -62,11 +64,12 @@ class Process:
     engine_id: str
     rank: str  # its name, with the start
     host: str = ""
+    boot_id: str = ""
     started: Record | None = None  # what it said as it started; None if that is not in the logs
     stopped: Record | None = None  # what it said as it stopped in order
     first_at: float = math.inf  # of its records, by its own clock
     last_at: float = -math.inf  # the same of the last
-    successor: Process | None = None  # the next start of the same rank, if the logs have one
+    successor: Process | None = None  # the next start of the same rank, if the logs have one; not one beside it
     lends: bool = False  # it spoke as a prefill side
     pulls: bool = False  # it spoke as a decode side
     answers: bool = False  # it was asked, and answered: it lives
@@ -85,6 +88,11 @@ class Process:
     def base(self) -> str:
         """The name of its rank, without the start."""
         return base_name(self.rank)
+
+    @property
+    def clock(self) -> str:
+        """The name of its clock, which is that of its machine: the boot, or the host if its log does not say that."""
+        return self.boot_id or self.host or self.incarnation
 
     def of(self, *events: type[told.Told]) -> Iterator[Record]:
         """Yield its lines about itself and its peers; for several events, one after the other."""
@@ -123,6 +131,7 @@ class Lease:
     held: list[Record] = field(default_factory=list)  # warnings that named it, each with its entry's fields
     ended: Record | None = None
     transitions: list[Record] = field(default_factory=list)
+    left_out: tuple[str, ...] = ()  # ranks that have not claimed it, of an engine with a rank that has
 
     @property
     def state(self) -> str:
@@ -176,7 +185,7 @@ class Lease:
         if self.held:
             last = self.held[-1]
             has_names = isinstance(last.fields.get("owed"), list)
-            return last.texts("owed") if has_names else tuple(last.mapping("claims")) or ("*",)
+            return last.texts("owed") if has_names else tuple(last.mapping("claims")) or self.left_out or ("*",)
         return ()
 
     @property
@@ -227,32 +236,11 @@ class Lease:
         values = [x.fields.get("refused") for x in (self.ended, *reversed(self.held)) if x is not None]
         said: list[Any] = next((x for x in values if isinstance(x, list)), [])
         rows = (x for x in said if isinstance(x, list) and len(x) >= 4)
-        return [RefusedMessage(number(x[0]), *map(str, x[1:5])) for x in rows]
+        return [RefusedMessage(number(x[0]), *map(str, x[1:6])) for x in rows]
 
     @property
     def pull_ids(self) -> frozenset[str]:
         return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
-
-
-_FIELD = {"pull_id": "[^ ,]+", "outcome": "[a-z]+", "seconds": "[0-9.e+-]+", "owed": "[0-9]+", "held": "[0-9]+"}
-_SAID: Mapping[type[Note], re.Pattern[str]] = {
-    kind: re.compile(
-        re.sub(r"{(\w+)(:g)?}", lambda found: f"(?P<{found[1]}>{_FIELD.get(found[1], '.+')})", kind.words) + r"\Z",
-        re.DOTALL,
-    )
-    for kind in (Granted, Released, Lapsed, Revoked, Promised, Settled)
-}
-"""Notes that a reader looks for, by their words."""
-
-
-def note_of(text: str) -> str | Note:
-    """Return the note of a line's words; states, and the words of other notes, stay as they are."""
-    if " " in text:
-        for kind, pattern in _SAID.items():
-            if (found := pattern.match(text)) is not None:
-                with contextlib.suppress(msgspec.ValidationError):
-                    return msgspec.convert(found.groupdict(), kind, strict=False)
-    return text
 
 
 def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -262,12 +250,21 @@ def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield str(name), inner
 
 
+def note_of(said: object) -> str | Note | None:
+    """Return an entry of a history: a state, or a note; None for anything else."""
+    if isinstance(said, str):
+        return said
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(said, AnyNote, strict=False)
+    return None
+
+
 def history(ended: Record | None) -> Iterator[tuple[float, str | Note]]:
     """Yield the steps of a request's life in its last line, if there is one."""
     value = ended.fields.get("history") if ended is not None else None
     for x in value if isinstance(value, list) else ():
-        if isinstance(x, list) and len(x) == 2 and isinstance(x[1], str):
-            yield number(x[0]), note_of(x[1])
+        if isinstance(x, list) and len(x) == 2 and (what := note_of(x[1])) is not None:
+            yield number(x[0]), what
 
 
 @dataclass(slots=True, eq=False)
@@ -303,6 +300,15 @@ class Pull:
     @property
     def failed_in(self) -> str:
         return self.said.text("failed_in") if self.said is not None else ""
+
+    @property
+    def how(self) -> str:
+        """How the rank was lost, or not met, with which it failed (`asynckv.core.types.How`); empty if neither."""
+        return self.said.text("how") if self.said is not None else ""
+
+    @property
+    def failed_with(self) -> tuple[str, ...]:
+        return self.said.texts("failed_with") if self.said is not None else ()
 
     @property
     def detail(self) -> str:
@@ -404,6 +410,14 @@ class Request:
         return sorted((*self.before, *(y for x in spoken_of for y in x.records)), key=attrgetter("at"))
 
 
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """The end of a process's log, where its engine has said more since, and whether it has more than warnings."""
+
+    at: float
+    says_info: bool
+
+
 @dataclass(slots=True, eq=False)
 class Service:
     """All processes and requests in some logs.
@@ -412,8 +426,11 @@ class Service:
         unanswered: Names of living ranks that did not answer: their processes are there.
         stopped: Stopped or paused processes by their starts, with the evidence.
         gone: Ranks without a process any more by their starts, with the evidence.
+        there: Starts of the processes that are on this host.
         not_here: Ranks of which no process is on this host, as of none of them all.
         put_back: Times at which clocks were put back, by the incarnation of the process; its times continue as before.
+        logged: What there is of logs, by the incarnation of the process, where engines were asked as well.
+        over: Leases and pulls that a log shows as held for long, and its engine's answer does not list.
     """
 
     processes: dict[str, Process] = field(default_factory=dict)
@@ -421,8 +438,11 @@ class Service:
     unanswered: list[str] = field(default_factory=list)
     stopped: dict[str, str] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
+    there: set[str] = field(default_factory=set)
     not_here: list[str] = field(default_factory=list)
     put_back: dict[str, list[PutBack]] = field(default_factory=dict)
+    logged: dict[str, Logged] = field(default_factory=dict)
+    over: list[Lease | Pull] = field(default_factory=list)
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:
@@ -446,15 +466,6 @@ class Service:
         start = pull_id.partition("-")[0]
         found = self.process_named(f"x/tp0@{start[:SHOWN_LETTERS]}") if start else None
         return found if found is not None and found.incarnation.startswith(start) else None
-
-    def missing(self) -> list[str]:
-        """Name the starts of ranks that other logs mention, and that have no log."""
-        leases = (lease for request in self.requests for lease in request.leases.values())
-        named = {x for lease in leases for x in (*lease.owed, *lease.released, *lease.claims)}
-        named |= {x for request in self.requests for pull in request.all_pulls for x in pull.peer_ranks}
-        met = (x for process in self.processes.values() for x in process.of(told.PeerChanged, told.ReaderMet))
-        named |= {x.text("peer") or x.text("reader") for x in met}
-        return sorted(x for x in named if start_of(x) and self.process_named(x) is None)
 
 
 LEASE_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)} - {told.RequestWithdrawn.event}
@@ -482,7 +493,19 @@ def join(logs: Logs | Iterable[Record]) -> Service:
     for incarnation, lines in logs.counted.items() if isinstance(logs, Logs) else ():
         service.processes[incarnation].num_records += lines
     service.put_back = put_back
+    _find_left_out(service)
     return service
+
+
+def _find_left_out(service: Service) -> None:
+    """Find ranks that leases wait for, of lines that do not name them: others of the engines that have claimed."""
+    for request in service.requests:
+        for lease in (x for x in request.leases.values() if x.ended is None and x.held):
+            held, spoke = lease.held[-1], {base_name(x) for x in lease.claims}
+            spoke |= {x.process.base for x in request.all_pulls if x.ended is not None and x.ended.at < held.at}
+            engines = {x.rpartition("/tp")[0] for x in spoke}
+            met = {base_name(x.text("reader")) for x in lease.process.of(told.ReaderMet)}
+            lease.left_out = tuple(sorted(x for x in met - spoke if x.rpartition("/tp")[0] in engines))
 
 
 class _Builder:
@@ -496,6 +519,7 @@ class _Builder:
         self._before: list[Record] = []
 
     def take(self, record: Record) -> None:
+        record = coded(record)
         process, event = self.speaks(record), record.event
         if event in LEASE_EVENTS:
             _place(self._lease(process, record), record)
@@ -517,9 +541,9 @@ class _Builder:
             by_rank[process.base].append(process)
         for starts in by_rank.values():
             starts.sort(key=lambda x: x.first_at)
-            for earlier, later in itertools.pairwise(starts):
-                if earlier.last_at <= later.first_at or later.started is not None:
-                    earlier.successor = later
+            for i, process in enumerate(starts):  # some may run beside it
+                next_ = bisect.bisect_left(starts, process.last_at, i + 1, key=attrgetter("first_at"))
+                process.successor = starts[next_] if next_ < len(starts) else None
         for pull in self._pulls.values():
             if pull.ended is not None and (like := self._pulls.get(pull.ended.text("same_as"))) is not None:
                 pull.like, pull.peer = like, pull.peer or like.peer
@@ -536,6 +560,7 @@ class _Builder:
         if record.event in (told.EngineStarted.event, told.EngineResumed.event):
             process.started = process.started or record
             process.host = process.host or record.text("host")
+            process.boot_id = process.boot_id or record.text("boot_id")
             process.answers |= record.fields.get("answers") is True
             process.lends |= process.answers and record.fields.get("lends") is True
             process.pulls |= process.answers and record.fields.get("pulls") is True

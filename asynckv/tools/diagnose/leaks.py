@@ -16,9 +16,9 @@ from asynckv.tools.diagnose.causes import Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
-from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed, moment
+from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
-from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.presence import UNDER_WAY_S, Presence
 
 
 def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
@@ -66,17 +66,31 @@ def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
     """Return True if all awaited readers have read it by now, by their own logs, or have announced it and may still
     wait."""
 
+    warned = next((x for x in lease.held[-1:] if x.level == "warning"), None)
+    spoke = {start_of(x) for x in (*lease.claims, *lease.released)}
+
     def is_well(pull: Pull) -> bool:
-        waits = pull.state == "announced" and not is_overdue(pull) and is_last_word(pull)
-        return has_read(pull, lease) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
+        waits = pull.state == "announced" and not is_overdue(pull) and is_last_word(pull) and warned is None
+        return is_read(pull) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
+
+    def is_read(pull: Pull) -> bool:
+        if pull.ended is None or not has_read(pull, lease):
+            return False
+        # A rank that is still owed was not told of what was read before.
+        since = -math.inf if warned is None else presence.when(lease.process, warned.at)[0] - UNDER_WAY_S
+        return presence.when(pull.process, pull.ended.at)[1] >= since
 
     def pulls(name: str) -> list[Pull]:
         if start_of(name):
             return pulls_of(request, lease, name)
+        base = None if name == "*" else name
         ranks = [(x, {base_name(y) for y in x.peer_ranks}) for x in request.all_pulls]
-        return [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
+        found = [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
+        return [
+            x for x in found if (x.process.base == base if base else not lease.held or x.process.start not in spoke)
+        ]
 
-    return all(any(map(is_well, pulls(name))) for name in lease.owed or ("*",))
+    return all(any(map(is_well, pulls(name))) for name in lease.owed or tuple(lease.claims) or ("*",))
 
 
 def _is_open(lease: Lease) -> bool:
@@ -150,7 +164,9 @@ def _of_releases(presence: Presence, request: Request, found: Sequence[tuple[Ver
     known = [x for x in map(presence.service.process_named, holders) if x is not None]
     leases = [x for x in request.leases.values() if x.process in known]
     is_dead = verdict.reader is Reader.OWNER_DIED
-    ends = (f"the log of {x.rank} ends at {moment(x.last_at)}, before its lease could have expired" for x in known)
+    ends = (
+        f"the log of {x.rank} ends at {presence.moment(x.last_at)}, before its lease could have expired" for x in known
+    )
     return _make_leak(
         presence,
         request,
@@ -173,7 +189,7 @@ def _of_blocks(presence: Presence, request: Request, pulls: Sequence[Pull]) -> L
     return _make_leak(
         presence,
         request,
-        sorted((why_kept(presence, x) for x in pulls), key=lambda x: x.order),
+        sorted((why_kept(presence, request, x) for x in pulls), key=lambda x: x.order),
         side="decode",
         state=next(x for x in ("retired", "quarantined", "returned") if x in kept),
         holders=tuple(dict.fromkeys(x.process.rank for x in pulls)),
@@ -204,10 +220,12 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
         sequence=request.sequence,
         decode_request_ids=tuple(request.decode_ids),
         missing=tuple(dict.fromkeys((*fields.pop("missing", ()), *verdict.missing))),
+        about=verdict.about,
         # Of a reader that may have been meant, nothing is known.
         reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
         until=until if not math.isnan(until) else max((x.at for x in request.records()), default=math.nan),
         reason=str(verdict.names.get("reason", "")),
+        remedy=verdict.remedy,
         other_request_id=verdict.names.get("other_id", "") if verdict.reader is Reader.RENAMED else "",
         also=fields.pop("also", also),
         **fields,
@@ -223,8 +241,8 @@ def _clocks_that_were_set(presence: Presence, request: Request, verdict: Verdict
     named += presence.decoders(request.engine_id) if not pulls else []
     said = {x.rank: service.put_back.get(x.incarnation, ()) for x in named if x is not None}
     return "".join(
-        f"; the clock of {rank} was set: it went back by {in_seconds(x.seconds)} s at {moment(x.at)}, and times after "
-        f"that are less sure"
+        f"; the clock of {rank} was set: it went back by {in_seconds(x.seconds)} s at {presence.moment(x.at)}, and "
+        f"times after that are less sure"
         for rank, found in said.items()
         for x in found
     )

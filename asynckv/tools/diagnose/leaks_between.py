@@ -10,19 +10,21 @@ import math
 from collections.abc import Iterator
 
 from asynckv.core import told
+from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import REFUSED_AS, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
+KEYS = frozenset({How.TURNED_AWAY, How.UNLISTED_LISTENER, How.NO_KEY, How.NEEDS_KEYS})
 GATHERED_S = 11.0
 """Most seconds by which a warning may be late."""
 
 
-def refused_as(reason: str, detail: str) -> Reader | None:
+def refused_as(reason: str, limit: str = "") -> Reader | None:
     """Return the reader's view that a refusal shows; None if it adds nothing."""
-    if reason == "expired" and "max_lease_s" in detail:
+    if limit == "max_lease_s":
         return Reader.OVERSTAYED
     found = REFUSED_AS.get(reason, Reader.REFUSED)
     return found if found is not Reader.ANY else None
@@ -64,26 +66,23 @@ def said_of(reader: Process, rank: str) -> Iterator[Record]:
     return (x for x in reader.of(told.PeerChanged) if start_of(x.text("peer")) == start_of(rank))
 
 
-def refused_keys(presence: Presence, pull: Pull, lease: Lease) -> str:
-    """Return the way in which keys kept them apart; empty if they did not."""
+def key_trouble(presence: Presence, pull: Pull, lease: Lease) -> tuple[str, str]:
+    """Return how keys kept a reader and a rank apart, with the evidence; empty if they did not."""
     if shook_hands(presence, pull.process, lease):
-        return pull.detail if pull.cause == "peer_unreachable" and _speaks_of_keys(pull.detail) else ""
+        return (pull.how, pull.detail) if pull.cause == "peer_unreachable" and pull.how in KEYS else ("", "")
     address = lease.process.started.text("address") if lease.process.started is not None else ""
-    return turned_away_at(pull, lease.process.rank, address)
+    return key_trouble_at(pull, lease.process.rank, address)
 
 
-def turned_away_at(pull: Pull, rank: str, address: str = "") -> str:
-    """Return a reader's log lines about keys that a prefill rank refused, or had to refuse; empty if there are none."""
-    known = {address, *(x.text("address") for x in said_of(pull.process, rank))} - {""}
+def key_trouble_at(pull: Pull, rank: str, address: str = "") -> tuple[str, str]:
+    """Return how keys kept a reader from a rank, by the reader's log, with the evidence; empty if they did not."""
+    addresses = (address, *(x.text("address") for x in said_of(pull.process, rank)))
+    known = {x.partition("#")[0] for x in addresses} - {""}  # after the mark is a key
     for record in pull.process.of(told.Refused):
-        peer = record.text("who")
-        if record.at <= pull.last_at + 1.0 and any(x in peer or peer in x for x in known):
-            return f"{record.text('cause')}: {peer}"
-    return pull.detail if _speaks_of_keys(pull.detail) else ""
-
-
-def _speaks_of_keys(detail: str) -> bool:
-    return any(word in detail for word in (" key", "turned away", "turn our"))
+        peer, cause = record.text("who"), record.text("cause")
+        if record.at <= pull.last_at + 1.0 and cause in KEYS and peer.partition("#")[0] in known:
+            return cause, f"{cause}: {peer}"
+    return (pull.how, pull.detail) if pull.how in KEYS else ("", "")
 
 
 def turned_away(process: Process, since: float, until: float) -> str:
@@ -132,6 +131,22 @@ def how_unanswered(pull: Pull) -> str:
         after = f"given up {in_seconds(record.number('seconds'))} s after its pull had ended: {cause or 'no answer'}"
         return f"{after}, {detail}" if detail else after
     return f"the pull ended as {pull.cause}{f', {pull.detail}' if pull.detail else ''}"
+
+
+def is_only_released(pull: Pull, lease: Lease) -> bool:
+    """Return True if nothing is to be read from this rank, so that it hears nothing before the pull is done."""
+    base = lease.process.base
+    if pull.ended is not None and (pull.ended.texts("read_ranks") or pull.cause in ("complete", "discharged")):
+        return base not in map(base_name, pull.ended.texts("read_ranks"))
+    states = {base_name(x): state for held in pull.held for x, state in held.mapping("ranks").items()}
+    return states.get(base) == "only_released"
+
+
+def tried_elsewhere(presence: Presence, request: Request, pull: Pull) -> str:
+    """Name the other request by which a reader tried again; empty if it did not."""
+    every = presence.attempts[pull.process.incarnation, pull.request_id] if pull.request_id else []
+    others = (x for x, other in every if x is not request and other.begun_at > pull.begun_at)
+    return next((f"{x.name or 'another'} of {x.engine_id or 'another engine'}" for x in others), "")
 
 
 # -- announcements -----------------------------------------------------------------------------------------------------

@@ -7,24 +7,23 @@ warn of, and a log's lines about younger leases; all of one moment, by one clock
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
+from asynckv.edges.kernel import identity
 from asynckv.tools.diagnose.ask import Trouble
-from asynckv.tools.diagnose.join import Process, Service, start_of
+from asynckv.tools.diagnose.join import Logged, Process, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
-from asynckv.tools.diagnose.process import began_at, look, verdict
-from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.process import look, shows_all, verdict
+from asynckv.tools.diagnose.records import Record, integer
 
 if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
 
-START_S = 1800.0  # a process loads a model before its engine starts
-SLACK_S = 2.0  # the kernel counts from the boot time, which has whole seconds
 FRACTION = 1 / 3  # as `log.held_fraction` has it
 
 LEAST_S, MOST_S = 0.5, 10.0
@@ -40,19 +39,26 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             continue
         came = now if math.isnan(answer.at) else answer.at
 
-        def say(event: type[told.Told], at: float = came, *, answer: Answer = answer, **fields: Any) -> Record:
+        def say(
+            event: type[told.Told], at: float = came, *, is_bad: bool = False, answer: Answer = answer, **fields: Any
+        ) -> Record:
             name = answer.account
             process = name.engine_id, name.rank, name.incarnation
-            return Record(at, event.event, "info", *process, fields, answer.address)
+            return Record(at, event.event, "warning" if is_bad else "info", *process, fields, answer.address)
 
         counted, began = account.facts.counters, came - account.facts.uptime_s
         said: dict[str, Any] = {
+            "pid": account.facts.pid,
             "lends": counted.get("leases.lent", 0) > 0,
             "pulls": counted.get("pulls.started", 0) > 0,
         }
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
+        waits = {what: {"number": x.number, "seconds": x.seconds} for what, x in account.waits_for_step.items()}
+        yield say(told.EngineAlive, waits_for_step=waits)
         for peer in account.peers:
-            yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
+            bad = peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly)
+            state: dict[str, Any] = {"state": peer.state, "detail": peer.cause, "is_bad": bad}
+            yield say(told.PeerChanged, peer=peer.rank, address=peer.address, **state)
         if "prompts_in_a_row" in answer.gauges:
             computed = _below("computed_locally.", counted)
             seen = _below("prompts.", counted) | _below("prompts_", answer.gauges) | {"computed_locally": computed}
@@ -71,7 +77,8 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             held: dict[str, Any] = {"waits": status.waits, "requests": 1}
             if status.kind != "lease":
                 state = "announced" if status.kind == "announced" else status.state
-                yield say(told.PullHeld, state=state, oldest=[_pull(status)], **held)
+                is_late = state != "announced" and status.state_s >= MOST_S
+                yield say(told.PullHeld, state=state, oldest=[_pull(status)], is_bad=is_late, **held)
             elif status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S):
                 yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
             else:
@@ -83,6 +90,29 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                     after_s = max(status.age_s - (rank.heard_s or 0.0), 0.0)
                     granted: dict[str, Any] = {"reader": rank.rank, "pull_id": rank.pull_id, "after_s": after_s}
                     yield say(told.LeaseGranted, lent_at + after_s, **key, **granted)
+
+
+def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) -> None:
+    """Note in a service how far the logs of engines reach that answered, and the requests that are over since.
+
+    An engine that listed all that it holds overrides its log.
+    """
+    heard = {x.account.incarnation: x for x in answers if not x.error and x.account.incarnation}
+    for record in (x for x in logs if x.incarnation in heard):
+        before = service.logged.get(record.incarnation, Logged(-math.inf, says_info=False))
+        says_info = before.says_info or record.level not in ("warning", "error")
+        service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info)
+    for request in service.requests:
+        for subject in (*request.leases.values(), *request.all_pulls):
+            answer = heard.get(subject.process.incarnation)
+            if answer is None or answer.account.after or not subject.held:
+                continue
+            subject.held.sort(key=lambda x, answer=answer: x.where == answer.address)  # type: ignore[misc]
+            if subject.held[-1].where != answer.address:
+                service.over += [] if subject.ended is not None else [subject]
+                subject.held.clear()
+            elif any(x.level == "warning" for x in subject.held[:-1]):  # what was late is later now
+                subject.held[-1] = replace(subject.held[-1], level="warning")
 
 
 def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
@@ -104,27 +134,30 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
 
 
 def look_here(service: Service, proc: Path = Path("/proc")) -> None:
-    """Note in a service the processes of this host that are gone or stopped, by the kernel.
+    """Note in a service the processes that are gone or stopped, by the kernel.
 
-    Logs may have come from another host of this name, and a container may count its processes by itself. So a process
-    is taken for one of the logs only if it began shortly before that engine did, and another one has to be there.
+    A pid is believed if the log says of which boot and of which namespace it is, and both are those of this process:
+    hosts and containers with one name count alike. A log that was copied may lack a goodbye, so another process of
+    these logs has to be there.
     """
-    here = [x for x in service.processes.values() if x.host == socket.gethostname() and x.started is not None]
-    alive: list[Process] = []
-    ended: list[tuple[Process, int]] = []
-    for process in here:
-        assert process.started is not None
-        if (pid := process.started.integer("pid")) <= 0 or process.stopped is not None:
+    here = identity(proc)
+    ours = here.get("boot_id"), here.get("pid_namespace")
+    ended: dict[Process, int] = {}
+    for process in service.processes.values() if None not in ours and shows_all(proc) else ():
+        said = process.started.fields if process.started is not None else {}
+        is_known = "pid_began" in said and (said.get("boot_id"), said.get("pid_namespace")) == ours
+        if process.stopped is not None or process.answers or not is_known:
             continue
-        seen = look(pid, proc)
-        if seen.state and seen.state not in "ZX" and -SLACK_S < process.started.at - began_at(seen, proc) < START_S:
-            alive.append(process)
-            if not process.answers and (seen.frozen or seen.state in "Tt"):
-                service.stopped[process.start] = verdict(seen, seen)
-        elif process.successor is None and not process.answers:
-            ended.append((process, pid))
-    for process, pid in ended:
-        if alive:
+        seen = look(integer(said.get("pid")), proc)
+        if seen.state in ("", "Z", "X") or seen.began != said["pid_began"]:
+            ended[process] = seen.pid
+            continue
+        service.there.add(process.start)
+        if seen.frozen or seen.state in "Tt":
+            service.stopped[process.start] = verdict(seen, seen)
+    is_one_there = bool(service.there) or any(x.answers for x in service.processes.values())
+    for process, pid in ended.items():
+        if is_one_there:
             service.gone.setdefault(process.start, f"pid {pid} is not there any more")
         else:
             service.not_here.append(process.rank)

@@ -11,20 +11,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, Owner, Reader, remedy_of
-from asynckv.tools.diagnose.join import Process, Pull, Request, start_of
-from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, said_of, turned_away_at, unanswered_ranks
-from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
+from asynckv.core.types import How
+from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, WELL, Owner, Reader
+from asynckv.tools.diagnose.join import Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.leaks_between import how_unanswered, key_trouble_at, refused_as, said_of, unanswered_ranks
+from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
-from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
+from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, Presence
 from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.stalls import stalled_s
 
 W, R = Owner, Reader
+Told = tuple[Reader, dict[str, Any]]
+SURE = {R.REFUSED_HERE, R.REFUSED, R.TWICE, R.WRONG_TARGET, R.RENAMED, R.KEYS, R.KEYS_HERE}
+"""Views that a failure's own reason proves, whatever happened besides."""
+NOTICED_S = 2.0  # the owner of a data plane that died notices later than its readers, by so much at most
 
 # -- why pulls fail ----------------------------------------------------------------------------------------------------
-
-WELL = frozenset({"", "complete", "discharged", "cancelled", "withdrawn", "revoked"})
-"""Ends of a pull that are no failures."""
 
 
 class Failure(NamedTuple):
@@ -41,7 +44,7 @@ class Failure(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        return remedy_of(self.verdict.cause, self.verdict.names.get("reason", ""))
+        return self.verdict.remedy
 
     @property
     def sentence(self) -> str:
@@ -61,103 +64,190 @@ def failures(presence: Presence, counts: Callable[[Pull], bool] = lambda pull: T
     groups: dict[tuple[Reader, str, str], list[tuple[Pull, Verdict]]] = defaultdict(list)
     for request in presence.service.requests:
         for pull in request.all_pulls:
-            if pull.cause not in WELL and counts(pull):
-                verdict = _why_failed(presence, pull)
+            if pull.cause and pull.cause not in WELL and counts(pull):
+                verdict = _Failed(presence, request, pull).verdict()
                 groups[verdict.reader, verdict.names["by"], verdict.names.get("reason", "")].append((pull, verdict))
     longest = ((max(found, key=lambda x: float(x[1].names.get("away", 0.0))), found) for found in groups.values())
     out = [Failure(verdict, [pull for pull, _ in found]) for (_, verdict), found in longest]
     return sorted(out, key=lambda x: (-len(x.pulls), min(x.times)))
 
 
-def _why_failed(presence: Presence, pull: Pull) -> Verdict:
-    """Say why a pull failed: from events during it, else from its own words."""
-    holder = listed(_read_ranks(pull)) or pull.peer
-    names = {"reader": pull.process.rank, "holder": holder, "by": holder, "why": pull.detail}
-    state, more = _befell(presence, pull, pull.ended)
-    if state is None:
-        state = FAILED_AS.get(pull.cause, R.LATE if pull.failed_in == "queue" else R.NO_LOG)
-        if pull.cause == "engine_closed" and pull.process.stopped is None:
+class _Failed:
+    """One failed pull, and the events during it; `until` is the last that counts."""
+
+    def __init__(self, presence: Presence, request: Request, pull: Pull, until: Record | None = None) -> None:
+        self.presence, self.request, self.pull = presence, request, pull
+        held_by = pull.retired.texts("held_by") if pull.retired is not None else ()
+        read = held_by or (pull.said.texts("read_ranks") if pull.said is not None else ())
+        self.ranks = read or pull.failed_with or pull.peer_ranks  # that it read from, or was to
+        self.owners = [x for x in map(presence.service.process_named, self.ranks) if x is not None]
+        last, reader = until or pull.ended, pull.process
+        self.low = presence.when(reader, pull.begun_at)[0]
+        self.high = presence.when(reader, last.at if last is not None else pull.last_at)[1]
+        self.seconds = pull.ended.number("seconds", 0.0) if pull.ended is not None else 0.0
+        self.names: dict[str, Any] = {"reader": reader.rank, "holder": (holder := listed(self.ranks) or pull.peer)}
+        waited_s = in_seconds(self.seconds)
+        self.names |= {"by": holder, "why": pull.detail, "waited_s": waited_s, "seconds": waited_s}
+        self.names["address"] = next((x.text("address") for y in self.ranks for x in said_of(reader, y)), "")
+        self.names["limit"] = "its caller cancelled it" if pull.cause == "cancelled" else "its caller's `timeout_s`"
+
+    def verdict(self) -> Verdict:
+        """Say why it failed: by a reason that says it all, else from events during it."""
+        state, more = self._by_reason()
+        if state not in SURE:
+            state, more = self.befell() or (state, more)
+        return Verdict(W.FAILED, state, self.names | more)
+
+    # -- events during it --------------------------------------------------------------------------------------------
+
+    def befell(self) -> Told | None:
+        return self._plane_died() or self._owner_died() or self._was_away()
+
+    def _plane_died(self) -> Told | None:
+        """Find a data plane that did not serve while it ran. Its owner logs the death once another one runs, and
+        notices it later than readers do. A death after the failure did not cause it."""
+        presence, pull = self.presence, self.pull
+        failed = presence.near(pull.process, pull.ended.at) if pull.ended is not None else self.high
+        failed += NOTICED_S if pull.cause in ("peer_lost", "read_failed") else AT_ONCE_S
+        for process in (pull.process, *self.owners):
+            for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
+                died = presence.near(process, record.at - record.number("seconds", 0.0))
+                if presence.when(process, record.at)[1] >= self.low and died <= failed:
+                    return R.PLANE_DIED, {"by": process.rank, "holder": process.rank, "why": record.text("cause")}
+        return None
+
+    def was_given_up(self) -> bool:
+        """Return True if its caller gave up shortly before its transfers ended by themselves: they were slow, or the
+        caller in a hurry, and the network is not to blame."""
+        pull, ended, returned = self.pull, self.pull.ended, self.pull.returned
+        if pull.cause not in ("timeout", "cancelled") or ended is None or returned is None:
+            return False
+        planes = pull.process.since(told.DataPlaneRestarted, ended.at)  # or another data plane ended them
+        is_own = not any(x.at <= returned.at + AT_ONCE_S for x in planes)
+        return is_own and kept_s(pull) <= max(LATE_S, self.seconds)
+
+    def _owner_died(self) -> Told | None:
+        for owner in self.owners:
+            fate = self.presence.fate(owner)
+            if fate.kind == "died" and fate.after <= self.high:
+                return R.OWNER_DIED, {"by": owner.rank, "holder": owner.rank, "why": fate.why}
+        return None
+
+    def _was_away(self) -> Told | None:
+        presence, reader = self.presence, self.pull.process
+        for process, state in (*((x, R.OWNER_AWAY) for x in self.owners), (reader, R.AWAY)):
+            least, most = presence.when(process, 0.0)  # as far as its clock may be apart
+            if (away_s := presence.away_s(process, self.low - most, self.high - least)) > 0.0:
+                holder = {"holder": process.rank} if state is R.OWNER_AWAY else {}
+                return state, {"by": process.rank, "away": away_s, "away_s": in_seconds(away_s), **holder}
+        return None
+
+    # -- by its own word ---------------------------------------------------------------------------------------------
+
+    def _by_reason(self) -> Told:
+        pull, cause = self.pull, self.pull.cause
+        state = FAILED_AS.get(cause, R.NO_LOG)
+        if state is R.TIMED_OUT:
+            state = self._phase()
+        if cause == "engine_closed" and pull.process.stopped is None:
             state = R.STALE
-        if state is R.UNMET and any(turned_away_at(pull, x) for x in _read_ranks(pull) or ("",)):
-            state = R.KEYS
-        if state in (R.REFUSED_HERE, R.CLOSED):
-            more = {"by": pull.process.rank}
-        if state is R.REFUSED_HERE:
-            more["reason"] = pull.cause  # each has a remedy of its own
-        if state in (R.BROKEN, R.LATE) and (lost := _lost(pull)):
-            state, more = _what_became(presence, pull, lost), {"why": lost.text("detail")}
-    return Verdict(W.FAILED, state, names | more)
+        match state:
+            case R.UNMET:
+                return self._unmet()
+            case R.RENAMED:
+                return state, {"message": "claim", **other_id(pull.prefill_request_id)}
+            case R.REFUSED | R.TWICE:
+                return self._refused()
+            case R.UNLENT:
+                return self._unlent()
+            case R.BROKEN | R.LATE | R.TIMED_OUT if (lost := self._lost()) is not None:
+                return self._of_lost(lost)
+            case R.REFUSED_HERE | R.CLOSED | R.STUCK:
+                return state, {"by": pull.process.rank, "reason": cause if state is R.REFUSED_HERE else ""}
+            case _:
+                pass
+        return state, {"reason": cause} if cause == "unknown_key" else {}
 
+    def _phase(self) -> Reader:
+        """Say what kept a pull until its deadline."""
+        pull = self.pull
+        if pull.failed_in == "handshake":
+            states = (x.text("state") for y in pull.failed_with for x in said_of(pull.process, y))
+            return R.TIMED_OUT if not pull.failed_with or {"loading", "ready"} & {*states} else R.UNMET
+        found = {"announced": R.ANNOUNCED, "queue": R.LATE, "": R.NO_LOG}
+        return found.get(pull.failed_in, R.TIMED_OUT)
 
-def _lost(pull: Pull) -> Record | None:
-    """Return the loss of a rank that a reader read from, during its pull or since: a rank is silent before it is
-    lost."""
-    starts = {start_of(x) for x in _read_ranks(pull)}
-    said = (x for x in pull.process.since(told.PeerChanged, pull.begun_at) if start_of(x.text("peer")) in starts)
-    return next((x for x in said if x.text("cause") == "peer_lost"), None)
+    def _unmet(self) -> Told:
+        how = next(filter(None, (key_trouble_at(self.pull, x)[0] for x in self.ranks or ("",))), "")
+        if not how:
+            return R.UNMET, {}
+        return (R.KEYS_HERE, {}) if how == How.UNLISTED_LISTENER else (R.KEYS, {"reason": how})
 
+    def _refused(self) -> Told:
+        """Tell params that two readers had, who is refused as `consumed` or as `wrong_cohort`, from other refusals."""
+        pull, request = self.pull, self.request
+        readers = {x.process.engine_id for x in request.all_pulls}
+        readers |= {engine_of(x) for lease in request.leases.values() for x in (*lease.released, *lease.claims)}
+        if pull.cause == "consumed" or (pull.cause == "wrong_cohort" and readers - {pull.process.engine_id}):
+            return R.TWICE, {}
+        return R.REFUSED, {"reason": pull.cause}
 
-def _what_became(presence: Presence, pull: Pull, lost: Record) -> Reader:
-    """Return the fate of a lost rank; its silence proves neither its death nor its life."""
-    if lost.text("detail").endswith("said goodbye"):
-        return R.OWNER_CLOSED
-    has_logs = all(presence.service.process_named(x) for x in _read_ranks(pull))
-    return R.BROKEN if has_logs else R.NO_LOG
+    def _unlent(self) -> Told:
+        """Tell a request that was lent too late, or passed over, from a prefill engine that lends nothing."""
+        presence, bases = self.presence, {base_name(x) for x in self.ranks}
+        begun, ended = self.low, self.high
+        for owner in self.owners:
+            if stalled_s(owner, begun, ended, "claim") > 0.0:
+                return R.STUCK, {"by": owner.rank, "holder": owner.rank}
+        later = [x for x in self.request.leases.values() if presence.near(x.process, x.lent_at) > ended]
+        if later:
+            seconds = min(presence.near(x.process, x.lent_at) for x in later) - ended
+            return R.OVERTAKEN, {"why": f"it was lent {in_seconds(seconds)} s after the deadline"}
+        lent = [y for x in presence.service.requests for y in x.leases.values() if y.process.base in bases]
+        num_lent = sum(begun <= presence.near(x.process, x.lent_at) <= ended for x in lent)
+        if num_lent:
+            return R.OVERTAKEN, {"why": f"it was not lent, and {num_lent:,} others were meanwhile"}
+        return (R.UNLENT, {}) if self.owners else (R.OVERTAKEN, {})
 
+    def _lost(self) -> Record | None:
+        """Return the loss of a rank that it read from, during it or since: a rank is silent before it is lost."""
+        starts, pull = {start_of(x) for x in self.ranks}, self.pull
+        said = (x for x in pull.process.since(told.PeerChanged, pull.begun_at) if start_of(x.text("peer")) in starts)
+        return next((x for x in said if x.text("cause") == "peer_lost"), None)
 
-def _read_ranks(pull: Pull) -> tuple[str, ...]:
-    """The ranks that a pull read from, or was to; the ones that its blocks were retired for, if it says so."""
-    held_by = pull.retired.texts("held_by") if pull.retired is not None else ()
-    return held_by or (pull.said.texts("read_ranks") if pull.said is not None else ()) or pull.peer_ranks
-
-
-def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reader | None, dict[str, Any]]:
-    """Return an event during a pull that explains it: a dead data plane or process, or a blocked loop."""
-    reader = pull.process
-    owners = [x for x in map(presence.service.process_named, _read_ranks(pull)) if x is not None]
-    low = presence.when(reader, pull.begun_at)[0]
-    high = presence.when(reader, until.at if until is not None else pull.last_at)[1]
-    failed = presence.near(reader, pull.ended.at) if pull.ended is not None else high
-    for process in (reader, *owners):
-        for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
-            # The death is logged once another process runs. A death after the failure did not cause it.
-            at = presence.when(process, record.at - record.number("seconds", 0.0))
-            if at[1] >= low and sum(at) / 2 <= failed + AT_ONCE_S:
-                return R.PLANE_DIED, {"by": process.rank, "holder": process.rank, "why": record.text("cause")}
-    for owner in owners:
-        fate = presence.fate(owner)
-        if fate.kind == "died" and fate.after <= high:
-            return R.OWNER_DIED, {"by": owner.rank, "holder": owner.rank, "why": fate.why}
-    for process, state in (*((x, R.OWNER_AWAY) for x in owners), (reader, R.AWAY)):
-        least, most = presence.when(process, 0.0)  # as far as its clock may be apart
-        if (away_s := presence.away_s(process, low - most, high - least)) > 0.0:
-            holder = {"holder": process.rank} if state is R.OWNER_AWAY else {}
-            return state, {"by": process.rank, "away": away_s, "away_s": in_seconds(away_s), **holder}
-    return None, {}
+    def _of_lost(self, lost: Record) -> Told:
+        """Return the fate of a lost rank; its silence proves neither its death nor its life."""
+        has_logs = len(self.owners) == len(self.ranks)
+        state = R.OWNER_CLOSED if lost.text("how") == How.GOODBYE else R.BROKEN if has_logs else R.NO_LOG
+        return state, {"why": lost.text("detail")}
 
 
 # -- blocks of failed pulls --------------------------------------------------------------------------------------------
 
 
-def why_kept(presence: Presence, pull: Pull) -> Verdict:
+def why_kept(presence: Presence, request: Request, pull: Pull) -> Verdict:
     """Say why a pull's blocks might still be written when it had its outcome."""
-    ranks = _read_ranks(pull)
+    until = pull.returned or pull.retired or pull.ended or pull.held[-1]
+    failed = _Failed(presence, request, pull, until)
     after = ", and has given them up" if pull.retired else "" if pull.returned else " so far"
-    names = {
-        "reader": pull.process.rank,
-        "holder": listed(ranks) or pull.peer,
+    names = failed.names | {
+        "about": (pull.process.rank, *failed.ranks),
         "held": f"for {in_seconds(kept_s(pull))} s after its pull had failed{after}",
+        "kept_s": in_seconds(kept_s(pull)),
         "why": f"{pull.cause}{f', {pull.detail}' if pull.detail else ''}" or pull.state,
     }
-    until = pull.returned or pull.retired or pull.ended or pull.held[-1]
-    state, more = _befell(presence, pull, until)
+    state, more = failed.befell() or (None, {})
     if state in (None, R.AWAY):
         high = presence.when(pull.process, until.at)[1]
-        fates = [presence.fate(x) for x in map(presence.service.process_named, ranks) if x is not None]
+        fates = [presence.fate(x) for x in failed.owners]
         may_be_dead = not fates or any(x.kind != "stopped" and x.after < high for x in fates)
         is_lost = pull.cause in ("peer_lost", "restarted") and may_be_dead
-        state = R.READING if not is_lost else R.OWNER_DIED if pull.cause == "restarted" else R.NO_LOG
-        more = {}
+        if is_lost:
+            state, more = R.OWNER_DIED if pull.cause == "restarted" else R.NO_LOG, {}
+        elif not failed.was_given_up():
+            state, more = R.READING, {}
+        elif state is None:
+            state, more = R.TIMED_OUT, {"reason": pull.cause if pull.cause == "cancelled" else ""}
     return Verdict(W.READ, state, names | more)
 
 
@@ -178,9 +268,13 @@ def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict
         unheard = ((_unheard(presence, request, pull, rank), rank) for rank in unanswered_ranks(pull))
         found += [(verdict, rank, pull) for verdict, rank in unheard if verdict is not None]
         for record in pull.refused:
-            state = refused_as(record.text("cause"), record.text("detail"))
+            state = refused_as(record.text("cause"))
             why = f"release {record.text('cause')}{f', {detail}' if (detail := record.text('detail')) else ''}"
             names = {"reader": pull.process.rank, "why": why, "message": "release"} | other_id(pull.prefill_request_id)
+            names |= {
+                "reason": record.text("cause") if state is R.REFUSED else "",
+                "holder": listed(record.texts("ranks")),
+            }
             for rank in record.texts("ranks"):
                 is_known = _is_told(presence, request, pull, rank, (pull.ended or record).at) or _is_gone(
                     pull.process, rank
@@ -215,8 +309,9 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
         return None
     state = R.UNANSWERED
     if pull.cause == "peer_unreachable":
-        keys = turned_away_at(pull, rank)
-        state, names["why"] = R.KEYS if keys else R.UNMET, keys or pull.detail
+        how, why = key_trouble_at(pull, rank)
+        state = R.KEYS_HERE if how == How.UNLISTED_LISTENER else R.KEYS if how else R.UNMET
+        names |= {"why": why or pull.detail, "reason": how}
     elif pull.cause == "wrong_target":
         state, names["why"] = R.WRONG_TARGET, pull.detail
     elif pull.cause in REFUSED_AT_HELLO:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from asynckv.tools.diagnose.causes import CAUSE, SAID, Owner, Reader, remedy_of
+from asynckv.tools.diagnose.causes import CAUSE, SAID, Owner, Reader
 from asynckv.tools.diagnose.join import base_name
 
 
@@ -37,7 +37,9 @@ class Leak:
     until: float = math.nan  # its end, or the last line about it, by the holder's clock
     owed: tuple[str, ...] = ()  # readers that were waited for; `*` is a decode engine that never spoke up
     reader: str = ""  # the one that the sentence speaks of, as far as one is known
+    about: tuple[str, ...] = ()  # the ranks that the sentence speaks of
     reason: str = ""  # of the failed pull, if that explains it
+    remedy: str = ""  # what to do about it
     other_request_id: str = ""  # the other id in the logs, if it was not its own
     also: tuple[str, ...] = ()  # other stories that are true of other readers
     missing: tuple[str, ...] = ()  # processes with logs that would say more
@@ -46,10 +48,6 @@ class Leak:
     def evidence(self) -> str:
         """General evidence for it in the logs of both sides."""
         return "; ".join(filter(None, (SAID[view] for view in self.cell)))
-
-    @property
-    def remedy(self) -> str:
-        return remedy_of(self.cause, self.reason)
 
 
 def moment(at: float) -> str:

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from functools import cache
 
 from asynckv.core import told
+from asynckv.core.types import How
 from asynckv.tools.diagnose.axis import Axis
-from asynckv.tools.diagnose.join import Lease, Process, start_of
-from asynckv.tools.diagnose.leaks_values import in_seconds, moment
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, start_of
+from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.stalls import stalled_s
 
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
-SIGN_S = 4.0  # longest delay of a sign of life, which is due every half lease
+SIGN_S = 2.0  # longest delay of a sign of life, which is due every half lease; a longer one is a line itself
 SILENCE_S = 5.0
 """Seconds after which a living process writes a line again; a lost one without a line is dead or hangs."""
 
@@ -56,6 +58,23 @@ class Fate:
         return f"{self.gone}: {self.why}" if self.kind == "died" else self.why
 
 
+def lease_of(process: Process) -> float:
+    return process.durations.get("lease_s", DEFAULT_LEASE_S)
+
+
+def sign_of(process: Process) -> float:
+    """Return the seconds after a line within which a living process writes another one."""
+    return max(0.5 * lease_of(process), LATE_S) + SIGN_S
+
+
+def seats(process: Process) -> set[tuple[str | int, ...]]:
+    """Return what two living processes of a machine never have both: a port, and a pid in its namespace."""
+    if (said := process.started) is None:
+        return set()
+    found = (said.text("address"),), (said.integer("pid_namespace"), said.integer("pid"))
+    return {x for x in found if "" not in x and -1 not in x}
+
+
 class Presence:
     """The fates of all processes of a service, in one common time.
 
@@ -64,8 +83,9 @@ class Presence:
         shown: Writes a moment of a process's clock; as it is, if left out.
     """
 
-    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] = lambda _, at: moment(at)) -> None:
-        self.service, self._axis, self._shown = (service := axis.service), axis, shown
+    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] | None = None) -> None:
+        self.service, self._axis, self.moment = (service := axis.service), axis, axis.moment
+        self._shown = shown or (lambda _, at: axis.moment(at))
         self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
@@ -82,6 +102,8 @@ class Presence:
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
         self._heard: dict[str, float] = defaultdict(lambda: -math.inf)
+        self.attempts: dict[tuple[str, str], list[tuple[Request, Pull]]] = defaultdict(list)
+        """All attempts of a process at one of its requests."""
         claims = list[float]()
         for request in service.requests:
             for lease in request.leases.values():
@@ -89,6 +111,7 @@ class Presence:
                     claims.append(claim.claimed_s)
                     self._hear(name, lease.process, lease.lent_at + claim.heard_s)
             for pull in request.all_pulls:
+                self.attempts[pull.process.incarnation, pull.request_id].append((request, pull))
                 if pull.ended is not None and pull.cause == "complete":
                     for rank in pull.ended.texts("read_ranks"):
                         self._hear(rank, pull.process, pull.ended.at - pull.ended.number("seconds", 0.0))
@@ -107,15 +130,16 @@ class Presence:
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
         low, high = self.when(process, process.last_at)
+        lease_s = lease_of(process)
         ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
         if not process.num_records:
             low, ends = -math.inf, "there is no log of it"
         lost = self._lost.get(process.incarnation, ())
-        how = self.service.gone.get(process.start)
-        if how is not None and process.stopped is None and not process.answers:
-            return Fate("died", f"{how} ({ends})", low, math.inf)
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
+        how = self.service.gone.get(process.start)
+        if how is not None and process.stopped is None:
+            return Fate("died", f"{how} ({ends})", low, high + lease_s if process.says_info else math.inf)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
@@ -124,43 +148,58 @@ class Presence:
             why = f"{why} ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in lost:
-            if record.text("detail").endswith("said goodbye"):  # and its own log's level leaves that out
+            if record.text("how") == How.GOODBYE:  # and its own log's level leaves that out
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
-        if (after := process.successor) is not None:
+        if process.start in self.service.there:
+            return Fate(
+                "silent", f"its process is there ({ends.removesuffix(' without a goodbye')})", low, math.inf, False
+            )
+        if (after := process.successor) is not None and self._replaces(after, process):
             began = self.when(after, after.first_at)[1]
-            # Otherwise both use one name at once, perhaps on two hosts, and neither proves anything about the other.
-            if began >= low and process.host == after.host:
-                return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
+            return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
-            at, detail = self.when(other, record.at), record.text("detail")
-            if detail == "failed" and at[0] <= low:
+            at, how = self.when(other, record.at), record.text("how")
+            if how == How.BROKEN and at[0] <= low:
                 continue  # a transfer has failed, and the process may have said more since
             waits_s = SILENCE_S
-            if "was silent" in detail:
+            if how == How.SILENT:
                 waits_s = process.durations.get("lease_s", DEFAULT_LEASE_S) + LAPSE_S
-            if at[1] > low and not detail.startswith("forgotten") and self.last >= high + waits_s:
-                is_proved = "was silent" not in detail
-                return Fate("died", f"{ends}, and {other.rank} lost it: {detail}", low, at[1], is_proved)
+            if at[1] > low and how != How.FORGOTTEN and self.last >= high + waits_s:
+                why = f"{ends}, and {other.rank} lost it: {record.text('detail')}"
+                return Fate("died", why, low, at[1], how != How.SILENT)
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
-        lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
         is_comparable = self._axis.group(process) == 0
         if is_comparable and self.last >= max(high, self._heard[process.incarnation]) + lease_s + LATE_S:
             why = f"{ends}, and a living engine writes a line every {in_seconds(lease_s / 2)} s"
             return Fate("died", why, low, high + lease_s, False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
+    def _replaces(self, after: Process, process: Process) -> bool:
+        """Return True if a start of a rank shows that an earlier one has ended, since two may use one name at once."""
+        is_here = after.boot_id == process.boot_id if after.boot_id and process.boot_id else after.host == process.host
+        if not is_here or self._heard[process.incarnation] > self.when(after, after.first_at)[1]:
+            return False
+        silent_s = max(self.last - self.when(process, process.last_at)[1], after.last_at - process.last_at)
+        return not seats(process).isdisjoint(seats(after)) or (process.says_info and silent_s > sign_of(process))
+
     def ends_early(self, process: Process) -> bool:
         """Return True if a log ends half a lease before others without a reason, so that missing ends prove nothing.
 
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
-        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S) + SIGN_S
         fate = self.fate(process)
         is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
-        return is_silent and self.last - self.when(process, process.last_at)[1] > bound
+        return is_silent and self.last - self.when(process, process.last_at)[1] > sign_of(process)
+
+    def reaches(self, process: Process) -> bool:
+        """Return True unless an engine answered so long after its log's last line that the log lacks one."""
+        logged = self.service.logged.get(process.incarnation)
+        lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
+        is_near = logged is not None and logged.says_info and process.last_at - logged.at <= lease_s / 2 + SIGN_S
+        return is_near or not process.answers
 
     def tells(self, process: Process, reader: Process, at: float) -> bool:
         """Return True if a prefill rank's log continues for as long as blocks may have been lent after a moment of a
@@ -171,7 +210,9 @@ class Presence:
         fate = self.fate(process)
         if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
             return True
-        longest = max(process.durations.get("lease_s", DEFAULT_LEASE_S), process.durations.get("grant_s", 0.0))
+        if not self.reaches(process):
+            return False
+        longest = max(lease_of(process), process.durations.get("grant_s", 0.0))
         return self.near(process, process.last_at) >= self.near(reader, at) + longest + LATE_S
 
     def near(self, process: Process, at: float) -> float:
@@ -221,6 +262,12 @@ class Presence:
                 return seconds, record.at
         return 0.0, -math.inf
 
+    def _stalled_s(self, lease: Lease, reader: Process) -> float:
+        """Return for how long a reader's scheduler made no step while a lease lasted."""
+        ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
+        since, until = (self.near(lease.process, x) + ahead for x in (lease.lent_at, lease.lent_at + lease.seconds))
+        return stalled_s(reader, since, until)
+
     def absent(self, lease: Lease, readers: Iterable[Process]) -> dict[str, str]:
         """Return the reasons for which readers were surely not there for most of a lease's time, by ranks."""
         out = {}
@@ -228,6 +275,8 @@ class Presence:
             fate, away_s = self.fate(reader), self.long_away(lease, reader)[0]
             if fate.hangs and fate.after < self.span(lease)[1]:
                 out[reader.rank] = fate.why
+            elif self._stalled_s(lease, reader) > 0.5 * lease.seconds:
+                out[reader.rank] = "its scheduler made no step meanwhile, although something waited for one"
             elif away_s and not (fate.kind == "died" and fate.after <= self.span(lease)[1]):
                 out[reader.rank] = f"its event loop was away for {in_seconds(away_s)} s then"
         return out

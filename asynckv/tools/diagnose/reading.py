@@ -17,7 +17,6 @@ from rich.markup import escape
 
 from asynckv.arguments import without_control
 from asynckv.config import KeysConfig
-from asynckv.core import told
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose import leaks_copies, leaks_live
 from asynckv.tools.diagnose.ask import Answer, ask_all, targets
@@ -26,7 +25,6 @@ from asynckv.tools.diagnose.findings import Seen
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_request import find_requests
-from asynckv.tools.diagnose.leaks_values import moment as clock
 from asynckv.tools.diagnose.records import Logs, read_logs
 from asynckv.tools.diagnose.timeline_model import Story, families, ground, named, names, stories
 
@@ -97,15 +95,12 @@ class Looking:
 
     def _joined(self, answers: Sequence[Answer]) -> Seen:
         now = time.time()
-        # An engine that listed all that it holds overrides the logs.
-        whole = {x.account.incarnation for x in answers if not x.error and not x.account.after}
-        held = (told.LeaseHeld.event, told.PullHeld.event)
-        kept = [x for x in self._logs.records if x.event not in held or x.incarnation not in whole]
         said = sorted(leaks_live.records_of(answers, now), key=lambda x: x.at)
-        logs = replace(self._logs, records=[*kept, *said])
+        logs = replace(self._logs, records=[*self._logs.records, *said])
         if logs.nothing and not answers:
             raise ConfigError(logs.nothing)
         service = join(logs)
+        leaks_live.settle(service, answers, self._logs.records)
         leaks_live.tell(service, answers, now)
         leaks_live.look_here(service)
         axis = make_axis(service)
@@ -116,7 +111,7 @@ class Looking:
         last = max((axis.at(x, x.last_at) for x in service.processes.values() if x.num_records), default=now)
         begin = moment("--since", self._since, last) if self._since is not None else -math.inf
         if begin > last:
-            raise ConfigError(f"no event is later than --since {self._since}; the last is of {clock(last)} UTC")
+            raise ConfigError(f"no event is later than --since {self._since}; the last is of {axis.moment(last)} UTC")
 
         def counts(rank: str, until: float) -> bool:
             """Return True if a request was late within the time in question, or has no time."""
@@ -126,7 +121,7 @@ class Looking:
         late = [x for x in find_leaks(service, axis, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
         copies = leaks_copies.late_copies(service, None if wanted is None else self.called)
         copies = [x for x in copies if counts(x.rank, x.since + x.seconds)]
-        failed = leaks_copies.failures(service, self.called)
+        failed = leaks_copies.failures(axis, self.called)
         return Seen(logs, axis, ground(axis), late, copies, answers, begin, failed)
 
 

@@ -23,7 +23,6 @@ from asynckv.core import told
 from asynckv.core.notes import Revoked
 from asynckv.tools.diagnose.axis import Axis, counted, granted_in, is_time, lent_at, shown_seconds, steps_of
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request
-from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.presence import Fate, Presence
 from asynckv.tools.diagnose.records import Record, number
 
@@ -230,39 +229,15 @@ def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
 
 
 def _story(axis: Axis, requests: Sequence[Request]) -> Story:
-    lanes: list[Lane] = []
-    marks: list[Mark] = []
+    leases = sorted((x for r in requests for x in r.leases.values()), key=lambda x: x.process.rank)
     pulls = sorted((p for r in requests for p in r.all_pulls), key=lambda p: (p.attempt, p.begun_at))
-    leases = [lease for r in requests for lease in r.leases.values()]
-    for lease in sorted(leases, key=lambda x: x.process.rank):
-        lanes.append(_lease_lane(axis, lease))
-        marks += _placed(axis, lease.process, _lease_marks(lease))
-    for pull in sorted(pulls, key=lambda p: (p.attempt, p.process.rank)):
-        lanes.append(_pull_lane(axis, pull))
-        marks += _placed(axis, pull.process, _pull_marks(pull))
-    for request in requests:
-        for pull in request.others.values():
-            said = f"speaks of it under another prefill request id: {pull.prefill_request_id}"
-            marks += _placed(axis, pull.process, [(pull.begun_at, said, "warning")])
-    for request in requests:
-        for record in request.before:
-            why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
-            text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
-            marks += _placed(axis, axis.service.processes[record.incarnation], [(record.at, text, record.level)])
-    marks.sort(key=lambda x: x.at)
+    lanes = [*(_lease_lane(axis, x) for x in leases)]
+    lanes += [_pull_lane(axis, x) for x in sorted(pulls, key=lambda p: (p.attempt, p.process.rank))]
     lanes = [x for x in lanes if x.bars]
-    processes = [x.process for x in lanes] + [x.process for x in marks]
-    first = requests[0]
-    causes = [p.cause for p in last_attempt(pulls)]
-    bad = [x for x in causes if x not in GOOD]
-    has_fault = any(p.returned or p.retired or p.unanswered or (p.ended is None and p.held) for p in pulls)
-    states = [x.state for x in leases]
-    late = [x for x in states if x in ("expired", "revoked")]
-    pull_ = (bad or causes or [x for x in (p.state for p in pulls) if x] or [""])[0]
-    lease_ = (late or [x for x in states if x != "released"] or states or [""])[0]
-    before = {"refused" if x.event == told.PullRefused.event else "withdrawn" for r in requests for x in r.before}
+    marks = sorted(_marks(axis, requests), key=lambda x: x.at)
+    first, claimed = requests[0], (pull_id for x in leases for pull_id in sorted(x.pull_ids))
+    how_lease, how_pull, is_bad = _ends(requests, leases, pulls)
     sides = ([x for x in lanes if x.side == side] for side in ("prefill", "decode"))
-    claimed = (pull_id for x in leases for pull_id in sorted(x.pull_ids))
     return Story(
         number=0,
         name=first.name,
@@ -270,14 +245,40 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
         engine_id=first.engine_id,
         sequence=first.sequence if first.sequence < 1 << 53 else -1,
         pull_ids=tuple(dict.fromkeys((*(p.pull_id for p in pulls), *claimed))),
-        lease=lease_ or ("withdrawn" if "withdrawn" in before else ""),
-        pull=pull_ or ("refused" if "refused" in before else ""),
-        level="warning" if bad or late or "refused" in before or has_fault else "info",
-        group=axis.group(processes[0]) if processes else 0,
+        lease=how_lease,
+        pull=how_pull,
+        level="warning" if is_bad else "info",
+        group=next((axis.group(x.process) for x in (*lanes, *marks)), 0),
         seconds=max((max(x.end for x in side) - min(x.start for x in side) for side in sides if side), default=0.0),
         lanes=lanes,
         marks=marks[:MAX_MARKS],
     )
+
+
+def _marks(axis: Axis, requests: Sequence[Request]) -> Iterator[Mark]:
+    for request in requests:
+        for lease in request.leases.values():
+            yield from _placed(axis, lease.process, _lease_marks(lease))
+        for pull in request.all_pulls:
+            yield from _placed(axis, pull.process, _pull_marks(pull))
+        for pull in request.others.values():
+            said = f"speaks of it under another prefill request id: {pull.prefill_request_id}"
+            yield from _placed(axis, pull.process, [(pull.begun_at, said, "warning")])
+        for record in request.before:
+            why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
+            text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
+            yield from _placed(axis, axis.service.processes[record.incarnation], [(record.at, text, record.level)])
+
+
+def _ends(requests: Sequence[Request], leases: Sequence[Lease], pulls: Sequence[Pull]) -> tuple[str, str, bool]:
+    """Return how a request ended on both sides, and True if something went wrong."""
+    before = {"refused" if x.event == told.PullRefused.event else "withdrawn" for r in requests for x in r.before}
+    causes, states = [p.cause for p in last_attempt(pulls)], [x.state for x in leases]
+    bad, late = [x for x in causes if x not in GOOD], [x for x in states if x in ("expired", "revoked")]
+    known = [*bad, *causes, *filter(None, (p.state for p in pulls)), *(before & {"refused"}), ""]
+    lent = [*late, *(x for x in states if x != "released"), *states, *(before & {"withdrawn"}), ""]
+    has_fault = any(p.returned or p.retired or p.unanswered or (p.ended is None and p.held) for p in pulls)
+    return lent[0], known[0], bool(bad or late or "refused" in before or has_fault)
 
 
 def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
@@ -459,7 +460,7 @@ def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark
 
 def ground(axis: Axis) -> list[Ground]:
     out = []
-    presence = Presence(axis, lambda process, at: moment(axis.at(process, at)))
+    presence = Presence(axis, lambda process, at: axis.moment(axis.at(process, at)))
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []

@@ -1,0 +1,98 @@
+"""Codes of events for lines that have words alone, as asynckv 0.2.0 logged them. No other module reads words.
+
+A line with a code is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from asynckv.core import told
+from asynckv.core.notes import Granted, Note, Promised, Released, Revoked
+from asynckv.core.types import How
+from asynckv.tools.diagnose.records import Record
+
+_HOW = {
+    "said goodbye": How.GOODBYE,
+    "was silent": How.SILENT,
+    "has said nothing since": How.SILENT,
+    "forgotten by request": How.FORGOTTEN,
+    "answers there now": How.REPLACED,
+    "closed its connections": How.LEFT,
+    "nothing was read from": How.IDLE,
+    "turn our connection away": How.TURNED_AWAY,
+    "its key is not in": How.UNLISTED_LISTENER,
+    "its address names no key": How.NO_KEY,
+    "its address names a key": How.NEEDS_KEYS,
+    "no file descriptors": How.NO_FILES,
+    "was not loaded within": How.NOT_LOADED,
+    "did not answer within": How.NO_ANSWER,
+    "gave way to others": How.GAVE_WAY,
+}
+"""Words of a `detail`, the most telling first."""
+
+_FIELD = {"pull_id": "[^ ,]+", "outcome": "[a-z]+", "seconds": "[0-9.e+-]+", "owed": "[0-9]+", "held": "[0-9]+"}
+_NOTES: Mapping[type[Note], re.Pattern[str]] = {
+    kind: re.compile(
+        re.sub(r"{(\w+)(:g)?}", lambda found: f"(?P<{found[1]}>{_FIELD.get(found[1], '.+')})", kind.words) + r"\Z",
+        re.DOTALL,
+    )
+    for kind in (Granted, Released, Revoked, Promised)
+}
+"""Notes that a reader looks for, by their words."""
+
+
+def coded(record: Record) -> Record:
+    """Return a record with the codes that its words stand for."""
+    fields = record.fields
+    more: dict[str, Any] = {}
+    if record.event in (told.PeerChanged.event, told.PullEnded.event) and not {"how", "failed_with"} & fields.keys():
+        if detail := record.text("detail"):
+            how = next((how for words, how in _HOW.items() if words in detail), None)
+            is_lost = record.text("cause") == "peer_lost" and record.event == told.PeerChanged.event
+            more["how"] = how or (How.BROKEN if is_lost else "")
+            more["failed_with"] = [x for x in record.texts("peer_ranks") if x in detail]
+    if record.event == told.LeaseHeld.event and any(map(_is_old, oldest := record.entries("oldest"))):
+        more["oldest"] = [{**x, "refused": _limited(x.get("refused"))} for x in oldest]
+    elif record.event == told.LeaseEnded.event and _is_old(fields):
+        more["refused"] = _limited(fields["refused"])
+    entries = fields.get("history")
+    if isinstance(entries, list) and (notes := {i: _note_of(x[1]) for i, x in enumerate(entries) if _is_text(x)}):
+        more["history"] = [[x[0], notes[i]] if i in notes else x for i, x in enumerate(entries)]
+    if " " in record.text("to"):
+        more["to"] = _note_of(record.text("to"))
+    return replace(record, said={**fields, **more}) if more else record
+
+
+def _is_text(entry: object) -> bool:
+    """Return True for an entry of a history with the words of a note; a state's name has no space."""
+    return isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and " " in entry[1]
+
+
+def _note_of(words: str) -> object:
+    """Return the fields of the note that words stand for; the words of other notes stay as they are."""
+    for kind, pattern in _NOTES.items():
+        if (found := pattern.match(words)) is not None:
+            with contextlib.suppress(msgspec.ValidationError):
+                fields: object = msgspec.to_builtins(msgspec.convert(found.groupdict(), kind, strict=False))
+                return fields
+    return words
+
+
+def _is_old(row: Mapping[str, Any]) -> bool:
+    """Return True if a message was refused for a limit that only its words name."""
+    refused = row.get("refused")
+    return isinstance(refused, list) and any(_limited(refused)[i] is not x for i, x in enumerate(refused))
+
+
+def _limited(refused: object) -> list[Any]:
+    rows = refused if isinstance(refused, list) else []
+    return [
+        [*x, "max_lease_s"] if isinstance(x, list) and "max_lease_s" in str(x[4:5]) and len(x) == 5 else x for x in rows
+    ]

@@ -1,0 +1,56 @@
+"""Engines that make no steps although something waits for one, by their signs of life and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from asynckv.core import told
+from asynckv.tools.diagnose.axis import counted, shown_seconds
+from asynckv.tools.diagnose.join import Process
+from asynckv.tools.diagnose.records import integer, number
+
+LEAST_S = {"result": 5.0, "announcement": 5.0, "claim": 10.0}
+"""Seconds from which a wait is told. A claim may wait for longer, because a prompt has to be computed before."""
+
+WORDS = {"result": "not taken", "announcement": "not pulled", "claim": "not lent"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A time without a step, by its process's clock; `what` has the number of waiting things by kind."""
+
+    since: float
+    until: float
+    what: dict[str, int]
+
+    @property
+    def seconds(self) -> float:
+        return self.until - self.since
+
+    @property
+    def text(self) -> str:
+        waiting = ", ".join(f"{counted(number, what)} {WORDS[what]}" for what, number in self.what.items())
+        return f"{waiting} for {shown_seconds(self.seconds)}"
+
+
+def stalls(process: Process) -> Iterator[Stall]:
+    """Yield a process's known times without a step, in the order of the lines that say so."""
+    for record in process.of(told.EngineAlive):
+        said = {what: x for what, x in record.mapping("waits_for_step").items() if isinstance(x, dict)}
+        waits = {what: number(said[what].get("seconds"), 0.0) for what in LEAST_S if what in said}
+        long = {what: s for what, s in waits.items() if s >= LEAST_S[what]}
+        if long:
+            yield Stall(record.at - max(long.values()), record.at, {x: integer(said[x].get("number"), 0) for x in long})
+
+
+def stalled_s(process: Process, since: float, until: float, what: str = "") -> float:
+    """Return for how long a process made no step between two moments of its clock, as far as one line says."""
+    spans = (min(x.until, until) - max(x.since, since) for x in stalls(process) if not what or what in x.what)
+    return max(spans, default=0.0)
+
+
+def last_stall(process: Process) -> Stall | None:
+    """Return the time without a step that had not ended at the last sign of life."""
+    last = max((x.at for x in process.of(told.EngineAlive)), default=0.0)
+    return next((x for x in stalls(process) if x.until == last), None)

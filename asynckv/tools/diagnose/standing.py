@@ -1,0 +1,235 @@
+"""Open warnings, and parts of a service that could not be judged: what denies that all is well.
+
+A log shows what has ended badly, because such lines are never left out. So a service is well if no warning is open, and
+if the log of each rank that is named reaches to the end. Where a log does not reach to the moment at which its engine
+answered, the engine's own counts of bad ends say whether the log lacks one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from asynckv.core import told
+from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.axis import clock_time, counted
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.leaks_between import is_last_word
+from asynckv.tools.diagnose.causes import WELL
+from asynckv.tools.diagnose.leaks_values import listed
+from asynckv.tools.diagnose.presence import SIGN_S, Presence
+from asynckv.tools.diagnose.records import Record, integer
+
+WARNINGS = frozenset({"warning", "error"})
+OF_REQUESTS = frozenset(
+    x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull | told.OfLease | told.LeaseHeld | told.PullHeld)
+)
+"""Events about requests, which are judged with them."""
+GOOD_COUNTS = frozenset({*WELL, "lent", "started", "released"})
+"""Counts of leases and pulls that are no bad ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Pulls of one rank that have waited for long when its log ends, for the same ranks."""
+
+    reader: Process
+    owners: tuple[str, ...]
+    states: tuple[str, ...]  # progress at these ranks, as in `RankStatus`, the most frequent first
+    pulls: Sequence[tuple[Request, Pull]]
+
+    @property
+    def seconds(self) -> float:
+        return max(pull.held[-1].number("state_s", 0.0) for _, pull in self.pulls)
+
+    @property
+    def until(self) -> float:
+        return max(pull.held[-1].at for _, pull in self.pulls)
+
+    def is_never_lent(self, presence: Presence) -> bool:
+        """Return True if the owners live, and lent nothing since all of these were asked for."""
+        owners = [x for x in map(presence.service.process_named, self.owners) if x is not None]
+        if "not_lent" not in self.states or not owners or any(presence.fate(x).kind == "died" for x in owners):
+            return False
+        since = max(presence.near(self.reader, pull.begun_at) for _, pull in self.pulls)
+        lent = (x for request in presence.service.requests for x in request.leases.values() if x.process in owners)
+        return not any(presence.near(x.process, x.lent_at) > since for x in lent)
+
+
+def waiting(presence: Presence, told_of: Collection[tuple[str, str, int]]) -> list[Waiting]:
+    """Find pulls with an open warning, the most frequent reason first, except those of requests that are told of."""
+    groups: dict[tuple[Process, tuple[str, ...]], list[tuple[Request, Pull]]] = defaultdict(list)
+    progress: dict[tuple[Process, tuple[str, ...]], Counter[str]] = defaultdict(Counter)
+    for request in presence.service.requests:
+        if (request.engine_id, request.request_id, request.sequence) not in told_of:
+            for pull in (x for x in request.all_pulls if _waits(presence, request, x)):
+                states = {str(x): str(y) for x, y in pull.held[-1].mapping("ranks").items()}
+                # Ranks of which everything has come, or that are not read from, keep nothing waiting.
+                late = {x: y for x, y in states.items() if y not in ("proven", "only_released", "released")} or states
+                key = pull.process, tuple(sorted(late))
+                groups[key].append((request, pull))
+                progress[key].update(late.values())
+    rows = ((*key, tuple(x for x, _ in progress[key].most_common()), found) for key, found in groups.items())
+    return sorted((Waiting(*row) for row in rows), key=lambda x: -len(x.pulls))
+
+
+def _waits(presence: Presence, request: Request, pull: Pull) -> bool:
+    """Return True if a warning about a pull is the last word of it, on either side."""
+    if not pull.held or (last := pull.held[-1]).level not in WARNINGS or pull.state == "quarantined":
+        return False
+    ends = told.ENDS[last.event]
+    if (
+        pull.ended is not None
+        or not is_last_word(pull)
+        or any(x.at >= last.at and x.event in ends for x in pull.records)
+    ):
+        return False
+    # A goodbye ends all pulls, and a death is a finding of its own.
+    if presence.fate(pull.process).kind in ("stopped", "died"):
+        return False
+    owed = [x for x in request.leases.values() if pull.process.start not in map(start_of, x.released)]
+    return bool(owed) or not request.leases
+
+
+def open_warnings(presence: Presence) -> Iterator[tuple[Record, str]]:
+    """Yield warnings of processes about themselves and their peers that nothing has ended, with their subjects."""
+    for process in presence.service.processes.values():
+        last: dict[tuple[str, str], Record] = {}
+        for record in process.records:
+            if record.event in told.ENDS and record.event not in OF_REQUESTS and record.level == "warning":
+                last[record.event, _subject(record)] = record
+        is_over = process.stopped is not None or process.successor is not None
+        for (event, subject), record in last.items() if not is_over else ():
+            only = told.EVENTS[event].only_with
+            if only and record.integer(only, 0) <= 0:
+                continue
+            later = (x for x in process.records if x.at >= record.at and x is not record)
+            if not any(x.event in told.ENDS[event] and _subject(x) == subject for x in later):
+                if record.event != told.PeerChanged.event or _is_unsettled(presence, record):
+                    yield record, subject
+
+
+def _subject(record: Record) -> str:
+    """Name what a line of a process is about; two starts of a peer are one, because the later one takes its place."""
+    return base_name(record.text("peer")) if record.event == told.PeerChanged.event else record.text("job")
+
+
+def _is_unsettled(presence: Presence, record: Record) -> bool:
+    """Return True if a peer was silent or could not be met when last spoken of, and nothing shows what became of it."""
+    peer = presence.service.process_named(record.text("peer"))
+    fate = presence.fate(peer).kind if peer is not None else ""
+    is_past = fate in ("stopped", "died") or (peer is not None and peer.successor is not None)
+    return record.text("state") in ("suspect", "new") and not is_past
+
+
+# -- what could not be judged ------------------------------------------------------------------------------------------
+
+
+def missing(presence: Presence) -> list[str]:
+    """Name the starts of ranks that others mention, that have neither a log nor an answer, and that are not past.
+
+    A rank is past if it said goodbye, or if a later start of it is known.
+    """
+    service = presence.service
+    first: dict[str, float] = {}
+
+    def name(names: Sequence[str], process: Process, at: float) -> None:
+        for rank in names:
+            if start_of(rank) and not math.isnan(at):
+                first[rank] = min(first.get(rank, math.inf), presence.near(process, at))
+
+    past = set[str]()
+    for request in service.requests:
+        for lease in request.leases.values():
+            name([*lease.owed, *lease.released, *lease.claims], lease.process, lease.lent_at)
+        for pull in request.all_pulls:
+            name(pull.peer_ranks, pull.process, pull.begun_at)
+    for process in service.processes.values():
+        for record in process.of(told.PeerChanged, told.ReaderMet, told.ReaderRefused):
+            name([record.text("peer") or record.text("reader")], process, record.at)
+            if record.text("state") == "gone" and record.level not in WARNINGS:  # it said goodbye
+                past.add(record.text("peer"))
+    begun: dict[str, float] = defaultdict(lambda: -math.inf)
+    for rank, at in first.items():
+        begun[base_name(rank)] = max(begun[base_name(rank)], at)
+    for process in service.processes.values():
+        if process.num_records:
+            begun[process.base] = max(begun[process.base], presence.near(process, process.first_at))
+    known = {x for x in first if service.process_named(x) is not None}
+    return sorted(x for x, at in first.items() if x not in known | past and at >= begun[base_name(x)])
+
+
+def cut(presence: Presence) -> Iterator[tuple[str, str]]:
+    """Yield ranks with logs that lack what other logs show of them, and what that is."""
+    for process in presence.service.processes.values():
+        if process.num_records and process.says_info and process.stopped is None and not process.answers:
+            if (fate := presence.fate(process)).kind == "stopped":
+                yield process.rank, f"it does not say that the engine was closed, but {fate.why}"
+    failed: dict[Process, list[str]] = defaultdict(list)
+    unfinished: dict[Process, list[str]] = defaultdict(list)
+    for request in presence.service.requests:
+        for lease in request.leases.values():
+            for rank, outcome in lease.released.items():
+                reader = presence.service.process_named(rank)
+                if outcome == "failed" and reader is not None and not _is_explained(request, reader):
+                    failed[reader].append(request.name)
+            if _is_unfinished(presence, lease):
+                unfinished[lease.process].append(request.name)
+    for owner, names in unfinished.items():
+        yield owner.rank, f"it does not show the ends of leases that would be over, or told of again: {listed(names)}"
+    for reader, names in failed.items():
+        yield reader.rank, f"it does not say why pulls failed that others heard of: {listed(names)}"
+
+
+def _is_unfinished(presence: Presence, lease: Lease) -> bool:
+    """Return True for a lease that was lent, and that was held for long or over before other logs end."""
+    if lease.lent is None or lease.ended is not None or lease.held or presence.fate(lease.process).kind != "silent":
+        return False
+    told_after_s = max(lease.lease_s / 3, SIGN_S) if not math.isnan(lease.lease_s) else math.inf
+    return presence.last > presence.when(lease.process, lease.lent_at + told_after_s)[1] + SIGN_S
+
+
+def _is_explained(request: Request, reader: Process) -> bool:
+    """Return True if a reader's log says how its pull of a request ended, or the reader may not have had the time."""
+    return any(x.process is reader and x.ended is not None for x in request.all_pulls)
+
+
+def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
+    """Yield ranks that count bad ends which no log shows, and these: by their answers, or by their last lines.
+
+    A log that begins late, as after a rotation, need not show all; nor does its reader claim more than its time.
+    """
+    service = presence.service
+    counts = {x: x.stopped.mapping("counters") for x in service.processes.values() if x.stopped is not None}
+    asked = [x for x in answers if not x.error and x.account.incarnation]
+    counts |= {service.processes[x.account.incarnation]: x.account.facts.counters for x in asked}
+    shown: Counter[tuple[Process, str]] = Counter()
+    for request in service.requests:
+        shown.update((x.process, f"leases.{x.state}") for x in request.leases.values() if x.ended is not None)
+        for pull in request.all_pulls:
+            shown[pull.process, f"pulls.{pull.cause}"] += 1
+            shown[pull.process, "blocks.kept"] += pull.held_transfers > 0
+            shown[pull.process, "blocks.retired"] += pull.retired is not None
+    for process in (x for x in counts if x.durations or not presence.reaches(x)):
+        more = Counter({x: integer(n, 0) - shown[process, x] for x, n in counts[process].items() if _is_bad(x)})
+        more["internal_errors"] *= not any(True for _ in process.of(told.InternalError))  # of many only some are logged
+        if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
+            until = service.logged.get(process.incarnation)
+            ends = f"its log ends at {clock_time(until.at)}" if until is not None else "there is no log of it"
+            yield process.rank, f"{', '.join(said)}" + (f"; {ends}" if process.answers else "")
+
+
+def _is_bad(counter: str) -> bool:
+    kind, _, how = counter.partition(".")
+    return (kind in ("leases", "pulls") and how not in GOOD_COUNTS) or kind in ("internal_errors", "blocks")
+
+
+def over(subjects: Sequence[Lease | Pull]) -> Iterator[tuple[str, str]]:
+    """Yield ranks that answer and no longer hold requests which their logs show as held for long, and these."""
+    found: Mapping[str, list[str]] = defaultdict(list)
+    for subject in subjects:
+        found[subject.process.rank].append(subject.request_id)
+    for rank, names in found.items():
+        yield rank, f"{counted(len(names), 'request')} held for long in its log ({listed(names)})"

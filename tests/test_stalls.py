@@ -1,0 +1,107 @@
+"""A scheduler that makes no steps is what is wrong, and explains what waits for it; an idle one is well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from asynckv.core import told
+from asynckv.core.account import Account, Facts
+from asynckv.core.told import StepWait
+from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.causes import HEADING
+from asynckv.tools.diagnose.findings import Finding, Seen, find
+from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.leaks_live import records_of
+from asynckv.tools.diagnose.records import Logs, Record
+from asynckv.tools.diagnose.timeline_model import ground
+from tests.test_leaks import NAMES, RANK, D, P, alive, asked_before, begun, expired, lent, met, pull_ended, say, waits
+
+RUNNING = [begun(P), begun(D), *met(), *asked_before()]
+
+
+def wrong(records: Sequence[Record], answers: Sequence[Answer] = ()) -> list[Finding]:
+    logs = Logs(sorted([*records, *records_of(answers, 1e9 + 60.0)], key=lambda x: x.at))
+    service = join(logs)
+    axis = make_axis(service)
+    return list(find(Seen(logs, axis, ground(axis), find_leaks(service, axis), answers=answers)).wrong)
+
+
+def signs(start: str, *at: float) -> list[Record]:
+    return [alive(start, each) for each in at]
+
+
+def answer(start: str, waits_for_step: dict[str, StepWait]) -> Answer:
+    facts = Facts(version="0.2.0", host="h", pid=4711, life="running", uptime_s=60.0)
+    name = {"engine_id": RANK[start].partition("/")[0], "rank": RANK[start], "incarnation": start}
+    account = Account(**name, facts=facts, waits_for_step=waits_for_step)
+    return Answer(address="socket", account=account, at=1e9 + 60.0)
+
+
+@pytest.mark.parametrize("what", ["result", "announcement"])
+@pytest.mark.parametrize("way", ["logs", "live", "both"])
+def test_a_stuck_decode_scheduler_is_named_first(what: str, way: str) -> None:
+    logs = [*RUNNING, *signs(P, 20, 35, 50), waits(D, 35, **{what: 11.0}), waits(D, 50, **{what: 26.0})]
+    asked = [answer(P, {}), answer(D, {what: StepWait(2, 36.0)})]
+    [finding] = wrong(logs if way != "live" else [], asked if way != "logs" else ())
+    seconds = 26.0 if way == "logs" else 36.0
+    assert finding.heading is HEADING.STOPPED
+    words = {"result": "2 results not taken", "announcement": "2 announcements not pulled"}[what]
+    assert finding.what == f"the scheduler of {RANK[D]} makes no steps: {words} for {seconds} s"
+    assert finding.remedy.startswith("`py-spy dump" + (" --pid 4711`" if way == "live" else "`"))
+    assert "of its scheduler's" in finding.remedy
+
+
+@pytest.mark.parametrize("way", ["logs", "live", "both"])
+def test_a_prefill_engine_that_never_lends_is_named(way: str) -> None:
+    logs = [*RUNNING, *signs(D, 20, 35, 50), waits(P, 35, claim=9.0), waits(P, 50, claim=24.0)]
+    asked = [answer(D, {}), answer(P, {"claim": StepWait(2, 34.0)})]
+    [finding] = wrong(logs if way != "live" else [], asked if way != "logs" else ())
+    said = f"the scheduler of {RANK[P]} makes no steps: 2 claims not lent for {24.0 if way == 'logs' else 34.0} s"
+    assert (finding.heading, finding.what) == (HEADING.STOPPED, said)
+
+
+def test_it_explains_the_late_requests_and_failed_pulls_so_that_no_router_is_blamed() -> None:
+    dropped = [lent(10.0), expired(False)]
+    stuck = [waits(D, 25, result=20.0), waits(D, 40, result=35.0), waits(D, 55, result=50.0)]
+    blamed = wrong([*RUNNING, *signs(P, 20, 35, 50), *signs(D, 25, 40, 55), *dropped])
+    assert [x.heading for x in blamed] == [HEADING.NEVER_CAME], "the same of a decode engine that has nothing to take"
+    [finding] = wrong([*RUNNING, *signs(P, 20, 35, 50), *stuck, *dropped])
+    assert (finding.heading, finding.requests, finding.blocks) == (HEADING.STOPPED, ("a",), 4)
+    # Pulls that were given up, and those that waited for a lend, hang on it as well.
+    [finding] = wrong([*RUNNING, *signs(P, 20, 35, 50), *stuck, pull_ended(45, "standstill")])
+    assert (finding.what.startswith(f"the scheduler of {RANK[D]} makes no steps"), finding.requests) == (True, ("a",))
+    never_lent = [waits(P, 35, claim=15.0), waits(P, 50, claim=30.0), pull_ended(52, "not_lent_yet", seconds=30.0)]
+    [finding] = wrong([*RUNNING, *signs(D, 25, 40, 55), *never_lent])
+    assert (finding.what.startswith(f"the scheduler of {RANK[P]} makes no steps"), finding.requests) == (True, ("a",))
+
+
+def test_a_stall_that_is_over_is_told_only_with_what_it_did() -> None:
+    over = [waits(D, 25, result=20.0), waits(D, 40, result=35.0), alive(D, 55)]
+    assert wrong([*RUNNING, *signs(P, 20, 35, 50), *over]) == []
+    [finding] = wrong([*RUNNING, *signs(P, 20, 35, 50), *over, lent(10.0), expired(False)])
+    assert finding.what == f"the scheduler of {RANK[D]} made no steps: 2 results not taken for 35.0 s"
+    # An engine that answers that nothing waits any more refutes its log.
+    stuck = [waits(D, 25, result=20.0), waits(D, 40, result=35.0)]
+    assert [x.heading for x in wrong([*RUNNING, *signs(P, 20, 35, 50), *stuck])] == [HEADING.STOPPED]
+    assert wrong([*RUNNING, *signs(P, 20, 35, 50), *stuck], [answer(D, {}), answer(P, {})]) == []
+
+
+@pytest.mark.parametrize("seconds", [{}, {"result": 2.0}, {"claim": 8.0}])
+def test_an_idle_engine_and_a_long_step_are_well(seconds: dict[str, float]) -> None:
+    hour = [x for at in range(20, 3600, 15) for x in (waits(D, at, **seconds), alive(P, at))]
+    assert wrong([*RUNNING, *hour]) == []
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_a_pull_that_waits_for_a_lend_names_the_lender_from_the_readers_log_alone(*, has_log: bool) -> None:
+    ranks: dict[str, Any] = {"ranks": {RANK[P]: "not_lent"}, **NAMES}
+    held = say(50, told.PullHeld, D, state="queued", waits="words", requests=1, oldest=[{**ranks, "state_s": 15.0}])
+    lender = [begun(P), *signs(P, 20, 35, 50)] if has_log else []
+    [finding] = wrong([begun(D), *signs(D, 20, 35, 51), *lender, held])
+    said = f"{RANK[P]} has not lent 1 request that pulls wait for"
+    assert (finding.heading, finding.what, finding.requests) == (HEADING.UNKNOWN, said, ("a",))
