@@ -51,6 +51,7 @@ HEADINGS = {
 }
 WAYS = ("logs", "live", "both", "prefill", "decode")
 RIGHT, OPEN, WRONG, MISSED = "right", "not known", "wrong", "missed"
+NOT_JUDGED = 3  # the exit status
 OWNERS = ("prefill", "pair", "guarded")  # how the names of prefill engines begin
 CPU = Path("/sys/fs/cgroup/cpu")
 NAMESPACE = 'exec unshare --pid --fork --kill-child --mount-proc sh -c \'"$@"; exit $?\' sh {python} "$@"'
@@ -127,11 +128,13 @@ class Stepper(Rank):
                     orders.append(self._orders.get_nowait())
             self.thread.submit(orders)
             self._work |= {x.request_id for x in orders if isinstance(x, Announce | Pull)}
+            self._work |= {x.params["request_id"] for x in orders if isinstance(x, Lend)}  # as vLLM does from 0.32 on
             while self._hangs_after.is_set():
                 time.sleep(0.1)
             finished = self.thread.take_finished()
             self._ended |= {x.request_id: "complete" for x in finished.finished_recving}
             self._ended |= {x.request_id: type(x.error).__name__ for x in finished.failed}
+            self._ended |= {x.request_id: x.cause for x in finished.finished_sending}
             self._work -= self._ended.keys()
             time.sleep(0.01)
 
@@ -188,6 +191,7 @@ class Case(NamedTuple):
     knows: frozenset[str]  # ways that may not say that all is well
     never: str  # pattern that no finding holds
     most: int  # findings
+    open: frozenset[str]  # ways that have to say that something could not be judged, because all is well elsewhere
     also: dict[str, str]  # headings that one way may say besides, because it sees no more
     setup: dict[str, dict[str, Any]]
 
@@ -203,6 +207,7 @@ def case(
     knows: str = "logs both",
     never: str = "",
     most: int = 9,
+    open: str = "",
     also: dict[str, str] | None = None,
     **setup: dict[str, Any],
 ) -> Callable[[Inject], Inject]:
@@ -210,7 +215,7 @@ def case(
     truth = frozenset(may.split()), names, tuple(guilty.split()), frozenset(knows.split() if may else WAYS)
 
     def register(inject: Inject) -> Inject:
-        CASES[inject.__name__] = Case(inject, kind, *truth, never, most, also or {}, setup)
+        CASES[inject.__name__] = Case(inject, kind, *truth, never, most, frozenset(open.split()), also or {}, setup)
         return inject
 
     return register
@@ -236,7 +241,7 @@ class Fresh(Service):
             python = str(script)
         process = self.processes[name] = await self._fleet.start(name, where, python=python, **setup)
         await process.ask("address", PATIENCE_S)
-        if "level" not in setup.get("log_options", {}):
+        if setup["log"] and "level" not in setup.get("log_options", {}):
             await self.says(name, "engine_started")
         return process
 
@@ -320,6 +325,21 @@ class Fresh(Service):
         await pair[0].ask("lend_it", params=params)
         await self.decode.ask("begin", number=1, params=params, timeout_s=60.0)
         await self.hears("decode", "pull_held", 3)
+        await self.idle()
+
+    @case(1, "NEVER_CAME", r"router|never|heard", guilty="", knows="logs live both", prefill={"lease_s": 24.0})
+    async def params_that_got_lost_and_a_long_lease(self) -> None:
+        """The router loses the params of a request, and its lease still runs; all engines are well."""
+        await self.lend()
+        await self.hears("prefill", "lease_held")
+        await self.lives(GRANT_S)
+
+    @case(1, open="logs prefill decode")
+    async def an_engine_without_a_log(self) -> None:
+        """One decode engine has no log, but answers; all are well, which logs alone cannot tell."""
+        silent = await self.start("silent", log="")
+        assert await silent.ask("pull", number=1, params=await self.lend()) == "complete"
+        del self.processes["silent"]  # whose log nobody can wait for
         await self.idle()
 
     # -- 2: more evidence never knows less -----------------------------------------------------------------------------
@@ -413,6 +433,19 @@ class Fresh(Service):
             params = await self.prefill.ask("make", number=number)
             await decode.ask("begin", number=number, params=params, timeout_s=60.0)
         await self.hears("decode", "pull_held", 3)
+        await self.idle()
+
+    @case(3, "STOPPED", r"prefill/tp0", STEPS, knows="logs live both prefill", guilty="prefill", prefill=STEPPER)
+    async def prefill_hangs_with_results(self) -> None:
+        """The main loop of prefill hangs when two requests were read, so it never has their blocks back."""
+        params = [await self.prefill.ask("make", number=x) for x in (1, 2)]
+        await self.prefill.ask("hang")
+        for each in params:
+            await self.prefill.ask("lend_it", params=each)
+        await self.prefill.ask("hang", with_orders=True)
+        for number, each in enumerate(params, 1):
+            assert await self.decode.ask("pull", number=number, params=each, block=number) == "complete"
+        await self.lives(3 * LEASE_S)
         await self.idle()
 
     @case(3, prefill=STEPPER, decode=STEPPER)
@@ -608,7 +641,7 @@ class Fresh(Service):
         await self.expired()
         await self.idle()
 
-    @case(8, "STOPPED", r"processor|CPU|cpu|throttl", guilty="prefill decode other", most=1)
+    @case(8, "STOPPED", r"throttl|cgroup|limit|quota", guilty="prefill decode other", most=1, also={"decode": "LEASE"})
     async def a_limit_of_processor_time(self) -> None:
         """A cgroup gives all engines a thousandth of a processor for 9 s; pulls fail by it."""
         params = [await self.lend(number) for number in (1, 2)]
@@ -676,6 +709,8 @@ def judge(case: Case, way: str, ranks: dict[str, str], status: int, document: di
         text = " ".join(map(text_of, known))
         return Look(way, RIGHT, all(re.search(x, text) for x in case.names), said, status)
     if not case.may:
+        if way in case.open:
+            return Look(way, RIGHT if status == NOT_JUDGED else MISSED, status == NOT_JUDGED, said, status)
         is_wrong = findings or (status and way in ("logs", "live", "both"))
         return Look(way, WRONG if is_wrong else OPEN if status else RIGHT, not status, said, status)
     return Look(way, OPEN if status or way not in case.knows else MISSED, False, said, status)
