@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from asynckv.core.account import Account, Facts
+from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.leaks_live import records_of, tell
 from asynckv.tools.diagnose.leaks_request import find_requests
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from asynckv.tools.diagnose.timeline_model import ground, stories
@@ -218,6 +221,9 @@ def test_a_crash_loop_is_one_finding_that_says_how_often_and_from_when_to_when()
     said = "decode/tp0 died 5 times, from 08:01:40.000 to 08:04:20.000; decode/tp0@44444444 died: "
     assert (gone.heading, gone.code, gone.what[: len(said)]) == (HEADING.GONE, "died", said)
     assert len(gone.requests) == 5
+    bugs = [say(101.0 + 40 * i, "internal_error", f"decode/tp0@{f'{i}' * 8}", "error", error="x") for i in range(5)]
+    gone, bug = screen([*well(), *loop, *bugs, *goes_on])[0].wrong
+    assert bug.what == "5 errors internal_error on decode/tp0"
     [gone] = screen([*well(), *loop[-2:], *goes_on])[0].wrong
     assert gone.what.startswith("decode/tp0@44444444 died: ")
 
@@ -243,9 +249,9 @@ def test_two_engines_with_one_id_are_two() -> None:
         ([one, port], True),
         ([first, again], True),
         (apart, False),
-        ([one, other, *signs("decode/tp0", "2", 120.0)], True),
-        ([one, other, *signs("decode/tp0", "2", 118.0)], False),
-        ([one, *signs("decode/tp0", "1", 111.0), other, *signs("decode/tp0", "2", 120.0)], False),
+        ([one, other, *signs("decode/tp0", "2", 121.0)], True),
+        ([one, other, *signs("decode/tp0", "2", 119.0)], False),
+        ([one, *signs("decode/tp0", "1", 111.0), other, *signs("decode/tp0", "2", 121.0)], False),
     ):
         found = screen([*well(), *records])[0].wrong
         assert [x.code for x in found] == ["died"] * is_dead
@@ -257,6 +263,22 @@ def test_two_engines_with_one_id_are_two() -> None:
     ]
     found = screen([*well(), one, other, *both])[0].wrong
     assert [x.code for x in found if x.code == "one_id_twice"] == ["one_id_twice"]
+
+
+@pytest.mark.parametrize(("made_at", "is_dead"), [(50.0, False), (math.nan, False), (150.0, True)])
+def test_a_socket_that_is_younger_than_the_engine_that_answers_is_of_another_one(made_at: float, is_dead: bool) -> None:
+    """It is no socket that an earlier start of the rank left."""
+    lives = Account(rank="decode/tp0@11111111", incarnation="1" * 32, facts=Facts(uptime_s=100.0))
+    answers = [
+        Answer(address="/a.sock", account=lives, at=200.0),
+        Answer(address="/b.sock", account=Account(rank="decode/tp0@22222222"), error="ended", trouble=Trouble.GONE,
+               at=200.0, made_at=made_at),
+    ]  # fmt: skip
+    service = join(list(records_of(answers, 200.0)))
+    tell(service, answers, 200.0)
+    axis = make_axis(service)
+    found = find(Seen(Logs(), axis, ground(axis), find_leaks(service), answers=answers))
+    assert [x.code for x in found.wrong] == ["no_answer"] * is_dead
 
 
 def test_times_have_a_date_if_the_logs_are_not_of_one_day() -> None:
@@ -285,8 +307,10 @@ def test_a_pause_without_a_late_request_is_no_finding() -> None:
     assert found.wrong == found.limits == []
     [also] = found.notes
     assert also.what == "event loops of 1 process were away: 3 times, at most 30.0 s, and nothing was late by it"
-    [late] = screen([*well(), away(40.0, 1.0), slow(40.1)])[0].wrong
+    found, _ = screen([*well(), away(40.0, 1.0), slow(40.1)])
+    [late] = found.wrong
     assert (late.heading, late.code) == (HEADING.STOPPED, "decode_loop_away")
+    assert "nothing was late by it" not in str(found)
     [long] = screen([*well(), away(40.0, 12.0)])[0].wrong
     assert (long.heading, long.code) == (HEADING.STOPPED, "loop_was_away")
 
@@ -317,7 +341,7 @@ def test_pauses_of_all_processes_at_once_are_their_machine() -> None:
     ],
 )
 def test_a_process_without_a_processor_is_told_so(waited: dict[str, float], says: str, remedy: str) -> None:
-    [late] = screen([*well(), away(40.0, 3.0, **waited), slow(40.5)])[0].wrong
+    [late] = screen([*well(), away(40.0, 3.0, DECODE, **waited), slow(40.5)])[0].wrong
     assert late.code == "no_processor_time"
     assert says in late.what
     assert remedy in late.remedy

@@ -560,7 +560,9 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
         sim.clock.advance(3.0)
     (gone,) = [e for e in events if e["event"] == "peer_changed" and e["state"] == "gone"]
     assert (gone["level"], gone.get("pulls_failed", 0)) == (("warning", 1) if takes else ("info", 0))
-    assert gone["detail"].endswith("said goodbye")
+    assert (gone["how"], gone["detail"].endswith("said goodbye")) == ("goodbye", True)
+    failed = [(e["how"], e["failed_with"]) for e in events if e["event"] == "pull_ended" and e["cause"] == "peer_lost"]
+    assert failed == [("goodbye", [gone["peer"]])] * takes
 
 
 def test_phases_of_a_pull_that_was_never_pulled_are_its_announcement() -> None:

@@ -363,6 +363,7 @@ async def test_what_a_dead_process_left_is_known_and_taken_away_by_the_next(shor
     assert is_left_behind(left)
     answer = await one(str(left))
     assert (answer.trouble, answer.rank) == (Trouble.GONE, "decode/pp1/tp2@01234567")
+    assert answer.made_at == left.stat().st_mtime
     assert "its process has ended without taking the socket away" in answer.error
     async with pair(inspect=InspectConfig(directory=short_path)) as (_, _, _):
         assert not left.exists()

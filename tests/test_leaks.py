@@ -176,6 +176,10 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "died before claim": (C.READER_DIED, [*DIED, expired(False), RESTARTED]),
     "died before claim, or was cut off": (C.NEVER_CLAIMED, [*DIED, expired(False)]),
     "never heard of": (C.NEVER_HEARD_OF, [*BOTH, expired(False)]),
+    "never heard of, without a step": (
+        C.NO_STEP,
+        [*BOTH, expired(False), say(45, told.EngineAlive, D, step_s=40.0, waits_for_step={})],
+    ),
     "never shook hands": (
         C.NEVER_SHOOK_HANDS,
         [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(16, "peer_unreachable")],
@@ -1283,6 +1287,22 @@ def test_a_pid_is_evidence_in_its_own_namespace_and_boot_alone(tmp_path: Path) -
     assert looked(there, ended).gone == {}
     look_here(service := join([there, ended]), tmp_path / "nothing")
     assert (service.gone, service.not_here) == ({}, [])
+
+
+def test_a_process_that_is_there_has_not_died_but_may_hang() -> None:
+    claimed = say(5.1, told.LeaseGranted, **LEASE, reader=RANK[D], pull_id=PULL, seconds=10.0, after_s=0.1)
+    records = [begun(P), begun(D), *met(), claimed, expired(at=40.0), alive(P, 120.0)]
+
+    def judged(is_there: bool) -> tuple[CAUSE, list[str], list[str]]:
+        service = join(records)
+        service.there |= {D[:8]} if is_there else set()
+        axis = make_axis(service)
+        found = find(Seen(Logs(), axis, ground(axis), find_leaks(service)))
+        [late] = found.late
+        return late.cause, [x.code for x in found.wrong], [x.code for x in found.limits]
+
+    assert judged(False) == (C.READER_DIED, ["died or was cut off"], [])
+    assert judged(True) == (C.DECODE_UNRESPONSIVE, ["decode_unresponsive"], ["ends_early"])
 
 
 def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:

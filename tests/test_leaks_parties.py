@@ -160,6 +160,35 @@ def test_a_reader_notices_a_dead_data_plane_before_its_owner(reason: str, notice
         assert [len(x.pulls) for x in failed([*BOTH, ended, later, restarted])] == [2]
 
 
+def test_keys_on_one_side_alone_are_seen_in_both_addresses() -> None:
+    """Params that a router made name no key, so the listener just does not answer."""
+    unmet = pull_ended(16, "peer_unreachable", failed_in="handshake", failed_with=[RANK[P]], how="no_answer")
+    for keyed, remedy in ((P, f"{RANK[P]} has keys and {RANK[D]} none"), (D, f"{RANK[D]} has keys and {RANK[P]} none")):
+        both = [replace(begun(x), said=begun(x).fields | {"address": AT + "#ab" * (x == keyed)}) for x in (P, D)]
+        [leak] = found([*both, *STRANGERS[2:], expired(False), unmet])
+        assert (heading(leak), leak.remedy.startswith(remedy)) == (HEADING.WRONG, True)
+
+
+@pytest.mark.parametrize(
+    ("first", "cause", "remedy"),
+    [
+        (("timeout", "announced"), C.ANNOUNCED_AND_FORGOTTEN, "`pull.announce_s`"),
+        (("timeout", "read"), C.RELEASE_REFUSED, "`is_last=False`"),
+        (("complete", ""), C.PARAMS_GIVEN_TWICE, "once"),
+    ],
+)
+def test_what_the_reader_itself_has_released_is_not_another_readers(
+    first: tuple[str, str], cause: CAUSE, remedy: str
+) -> None:
+    again = pull_ended(19, "consumed", failed_in="queue", seconds=0.1, pull_id=f"{D[:16]}-2")
+    [failure] = [
+        x
+        for x in failed([*BOTH, pull_ended(15, first[0], failed_in=first[1]), again])
+        if any(y.cause == "consumed" for y in x.pulls)
+    ]
+    assert (failure.verdict.cause, remedy in failure.remedy) == (cause, True)
+
+
 def test_an_attempt_that_was_made_is_not_said_to_be_missing() -> None:
     """In the prefill rank's history the first attempt's release said that another would follow."""
     first = pull_ended(12, "read_failed")
@@ -198,7 +227,7 @@ def test_a_transfer_that_ends_soon_after_its_caller_gave_up_is_no_network(
         assert (
             f"after {waited_s:g} s, its caller's `timeout_s`, and the transfer ended only {kept_s:g} s" in leak.sentence
         )
-        assert leak.remedy.startswith(f"Pass a longer `timeout_s` on {RANK[D]} than the {waited_s:g} s")
+        assert leak.remedy.startswith(f"Pass a longer `timeout_s` on {RANK[D]} than {waited_s:g} s,")
         [leak] = found([*BOTH, pull_ended(15, "cancelled", **KEPT, seconds=waited_s), returned])
         assert "its caller cancelled it" in leak.sentence
         assert f"If the client of {RANK[D]} left, nothing" in leak.remedy
@@ -206,7 +235,9 @@ def test_a_transfer_that_ends_soon_after_its_caller_gave_up_is_no_network(
 
 def test_a_forgotten_announcement_names_its_limit() -> None:
     [leak] = found([*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0)])
-    assert (leak.cause, f"`pull.announce_s` of {RANK[D]}" in leak.remedy) == (C.ANNOUNCED_AND_FORGOTTEN, True)
+    assert leak.cause is C.ANNOUNCED_AND_FORGOTTEN
+    assert leak.remedy.startswith(f"The scheduler of {RANK[D]} has to pull what it announced")
+    assert "`pull.announce_s`" in leak.remedy
 
 
 @pytest.mark.parametrize(
@@ -254,11 +285,12 @@ def test_the_only_decode_engine_was_closed_in_order_and_the_router_is_not_blamed
     # It lived for a while: it would have heard of it.
     [leak] = found([begun(P), begun(D), *met(), stopped(D, 25.0), stopped(P), expired(False)])
     assert leak.cause is C.NEVER_HEARD_OF
-    # Another engine lives, or has started meanwhile.
-    for other in ([of_e(begun(D)), of_e(stopped(D))], [of_e(replace(begun(D), at=1e9 + 20)), of_e(stopped(D))]):
-        lives = [*other, of_e(pull_ended(7, "complete", prefill_request_id="w", sequence=7, seconds=0.1))]
+    # Another engine lives; or it starts long after the lend.
+    for started_at, cause in ((0.0, C.NEVER_HEARD_OF), (20.0, C.NO_READER_RUNS)):
+        asked = of_e(pull_ended(started_at + 7, "complete", prefill_request_id="w", sequence=7, seconds=0.1))
+        lives = [of_e(begun(D, started_at)), of_e(stopped(D)), asked]
         [leak] = found([begun(P), begun(D), *met(), stopped(D, 9.0), stopped(P), *lives, expired(False)])
-        assert leak.cause is C.NEVER_HEARD_OF
+        assert (leak.cause, f"{RANK[OTHER]} started at 01:47:00" in leak.sentence) == (cause, started_at > 0)
     # It was killed, and its next start came after the lease.
     again = replace(begun(E, 60.0), rank="decode/tp0@cccccccc", engine_id="decode")
     [leak] = found([begun(P), begun(D), *met(), again, stopped(E), stopped(P), expired(False)])

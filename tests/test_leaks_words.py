@@ -14,6 +14,7 @@ import pytest
 from asynckv.core import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -147,9 +148,8 @@ def test_old_lines_name_the_key_the_rank_and_the_limit_in_words() -> None:
 
 
 def test_an_orderly_goodbye_in_other_words_is_no_death() -> None:
-    lent = say(20.0, told.LeaseLent, **NAMES, blocks=4, lease_s=30.0)
+    lent = say(20.0, told.LeaseLent, P, **NAMES, blocks=4, lease_s=30.0)
     records = [begun(D), *met(), begun(P), lent, gone(25.0, "it took its leave", how="goodbye"), say(80.0, "later", D)]
     assert not find_leaks(join(records))
-    assert [
-        x.cause for x in find_leaks(join([*records[:-2], gone(25.0, "it took its leave", how="broken"), records[-1]]))
-    ]
+    lost = [*records[:-2], gone(25.0, "it took its leave", how="broken"), records[-1]]
+    assert [x.cause for x in find_leaks(join(lost))] == [CAUSE.PREFILL_DIED]

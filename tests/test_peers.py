@@ -23,7 +23,7 @@ from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.routes import MAX_SOURCES
 from asynckv.core.told import ReleaseUnanswered
-from asynckv.core.types import Address, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo
+from asynckv.core.types import Address, Endpoint, How, KVTransferParams, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -272,6 +272,9 @@ def test_only_the_connection_to_a_peer_that_was_idle_is_kept(how: str, monkeypat
         world.advance(20.0)
     world.settle(decode)
     assert removed == [how == "is idle"]
+    told_as = {"says goodbye": How.GOODBYE, "is forgotten": How.FORGOTTEN, "falls silent": How.SILENT}
+    [peer] = decode.core.decode.peers.by_place.values()
+    assert peer.how == told_as.get(how, How.IDLE)
 
 
 def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None:

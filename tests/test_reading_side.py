@@ -68,7 +68,7 @@ def test_a_request_that_was_let_go_is_not_read_though_its_ranks_are_ready() -> N
     world.run()
     params = world.params([prefill], "r", [2], 4, written=True)
     world.lend(prefill, params)
-    decode.core.decode.abandoned[params.key] = "it was let go"
+    decode.core.decode.abandoned[params.key] = (0.0, "it was let go")
     pull = world.pull(decode, "d", [2], params)
     assert (pull.reason, pull.detail, decode.reads) == (Reason.STANDSTILL, "it was let go", {})
     world.check()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.core import told
 from asynckv.core.account import Account, Facts
+from asynckv.core.inspect import RankStatus, RequestStatus
 from asynckv.core.told import StepWait
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import make_axis
@@ -37,8 +40,8 @@ def signs(start: str, *at: float) -> list[Record]:
 
 def answer(start: str, waits_for_step: dict[str, StepWait]) -> Answer:
     facts = Facts(version="0.2.0", host="h", pid=4711, life="running", uptime_s=60.0)
-    name = {"engine_id": RANK[start].partition("/")[0], "rank": RANK[start], "incarnation": start}
-    account = Account(**name, facts=facts, waits_for_step=waits_for_step)
+    name, engine_id = RANK[start], RANK[start].partition("/")[0]
+    account = Account(engine_id=engine_id, rank=name, incarnation=start, facts=facts, waits_for_step=waits_for_step)
     return Answer(address="socket", account=account, at=1e9 + 60.0)
 
 
@@ -105,3 +108,35 @@ def test_a_pull_that_waits_for_a_lend_names_the_lender_from_the_readers_log_alon
     [finding] = wrong([begun(D), *signs(D, 20, 35, 51), *lender, held])
     said = f"{RANK[P]} has not lent 1 request that pulls wait for"
     assert (finding.heading, finding.what, finding.requests) == (HEADING.UNKNOWN, said, ("a",))
+
+
+def test_a_decode_engine_without_a_step_may_hang_so_that_the_router_is_not_blamed() -> None:
+    """Nothing waits for it, because it never heard of the request; an idle one looks the same."""
+    dropped = [lent(10.0), expired(False)]
+
+    def said(*step_s: float | None) -> Finding:
+        signs_of_d = [say(at, told.EngineAlive, D, step_s=s) for at, s in zip((25, 40, 55), step_s, strict=True)]
+        [finding] = wrong([*RUNNING, *signs(P, 20, 35, 50), *dropped, *signs_of_d])
+        return finding
+
+    for none in ((17.0, 32.0, 47.0), (15.5, 0.1, 0.1)):
+        finding = said(*none)
+        assert finding.heading is HEADING.UNKNOWN
+        assert f"{RANK[D]} made no step meanwhile: its scheduler hangs, or the params never came" in finding.evidence
+        assert finding.remedy.startswith("`py-spy dump`")
+        assert finding.remedy.endswith("look for the request in the router.")
+    for steps in ((0.1, 0.2, 0.1), (None, None, None), (0.1, 5.0, 20.0)):
+        assert said(*steps).heading is HEADING.NEVER_CAME
+
+
+def test_the_same_is_said_of_engines_that_are_asked() -> None:
+    ranks = (RankStatus("*", "unclaimed"),)
+    held = RequestStatus("lease", "a", "a", "lent", 12.0, 12.0, 18.0, 4, "not claimed", ranks, sequence=0)
+    lender, idle = answer(P, {}), answer(D, {})
+    lender = replace(lender, account=msgspec.structs.replace(lender.account, requests=(held,)))
+    pulled = Facts(version="0.2.0", counters={"pulls.started": 3}, uptime_s=60.0)
+    for step_s in (30.0, 0.1, None):
+        account = msgspec.structs.replace(idle.account, step_s=step_s, facts=pulled)
+        [finding] = wrong([], [lender, replace(idle, account=account)])
+        assert finding.heading is HEADING.UNKNOWN
+        assert ("made no step meanwhile" in finding.evidence) is (step_s == 30.0)

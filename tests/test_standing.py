@@ -54,7 +54,8 @@ def warned(record: Record) -> Record:
 
 def seen(records: Sequence[Record], *answers: Answer) -> Findings:
     """Look at logs and answers, as the command does."""
-    return looked({"all": records}, answers)[1]
+    logged = [replace(x, where=f"{x.rank}.log:{i}") for i, x in enumerate(sorted(records, key=lambda x: x.at), 1)]
+    return looked({"all": logged}, answers)[1]
 
 
 def codes(found: Findings) -> tuple[list[str], list[str]]:
@@ -131,6 +132,16 @@ def test_over_by_itself_and_advice_are_also_seen() -> None:
     for kind in (told.DataPlaneRestarted, told.SetupDoubtful, told.OffloadFilesDamaged):
         found = seen([*RUNNING, warned(say(50.0, kind, D, detail="d")), *NOW])
         assert (codes(found), [x.code for x in found.notes]) == (([], []), [kind.event])
+
+
+def test_in_a_log_of_warnings_alone_it_is_not_known_whether_one_is_over() -> None:
+    """A release or a complete pull is no warning, so nothing tells that it did not follow."""
+    for kind, start in ((told.PullHeld, D), (told.LeaseHeld, P), (told.OffloadFilesLost, D)):
+        quiet = [warned(say(5.0, told.SetupDoubtful, start, detail="d")), *(example(kind) for _ in range(2))]
+        other = P if start == D else D
+        found = seen([begun(other), *quiet, alive(other, 60.0)])
+        assert codes(found) == ([], ["warnings_only"])
+        assert f"nor whether 2 {kind.event} are over" in found.limits[0].what
 
 
 def test_whether_a_warning_of_a_newer_version_is_over_is_not_known() -> None:
@@ -265,6 +276,7 @@ def test_a_log_that_lacks_what_others_show_of_it_was_cut() -> None:
     # It was lent, and would be over, or told of again.
     assert codes(seen([begun(P), begun(D), LENT, alive(D, 23.5)])) == ([], ["cut"])
     assert is_well(seen([begun(P), begun(D), LENT, alive(D, 12.0)]))
+    assert is_well(seen([*RUNNING, LENT, *NOW])), "its own log goes on, so such warnings are turned off"
 
 
 def test_last_lines_count_what_a_log_lacks() -> None:
@@ -306,6 +318,21 @@ def test_a_bad_end_that_no_log_shows_denies_well(counter: str) -> None:
     assert not is_well(seen([*rotated, alive(P, 99.0), alive(D, 99.0)], ask(P, {counter: 2}), ask(D)))
 
 
+def test_what_is_logged_at_a_limited_rate_may_be_counted_more_often() -> None:
+    refused = warned(say(8.0, told.PullRefused, D, **NAMES, cause="Overloaded", detail="d"))
+    done = pull_ended(12.0, "complete")
+    assert is_well(seen([*RUNNING, refused, done, *NOW], ask(P), ask(D, {"pulls.overloaded": 50})))
+    assert not is_well(seen([*RUNNING, done, *NOW], ask(P), ask(D, {"pulls.overloaded": 50})))
+
+
+def test_a_tier_that_is_off_is_found_live_as_well() -> None:
+    for plane, code in (("offload.files_off", "offload_files_lost"), ("offload.off", "offload_broken")):
+        account = answering(D, {}).account
+        off = replace_struct(account, facts=replace_struct(account.facts, planes={plane: "the disk is full"}))
+        found = seen([], ask(P), Answer(address="/d", account=off, at=1e9))
+        assert [(x.code, "the disk is full" in x.evidence) for x in found.wrong] == [(code, True)]
+
+
 def test_good_ends_are_no_trouble() -> None:
     good = {"leases.released": 9, "leases.revoked": 1, "pulls.complete": 5, "pulls.cancelled": 1, "pulls.discharged": 1}
     assert is_well(seen(RUNNING, ask(P, good), ask(D, good)))
@@ -335,6 +362,8 @@ def test_pulls_that_wait_are_found_live_as_well() -> None:
         assert [(x.code, x.requests) for x in found.wrong] == [("pull_held", ("p1",))]
         assert f"waited for {RANK[P]}, for 25.0 s: not lent yet" in found.wrong[0].what
     assert is_well(seen([], ask(P), ask(D, {}, waiting(age_s=2.0, state_s=2.0))))
+    # For long is what the engine's own log would say so of.
+    assert not is_well(seen([], ask(P), ask(D, {}, waiting(age_s=2.0, state_s=2.0, warn_s=1.3))))
 
 
 def test_peers_of_an_answer_are_expected_unless_they_said_goodbye() -> None:

@@ -102,7 +102,8 @@ class Account(Struct, frozen=True, kw_only=True):
         peers: Some of the peers, busy or troubled ones first.
         num_readers: Process starts that shook hands in order to read from this rank.
         budgets: Used and available amounts, by name.
-        waits_for_step: What waits for a step of the engine around this rank (`Inspector.waits_for_step`).
+        waits_for_step, step_s: What waits for a step of the engine around this rank, and for how long it made none, as
+            in the log (`engine_alive`).
     """
 
     refused: str = ""
@@ -127,6 +128,7 @@ class Account(Struct, frozen=True, kw_only=True):
     num_readers: int = 0
     budgets: Mapping[str, tuple[int, int]] = {}
     waits_for_step: Mapping[str, StepWait] = {}
+    step_s: float | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -107,6 +107,7 @@ class RequestStatus:
         refused: Messages about a lease that were refused: seconds ago, kind (`claim`, `renew`, `release`), reason,
             sender and words.
         history: Events and the seconds at which they happened after the begin; only if one request is asked for alone.
+        warn_s: Seconds in this state, or of being lent, after which the log says so; None if it never does.
     """
 
     kind: str
@@ -124,6 +125,7 @@ class RequestStatus:
     sequence: int | None = None
     refused: tuple[tuple[float, str, str, str, str], ...] = ()
     history: tuple[tuple[float, str], ...] = ()
+    warn_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -195,6 +197,9 @@ class Inspector:
             "blocks_quarantined": tally.blocks_quarantined,
             **self.beside(),
         }
+
+    def step_s(self, now: float) -> float | None:
+        return None if self._decode.alive_at == math.inf else round(max(now - self._decode.alive_at, 0.0), 3)
 
     def waits_for_step(self, now: float) -> dict[str, StepWait]:
         """Return what only a step of the engine around this rank can take: `result`, `announcement` or `claim`.
@@ -354,6 +359,7 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
         waits=lease.waits(now),
         ranks=tuple(ranks),
         sequence=lease.lent.key.sequence,
+        warn_s=_finite(lease.lent.warn_s),
         refused=tuple((now - x.at, x.what, x.reason, x.who, x.detail[:MAX_DETAIL]) for x in lease.refused),
     )
 
@@ -373,6 +379,7 @@ def _pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: i
         pull_id=pull.pull_id,
         attempt=pull.attempt,
         sequence=pull.params.key.sequence,
+        warn_s=_finite(pull.warn_s),
     )
 
 

@@ -358,7 +358,6 @@ class PrefillSide:
             for way in stray.ways:
                 self._outbox.send(way, stray.sender, Ping(0))
         if gone:
-            self._outbox.counters["readers.gone"] += 1
             effects = lease.lose(gone, now)
         self._follow(lease, effects, noted)
         return is_overdue

@@ -207,6 +207,7 @@ class Survey:
             num_readers=len(self._readers.minor_versions),
             budgets=self._budgets(),
             waits_for_step=self._inspector.waits_for_step(now),
+            step_s=self._inspector.step_s(now),
         )
         return self._status(asked.nonce, self._inspector.gauges(counts.tally), account)
 

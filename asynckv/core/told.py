@@ -243,6 +243,11 @@ class EngineAlive(Told):
     blocks_held: Annotated[int, "Blocks that are lent, or that a pull writes."]
     waits_for: Annotated[list[str], "Ranks that pulls wait for, the first few."]
     waits_for_step: StepWaits = {}
+    step_s: Annotated[
+        float | None,
+        "Time since the last step of the engine around this rank; left out if that sleeps until there are results, or "
+        "runs this loop itself. An idle engine need not make steps.",
+    ] = None
 
 
 class Drained(Told):

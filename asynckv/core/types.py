@@ -198,8 +198,8 @@ class Reason(enum.StrEnum):
 
 
 class How(enum.StrEnum):
-    """How a remote rank could not be met, or was lost. A `Reason` says what that means for a pull; the values are
-    stable, because tools that read logs go by them and never by words.
+    """Ways in which a remote rank could not be met, or was lost; a `Reason` says what that means for a pull. The values
+    are stable, because tools that read logs go by them and never by words.
     """
 
     # it could not be met

@@ -346,8 +346,7 @@ class Driver:
         if now >= self._sign_at:
             self._sign_at = now + max(core.config.lease.lease_s / 2, IDLE_BEAT_S)
             waits_for = {x.name for pull in core.decode.pulls.values() for x in pull.sources if x.is_waited_for}
-            waits = core.inspect.waits_for_step(now)
-            self.recorder.alive(core.inspect.gauges(), sorted(waits_for)[:MAX_WAITED], waits)
+            self.recorder.alive(core.inspect, sorted(waits_for)[:MAX_WAITED], now)
         self.recorder.tell_groups(now, SAME_S)
         self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
         self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)

@@ -28,7 +28,7 @@ import msgspec
 from asynckv.arguments import is_text
 from asynckv.config import EngineConfig, LogConfig
 from asynckv.core import told
-from asynckv.core.inspect import RequestStatus
+from asynckv.core.inspect import Inspector, RequestStatus
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.notes import Gone, History, Lapsed, Note
@@ -296,9 +296,11 @@ class Recorder(Observer):
             refused.sequence = key.sequence
         self.log(refused, now)
 
-    def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str], waits: dict[str, told.StepWait]) -> None:
+    def alive(self, inspect: Inspector, waits_for: list[str], now: float) -> None:
+        gauges, waits, step_s = inspect.gauges(), inspect.waits_for_step(now), inspect.step_s(now)
         blocks = gauges["blocks_lent"] + gauges["blocks_writing"]
-        self.log(told.EngineAlive(gauges["leases"], gauges["pulls"], gauges["parked"], blocks, list(waits_for), waits))
+        held = gauges["leases"], gauges["pulls"], gauges["parked"], blocks
+        self.log(told.EngineAlive(*held, waits_for, waits, step_s))
 
     def pull_tried_again(self, pull: Pull, after_s: float) -> None:
         cause, attempt = str(pull.reason), pull.attempt + 1

@@ -71,8 +71,8 @@ class Reading:
         waiting: Pulls that were asked for but do not read yet.
         retrying: Requests that wait for another attempt.
         lease_ages_s: Age of each lease.
-        oldest_s: Age of the oldest `lease`, `pull` (since it was asked for) and `quarantined` blocks (since their pull
-            failed); 0 if there is none.
+        oldest_s: Age of the last `step`, and of the oldest `lease`, `unclaimed` lease, `pull` (since it was asked for)
+            and `quarantined` blocks (since their pull failed); 0 if there is none.
         waits_for_step: What waits for a step of the engine around this rank (`Inspector.waits_for_step`).
         blocks_retired: Blocks that were given up and are still held.
         limits: Configured limits: `bytes`, `descriptors`, `requests`, `queued`, `parked`.

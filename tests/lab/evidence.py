@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,7 +108,9 @@ def simulated(seed: int, kind: str) -> Case:
 def kept(directory: Path, answers: Sequence[Answer] = ()) -> Case:
     """Read the logs in a directory."""
     paths = sorted(x for x in directory.iterdir() if x.stat().st_size)
-    return Case(directory.name, {x.name: read_logs([x]).records for x in paths}, answers)
+    read = {x.name: read_logs([x]).records for x in paths}
+    # Each line is decoded once, not at each look.
+    return Case(directory.name, {x: [replace(z, said=z.fields) for z in y] for x, y in read.items()}, answers)
 
 
 def looked(logs: Mapping[str, Sequence[Record]], answers: Sequence[Answer]) -> tuple[Seen, Findings]:
@@ -176,7 +179,9 @@ def _is_beyond(wrong: Finding, whole: Seen, less: Seen) -> bool:
 def _lost(alone: Findings, both: Findings) -> Iterator[str]:
     """Yield findings of logs alone that are neither found with answers, nor shown to be over."""
     words = " ".join(f"{x.what} {x.evidence}" for x in (*both.wrong, *both.notes))
-    names = {y for x in both.wrong for y in x.requests} | {x.request_id for x in both.late}
+    names = {y for x in both.wrong for y in x.requests} | {
+        y for x in both.late for y in (x.request_id, *x.decode_request_ids)
+    }
     for finding in alone.wrong:
         is_named = all(x in names or x in words for x in finding.requests)
         ranks = [x for x in finding.what.replace(",", " ").split() if start_of(x)]

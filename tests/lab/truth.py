@@ -627,7 +627,8 @@ class _Debt:
         self.sent = [s for s in witness._sent[self.token] if witness._of(s, reader) and s.other == rank.name]
         heard = (s for s in witness._heard[self.token] if s.process == owner.name)
         self.arrived = [s for s in heard if s.target in self.starts]
-        addressed = witness.service.addressed.get((holder.lent.ask.number, reader.name), (None, math.inf))
+        never: tuple[Process | None, float] = None, math.inf
+        addressed = witness.service.addressed.get((holder.lent.ask.number, reader.name), never)
         self.addressed, self.addressed_at = addressed
         pull_ids = {s.message.pull_id for s in self.sent if isinstance(s.message, Claim | Release)}
         refused = (witness._was_refused(self.token, x, reader, owner) for x in pull_ids if self.in_time)

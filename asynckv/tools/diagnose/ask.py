@@ -74,6 +74,7 @@ class Answer:
     peers_left_out: int = 0  # engines that it reads from, and that were not asked because they are too many
     took_s: float = 0.0  # how long the answer took
     at: float = math.nan  # when it came, by this host's clock
+    made_at: float = math.nan  # when a socket without an answer was made
 
     @property
     def rank(self) -> str:
@@ -224,6 +225,8 @@ class _Asker:
                     error, trouble = error + verdict(before, now), T.AWAY if is_same(before, now) else T.GONE
                 answer = Answer(address=address, error=error, trouble=trouble)
             if answer.error and not is_network:
+                with suppress(OSError):
+                    answer = replace(answer, made_at=os.stat(address).st_mtime)
                 pid = 0 if answer.trouble is T.GONE or address not in self._behind else self._behind[address].pid
                 answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)
             return replace(answer, took_s=loop.time() - began, at=time.time())

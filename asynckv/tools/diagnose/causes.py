@@ -46,7 +46,7 @@ class Reader(enum.Enum):
     WRONG_TARGET, STALE, KEYS, KEYS_HERE, UNMET, REFUSED, TWICE, BROKEN, REFUSED_HERE = range(8, 17)
     OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(17, 24)
     OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, ELSEWHERE, READING, LATE, WAITING = range(24, 32)
-    TIMED_OUT, UNLENT, OVERTAKEN, STUCK = range(32, 36)
+    TIMED_OUT, UNLENT, OVERTAKEN, STUCK, IDLE = range(32, 37)
 
 
 class CAUSE(enum.StrEnum):
@@ -60,6 +60,7 @@ class CAUSE(enum.StrEnum):
     STALE_PARAMS = "stale_params"
     NEVER_HEARD_OF = "never_heard_of"
     NO_READER_RUNS = "no_reader_runs"
+    NO_STEP = "no_step"
     RANK_NEVER_SPOKE = "rank_never_spoke"
     DECODE_UNRESPONSIVE = "decode_unresponsive"
     NEVER_CLAIMED = "never_claimed"
@@ -149,7 +150,7 @@ ANYONE = {
 def in_words(text: str, names: Mapping[str, object] = ANYONE) -> str:
     """Put the names of a case into a text."""
     return text.format_map(
-        defaultdict(lambda: "?", ANYONE | {k: x for k, x in names.items() if x != "" or k not in ANYONE})
+        defaultdict(lambda: "?", ANYONE | {k: x for k, x in names.items() if x not in ("", "*") or k not in ANYONE})
     )
 
 

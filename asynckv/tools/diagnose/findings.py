@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from asynckv.core import told
@@ -26,7 +26,7 @@ from asynckv.tools.diagnose.leaks_values import Leak, listed, some
 from asynckv.tools.diagnose.pauses import Pause, longest, pauses
 from asynckv.tools.diagnose.presence import Fate, Presence
 from asynckv.tools.diagnose.records import Logs, Record, integer
-from asynckv.tools.diagnose.stalls import last_stall, stalls
+from asynckv.tools.diagnose.stalls import last_stall, longest_stall
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
 NOT_JUDGED = "Nothing wrong was found, but not all could be judged"
@@ -59,16 +59,15 @@ LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
 OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
 """Headings of late requests that are reported with their process."""
 
-NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED}
+NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED, CAUSE.NO_STEP}
 SAID_ELSEWHERE = {
     x.event
     for x in (
-        *(told.PullEnded, told.PullsEndedAlike, told.LeaseEnded, told.LeasesEndedAlike, told.LeaseHeld, told.PullHeld),
-        *(told.LoopWasAway, told.PullRefused, told.OffloadRetired, told.BlocksRetired, told.PeerChanged),
-        *(told.ReleaseRefused, told.ReleaseUnanswered, told.PromptsCounted),
+        *(told.LeaseHeld, told.PullHeld, told.LoopWasAway, told.PullRefused, told.OffloadRetired),
+        *(told.PeerChanged, told.PromptsCounted),
     )
 }
-"""Warnings that other findings report."""
+"""Warnings of processes that other findings report."""
 
 
 LEAST_SHARE, LEAST = 0.05, 10
@@ -90,6 +89,7 @@ class Finding:
     remedy: str = ""  # what to do
     requests: tuple[str, ...] = ()  # requests that are late or failed for it, by their names on the prefill side
     blocks: int = -1  # how many blocks these hold; -1 if that is not known
+    ranks: tuple[str, ...] = ()  # ranks that it is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,37 +115,41 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
-    presence, failed = Presence(seen.axis), _failed(seen)
+    presence = Presence(seen.axis)
+    failed = _failed(seen, presence)
     there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
-    named = {rank for ranks, _ in there for rank in ranks}
-    known = {_key(x) for x in seen.late for ranks, _ in there if _is_about_one(x, ranks)}
     waits = standing.waiting(presence, {_key(x) for x in seen.late})
-    stalled = [*_stalled(seen, named, [x for x in failed if x.verdict.cause is STUCK], waits)]
-    known_there = {_key(x) for rank, _ in stalled for x in _waits_for(seen, rank)}
+    stalled = [*_stalled(seen, _ranks(there), [x for x in failed if x.verdict.cause is STUCK], waits)]
+    gone = _ranks(x for x in there if x.heading is HEADING.GONE)
+    failed = [x for x in failed if x.verdict.cause is not STUCK]
+    failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
+    # Late requests are told with the process that they hang on, or with the refusal of their pull.
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
-    late = [x for x in asked if not (_key(x) in known and _hangs_on_processes(x)) and _key(x) not in known_there]
-    gone = {rank for ranks, x in there if x.heading is HEADING.GONE for rank in ranks}
-    failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
-    failed = [x for x in failed if x.verdict.cause is not STUCK]
+    late = [x for x in asked if not (_is_about(x, _ranks(there)) and _hangs_on_processes(x))]
+    late = [x for x in late if not any(_is_step_of(x, y) for y in _ranks(stalled))]
     found = pauses(seen.axis, seen.since)
     every: list[Leak | Failure] = [*late, *failed]
     slow = [(x, y) for x in every if (y := _machine_of(seen.axis, found, x)) is not None]
     done = {id(x) for x, _ in slow}
-    first, then = ([x for _, x in there if bool(x.requests) is is_first] for is_first in (True, False))
+    first, then = ([x for x in there if bool(x.requests) is is_first] for is_first in (True, False))
     computed, warned = [*_prompts(seen)], [*_logged(seen, "warning")]
-    long, also = _away(found, asked, slow)
-    wrong = [*first, *(x for _, x in stalled), *_machines(found, slow), *_late([x for x in late if id(x) not in done])]
-    wrong += [*_waits(waits, presence, named | {rank for rank, _ in stalled}), *then, *_copies(seen.copies)]
+    long, also = _away(found, [*asked, *failed])
+    wrong = [*first, *stalled, *_machines(found, slow), *_late([x for x in late if id(x) not in done])]
+    wrong += [*_waits(waits, presence, _ranks([*there, *stalled])), *then, *_copies(seen.copies)]
     wrong += [*_refused(seen), *map(_pulls, (x for x in failed if id(x) not in done))]
     wrong += [*(x for is_wrong, x in computed if is_wrong), *_twice(seen, asked, failed), *long]
     wrong += _logged(seen, "error")
-    wrong += [*_open(seen, presence, wrong)]
+    wrong += [*_open(seen, presence, _ranks(wrong))]
     # Whether a warning of a newer version is over is not known.
     limits = [*_limits(seen, presence), *(x for x in warned if x.code not in told.EVENTS)]
     notes = [*also, *_notes(seen), *(x for is_wrong, x in computed if not is_wrong)]
     notes += [x for x in warned if x.code in told.EVENTS]
     return Findings(wrong, limits, notes, asked, seen.copies)
+
+
+def _ranks(found: Iterable[Finding]) -> set[str]:
+    return {rank for each in found for rank in each.ranks}
 
 
 def _key(leak: Leak) -> tuple[str, str, int]:
@@ -157,20 +161,19 @@ def _hangs_on_processes(leak: Leak) -> bool:
     return leak.side == "decode" or CATALOGUE[leak.cause].heading in OF_PROCESSES
 
 
-def _is_about(leak: Leak, rank: str) -> bool:
-    """Return True if late blocks depend on this process: it is the reader that is gone or silent, or the lender."""
+def _is_about(leak: Leak, ranks: Collection[str]) -> bool:
+    """Return True if late blocks depend on one of these processes: it is a reader that is gone or silent, or the
+    lender."""
     if leak.side == "decode" or leak.cause in (CAUSE.DECODE_UNRESPONSIVE, *LOOPS_AWAY):
-        return rank in leak.about
-    if leak.cause is CAUSE.PREFILL_DIED:
-        return rank in leak.holders
-    return rank in (leak.reader, *leak.owed) and CATALOGUE[leak.cause].heading in OF_PROCESSES
+        named: Iterable[str] = leak.about
+    elif leak.cause is CAUSE.PREFILL_DIED:
+        named = leak.holders
+    else:
+        named = (leak.reader, *leak.owed) if CATALOGUE[leak.cause].heading in OF_PROCESSES else ()
+    return any(x in ranks for x in named)
 
 
-def _is_about_one(leak: Leak, ranks: Iterable[str]) -> bool:
-    return any(_is_about(leak, rank) for rank in ranks)
-
-
-def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[tuple[Sequence[str], Finding]]:
+def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[Finding]:
     """Find ranks with processes whose logs end without a goodbye, the earliest first, with the requests that are late
     since, or failed. The deaths of one rank are one finding.
     """
@@ -180,8 +183,8 @@ def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[tuple[Sequence[str]
         if ground.gone is not None and ground.gone.kind == "died" and not is_old:
             deaths[ground.process.base].append((ground, ground.gone))
     for base, died in deaths.items():
-        ranks, (last, fate) = [x.process.rank for x, _ in died], max(reversed(died), key=lambda x: x[1].is_proved)
-        mine = [x for x in seen.late if _is_about_one(x, ranks)]
+        ranks, (last, fate) = tuple(x.process.rank for x, _ in died), max(reversed(died), key=lambda x: x[1].is_proved)
+        mine = [x for x in seen.late if _is_about(x, ranks)]
         lost = [x for x in failed if x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in ranks]
         hurt: list[Leak | Failure] = [*mine, *lost]
         evidence = hurt[0].sentence if hurt else ""
@@ -190,50 +193,53 @@ def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[tuple[Sequence[str]
         if len(died) > 1:
             first, then = (seen.axis.moment(x.end) for x in (died[0][0], died[-1][0]))
             what = f"{base} died {counted(len(died), 'time')}, from {first} to {then}; {what}"
-        yield ranks, Finding(heading, fate.gone, what, evidence, remedy, *_of(hurt))
+        yield Finding(heading, fate.gone, what, evidence, remedy, *_of(hurt), ranks)
 
 
-def _silent(seen: Seen) -> Iterator[tuple[Sequence[str], Finding]]:
-    """Find engines that did not answer, except left sockets of earlier starts and processes that are reported dead."""
-    there = {base_name(x.rank) for x in seen.answers if not x.error}
+def _silent(seen: Seen) -> Iterator[Finding]:
+    """Find engines that did not answer, except processes that are reported dead, and sockets that starts left which
+    are older than one that answers.
+    """
+    there = {base_name(x.rank): x.at - x.account.facts.uptime_s for x in seen.answers if not x.error}
     named = seen.axis.service.ranks_by_address()
     told = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind == "died"}
     for answer in seen.answers:
         rank = answer.account.rank or named.get(answer.address, "")
-        process = seen.axis.service.process_named(rank)
-        is_beside = process is not None and process.num_records > 0 and process.successor is None
-        is_left = answer.trouble is Trouble.GONE and base_name(answer.rank) in there and not is_beside
+        began = there.get(base_name(answer.rank))
+        is_left = answer.trouble is Trouble.GONE and began is not None and not answer.made_at > began
         if answer.error and not is_left and not (rank and rank in told):
             told.add(rank)
-            mine = [x for x in seen.late if rank and _is_about(x, rank)]
+            mine = [x for x in seen.late if rank and _is_about(x, {rank})]
             heading, remedy = TROUBLES.get(answer.trouble, (HEADING.UNKNOWN, ""))
             what = f"{rank or answer.rank} does not answer"
             if rank and base_name(rank) in there:  # over another way
                 heading, remedy = HEADING.NETWORK, CONNECT
                 what += f" at {answer.address}, where its readers look for it"
-            yield [rank or answer.rank], Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
+            ranks = (rank or answer.rank,)
+            yield Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine), ranks)
 
 
-def _stopped(seen: Seen) -> Iterator[tuple[Sequence[str], Finding]]:
+def _stopped(seen: Seen) -> Iterator[Finding]:
     """Find stopped or paused processes of this host that were not asked."""
     asked = {x.rank for x in seen.answers if x.error}
     for start, why in seen.axis.service.stopped.items():
         process = next(x for x in seen.axis.service.processes.values() if x.start == start)
         if process.rank not in asked:
-            mine = [x for x in seen.late if _is_about(x, process.rank)]
+            mine = [x for x in seen.late if _is_about(x, {process.rank})]
             what = f"{process.rank} is stopped or paused"
-            yield [process.rank], Finding(HEADING.STOPPED, "stopped", what, why, LET_IT_RUN, *_of(mine))
+            yield Finding(HEADING.STOPPED, "stopped", what, why, LET_IT_RUN, *_of(mine), (process.rank,))
 
 
 def _stalled(
-    seen: Seen, told_of: Container[str], failed: Sequence[Failure], waits: Sequence[standing.Waiting]
-) -> Iterator[tuple[str, Finding]]:
+    seen: Seen, told_of: Collection[str], failed: Sequence[Failure], waits: Sequence[standing.Waiting]
+) -> Iterator[Finding]:
     """Find engines that make no steps although something waits for one, and prefill ranks that do not lend."""
     over = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind in ("died", "stopped")}
     for process in seen.axis.service.processes.values():
-        rank, late = process.rank, _waits_for(seen, process.rank)
+        rank, late = process.rank, [x for x in seen.late if _is_step_of(x, process.rank)]
         mine = [x for x in failed if x.verdict.names["by"] == rank]
-        now = last_stall(process) if rank not in over else None
+        now, worst = last_stall(process) if rank not in over else None, longest_stall(process)
+        late = late if worst is not None else []
         if rank in told_of or not (now or mine or late):
             continue
         names, blocks = _of(late)
@@ -241,19 +247,16 @@ def _stalled(
         pulls += [pull for x in waits if rank in x.owners for _, pull in x.pulls]
         names = tuple(dict.fromkeys((*names, *(x.prefill_request_id for x in pulls))))
         said = [*(x.sentence for x in mine), *dict.fromkeys(x.sentence for x in late)]
-        worst = now or max(stalls(process), key=lambda x: x.seconds, default=None)
+        worst = now or worst
         what = f"the scheduler of {rank} {'makes' if now else 'made'} no steps" + (f": {worst.text}" if worst else "")
         evidence = "; ".join(said[:2]) or "`waits_for_step` of its last sign of life (`engine_alive`), or of its answer"
-        yield rank, Finding(HEADING.STOPPED, STUCK.value, what, evidence[:MAX_TEXT], _dump(process), names, blocks)
+        remedy = _dump(process)
+        yield Finding(HEADING.STOPPED, STUCK.value, what, evidence[:MAX_TEXT], remedy, names, blocks, (rank,))
 
 
-def _waits_for(seen: Seen, rank: str) -> list[Leak]:
-    """Return late requests that a rank had no step for, as far as is known."""
-    process = seen.axis.service.process_named(rank)
-    if process is None or next(stalls(process), None) is None:
-        return []
-    causes = CAUSE.DECODE_UNRESPONSIVE, CAUSE.ANNOUNCED_AND_FORGOTTEN
-    return [x for x in seen.late if x.cause in causes and rank in x.about]
+def _is_step_of(leak: Leak, rank: str) -> bool:
+    """Return True if a request may be late because a rank had no step for it."""
+    return leak.cause in (CAUSE.DECODE_UNRESPONSIVE, CAUSE.ANNOUNCED_AND_FORGOTTEN) and rank in leak.about
 
 
 def _dump(process: Process) -> str:
@@ -275,7 +278,8 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
         held = "" if math.isnan(seconds) else f", held for {shown_seconds(seconds)}{most}"
         how = "" if blocks < 0 else f", {counted(blocks, 'block')}"
         what = f"{counted(len(names), 'request')} late: {entry.title}{how}{held}"
-        yield Finding(entry.heading, cause.value, what, found[0].sentence, found[0].remedy, names, blocks)
+        ranks = tuple(dict.fromkeys(y for x in found for y in (x.reader, *x.about, *x.holders) if y))
+        yield Finding(entry.heading, cause.value, what, found[0].sentence, found[0].remedy, names, blocks, ranks)
 
 
 def _of(late: Sequence[Leak | Failure]) -> tuple[tuple[str, ...], int]:
@@ -297,7 +301,8 @@ def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
         which = "1 store or load" if len(copies) == 1 else f"{len(copies):,} stores or loads"
         what = f"{which} did not end in time, {counted(blocks, 'block')}"
         example = f"{worst.what} of {worst.request_id} on {worst.rank}: {worst.state} {worst.detail}"
-        yield Finding(HEADING.STOPPED, "copy_hangs", what, example, REMEDY, (), blocks)
+        ranks = tuple(dict.fromkeys(x.rank for x in copies))
+        yield Finding(HEADING.STOPPED, "copy_hangs", what, example, REMEDY, (), blocks, ranks)
 
 
 def _refusals(seen: Seen) -> list[Record]:
@@ -318,10 +323,10 @@ def _refused(seen: Seen) -> Iterator[Finding]:
         keys = {(x.text("peer"), x.text("prefill_request_id")) for x in found}
         _, blocks = _of([x for x in seen.late if (x.engine_id, x.request_id) in keys and x.cause in NEVER_ASKED])
         remedy = remedy_of(CAUSE.REFUSED_LOCALLY, cause)
-        yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks)
+        yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks, (rank,))
 
 
-def _failed(seen: Seen) -> list[Failure]:
+def _failed(seen: Seen, presence: Presence) -> list[Failure]:
     """Find failed pulls by reason and by rank, whichever start of it, except repeated attempts and late requests."""
     axis, told = seen.axis, set(map(_key, seen.late))
     last: set[Pull] = set()
@@ -333,7 +338,7 @@ def _failed(seen: Seen) -> list[Failure]:
         return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
     groups: dict[tuple[object, ...], list[Failure]] = defaultdict(list)
-    for each in failures(Presence(axis), counts):
+    for each in failures(presence, counts):
         names = each.verdict.names
         groups[each.verdict.reader, base_name(names["by"]), names.get("reason")].append(each)
     return [Failure(same[0].verdict, [pull for x in same for pull in x.pulls]) for same in groups.values()]
@@ -346,7 +351,11 @@ def _pulls(failed: Failure) -> Finding:
     )
     names = tuple(dict.fromkeys(x.request_id for x in failed.pulls))
     what = failed.sentence[:MAX_TEXT]
-    return Finding(entry.heading, failed.verdict.cause.value, what, span, failed.remedy, names)
+    verdict = failed.verdict
+    ranks = tuple(
+        dict.fromkeys((verdict.names["by"], verdict.names["holder"], *(x.process.rank for x in failed.pulls)))
+    )
+    return Finding(entry.heading, verdict.cause.value, what, span, failed.remedy, names, ranks=ranks)
 
 
 def _twice(seen: Seen, late: Iterable[Leak], failed: Iterable[Failure]) -> Iterator[Finding]:
@@ -361,7 +370,7 @@ def _twice(seen: Seen, late: Iterable[Leak], failed: Iterable[Failure]) -> Itera
                     found[one.rank, other.rank].append(request.name)
     for ranks, names in found.items():
         what = f"{' and '.join(ranks)} ran at once under one name, and both took {counted(len(names), 'request')}"
-        yield Finding(HEADING.WRONG, "one_id_twice", what, "", ONE_NAME, tuple(dict.fromkeys(names)))
+        yield Finding(HEADING.WRONG, "one_id_twice", what, "", ONE_NAME, tuple(dict.fromkeys(names)), ranks=ranks)
 
 
 def _ran_at_once(axis: Axis, one: Process, other: Process) -> bool:
@@ -406,15 +415,20 @@ def _counts(line: Record) -> Counter[str]:
 def _machine_of(axis: Axis, found: Sequence[Pause], late: Leak | Failure) -> Pause | None:
     """Return the pause of a whole machine that explains why a request was late, or pulls failed, if one does."""
     if isinstance(late, Leak):
-        cause, ranks = late.cause, [late.reader, *late.owed, *late.holders]
         owner = axis.service.process_named(next(iter(late.holders), ""))
         lived = [(owner, at) for at in (late.since, late.until)]
     else:
-        cause, ranks = late.verdict.cause, [late.verdict.names["by"]]
         lived = [(x.process, at) for x in late.pulls for at in (x.begun_at, x.last_at)]
     times = [axis.at(x, at) for x, at in lived if x is not None and not math.isnan(at)]
-    worst = longest(found, ranks, min(times, default=-math.inf), max(times, default=math.inf))
-    return worst if worst is not None and worst.is_hosts and cause in LOOPS_AWAY else None
+    worst = longest(found, _blamed(late), min(times, default=-math.inf), max(times, default=math.inf))
+    return worst if worst is not None and worst.is_hosts else None
+
+
+def _blamed(late: Leak | Failure) -> Sequence[str]:
+    """Return the ranks of which one was away, if a request was late, or pulls failed, because a loop was away."""
+    if isinstance(late, Leak):
+        return (late.reader, *late.owed, *late.holders) if late.cause in LOOPS_AWAY else ()
+    return (late.verdict.names["by"],) if late.verdict.cause in LOOPS_AWAY else ()
 
 
 def _machines(found: Sequence[Pause], slow: Sequence[tuple[Leak | Failure, Pause]]) -> Iterator[Finding]:
@@ -429,19 +443,16 @@ def _machines(found: Sequence[Pause], slow: Sequence[tuple[Leak | Failure, Pause
         what = f"{counted(len(ranks), 'process')} of {host} {worst.why}: {_times(mine)}"
         evidence = f"{hurt[0].sentence}; the event loops of {some(ranks)} were away"
         remedy = RAISE_LIMIT if worst.lacked("throttled_s") else GIVE_CORES
-        yield Finding(HEADING.STOPPED, "no_processor_time", what, evidence, remedy, *_of(hurt))
+        yield Finding(HEADING.STOPPED, "no_processor_time", what, evidence, remedy, *_of(hurt), tuple(ranks))
 
 
 def _times(found: Sequence[Pause]) -> str:
     return f"{counted(len(found), 'time')}, at most {shown_seconds(max(x.seconds for x in found))}"
 
 
-def _away(
-    found: Sequence[Pause], late: Sequence[Leak], slow: Sequence[tuple[Leak | Failure, Pause]]
-) -> tuple[list[Finding], list[Finding]]:
+def _away(found: Sequence[Pause], late: Iterable[Leak | Failure]) -> tuple[list[Finding], list[Finding]]:
     """Find processes whose event loops were blocked for long while requests waited, and count all other pauses."""
-    said = {rank for x in late if x.cause in LOOPS_AWAY for rank in (x.reader, *x.owed, *x.holders)}
-    said |= {x.verdict.names["by"] for x, _ in slow if isinstance(x, Failure)}
+    said = {rank for x in late for rank in _blamed(x)}
     left = [x for x in found if x.process.rank not in said]
     blocked = [x for x in left if x.seconds >= LONG_AWAY_S and not x.is_hosts and any(x.held.values())]
     long, worst_of = list[Finding](), {x.process.rank: x for x in sorted(blocked, key=lambda x: x.seconds)}
@@ -449,13 +460,13 @@ def _away(
         what = f"the event loop of {rank} was away: {_times([x for x in left if x.process.rank == rank])}"
         held = ", ".join(counted(number, name) for name, number in worst.held.items())
         evidence = f"until {clock_time(worst.end)}; open: {held}"
-        long.append(Finding(HEADING.STOPPED, told.LoopWasAway.event, what, evidence, AWAY))
+        long.append(Finding(HEADING.STOPPED, told.LoopWasAway.event, what, evidence, AWAY, ranks=(rank,)))
     if not (left := [x for x in left if x.process.rank not in worst_of]):
         return long, []
     ranks, worst = dict.fromkeys(x.process.rank for x in left), max(left, key=lambda x: x.seconds)
     why = f" (they {worst.why})" if worst.is_hosts else ""
     what = f"event loops of {counted(len(ranks), 'process')} were away: {_times(left)}{why}, and nothing was late by it"
-    return long, [Finding(HEADING.STOPPED, told.LoopWasAway.event, what, some(ranks))]
+    return long, [Finding(HEADING.STOPPED, told.LoopWasAway.event, what, some(ranks), ranks=tuple(ranks))]
 
 
 def _logged(seen: Seen, level: str) -> Iterator[Finding]:
@@ -466,15 +477,17 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
             is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
             is_told = is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
             if record.level == level and not is_told:
-                found[record.event, record.rank].append(record)
-    for (event, rank), same in sorted(found.items(), key=lambda x: -len(x[1])):
+                found[record.event, process.base].append(record)
+    for (event, base), same in sorted(found.items(), key=lambda x: -len(x[1])):
         first = same[0]
         texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
+        rank = first.rank if first.rank == same[-1].rank else base  # several starts of it, as in a crash loop
         what = f"{counted(len(same), level)} {event} on {rank}"
-        yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/logging.md.")
+        evidence = ", ".join(texts)[:MAX_TEXT]
+        yield Finding(HEADING.UNKNOWN, event, what, evidence, "See docs/logging.md.", ranks=(first.rank,))
 
 
-def _waits(waits: Sequence[standing.Waiting], presence: Presence, told_of: Container[str]) -> Iterator[Finding]:
+def _waits(waits: Sequence[standing.Waiting], presence: Presence, told_of: Collection[str]) -> Iterator[Finding]:
     """Find pulls that wait for long, except for ranks that are reported themselves."""
     for each in waits:
         if not any(x in told_of for x in each.owners):
@@ -484,25 +497,30 @@ def _waits(waits: Sequence[standing.Waiting], presence: Presence, told_of: Conta
             what = f"{number} of {each.reader.rank} waited for {owners}, for {shown_seconds(each.seconds)}: {state}"
             names = dict.fromkeys(request.name for request, _ in each.pulls)
             evidence = f"{told.PullHeld.event} says so at {clock_time(each.until)}, and nothing says that they ended"
-            yield Finding(heading, told.PullHeld.event, what, evidence, WAIT_OR_LOOK, tuple(names))
+            ranks = (each.reader.rank, *each.owners)
+            yield Finding(heading, told.PullHeld.event, what, evidence, WAIT_OR_LOOK, tuple(names), ranks=ranks)
 
 
-def _open(seen: Seen, presence: Presence, found: Sequence[Finding]) -> Iterator[Finding]:
+def _open(seen: Seen, presence: Presence, told_of: Collection[str]) -> Iterator[Finding]:
     """Find warnings of processes that nothing has ended, except about ranks that are reported."""
     for record, subject in standing.open_warnings(presence):
-        if any((subject or record.rank) in f"{x.what} {x.evidence}" for x in found):
-            continue
-        if not seen.axis.at(seen.axis.service.processes[record.incarnation], record.at) < seen.since:
+        bases = {record.text("peer") or record.rank, subject}
+        if (
+            bases.isdisjoint((*told_of, *map(base_name, told_of)))
+            and not seen.axis.at(seen.axis.service.processes[record.incarnation], record.at) < seen.since
+        ):
             what = f"{record.event} of {record.rank}{f', {subject},' if subject else ''} is not over"
             texts = [x for name in ("state", "cause", "detail") if (x := record.text(name))]
-            yield Finding(HEADING.UNKNOWN, record.event, what, ", ".join(texts)[:MAX_TEXT], "See docs/logging.md.")
+            evidence, ranks = ", ".join(texts)[:MAX_TEXT], (record.rank,)
+            yield Finding(HEADING.UNKNOWN, record.event, what, evidence, "See docs/logging.md.", ranks=ranks)
 
 
 def _notes(seen: Seen) -> Iterator[Finding]:
     """Find what else was seen: clocks, and requests that an answer shows to be over."""
     for note in seen.axis.notes():
         yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
-    for rank, what in standing.over(seen.axis.service.over):
+    for rank, names in seen.axis.service.over.items():
+        what = f"{counted(len(names), 'request')} held for long in its log ({listed(names)})"
         yield Finding(HEADING.UNKNOWN, "over", f"{rank} answers, and no longer holds {what}")
 
 
@@ -530,7 +548,9 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
     if quiet := [x.rank for x in service.processes.values() if x.num_records and not (x.says_info or x.answers)]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
-        yield limit("warnings_only", what, some(quiet), UNSEEN)
+        said = Counter(x.event for x in seen.logs.records if x.rank in quiet and x.event in told.ENDS)
+        over = "".join(f", nor whether {number:,} {event} are over" for event, number in said.items())
+        yield limit("warnings_only", what + over, some(quiet), UNSEEN)
     for skipped in seen.logs.skipped[:MOST]:
         what = f"{counted(skipped.lines, 'line')} could not be read: {skipped.reason}"
         yield limit("not_read", what, f"{skipped.where}: {skipped.first}")

@@ -255,7 +255,8 @@ def note_of(said: object) -> str | Note | None:
     if isinstance(said, str):
         return said
     with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(said, AnyNote, strict=False)
+        note: Note = msgspec.convert(said, AnyNote, strict=False)
+        return note
     return None
 
 
@@ -303,7 +304,7 @@ class Pull:
 
     @property
     def how(self) -> str:
-        """How the rank was lost, or not met, with which it failed (`asynckv.core.types.How`); empty if neither."""
+        """The way in which the rank was lost, or not met, with which it failed (`How`); empty if neither."""
         return self.said.text("how") if self.said is not None else ""
 
     @property
@@ -412,10 +413,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """The end of a process's log, where its engine has said more since, and whether it has more than warnings."""
+    """The end of a process's log, where its engine has answered as well; `is_whole` if the log has its begin, too."""
 
     at: float
-    says_info: bool
+    says_info: bool = False
+    is_whole: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -430,7 +432,7 @@ class Service:
         not_here: Ranks of which no process is on this host, as of none of them all.
         put_back: Times at which clocks were put back, by the incarnation of the process; its times continue as before.
         logged: What there is of logs, by the incarnation of the process, where engines were asked as well.
-        over: Leases and pulls that a log shows as held for long, and its engine's answer does not list.
+        over: Requests that ranks' logs show as held for long, and their answers do not list, by the rank's name.
     """
 
     processes: dict[str, Process] = field(default_factory=dict)
@@ -442,7 +444,7 @@ class Service:
     not_here: list[str] = field(default_factory=list)
     put_back: dict[str, list[PutBack]] = field(default_factory=dict)
     logged: dict[str, Logged] = field(default_factory=dict)
-    over: list[Lease | Pull] = field(default_factory=list)
+    over: dict[str, list[str]] = field(default_factory=dict)
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:

@@ -70,14 +70,18 @@ def key_trouble(presence: Presence, pull: Pull, lease: Lease) -> tuple[str, str]
     """Return how keys kept a reader and a rank apart, with the evidence; empty if they did not."""
     if shook_hands(presence, pull.process, lease):
         return (pull.how, pull.detail) if pull.cause == "peer_unreachable" and pull.how in KEYS else ("", "")
-    address = lease.process.started.text("address") if lease.process.started is not None else ""
-    return key_trouble_at(pull, lease.process.rank, address)
+    ours, theirs = presence.address_of(pull.process.rank), presence.address_of(lease.process.rank)
+    if (found := key_trouble_at(pull, lease.process.rank, theirs))[0] or not (ours and theirs):
+        return found
+    if ("#" in ours) is ("#" in theirs):  # after the mark is a key
+        return "", ""
+    return How.NO_KEY if "#" in ours else How.NEEDS_KEYS, f"one has keys, the other none: {ours}, {theirs}"
 
 
 def key_trouble_at(pull: Pull, rank: str, address: str = "") -> tuple[str, str]:
     """Return how keys kept a reader from a rank, by the reader's log, with the evidence; empty if they did not."""
     addresses = (address, *(x.text("address") for x in said_of(pull.process, rank)))
-    known = {x.partition("#")[0] for x in addresses} - {""}  # after the mark is a key
+    known = {x.partition("#")[0] for x in addresses} - {""}
     for record in pull.process.of(told.Refused):
         peer, cause = record.text("who"), record.text("cause")
         if record.at <= pull.last_at + 1.0 and cause in KEYS and peer.partition("#")[0] in known:

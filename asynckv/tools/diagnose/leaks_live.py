@@ -16,7 +16,7 @@ from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
 from asynckv.edges.kernel import identity
 from asynckv.tools.diagnose.ask import Trouble
-from asynckv.tools.diagnose.join import Logged, Process, Service, start_of
+from asynckv.tools.diagnose.join import Lease, Logged, Process, Pull, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
 from asynckv.tools.diagnose.process import look, shows_all, verdict
 from asynckv.tools.diagnose.records import Record, integer
@@ -24,10 +24,9 @@ from asynckv.tools.diagnose.records import Record, integer
 if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
 
-FRACTION = 1 / 3  # as `log.held_fraction` has it
 
-LEAST_S, MOST_S = 0.5, 10.0
-"""Least and greatest age of a warning, as with leases of 30 s."""
+LEAST_S, LATE_S = 0.5, 10.0
+"""Ages from which on blocks of failed copies, and requests of engines that do not say so, are held for long."""
 RELEASED = frozenset({"complete", "failed", "cancelled"})
 
 
@@ -40,11 +39,11 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         came = now if math.isnan(answer.at) else answer.at
 
         def say(
-            event: type[told.Told], at: float = came, *, is_bad: bool = False, answer: Answer = answer, **fields: Any
+            event: type[told.Told], at: float = came, *, level: str = "info", answer: Answer = answer, **fields: Any
         ) -> Record:
             name = answer.account
             process = name.engine_id, name.rank, name.incarnation
-            return Record(at, event.event, "warning" if is_bad else "info", *process, fields, answer.address)
+            return Record(at, event.event, level, *process, fields, answer.address)
 
         counted, began = account.facts.counters, came - account.facts.uptime_s
         said: dict[str, Any] = {
@@ -54,11 +53,14 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         }
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         waits = {what: {"number": x.number, "seconds": x.seconds} for what, x in account.waits_for_step.items()}
-        yield say(told.EngineAlive, waits_for_step=waits)
+        yield say(told.EngineAlive, waits_for_step=waits, step_s=account.step_s)
         for peer in account.peers:
-            bad = peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly)
-            state: dict[str, Any] = {"state": peer.state, "detail": peer.cause, "is_bad": bad}
-            yield say(told.PeerChanged, peer=peer.rank, address=peer.address, **state)
+            level = "warning" if peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly) else "info"
+            known: dict[str, Any] = {"state": peer.state, "detail": peer.cause}
+            yield say(told.PeerChanged, level=level, peer=peer.rank, address=peer.address, **known)
+        for plane, event in (("offload.files_off", told.OffloadFilesLost), ("offload.off", told.OffloadBroken)):
+            if why := account.facts.planes.get(plane):
+                yield say(event, level=event.levels[0], cause=why)
         if "prompts_in_a_row" in answer.gauges:
             computed = _below("computed_locally.", counted)
             seen = _below("prompts.", counted) | _below("prompts_", answer.gauges) | {"computed_locally": computed}
@@ -74,12 +76,13 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                 if hold.reason == "retired":
                     yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
+            late_s = LATE_S if status.warn_s is None else status.warn_s
             held: dict[str, Any] = {"waits": status.waits, "requests": 1}
             if status.kind != "lease":
                 state = "announced" if status.kind == "announced" else status.state
-                is_late = state != "announced" and status.state_s >= MOST_S
-                yield say(told.PullHeld, state=state, oldest=[_pull(status)], is_bad=is_late, **held)
-            elif status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S):
+                level = "warning" if state != "announced" and status.state_s >= late_s else "info"
+                yield say(told.PullHeld, level=level, state=state, oldest=[_pull(status)], **held)
+            elif status.age_s >= late_s:
                 yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
             else:
                 lent_at = came - status.age_s
@@ -99,20 +102,24 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
     """
     heard = {x.account.incarnation: x for x in answers if not x.error and x.account.incarnation}
     for record in (x for x in logs if x.incarnation in heard):
-        before = service.logged.get(record.incarnation, Logged(-math.inf, says_info=False))
+        before = service.logged.get(record.incarnation, Logged(-math.inf))
         says_info = before.says_info or record.level not in ("warning", "error")
-        service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info)
+        is_whole = before.is_whole or record.event == told.EngineStarted.event
+        service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info, is_whole)
     for request in service.requests:
-        for subject in (*request.leases.values(), *request.all_pulls):
+        subjects: tuple[Lease | Pull, ...] = (*request.leases.values(), *request.all_pulls)
+        for subject in subjects:
             answer = heard.get(subject.process.incarnation)
             if answer is None or answer.account.after or not subject.held:
                 continue
-            subject.held.sort(key=lambda x, answer=answer: x.where == answer.address)  # type: ignore[misc]
-            if subject.held[-1].where != answer.address:
-                service.over += [] if subject.ended is not None else [subject]
-                subject.held.clear()
-            elif any(x.level == "warning" for x in subject.held[:-1]):  # what was late is later now
-                subject.held[-1] = replace(subject.held[-1], level="warning")
+            logged, now = (
+                [x for x in subject.held if (x.where == answer.address) is is_now] for is_now in (False, True)
+            )
+            if not now and subject.ended is None:
+                service.over.setdefault(subject.process.rank, []).append(subject.request_id)
+            if any(x.level == "warning" for x in logged):  # what was late is later now
+                now = [replace(x, level="warning") for x in now]
+            subject.held = [*logged, *now] if now else []
 
 
 def tell(service: Service, answers: Iterable[Answer], now: float) -> None:

@@ -6,6 +6,7 @@ refused or unanswered release is then known from the decode side alone.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from asynckv.tools.diagnose.join import Process, Pull, Request, base_name, start
 from asynckv.tools.diagnose.leaks_between import how_unanswered, key_trouble_at, refused_as, said_of, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
-from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, Presence
+from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 from asynckv.tools.diagnose.stalls import stalled_s
 
@@ -85,15 +86,14 @@ class _Failed:
         self.low = presence.when(reader, pull.begun_at)[0]
         self.high = presence.when(reader, last.at if last is not None else pull.last_at)[1]
         self.seconds = pull.ended.number("seconds", 0.0) if pull.ended is not None else 0.0
-        self.names: dict[str, Any] = {"reader": reader.rank, "holder": (holder := listed(self.ranks) or pull.peer)}
-        waited_s = in_seconds(self.seconds)
-        self.names |= {"by": holder, "why": pull.detail, "waited_s": waited_s, "seconds": waited_s}
-        self.names["address"] = next((x.text("address") for y in self.ranks for x in said_of(reader, y)), "")
+        holder, waited_s = listed(self.ranks) or pull.peer, in_seconds(self.seconds)
+        self.names: dict[str, Any] = {"reader": reader.rank, "holder": holder, "by": holder, "why": pull.detail}
+        self.names |= {"waited_s": waited_s, "seconds": waited_s, "address": presence.address_of(*self.ranks)}
         self.names["limit"] = "its caller cancelled it" if pull.cause == "cancelled" else "its caller's `timeout_s`"
 
     def verdict(self) -> Verdict:
         """Say why it failed: by a reason that says it all, else from events during it."""
-        state, more = self._by_reason()
+        state, more = self.by_reason()
         if state not in SURE:
             state, more = self.befell() or (state, more)
         return Verdict(W.FAILED, state, self.names | more)
@@ -104,15 +104,16 @@ class _Failed:
         return self._plane_died() or self._owner_died() or self._was_away()
 
     def _plane_died(self) -> Told | None:
-        """Find a data plane that did not serve while it ran. Its owner logs the death once another one runs, and
-        notices it later than readers do. A death after the failure did not cause it."""
+        """Find a data plane that died while it ran, or that did not serve as it was lost. The owner logs the death once
+        another one runs, and notices it later than readers do. A death after the failure did not cause it."""
         presence, pull = self.presence, self.pull
         failed = presence.near(pull.process, pull.ended.at) if pull.ended is not None else self.high
-        failed += NOTICED_S if pull.cause in ("peer_lost", "read_failed") else AT_ONCE_S
         for process in (pull.process, *self.owners):
+            is_lost = pull.cause in ("peer_lost", "read_failed") and process is not pull.process
             for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
-                died = presence.near(process, record.at - record.number("seconds", 0.0))
-                if presence.when(process, record.at)[1] >= self.low and died <= failed:
+                died = presence.when(process, record.at - record.number("seconds", 0.0))
+                last = presence.when(process, record.at)[1] if is_lost else died[1]
+                if last >= self.low and sum(died) / 2 <= failed + (NOTICED_S if is_lost else AT_ONCE_S):
                     return R.PLANE_DIED, {"by": process.rank, "holder": process.rank, "why": record.text("cause")}
         return None
 
@@ -144,7 +145,7 @@ class _Failed:
 
     # -- by its own word ---------------------------------------------------------------------------------------------
 
-    def _by_reason(self) -> Told:
+    def by_reason(self) -> Told:
         pull, cause = self.pull, self.pull.cause
         state = FAILED_AS.get(cause, R.NO_LOG)
         if state is R.TIMED_OUT:
@@ -186,6 +187,11 @@ class _Failed:
     def _refused(self) -> Told:
         """Tell params that two readers had, who is refused as `consumed` or as `wrong_cohort`, from other refusals."""
         pull, request = self.pull, self.request
+        own = [x for x in request.all_pulls if x.process is pull.process and x.begun_at < pull.begun_at]
+        if pull.cause == "consumed" and (first := next((x for x in own if x.cause != "complete"), None)) is not None:
+            if first.failed_in == "announced" and first.ended is not None:
+                return R.ANNOUNCED, {"seconds": in_seconds(first.ended.number("seconds"))}
+            return R.REFUSED, {"reason": "released_already"}
         readers = {x.process.engine_id for x in request.all_pulls}
         readers |= {engine_of(x) for lease in request.leases.values() for x in (*lease.released, *lease.claims)}
         if pull.cause == "consumed" or (pull.cause == "wrong_cohort" and readers - {pull.process.engine_id}):
@@ -194,20 +200,17 @@ class _Failed:
 
     def _unlent(self) -> Told:
         """Tell a request that was lent too late, or passed over, from a prefill engine that lends nothing."""
-        presence, bases = self.presence, {base_name(x) for x in self.ranks}
-        begun, ended = self.low, self.high
+        presence, begun, ended = self.presence, self.low, self.high
         for owner in self.owners:
             if stalled_s(owner, begun, ended, "claim") > 0.0:
                 return R.STUCK, {"by": owner.rank, "holder": owner.rank}
-        later = [x for x in self.request.leases.values() if presence.near(x.process, x.lent_at) > ended]
-        if later:
-            seconds = min(presence.near(x.process, x.lent_at) for x in later) - ended
+        lent_at = [presence.near(x.process, x.lent_at) for x in self.request.leases.values()]
+        if seconds := min((x - ended for x in lent_at if x > ended), default=0.0):
             return R.OVERTAKEN, {"why": f"it was lent {in_seconds(seconds)} s after the deadline"}
-        lent = [y for x in presence.service.requests for y in x.leases.values() if y.process.base in bases]
-        num_lent = sum(begun <= presence.near(x.process, x.lent_at) <= ended for x in lent)
-        if num_lent:
+        lends = [presence.lends[base] for base in {base_name(x) for x in self.ranks}]
+        if num_lent := sum(bisect.bisect(x, ended) - bisect.bisect(x, begun) for x in lends):
             return R.OVERTAKEN, {"why": f"it was not lent, and {num_lent:,} others were meanwhile"}
-        return (R.UNLENT, {}) if self.owners else (R.OVERTAKEN, {})
+        return (R.UNLENT, {}) if self.owners and self.seconds >= SILENCE_S else (R.OVERTAKEN, {})
 
     def _lost(self) -> Record | None:
         """Return the loss of a rank that it read from, during it or since: a rank is silent before it is lost."""
@@ -241,8 +244,7 @@ def why_kept(presence: Presence, request: Request, pull: Pull) -> Verdict:
         high = presence.when(pull.process, until.at)[1]
         fates = [presence.fate(x) for x in failed.owners]
         may_be_dead = not fates or any(x.kind != "stopped" and x.after < high for x in fates)
-        is_lost = pull.cause in ("peer_lost", "restarted") and may_be_dead
-        if is_lost:
+        if pull.cause in ("peer_lost", "restarted") and may_be_dead:
             state, more = R.OWNER_DIED if pull.cause == "restarted" else R.NO_LOG, {}
         elif not failed.was_given_up():
             state, more = R.READING, {}
@@ -271,15 +273,11 @@ def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict
             state = refused_as(record.text("cause"))
             why = f"release {record.text('cause')}{f', {detail}' if (detail := record.text('detail')) else ''}"
             names = {"reader": pull.process.rank, "why": why, "message": "release"} | other_id(pull.prefill_request_id)
-            names |= {
-                "reason": record.text("cause") if state is R.REFUSED else "",
-                "holder": listed(record.texts("ranks")),
-            }
+            names |= {"holder": listed(record.texts("ranks"))}
+            names |= {"reason": record.text("cause")} if state is R.REFUSED else {}
             for rank in record.texts("ranks"):
-                is_known = _is_told(presence, request, pull, rank, (pull.ended or record).at) or _is_gone(
-                    pull.process, rank
-                )
-                if state is not None and not is_known:
+                is_known = _is_told(presence, request, pull, rank, (pull.ended or record).at)
+                if state is not None and not is_known and not _is_gone(pull.process, rank):
                     found.append((Verdict(W.UNKNOWN, state, names), rank, pull))
     return sorted(found, key=lambda x: x[0].order)
 
@@ -307,16 +305,10 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
     causes = {x.text("cause") for x in records} or {pull.cause}
     if causes & {"restarted", "peer_lost", "engine_closed"} or _is_gone(pull.process, rank):
         return None
-    state = R.UNANSWERED
-    if pull.cause == "peer_unreachable":
-        how, why = key_trouble_at(pull, rank)
-        state = R.KEYS_HERE if how == How.UNLISTED_LISTENER else R.KEYS if how else R.UNMET
-        names |= {"why": why or pull.detail, "reason": how}
-    elif pull.cause == "wrong_target":
-        state, names["why"] = R.WRONG_TARGET, pull.detail
-    elif pull.cause in REFUSED_AT_HELLO:
-        state, names["why"], names["reason"] = R.REFUSED_HERE, pull.detail, pull.cause
-    return Verdict(W.UNKNOWN, state, names, missing=(rank,))
+    if pull.cause not in ("peer_unreachable", "wrong_target", *REFUSED_AT_HELLO):
+        return Verdict(W.UNKNOWN, R.UNANSWERED, names, missing=(rank,))
+    state, more = _Failed(presence, request, pull).by_reason()
+    return Verdict(W.UNKNOWN, state, names | {"why": pull.detail} | more, missing=(rank,))
 
 
 def _is_gone(reader: Process, rank: str) -> bool:

@@ -87,7 +87,7 @@ class Debt:
     def __init__(self, presence: Presence, request: Request, lease: Lease, name: str) -> None:
         self.presence, self.request, self.lease, self.name = presence, request, lease, name
         self.since, self.until = presence.span(lease)
-        self.claims = lease.claims
+        self.claims, self.strangers = lease.claims, presence.strangers(lease)
         claim = self.claims.get(name)
         self.heard_s = claim.heard_s if claim is not None else math.nan
         self.pulls = between.pulls_of(request, lease, name)
@@ -125,25 +125,14 @@ class Debt:
             steps = DONE if self.is_claimed else UNMET + DONE
         return next(filter(None, (step(self) for step in ALWAYS + steps)))
 
-    def _is(
-        self,
-        cell: Reader,
-        why: str | None = None,
-        *,
-        missing: tuple[str, ...] = (),
-        fate: Fate | None = None,
-        **names: Any,
-    ) -> Verdict:
+    def _is(self, cell: Reader, why: str | None = None, *, missing: tuple[str, ...] = (), **names: Any) -> Verdict:
         pull, lease, waited_s = self.pull, self.lease, math.nan
-        if fate is not None:
-            why, names["gone"] = fate.why if why is None else why, fate.gone
         if pull is not None and pull.ended is not None:
             waited_s = pull.ended.number("seconds")
-        started = lease.process.started
         known: dict[str, Any] = {
             "reader": pull.process.rank if pull is not None and not self.is_claimed else self.name,
             "holder": lease.process.rank,
-            "address": started.text("address") if started is not None else "",
+            "address": self.presence.address_of(lease.process.rank),
             "why": self._said() if why is None else why,
             "lease_s": in_seconds(lease.lease_s),
             "heard_s": in_seconds(self.heard_s),
@@ -204,6 +193,12 @@ class Debt:
     def attempt(self) -> Pull:
         assert self.pull is not None
         return self.pull
+
+    @property
+    def outcome(self) -> tuple[float, float]:
+        """The time of its outcome, within the uncertainty of its clock."""
+        ended = self.attempt.ended
+        return self.presence.when(self.attempt.process, ended.at if ended is not None else math.nan)
 
     def _away(self) -> Verdict | None:
         """Return the process with a loop that was blocked for so long that it explains an expired lease, if any."""
@@ -268,26 +263,14 @@ class Debt:
     def alive(self) -> list[Process]:
         return [x for x in self.readers if x not in self.gone] or self.gone
 
-    @cached_property
-    def silent(self) -> list[Process]:
-        """Those with a log that ends before the lease did, and that may live."""
+    def _ended(self, kind: str, by: float) -> list[Process]:
+        """Those that were there when it was lent, and whose logs end before some time."""
         fates = ((x, self.presence.fate(x)) for x in self.alive if x not in self.gone)
-        return [x for x, fate in fates if fate.kind == "silent" and fate.after < self.until]
+        return [x for x, fate in fates if fate.kind == kind and fate.after <= by]
 
-    @cached_property
-    def strangers(self) -> tuple[str, ...]:
-        return self.presence.strangers(self.lease)
-
-    @cached_property
-    def died(self) -> list[Process]:
-        """Those that died while they may have had the request, if it is over: a living rank claims as soon as others of
-        its engine did."""
-        presence, lease = self.presence, self.lease
-        claimed = presence.near(lease.process, lease.lent_at) + presence.claims_take_s
-        by = self.until if self.is_nobody else claimed
-        fates = ((x, presence.fate(x)) for x in self.alive if x not in self.gone)
-        found = [x for x, fate in fates if fate.kind == "died" and fate.after <= by]
-        return found if lease.state != "lent" else []
+    @property
+    def silent(self) -> list[Process]:
+        return self._ended("silent", self.until)
 
     @cached_property
     def absent(self) -> dict[str, str]:
@@ -347,7 +330,7 @@ class Debt:
         why = fate.why
         if fate.after < presence.when(lease.process, lease.lent_at + self.heard_s)[0]:
             why += f"; what it did after {self.presence.moment(self.process.last_at)} is not in its log"
-        return self._is(R.DIED, why, fate=fate)
+        return self._is(R.DIED, why, gone=fate.gone)
 
     def of_its_loop(self) -> Verdict:
         assert self.process is not None
@@ -369,7 +352,7 @@ class Debt:
         """It died with the call, or called too late or too early."""
         presence, lease, pull = self.presence, self.lease, self.attempt
         if pull.ended is None and self.fate.kind == "died":
-            return self._is(R.DIED, fate=self.fate)
+            return self._is(R.DIED, self.fate.why, gone=self.fate.gone)
         if presence.when(pull.process, pull.begun_at)[0] > self.until or FAILED_AS.get(pull.cause) is R.LATE:
             away_s, back_at = presence.long_away(lease, pull.process)
             if away_s and back_at - away_s <= pull.begun_at <= back_at + lease.seconds / 2:
@@ -438,7 +421,7 @@ class Debt:
         if not (self.owner is W.RETRYING or (is_last and ("retry" in said or pull.retried))):
             return None
         if self.fate.kind == "died":
-            return self._is(R.DIED, fate=self.fate)
+            return self._is(R.DIED, self.fate.why, gone=self.fate.gone)
         other = between.tried_elsewhere(self.presence, self.request, pull)
         return self._is(R.ELSEWHERE, other=other) if other else self._is(R.RETRIES)
 
@@ -446,19 +429,14 @@ class Debt:
         """A release waits for their end."""
         presence, lease, pull = self.presence, self.lease, self.attempt
         over = presence.when(lease.process, lease.lent_at + lease.seconds)[0]
-        if not (pull.held_transfers and self.is_claimed and self._ended[1] < over):
+        if not (pull.held_transfers and self.is_claimed and self.outcome[1] < over):
             return None
         if pull.returned is None or presence.when(pull.process, pull.returned.at)[0] > self.until:
             return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
         return None
 
-    @property
-    def _ended(self) -> tuple[float, float]:
-        assert self.attempt.ended is not None
-        return self.presence.when(self.attempt.process, self.attempt.ended.at)
-
     def of_its_time(self) -> Verdict | None:
-        is_late, pull = self._ended[0] > self.until, self.attempt
+        is_late, pull = self.outcome[0] > self.until, self.attempt
         if is_late and pull.cause == "peer_lost" and self.is_claimed:
             died = next(((x, fate) for x, fate in self.lost if fate.kind == "died"), None)
             return self._is(R.OWNER_DIED, fate=died[1], holder=died[0].rank) if died else self._is(R.BROKEN)
@@ -472,7 +450,7 @@ class Debt:
         if between.is_unanswered(pull, lease) and not closed:
             return self._is(R.UNANSWERED, between.how_unanswered(pull))
         if fate.kind == "died":  # it had its outcome, and died before its release was heard
-            return self._is(R.DIED, fate=fate)
+            return self._is(R.DIED, fate.why, gone=fate.gone)
         if closed:
             return self._is(R.CLOSED, f"{self._said()}; {fate.why}")
         if not between.would_be_given_up(self.presence, pull.process, pull.ended.at):
@@ -483,25 +461,35 @@ class Debt:
     # -- steps: readers that never spoke of it -------------------------------------------------------------------------
 
     def of_the_dead(self) -> Verdict | None:
-        died, presence = self.died, self.presence
-        if not died:
+        presence, lease = self.presence, self.lease
+        # A rank that lives claims as soon as others of its engine did.
+        claimed = presence.near(lease.process, lease.lent_at) + presence.claims_take_s
+        died = self._ended("died", self.until if self.is_nobody else claimed)
+        if not died or lease.state == "lent":
             return None
         dead, fate = listed(x.rank for x in died), presence.fate(died[0])
         if fate.is_proved and len(died) == len(self.alive) and not self.strangers:  # no other could have got it
-            return self._is(R.DIED, fate=fate, reader=dead)
+            return self._is(R.DIED, fate.why, gone=fate.gone, reader=dead)
         why = f"; its params never arrived, or arrived at {dead}, which {fate.gone} meanwhile ({fate.why})"
         return self._is(R.NO_LOG, why)
 
     def of_none(self) -> Verdict | None:
-        """Every decode engine had ended in a known way, at the latest when a living one would have claimed."""
-        presence, readers = self.presence, self.readers
-        by = presence.near(self.lease.process, self.lease.lent_at) + max(presence.claims_take_s, LATE_S)
-        fates = [(fate.before, x.rank, fate) for x in readers if (fate := presence.fate(x)).before <= by]
-        is_sure = all(fate.kind in ("stopped", "died") and fate.is_proved for _, _, fate in fates)
-        if not readers or len(fates) < len(readers) or self.strangers or not is_sure:
+        """Every decode engine had ended in a known way, at the latest when a living one would have claimed, and others
+        started later."""
+        presence, lent_at = self.presence, self.presence.near(self.lease.process, self.lease.lent_at)
+        by = lent_at + max(presence.claims_take_s, LATE_S)
+        later = [x for x in self.readers if x.num_records and presence.when(x, x.first_at)[0] > by]
+        fates = [(presence.fate(x), x.rank) for x in self.readers if x not in later]
+        ended = [x for x in fates if x[0].kind in ("stopped", "died") and x[0].is_proved and x[0].before <= by]
+        if not ended or len(ended) < len(fates) or self.strangers:
             return None
-        _, last, fate = max(fates, key=lambda x: x[:2])
-        return self._is(R.NONE_RUNS, f"{last} {fate.text}, and no decode engine ran since", reader=last)
+        fate, last = max(ended, key=lambda x: x[0].before)
+        since = (
+            f"{later[0].rank} started at {self.presence.moment(later[0].first_at)}"
+            if later
+            else "no decode engine ran since"
+        )
+        return self._is(R.NONE_RUNS, f"{last} {fate.text}, and {since}", reader=last)
 
     def of_the_absent(self) -> Verdict | None:
         """Return the verdict about readers that were not there."""
@@ -513,6 +501,11 @@ class Debt:
         given = "may have been given it" if self.is_nobody else "was given it, as other ranks of its engine were"
         missing = self.strangers if self.is_nobody else ()
         return self._is(R.ABSENT, why, reader=first, given=given, missing=missing, about=tuple(self.absent))
+
+    def of_the_idle(self) -> Verdict | None:
+        if self.alive and not self.strangers and all(self.presence.had_no_step(x, self.lease) for x in self.alive):
+            return self._is(R.IDLE, reader=listed(x.rank for x in self.alive))
+        return None
 
     def of_the_untold(self) -> Verdict | None:
         """Logs are missing, or end before their readers do and soon after the lease: it may still be pulled."""
@@ -561,5 +554,5 @@ UNMET: Steps = (D.of_another_id, D.of_its_call, D.of_the_address, D.of_keys, D.o
 DONE: Steps = (
     *(D.of_no_outcome, D.of_a_hanging_owner, D.of_a_promise, D.of_its_transfers, D.of_its_time, D.of_its_release),
 )
-NOBODY: Steps = (D.of_the_dead, D.of_none, D.of_the_absent, D.of_the_untold, D.of_the_unheard)
+NOBODY: Steps = (D.of_the_dead, D.of_none, D.of_the_absent, D.of_the_idle, D.of_the_untold, D.of_the_unheard)
 LEFT_OUT: Steps = (D.of_the_dead, D.of_the_away, D.of_the_absent, D.of_the_left_out)

@@ -7,9 +7,10 @@ also knows the processes that may have read from each other, and the blocked loo
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,12 +20,14 @@ from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
-from asynckv.tools.diagnose.stalls import stalled_s
+from asynckv.tools.diagnose.stalls import had_no_step, stalled_s
 
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
 SIGN_S = 2.0  # longest delay of a sign of life, which is due every half lease; a longer one is a line itself
+UNTOLD_S = 5.0
+"""Longest delay of a sign of life without a line of its own: an idle engine's beat, late by less than a long pause."""
 SILENCE_S = 5.0
 """Seconds after which a living process writes a line again; a lost one without a line is dead or hangs."""
 
@@ -76,16 +79,10 @@ def seats(process: Process) -> set[tuple[str | int, ...]]:
 
 
 class Presence:
-    """The fates of all processes of a service, in one common time.
+    """The fates of all processes of a service, in one common time."""
 
-    Args:
-        axis: Aligns the clocks of the service.
-        shown: Writes a moment of a process's clock; as it is, if left out.
-    """
-
-    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] | None = None) -> None:
+    def __init__(self, axis: Axis) -> None:
         self.service, self._axis, self.moment = (service := axis.service), axis, axis.moment
-        self._shown = shown or (lambda _, at: axis.moment(at))
         self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
@@ -97,16 +94,21 @@ class Presence:
         self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
+        self._addresses = {x.start: x.started.text("address") for x in processes if x.started is not None}
         for process in processes:
             for record in process.of(told.PeerChanged):
+                self._addresses.setdefault(start_of(record.text("peer")), record.text("address"))
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
         self._heard: dict[str, float] = defaultdict(lambda: -math.inf)
         self.attempts: dict[tuple[str, str], list[tuple[Request, Pull]]] = defaultdict(list)
         """All attempts of a process at one of its requests."""
+        self.lends: dict[str, list[float]] = defaultdict(list)
+        """Times at which each rank lent something, by its name without a start."""
         claims = list[float]()
         for request in service.requests:
             for lease in request.leases.values():
+                bisect.insort(self.lends[lease.process.base], self.near(lease.process, lease.lent_at))
                 for name, claim in lease.claims.items():
                     claims.append(claim.claimed_s)
                     self._hear(name, lease.process, lease.lent_at + claim.heard_s)
@@ -120,6 +122,13 @@ class Presence:
         self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
         """Most seconds after the lend at which a request was claimed."""
 
+    def address_of(self, *ranks: str) -> str:
+        """Return the address of the first of some ranks that has a known one; empty if none has."""
+        return next((x for rank in ranks if (x := self._addresses.get(start_of(rank), ""))), "")
+
+    def _shown(self, process: Process, at: float) -> str:
+        return self.moment(self._axis.at(process, at))
+
     def _hear(self, rank: str, other: Process, at: float) -> None:
         """Note that a process has heard of a rank at some time of its own clock."""
         process = self.service.process_named(rank)
@@ -130,7 +139,8 @@ class Presence:
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
         low, high = self.when(process, process.last_at)
-        lease_s = lease_of(process)
+        after = process.successor
+        began = self.when(after, after.first_at)[1] if after and self._replaces(after, process) else math.inf
         ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
         if not process.num_records:
             low, ends = -math.inf, "there is no log of it"
@@ -139,7 +149,7 @@ class Presence:
             return Fate("alive", "it answers", math.inf, math.inf)
         how = self.service.gone.get(process.start)
         if how is not None and process.stopped is None:
-            return Fate("died", f"{how} ({ends})", low, high + lease_s if process.says_info else math.inf)
+            return Fate("died", f"{how} ({ends})", low, began)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
@@ -152,11 +162,9 @@ class Presence:
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
         if process.start in self.service.there:
-            return Fate(
-                "silent", f"its process is there ({ends.removesuffix(' without a goodbye')})", low, math.inf, False
-            )
-        if (after := process.successor) is not None and self._replaces(after, process):
-            began = self.when(after, after.first_at)[1]
+            why = f"its process is there ({ends.removesuffix(' without a goodbye')})"
+            return Fate("silent", why, low, math.inf, False, hangs=self._is_overdue(process))
+        if after is not None and began < math.inf:
             return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
             at, how = self.when(other, record.at), record.text("how")
@@ -171,11 +179,16 @@ class Presence:
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
-        is_comparable = self._axis.group(process) == 0
-        if is_comparable and self.last >= max(high, self._heard[process.incarnation]) + lease_s + LATE_S:
-            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_s / 2)} s"
-            return Fate("died", why, low, high + lease_s, False)
+        if self._is_overdue(process):
+            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
+            return Fate("died", why, low, high + lease_of(process), False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+
+    def _is_overdue(self, process: Process) -> bool:
+        """Return True if logs go on for so long that a living process would have written a line, or be heard of."""
+        heard = max(self.when(process, process.last_at)[1], self._heard[process.incarnation])
+        is_told = process.says_info and self._axis.group(process) == 0
+        return is_told and self.last >= heard + lease_of(process) + LATE_S
 
     def _replaces(self, after: Process, process: Process) -> bool:
         """Return True if a start of a rank shows that an earlier one has ended, since two may use one name at once."""
@@ -183,7 +196,8 @@ class Presence:
         if not is_here or self._heard[process.incarnation] > self.when(after, after.first_at)[1]:
             return False
         silent_s = max(self.last - self.when(process, process.last_at)[1], after.last_at - process.last_at)
-        return not seats(process).isdisjoint(seats(after)) or (process.says_info and silent_s > sign_of(process))
+        is_silent = process.says_info and silent_s > 0.5 * lease_of(process) + UNTOLD_S
+        return is_silent or not seats(process).isdisjoint(seats(after))
 
     def ends_early(self, process: Process) -> bool:
         """Return True if a log ends half a lease before others without a reason, so that missing ends prove nothing.
@@ -191,7 +205,8 @@ class Presence:
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
         fate = self.fate(process)
-        is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
+        may_be_cut = not fate.hangs or process.start in self.service.there
+        is_silent = bool(process.num_records) and fate.kind == "silent" and may_be_cut
         return is_silent and self.last - self.when(process, process.last_at)[1] > sign_of(process)
 
     def reaches(self, process: Process) -> bool:
@@ -263,10 +278,19 @@ class Presence:
         return 0.0, -math.inf
 
     def _stalled_s(self, lease: Lease, reader: Process) -> float:
-        """Return for how long a reader's scheduler made no step while a lease lasted."""
+        """Return for how long a reader's scheduler made no step while a lease lasted, although something waited."""
+        return stalled_s(reader, *self._span_of(lease, reader))
+
+    def had_no_step(self, reader: Process, lease: Lease) -> bool:
+        """Return True if a reader's scheduler made no step for most of a lease's time, whether or not it was idle."""
+        since, until = self._span_of(lease, reader)
+        return had_no_step(reader, since, since + 0.5 * (until - since))
+
+    def _span_of(self, lease: Lease, reader: Process) -> tuple[float, float]:
+        """Return the times at which a lease began and ended, by a reader's clock."""
         ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
-        since, until = (self.near(lease.process, x) + ahead for x in (lease.lent_at, lease.lent_at + lease.seconds))
-        return stalled_s(reader, since, until)
+        since = self.near(lease.process, lease.lent_at) + ahead
+        return since, since + lease.seconds
 
     def absent(self, lease: Lease, readers: Iterable[Process]) -> dict[str, str]:
         """Return the reasons for which readers were surely not there for most of a lease's time, by ranks."""

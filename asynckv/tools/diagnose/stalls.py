@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,23 +35,35 @@ class Stall:
         return f"{waiting} for {shown_seconds(self.seconds)}"
 
 
-def stalls(process: Process) -> Iterator[Stall]:
-    """Yield a process's known times without a step, in the order of the lines that say so."""
-    for record in process.of(told.EngineAlive):
+def stalls(process: Process, since: float = -math.inf, until: float = math.inf) -> Iterator[Stall]:
+    """Yield a process's known times without a step, by its signs of life from one moment to the first after another."""
+    for record in process.since(told.EngineAlive, since):
         said = {what: x for what, x in record.mapping("waits_for_step").items() if isinstance(x, dict)}
         waits = {what: number(said[what].get("seconds"), 0.0) for what in LEAST_S if what in said}
         long = {what: s for what, s in waits.items() if s >= LEAST_S[what]}
         if long:
             yield Stall(record.at - max(long.values()), record.at, {x: integer(said[x].get("number"), 0) for x in long})
+        if record.at >= until:
+            return
 
 
 def stalled_s(process: Process, since: float, until: float, what: str = "") -> float:
     """Return for how long a process made no step between two moments of its clock, as far as one line says."""
-    spans = (min(x.until, until) - max(x.since, since) for x in stalls(process) if not what or what in x.what)
-    return max(spans, default=0.0)
+    found = (x for x in stalls(process, since, until) if not what or what in x.what)
+    return max([0.0, *(min(x.until, until) - max(x.since, since) for x in found)])
+
+
+def had_no_step(process: Process, since: float, until: float) -> bool:
+    """Return True if a process made no step between two moments of its clock. It hung, or was idle."""
+    record = next(process.since(told.EngineAlive, until), None)
+    return record is not None and record.at - record.number("step_s", 0.0) <= since
 
 
 def last_stall(process: Process) -> Stall | None:
     """Return the time without a step that had not ended at the last sign of life."""
     last = max((x.at for x in process.of(told.EngineAlive)), default=0.0)
     return next((x for x in stalls(process) if x.until == last), None)
+
+
+def longest_stall(process: Process) -> Stall | None:
+    return max(stalls(process), key=lambda x: x.seconds, default=None)

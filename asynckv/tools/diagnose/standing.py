@@ -7,28 +7,28 @@ answered, the engine's own counts of bad ends say whether the log lacks one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.axis import clock_time, counted
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
-from asynckv.tools.diagnose.leaks_between import is_last_word
+from asynckv.tools.diagnose.axis import clock_time
 from asynckv.tools.diagnose.causes import WELL
+from asynckv.tools.diagnose.join import Lease, Logged, Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.leaks_between import is_last_word
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
 from asynckv.tools.diagnose.records import Record, integer
 
-WARNINGS = frozenset({"warning", "error"})
-OF_REQUESTS = frozenset(
-    x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull | told.OfLease | told.LeaseHeld | told.PullHeld)
-)
-"""Events about requests, which are judged with them."""
 GOOD_COUNTS = frozenset({*WELL, "lent", "started", "released"})
 """Counts of leases and pulls that are no bad ends."""
+
+OF_PROCESSES = {*told.ENDS} - {x.event for x in (told.LeaseHeld, told.PullHeld, told.OffloadFailed)}
+"""Warnings of a process about itself and its peers. The others are judged with their requests and copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,12 @@ class Waiting:
 
     reader: Process
     owners: tuple[str, ...]
-    states: tuple[str, ...]  # progress at these ranks, as in `RankStatus`, the most frequent first
     pulls: Sequence[tuple[Request, Pull]]
+
+    @property
+    def states(self) -> list[str]:
+        """Progress at these ranks, as in `RankStatus`, the most frequent first."""
+        return [x for x, _ in Counter(y for _, pull in self.pulls for y in _late(pull).values()).most_common()]
 
     @property
     def seconds(self) -> float:
@@ -61,59 +65,47 @@ class Waiting:
 def waiting(presence: Presence, told_of: Collection[tuple[str, str, int]]) -> list[Waiting]:
     """Find pulls with an open warning, the most frequent reason first, except those of requests that are told of."""
     groups: dict[tuple[Process, tuple[str, ...]], list[tuple[Request, Pull]]] = defaultdict(list)
-    progress: dict[tuple[Process, tuple[str, ...]], Counter[str]] = defaultdict(Counter)
     for request in presence.service.requests:
         if (request.engine_id, request.request_id, request.sequence) not in told_of:
             for pull in (x for x in request.all_pulls if _waits(presence, request, x)):
-                states = {str(x): str(y) for x, y in pull.held[-1].mapping("ranks").items()}
-                # Ranks of which everything has come, or that are not read from, keep nothing waiting.
-                late = {x: y for x, y in states.items() if y not in ("proven", "only_released", "released")} or states
-                key = pull.process, tuple(sorted(late))
-                groups[key].append((request, pull))
-                progress[key].update(late.values())
-    rows = ((*key, tuple(x for x, _ in progress[key].most_common()), found) for key, found in groups.items())
-    return sorted((Waiting(*row) for row in rows), key=lambda x: -len(x.pulls))
+                groups[pull.process, tuple(sorted(_late(pull)))].append((request, pull))
+    return sorted((Waiting(*key, found) for key, found in groups.items()), key=lambda x: -len(x.pulls))
+
+
+def _late(pull: Pull) -> dict[str, str]:
+    """Return the ranks that a pull waits for, with its progress there."""
+    states = {str(x): str(y) for x, y in pull.held[-1].mapping("ranks").items()}
+    return {x: y for x, y in states.items() if y not in ("proven", "only_released", "released")} or states
 
 
 def _waits(presence: Presence, request: Request, pull: Pull) -> bool:
     """Return True if a warning about a pull is the last word of it, on either side."""
-    if not pull.held or (last := pull.held[-1]).level not in WARNINGS or pull.state == "quarantined":
+    if pull.ended is not None or not pull.held or pull.held[-1].level != "warning" or not is_last_word(pull):
         return False
-    ends = told.ENDS[last.event]
-    if (
-        pull.ended is not None
-        or not is_last_word(pull)
-        or any(x.at >= last.at and x.event in ends for x in pull.records)
-    ):
+    last = pull.held[-1]
+    if any(x.at >= last.at and x.event in told.ENDS[last.event] for x in pull.records):
         return False
-    # A goodbye ends all pulls, and a death is a finding of its own.
-    if presence.fate(pull.process).kind in ("stopped", "died"):
+    # A goodbye ends all pulls, and a death is a finding of its own. A good end is no warning.
+    if not pull.process.says_info or presence.fate(pull.process).kind in ("stopped", "died"):
         return False
     owed = [x for x in request.leases.values() if pull.process.start not in map(start_of, x.released)]
-    return bool(owed) or not request.leases
+    return pull.state != "quarantined" and (bool(owed) or not request.leases)
 
 
 def open_warnings(presence: Presence) -> Iterator[tuple[Record, str]]:
     """Yield warnings of processes about themselves and their peers that nothing has ended, with their subjects."""
     for process in presence.service.processes.values():
-        last: dict[tuple[str, str], Record] = {}
+        still: dict[tuple[str, str], Record] = {}
         for record in process.records:
-            if record.event in told.ENDS and record.event not in OF_REQUESTS and record.level == "warning":
-                last[record.event, _subject(record)] = record
-        is_over = process.stopped is not None or process.successor is not None
-        for (event, subject), record in last.items() if not is_over else ():
-            only = told.EVENTS[event].only_with
-            if only and record.integer(only, 0) <= 0:
-                continue
-            later = (x for x in process.records if x.at >= record.at and x is not record)
-            if not any(x.event in told.ENDS[event] and _subject(x) == subject for x in later):
-                if record.event != told.PeerChanged.event or _is_unsettled(presence, record):
-                    yield record, subject
-
-
-def _subject(record: Record) -> str:
-    """Name what a line of a process is about; two starts of a peer are one, because the later one takes its place."""
-    return base_name(record.text("peer")) if record.event == told.PeerChanged.event else record.text("job")
+            # Two starts of a peer are one, because the later one takes its place.
+            subject = base_name(record.text("peer")) if record.event == told.PeerChanged.event else ""
+            for key in [x for x in still if record.event in told.ENDS[x[0]] and x[1] == subject]:
+                del still[key]
+            if record.level == "warning" and record.event in OF_PROCESSES:
+                still[record.event, subject] = record
+        if process.says_info and process.stopped is None and process.successor is None:
+            found = ((x, subject) for (_, subject), x in still.items())
+            yield from (x for x in found if not x[1] or _is_unsettled(presence, x[0]))
 
 
 def _is_unsettled(presence: Presence, record: Record) -> bool:
@@ -134,22 +126,23 @@ def missing(presence: Presence) -> list[str]:
     """
     service = presence.service
     first: dict[str, float] = {}
+    is_unknown = cache(lambda rank: start_of(rank) != "" and service.process_named(rank) is None)
 
-    def name(names: Sequence[str], process: Process, at: float) -> None:
-        for rank in names:
-            if start_of(rank) and not math.isnan(at):
+    def name(names: Iterable[str], process: Process, at: float) -> None:
+        for rank in filter(is_unknown, names):
+            if not math.isnan(at):
                 first[rank] = min(first.get(rank, math.inf), presence.near(process, at))
 
     past = set[str]()
     for request in service.requests:
         for lease in request.leases.values():
-            name([*lease.owed, *lease.released, *lease.claims], lease.process, lease.lent_at)
+            name(itertools.chain(lease.owed, lease.released, lease.claims), lease.process, lease.lent_at)
         for pull in request.all_pulls:
             name(pull.peer_ranks, pull.process, pull.begun_at)
     for process in service.processes.values():
         for record in process.of(told.PeerChanged, told.ReaderMet, told.ReaderRefused):
             name([record.text("peer") or record.text("reader")], process, record.at)
-            if record.text("state") == "gone" and record.level not in WARNINGS:  # it said goodbye
+            if record.text("state") == "gone" and record.level == "info":  # it said goodbye
                 past.add(record.text("peer"))
     begun: dict[str, float] = defaultdict(lambda: -math.inf)
     for rank, at in first.items():
@@ -157,8 +150,7 @@ def missing(presence: Presence) -> list[str]:
     for process in service.processes.values():
         if process.num_records:
             begun[process.base] = max(begun[process.base], presence.near(process, process.first_at))
-    known = {x for x in first if service.process_named(x) is not None}
-    return sorted(x for x, at in first.items() if x not in known | past and at >= begun[base_name(x)])
+    return sorted(x for x, at in first.items() if x not in past and at >= begun[base_name(x)])
 
 
 def cut(presence: Presence) -> Iterator[tuple[str, str]]:
@@ -184,11 +176,11 @@ def cut(presence: Presence) -> Iterator[tuple[str, str]]:
 
 
 def _is_unfinished(presence: Presence, lease: Lease) -> bool:
-    """Return True for a lease that was lent, and that was held for long or over before other logs end."""
+    """Return True for a lease with a log that ends before it would be held for long, or over, and others do not."""
     if lease.lent is None or lease.ended is not None or lease.held or presence.fate(lease.process).kind != "silent":
         return False
-    told_after_s = max(lease.lease_s / 3, SIGN_S) if not math.isnan(lease.lease_s) else math.inf
-    return presence.last > presence.when(lease.process, lease.lent_at + told_after_s)[1] + SIGN_S
+    told_at = presence.when(lease.process, lease.lent_at + max(lease.lease_s / 3, SIGN_S))
+    return presence.when(lease.process, lease.process.last_at)[1] < told_at[0] and presence.last > told_at[1] + SIGN_S
 
 
 def _is_explained(request: Request, reader: Process) -> bool:
@@ -212,24 +204,23 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
             shown[pull.process, f"pulls.{pull.cause}"] += 1
             shown[pull.process, "blocks.kept"] += pull.held_transfers > 0
             shown[pull.process, "blocks.retired"] += pull.retired is not None
-    for process in (x for x in counts if x.durations or not presence.reaches(x)):
+    for process in (x for x in counts if _is_whole(presence, x) or not presence.reaches(x)):
         more = Counter({x: integer(n, 0) - shown[process, x] for x, n in counts[process].items() if _is_bad(x)})
-        more["internal_errors"] *= not any(True for _ in process.of(told.InternalError))  # of many only some are logged
+        for name, event in (("internal_errors", told.InternalError), ("pulls.overloaded", told.PullRefused)):
+            more[name] *= not any(True for _ in process.of(event))  # of many only some are logged
         if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
             until = service.logged.get(process.incarnation)
             ends = f"its log ends at {clock_time(until.at)}" if until is not None else "there is no log of it"
             yield process.rank, f"{', '.join(said)}" + (f"; {ends}" if process.answers else "")
 
 
+def _is_whole(presence: Presence, process: Process) -> bool:
+    """Return True if a process's log has its begin, so that it shows all bad ends up to its own."""
+    if process.answers:
+        return presence.service.logged.get(process.incarnation, Logged(-math.inf)).is_whole
+    return process.started is not None and process.started.event == told.EngineStarted.event
+
+
 def _is_bad(counter: str) -> bool:
     kind, _, how = counter.partition(".")
     return (kind in ("leases", "pulls") and how not in GOOD_COUNTS) or kind in ("internal_errors", "blocks")
-
-
-def over(subjects: Sequence[Lease | Pull]) -> Iterator[tuple[str, str]]:
-    """Yield ranks that answer and no longer hold requests which their logs show as held for long, and these."""
-    found: Mapping[str, list[str]] = defaultdict(list)
-    for subject in subjects:
-        found[subject.process.rank].append(subject.request_id)
-    for rank, names in found.items():
-        yield rank, f"{counted(len(names), 'request')} held for long in its log ({listed(names)})"

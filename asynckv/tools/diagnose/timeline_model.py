@@ -238,6 +238,7 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     first, claimed = requests[0], (pull_id for x in leases for pull_id in sorted(x.pull_ids))
     how_lease, how_pull, is_bad = _ends(requests, leases, pulls)
     sides = ([x for x in lanes if x.side == side] for side in ("prefill", "decode"))
+    processes = [*(x.process for x in lanes), *(x.process for x in marks)]
     return Story(
         number=0,
         name=first.name,
@@ -248,7 +249,7 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
         lease=how_lease,
         pull=how_pull,
         level="warning" if is_bad else "info",
-        group=next((axis.group(x.process) for x in (*lanes, *marks)), 0),
+        group=axis.group(processes[0]) if processes else 0,
         seconds=max((max(x.end for x in side) - min(x.start for x in side) for side in sides if side), default=0.0),
         lanes=lanes,
         marks=marks[:MAX_MARKS],
@@ -460,7 +461,7 @@ def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark
 
 def ground(axis: Axis) -> list[Ground]:
     out = []
-    presence = Presence(axis, lambda process, at: axis.moment(axis.at(process, at)))
+    presence = Presence(axis)
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []

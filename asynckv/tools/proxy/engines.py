@@ -137,7 +137,6 @@ class Engine:
         heard: Time at which it last sent anything, including a part of an answer.
         times_late: Time-outs in a row, of health checks and connects, since a health check was answered.
         unheard: Health checks in a row during which it sent nothing at all.
-        broke_off: True if a request was lost or met silence since a health check was answered.
         working: The time-outs of its current requests, each with the fault if it has expired.
         lends_once: True if its params are not asynckv's, so that only one of several answers to a request may read.
     """
@@ -147,7 +146,7 @@ class Engine:
         self.trouble = NEW
         self.heard = self.late_at = -math.inf
         self.unheard = self.times_late = self.last_turn = 0
-        self.lends_once = self.is_slow = self.is_named = self.broke_off = False
+        self.lends_once = self.is_slow = self.is_named = False
         self.working: dict[asyncio.Timeout, str] = {}
         self.faults: set[str] = set()
         self._faults, self._connect_s = faults, connect_s
@@ -164,7 +163,6 @@ class Engine:
             say, event = (log.warning, "engine_down") if trouble else (log.info, "engine_up")
             say(event, role=self.role, engine=self.url, trouble=trouble, outstanding=self.outstanding)
         self.trouble, self.is_slow = trouble, is_slow
-        self.broke_off = self.broke_off and bool(trouble)
 
     def late(self, text: str) -> None:
         """Note that a health check or a connect had no answer in time."""
@@ -189,7 +187,6 @@ class Engine:
 
     def fault(self, why: str, text: str, retry_after: str = "") -> EngineFault:
         self.faults.add(why)
-        self.broke_off = self.broke_off or why in ("lost", "silent")
         self._faults.labels(self.role, self.url, why).inc()
         log.warning("engine_fault", role=self.role, engine=self.url, why=why, text=text)
         return EngineFault(self, why, text, retry_after)
@@ -289,7 +286,6 @@ class Engines:
         names = [*labels, "why"]
         self._faults = prometheus.Counter("pd_proxy_engine_faults", "Faults of engines.", names, registry=metrics)
         self._up = gauge("pd_proxy_engine_up", "1 if the engine is up.", labels)
-        self._lost = gauge("pd_proxy_engine_lost", "1 if the engine is down and broke off requests.", labels)
         self._outstanding = gauge("pd_proxy_engine_outstanding", "Requests in flight at the engine.", labels)
         self._known: dict[tuple[str, str], Engine] = {}
         self._sources, self._limits, self._turn = sources, limits, itertools.count(1)
@@ -385,13 +381,12 @@ class Engines:
         return [engine for engine in self._known.values() if engine.role == role and engine.is_named]
 
     def states(self) -> dict[str, list[dict[str, Any]]]:
-        for shown in (self._up, self._lost, self._outstanding):  # removed engines must not be reported
-            shown.clear()
+        self._up.clear()  # removed engines must not be reported
+        self._outstanding.clear()
         told: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
         for it in (it for role in told for it in self.of(role)):
             told[it.role].append({"engine": it.url, "trouble": it.trouble, "outstanding": it.outstanding})
             self._up.labels(it.role, it.url).set(not it.trouble)
-            self._lost.labels(it.role, it.url).set(bool(it.trouble) and it.broke_off)
             self._outstanding.labels(it.role, it.url).set(it.outstanding)
         return told
 
