@@ -161,6 +161,8 @@ class _Failed:
                 return self._refused()
             case R.UNLENT:
                 return self._unlent()
+            case R.BROKEN if pull.how == How.GOODBYE:  # before it began
+                return R.OWNER_CLOSED, {}
             case R.BROKEN | R.LATE | R.TIMED_OUT if (lost := self._lost()) is not None:
                 return self._of_lost(lost)
             case R.REFUSED_HERE | R.CLOSED | R.STUCK:

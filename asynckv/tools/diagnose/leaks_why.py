@@ -284,7 +284,7 @@ class Debt:
     # -- steps: any reader, and one that had claimed and of which no outcome is known ----------------------------------
 
     def of_forgotten(self) -> Verdict | None:
-        if self.pull is None or not between.is_forgotten(self.presence, self.pull):
+        if self.pull is None or not between.is_forgotten(self.presence, self.request, self.pull):
             return None
         return self._away() or self._is(R.ANNOUNCED)
 
