@@ -112,7 +112,7 @@ def _is_open(lease: Lease) -> bool:
 
 
 def _is_kept(pull: Pull) -> bool:
-    """Return True if its blocks were not free at its outcome; of a cancelled pull a transfer may end a moment later."""
+    """Return True if its blocks were not free at its outcome; a cancelled transfer may end a moment later."""
     if pull.ended is None and pull.state == "quarantined":
         return is_last_word(pull)
     if pull.cause == "cancelled" and pull.returned is not None and kept_s(pull) <= LATE_S:

@@ -81,6 +81,7 @@ class Record:
     incarnation: str  # which start of the process, in full
     said: Mapping[str, Any] | bytes  # everything else that the line says, or the line itself
     where: str = ""  # file and line, for people
+    ago_s: float = 0.0  # how long before its line it happened, if that is about several requests
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -395,7 +396,7 @@ def _each(record: Record) -> Iterator[Record]:
     """Split a line about many requests."""
     for fields in _rows(record.fields)[1:]:
         ago_s = min(max(number(fields.get("ago_s"), 0.0), 0.0), 60.0)
-        yield replace(record, at=record.at - ago_s, event=ALIKE[record.event], said=fields)
+        yield replace(record, at=record.at - ago_s, ago_s=ago_s, event=ALIKE[record.event], said=fields)
 
 
 def _rows(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
