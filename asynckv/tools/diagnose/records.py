@@ -218,7 +218,8 @@ class _Reader:
         self._needles = {json.dumps(request, ensure_ascii=x)[:-1].encode(errors="replace") for x in (True, False)}
         self._sequence = int(x) if (x := request.removeprefix("#")[:18]).isdecimal() else -1
         self._num_named = 0 if request else MAX_NAMED
-        self._records: list[tuple[Record, bytes, Source]] = []
+        self._records: list[Record] = []
+        self._seen = set[bytes]()  # the texts of the records: a line names its process and its time
         self._well, self._wrong = Well(), set[tuple[str, int]]()
         self._sources: list[Source] = []
         self._skipped: dict[str, Skipped] = {}
@@ -254,19 +255,15 @@ class _Reader:
             self._skip(why, b"")
 
     def finished(self) -> Logs:
-        """Remove duplicates and lines that are only counted, and sort the others."""
-        for record, _, _ in self._records:
-            if record.event in MANY:
-                self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
+        """Choose the lines of requests that went well, and sort all records."""
         chosen = self._well.chosen(self._wrong)
-        for text, i, number in chosen.lines:
-            if (head := _head_of(text)) is not None:
-                source = self._sources[i]
-                self._records.append((_record(head, text, f"{source.path}:{number}"), text, source))
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
+        for text, i, number in chosen.lines:
+            if (head := _head_of(text)) is not None:
+                self._add(_record(head, text, f"{self._sources[i].path}:{number}"), text, self._sources[i])
         return Logs(
-            records=sorted(self._unlike(), key=attrgetter("at")),
+            records=sorted(self._records, key=attrgetter("at")),
             sources=self._sources,
             skipped=list(self._skipped.values()),
             num_text=self._num_text,
@@ -274,19 +271,15 @@ class _Reader:
             num_well=chosen.num_requests,
         )
 
-    def _unlike(self) -> Iterator[Record]:
-        """Yield the records that are new."""
-        self._records.sort(key=lambda x: x[0].at)
-        at, seen = -math.inf, set[tuple[str, bytes]]()
-        for record, text, source in self._records:
-            if record.at > at:
-                at = record.at
-                seen.clear()
-            if (record.incarnation, text) in seen:
-                source.num_repeated += 1
-            else:
-                seen.add((record.incarnation, text))
-                yield from _each(record) if record.event in ALIKE else (record,)
+    def _add(self, record: Record, text: bytes, source: Source) -> None:
+        """Add a record if it is new, or those of each of its requests."""
+        if text in self._seen:
+            source.num_repeated += 1
+            return
+        self._seen.add(text)
+        if record.event in MANY:
+            self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
+        self._records += _each(record) if record.event in ALIKE else (record,)
 
     def _line(self, line: bytes) -> None:
         """Take one line, without everything that is wrapped around it."""
@@ -358,7 +351,7 @@ class _Reader:
             return
         if head.sequence >= 0:
             self._wrong.add(head.key)
-        self._records.append((_record(head, text, f"{self._source.path}:{number}"), text, self._source))
+        self._add(_record(head, text, f"{self._source.path}:{number}"), text, self._source)
 
     def _names(self, head: Head, text: bytes) -> bool:
         if self._num_named >= MAX_NAMED or not (

@@ -98,10 +98,8 @@ class Well:
         self._pack()
         columns = np.frombuffer(self._columns, _NUMBERS)
         at, sequence, kind, process = columns["at"], columns["sequence"], columns["kind"], columns["process"]
-        order = np.lexsort((process, columns["text"], at))
-        is_first = np.ones(len(at), bool)
-        ordered = [columns[x][order] for x in ("at", "text", "process")]
-        is_first[order[1:]] = np.any([x[1:] != x[:-1] for x in ordered], axis=0)
+        is_first = np.zeros(len(at), bool)
+        is_first[np.unique(columns["text"], return_index=True)[1]] = True  # a line names its process and its time
         repeated = np.bincount(columns["source"][~is_first])
         group = columns["engine"] * _SEQUENCES + sequence
         lease = process * _SEQUENCES + sequence
