@@ -27,7 +27,7 @@ import msgspec
 
 from asynckv.core import told
 from asynckv.core.notes import AnyNote, Granted, Note, Promised, Released
-from asynckv.core.told import RefusedMessage
+from asynckv.core.told import LastClaim, RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.old_words import coded
@@ -110,15 +110,6 @@ class Process:
         return itertools.islice(found, bisect.bisect_left(found, at, key=attrgetter("at")), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One reader's last claim, as its prefill rank knows it; times are seconds since the request was lent."""
-
-    pull_id: str
-    claimed_s: float = math.nan
-    heard_s: float = math.nan
-
-
 @dataclass(slots=True, eq=False)
 class Lease:
     """One request on one prefill rank."""
@@ -194,16 +185,16 @@ class Lease:
         return {str(k): str(v) for k, v in readers.items()}
 
     @property
-    def claims(self) -> dict[str, Claim]:
-        """The last claim of every reader that made one, by its name."""
-        out: dict[str, Claim] = {}
+    def claims(self) -> dict[str, LastClaim]:
+        """The last claim of every reader that made one, by its name; a time that no log says is nan."""
+        out: dict[str, LastClaim] = {}
 
         def claim(name: str, pull_id: object, claimed_s: float, heard_s: float = math.nan) -> None:
             known = out.get(name)
             if known is not None and known.pull_id == pull_id:
                 claimed_s = known.claimed_s if math.isnan(claimed_s) else claimed_s
                 heard_s = known.heard_s if math.isnan(heard_s) else heard_s
-            out[name] = Claim(str(pull_id or ""), claimed_s, heard_s)
+            out[name] = LastClaim(str(pull_id or ""), claimed_s, heard_s)
 
         for record in self.granted:
             claim(record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0))
