@@ -329,18 +329,17 @@ class _Reader:
 
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
         """Take a line with its time, level or event outside of the object, or with other names or types."""
-        head = Head()
-        head.incarnation, head.engine_id = (_first_text(fields, [x]) for x in ("incarnation", "engine_id"))
         (event, level, at), around = _said(fields), _said(outer)
-        head.event, head.level, head.at = event or around[0], level or around[1], at or around[2]
+        usual = {"event": event or around[0], "level": level or around[1], "timestamp": at or around[2]}
+        text = msgspec.json.encode(fields | usual)
+        if (head := _head_of(text)) is None:
+            head = Head(*(_first_text(fields, [x]) for x in ("incarnation", "engine_id")), **usual, at=usual["timestamp"])
         if not _is_event(head):
             self._other(line)
         elif head.at is None:
             self._skip("without a time that can be read (timestamp, time, ts, @timestamp, asctime)", line)
         else:
-            usual = {"event": head.event, "level": head.level, "timestamp": head.at}
-            text = msgspec.json.encode(fields | usual)
-            self._take(_head_of(text) or head, text)
+            self._take(head, text)
 
     def _take(self, head: Head, text: bytes) -> None:
         if self._keep is not None and not self._keep(head.event):
@@ -435,13 +434,7 @@ def _said(fields: Mapping[str, Any]) -> tuple[str, str, float | None]:
 
 
 def _is_event(head: Head) -> bool:
-    return bool(head.incarnation and head.engine_id) and _is_name(head.event)
-
-
-@lru_cache(maxsize=4096)
-def _is_name(event: str) -> bool:
-    """Return True for the name of an event of asynckv."""
-    return bool(_NAME.match(event))
+    return bool(head.incarnation and head.engine_id and _NAME.match(head.event))
 
 
 def _decoded(text: bytes) -> dict[str, Any]:
