@@ -106,10 +106,9 @@ class Well:
         is_open = (kind == _OPENS) & ~np.isin(lease, lease[kind == _ENDS])
         numbers = self._numbers
         named = [numbers[x] * _SEQUENCES + y for x, y in wrong if x in numbers and 0 <= y < _SEQUENCES]
-        edges = np.flatnonzero(is_first)
-        edges = edges[np.lexsort((at[edges], process[edges]))]
-        _, begin, number = np.unique(process[edges], return_index=True, return_counts=True)
-        edges = edges[np.concatenate((begin, begin + number - 1))]
+        order = np.lexsort((at, process))
+        _, begin, number = np.unique(process[order], return_index=True, return_counts=True)
+        edges = order[np.concatenate((begin, begin + number - 1))]
         is_wanted = np.isin(group, group[is_open]) | np.isin(group, named) | np.isin(group, group[edges])
         keep = is_wanted | _sampled(sequence, is_first & ~is_wanted)
         counted = is_first & ~keep
