@@ -108,8 +108,7 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
         elif state == "loading":
             came.setdefault(peer, record.at)
     for peer in {*left, *came}:
-        prefill = service.process_named(f"x/tp0@{peer}") if peer else None
-        if prefill is None:
+        if (prefill := service.started_as(peer)) is None:
             continue
         met = next((x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start), None)
         if met is not None and peer in left:

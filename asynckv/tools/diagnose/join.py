@@ -446,16 +446,20 @@ class Service:
         known = {x.text("address"): x.text("peer") for process in every for x in process.of(told.PeerChanged)}
         return known | {x.started.text("address"): x.rank for x in every if x.started is not None}
 
-    def process_named(self, rank: str) -> Process | None:
-        """Find the process that a rank's name means, by the start that is in it."""
+    def started_as(self, start: str) -> Process | None:
+        """Find a process by its start, as others name it."""
         if not self._by_start and self.processes:
             self._by_start = {x.start: x for x in self.processes.values()}
-        return self._by_start.get(start_of(rank))
+        return self._by_start.get(start)
+
+    def process_named(self, rank: str) -> Process | None:
+        """Find the process that a rank's name means."""
+        return self.started_as(start_of(rank))
 
     def process_of(self, pull_id: str) -> Process | None:
         """Find the process that made a pull: its id begins as the incarnation of its process does."""
         start = pull_id.partition("-")[0]
-        found = self.process_named(f"x/tp0@{start[:SHOWN_LETTERS]}") if start else None
+        found = self.started_as(start[:SHOWN_LETTERS])
         return found if found is not None and found.incarnation.startswith(start) else None
 
 

@@ -333,7 +333,9 @@ class _Reader:
         usual = {"event": event or around[0], "level": level or around[1], "timestamp": at or around[2]}
         text = msgspec.json.encode(fields | usual)
         if (head := _head_of(text)) is None:
-            head = Head(*(_first_text(fields, [x]) for x in ("incarnation", "engine_id")), **usual, at=usual["timestamp"])
+            head = Head(
+                *(_first_text(fields, [x]) for x in ("incarnation", "engine_id")), **usual, at=usual["timestamp"]
+            )
         if not _is_event(head):
             self._other(line)
         elif head.at is None:

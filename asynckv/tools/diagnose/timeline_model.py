@@ -175,27 +175,21 @@ def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[S
 def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
     """Group requests that are attempts at one: with new params an attempt belongs to another prefill request."""
     every = list(requests)
-    family = list(range(len(every)))
-
-    def head(i: int) -> int:
-        while family[i] != i:
-            i = family[i] = family[family[i]]
-        return i
-
+    family = [[i] for i in range(len(every))]
     attempts: dict[tuple[str, str], list[tuple[float, int, int]]] = defaultdict(list)
     for i, request in enumerate(every):
         for pull in request.all_pulls:
             if pull.request_id and pull.ended is not None:
                 attempts[pull.process.incarnation, pull.request_id].append((pull.ended.at, pull.attempt, i))
     for found in attempts.values():
-        found.sort()
-        for (_, before, one), (_, after, other) in itertools.pairwise(found):
-            if after == before + 1:
-                family[head(other)] = head(one)
-    together: dict[int, list[Request]] = defaultdict(list)
-    for i, request in enumerate(every):
-        together[head(i)].append(request)
-    yield from together.values()
+        for (_, before, one), (_, after, other) in itertools.pairwise(sorted(found)):
+            if after == before + 1 and family[one] is not family[other]:
+                less, more = sorted((family[one], family[other]), key=len)
+                more += less
+                for i in less:
+                    family[i] = more
+    for members in {id(x): x for x in family}.values():
+        yield [every[i] for i in sorted(members)]
 
 
 def _story(axis: Axis, requests: Sequence[Request]) -> Story:
