@@ -97,7 +97,8 @@ async def ask_all(
     """Ask several engines at the same time; one answer for each address, in their order.
 
     Args:
-        addresses: `tcp://host:port`, with the engine's key behind it (`#...`) if it has one, or the path of a socket.
+        addresses: As `targets` returns them: `tcp://host:port`, with the engine's key behind it (`#...`) if it has one,
+            or the path of a socket.
         keys: The asker's keys and the trusted engines' keys; needed for engines with keys, over the network.
         timeout_s: Seconds that an engine may take for one answer.
         most: Number of oldest requests that each engine lists; all are counted in any case. More than 256 take several
@@ -106,11 +107,8 @@ async def ask_all(
             peers in one answer the first `MAX_PEERS` count, as many as an engine sends.
 
     Raises:
-        ConfigError: An address is malformed, or a key file cannot be used.
+        ConfigError: A key file cannot be used.
     """
-    for address in addresses:
-        if address.startswith("tcp://"):
-            host_and_port(address)
     asker = _Asker(keys, timeout_s, most)
     known = {*addresses, *(rank_of(Path(x)) for x in addresses)}
     named: list[tuple[PeerStatus, asyncio.Task[Answer]]] = []
