@@ -330,12 +330,10 @@ class _Reader:
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
         """Take a line with its time, level or event outside of the object, or with other names or types."""
         (event, level, at), around = _said(fields), _said(outer)
-        usual = {"event": event or around[0], "level": level or around[1], "timestamp": at or around[2]}
-        text = msgspec.json.encode(fields | usual)
+        event, level, at = event or around[0], level or around[1], at or around[2]
+        text = msgspec.json.encode(fields | {"event": event, "level": level, "timestamp": at})
         if (head := _head_of(text)) is None:
-            head = Head(
-                *(_first_text(fields, [x]) for x in ("incarnation", "engine_id")), **usual, at=usual["timestamp"]
-            )
+            head = Head(_first_text(fields, ["incarnation"]), _first_text(fields, ["engine_id"]), event, level, at=at)
         if not _is_event(head):
             self._other(line)
         elif head.at is None:

@@ -202,6 +202,7 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     first, claimed = requests[0], (pull_id for x in leases for pull_id in sorted(x.pull_ids))
     how_lease, how_pull, is_bad = _ends(requests, leases, pulls)
     sides = ([x for x in lanes if x.side == side] for side in ("prefill", "decode"))
+    processes = [x.process for x in lanes] + [x.process for x in marks]
     return Story(
         number=0,
         name=first.name,
@@ -212,7 +213,7 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
         lease=how_lease,
         pull=how_pull,
         level="warning" if is_bad else "info",
-        group=next((axis.group(x.process) for x in (*lanes, *marks)), 0),
+        group=axis.group(processes[0]) if processes else 0,
         seconds=max((max(x.end for x in side) - min(x.start for x in side) for side in sides if side), default=0.0),
         lanes=lanes,
         marks=marks[:MAX_MARKS],
@@ -221,7 +222,8 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
 
 def _marks(axis: Axis, requests: Sequence[Request]) -> Iterator[Mark]:
     for request in requests:
-        for each in (*request.leases.values(), *request.all_pulls):
+        lived: tuple[Lease | Pull, ...] = (*request.leases.values(), *request.all_pulls)
+        for each in lived:
             said = list(_lease_marks(each) if isinstance(each, Lease) else _pull_marks(each))
             said += [(x.at, text, x.level) for x in each.records if (text := _about(x))]
             if each.ended is None and each.process.stopped is None:
