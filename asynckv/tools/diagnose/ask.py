@@ -74,6 +74,7 @@ class Answer:
     peers_left_out: int = 0  # engines that it reads from, and that were not asked because they are too many
     took_s: float = 0.0  # how long the answer took
     at: float = math.nan  # when it came, by this host's clock
+    made_at: float = math.nan  # when a socket without an answer was made
 
     @property
     def rank(self) -> str:
@@ -218,6 +219,8 @@ class _Asker:
                 behind = self._behind.get(address) if vain.trouble is not T.GONE else None
                 account, pid = Account(rank=rank_of(Path(address))), behind.pid if behind is not None else 0
                 answer = Answer(address=address, error=str(vain), trouble=vain.trouble, account=account, pid=pid)
+                with suppress(OSError):
+                    answer = replace(answer, made_at=os.stat(address).st_mtime)
             return replace(answer, took_s=loop.time() - began, at=time.time())
 
     async def _converse(self, ask: _Ask, address: str) -> Answer:

@@ -202,7 +202,7 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     first, claimed = requests[0], (pull_id for x in leases for pull_id in sorted(x.pull_ids))
     how_lease, how_pull, is_bad = _ends(requests, leases, pulls)
     sides = ([x for x in lanes if x.side == side] for side in ("prefill", "decode"))
-    processes = [x.process for x in lanes] + [x.process for x in marks]
+    processes = [*(x.process for x in lanes), *(x.process for x in marks)]
     return Story(
         number=0,
         name=first.name,
