@@ -78,17 +78,12 @@ class Looking:
         return stories(seen.axis, (x for x in every if not self._meant.isdisjoint(x)))
 
     def _read(self, paths: Sequence[str]) -> Logs:
-        """Read logs, and show the progress on a terminal.
-
-        Lines at level debug about transitions are read only for a request, because the ends of others repeat them.
-        """
-        request = self._request or ""
+        """Read logs, and show the progress on a terminal."""
         with Console(stderr=True).status("reading logs") as status:
             return read_logs(
                 paths,
                 lambda said: status.update(f"reading {escape(without_control(said))}"),
-                keep=lambda event: bool(request) or not event.endswith("_transition"),
-                request=request,
+                request=self._request or "",
             )
 
     def _asked(self, addresses: Sequence[str], *, with_peers: bool) -> list[Answer]:

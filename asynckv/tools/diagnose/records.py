@@ -47,6 +47,7 @@ WRAPS = ("log", "MESSAGE", "message", "msg", "line", "jsonPayload")
 ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlike.event: told.PullEnded.event}
 """Events about many requests, which are read as one line for each."""
 
+TRANSITIONS = {told.LeaseTransition.event, told.PullTransition.event}
 MANY = {told.LeaseHeld.event, told.PullHeld.event, *ALIKE}
 
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
@@ -187,15 +188,15 @@ def read_logs(
     paths: Iterable[str | Path],
     on_progress: Callable[[str], None] = lambda said: None,
     *,
-    keep: Callable[[str], bool] | None = None,
     request: str = "",
 ) -> Logs:
     """Read logs.
 
+    Lines at level debug about transitions are read only for a request, because the ends of others repeat them.
+
     Args:
         paths: Files, directories (everything in them), or `-` for stdin; compressed by gzip, xz or zstd, or not.
         on_progress: Called with which file is read, and how far.
-        keep: Which events are wanted, by name; all if left out.
         request: An id of either side, the beginning of one, a pull id, or a sequence: what is said of this request is
             kept, also if it went well and only a sample of such requests is.
 
@@ -205,7 +206,7 @@ def read_logs(
     names = [str(x) for x in paths]
     if not names:
         raise ConfigError("no logs were given; name files or directories, or - for stdin")
-    reader = _Reader(keep, request)
+    reader = _Reader(request)
     with no_collection():
         for path in list(found(names)):
             reader.read(path, on_progress)
@@ -213,11 +214,10 @@ def read_logs(
 
 
 class _Reader:
-    def __init__(self, keep: Callable[[str], bool] | None, request: str) -> None:
-        self._keep = keep
+    def __init__(self, request: str) -> None:
         self._needles = {json.dumps(request, ensure_ascii=x)[:-1].encode(errors="replace") for x in (True, False)}
         self._sequence = int(x) if (x := request.removeprefix("#")[:18]).isdecimal() else -1
-        self._num_named = 0 if request else MAX_NAMED
+        self._has_request, self._num_named = bool(request), 0 if request else MAX_NAMED
         self._records: list[Record] = []
         self._seen = set[bytes]()  # the texts of the records: a line names its process and its time
         self._well, self._wrong = Well(), set[tuple[str, int]]()
@@ -342,7 +342,7 @@ class _Reader:
             self._take(head, text)
 
     def _take(self, head: Head, text: bytes) -> None:
-        if self._keep is not None and not self._keep(head.event):
+        if not self._has_request and head.event in TRANSITIONS:
             return
         text, number = text.rstrip(), self._source.num_lines
         if (kind := head.kind) and b"\n" not in text and not self._names(head, text):
