@@ -185,10 +185,7 @@ class Logs:
 
 
 def read_logs(
-    paths: Iterable[str | Path],
-    on_progress: Callable[[str], None] = lambda said: None,
-    *,
-    request: str = "",
+    paths: Iterable[str | Path], on_progress: Callable[[str], None] = lambda said: None, *, request: str = ""
 ) -> Logs:
     """Read logs.
 
