@@ -204,7 +204,8 @@ class Inspector:
     def waits_for_step(self, now: float) -> dict[str, StepWait]:
         """Return what only a step of the engine around this rank can take: `result`, `announcement` or `claim`.
 
-        A step is a call that gives orders or takes results; where that engine runs this loop itself, it is a lend.
+        A step is a call that gives orders or takes results. Where that engine runs this loop itself, it is a lend, and
+        a claim waits for one only after the time of a lease, because its prompt may be long.
         Nothing waits in an engine that is idle, however long it makes no steps.
         """
         decode, prefill, step_at = self._decode, self._prefill, self._decode.alive_at
@@ -212,11 +213,13 @@ class Inspector:
         if now - step_at >= LEAST_STEP_S:  # otherwise nothing is counted, because there may be very many
             since["announcement"] = [x.called_at for x in decode.pulls.values() if x.is_to_be_pulled]
             since["announcement"] += [at for at, _ in decode.abandoned.values() if at == step_at]
-        step_at = prefill.lent_at if step_at == math.inf else step_at
+        least = dict.fromkeys(since, LEAST_STEP_S)
+        if step_at == math.inf:
+            step_at, least["claim"] = prefill.lent_at, prefill.lease_s
         waits = {
             what: now - (min(at) if what == "result" else max(min(at), step_at)) for what, at in since.items() if at
         }
-        return {what: StepWait(len(since[what]), round(s, 3)) for what, s in waits.items() if s >= LEAST_STEP_S}
+        return {what: StepWait(len(since[what]), round(s, 3)) for what, s in waits.items() if s >= least[what]}
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}

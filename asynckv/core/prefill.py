@@ -132,7 +132,7 @@ class PrefillSide:
         """This room by key, or by connection without keys, because a peer chooses its own name."""
         self._claimed: dict[Key, tuple[float, float]] = {}
         """Times of the first and the last claim of each request that is not lent, because parked claims repeat."""
-        self.lent_at = -math.inf  # time of the last lend
+        self.lent_at, self.lease_s = -math.inf, config.lease.lease_s  # time of the last lend, and what it lends for
         self._unparked: deque[ParkedMessage] = deque()
         """Messages about requests that were lent meanwhile, beyond the first `AT_ONCE` of each."""
         self._ended: OrderedDict[Key, Ended] = OrderedDict()

@@ -14,6 +14,8 @@ from asynckv.tools.diagnose.records import integer, number
 LEAST_S = {"result": 5.0, "announcement": 5.0, "claim": 10.0}
 """Seconds from which a wait is told. A claim may wait for longer, because a prompt has to be computed before."""
 
+LEAST_NOW_S = 10.0  # the same, if nothing was late by it so far: a step that compiles a model's graph takes seconds
+
 WORDS = {"result": "not taken", "announcement": "not pulled", "claim": "not lent"}
 
 
@@ -62,7 +64,7 @@ def had_no_step(process: Process, since: float, until: float) -> bool:
 def last_stall(process: Process) -> Stall | None:
     """Return the time without a step that had not ended at the last sign of life."""
     last = max((x.at for x in process.of(told.EngineAlive)), default=0.0)
-    return next((x for x in stalls(process) if x.until == last), None)
+    return next((x for x in stalls(process) if x.until == last and x.seconds >= LEAST_NOW_S), None)
 
 
 def longest_stall(process: Process) -> Stall | None:
