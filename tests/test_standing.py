@@ -364,7 +364,9 @@ def test_what_a_log_says_of_its_engine_counts_beside_an_answer() -> None:
     facts = replace_struct(later.account.facts, uptime_s=89.1)
     named = replace_struct(later.account, rank="decode/tp0@cccccccc", engine_id="decode", facts=facts)
     later = replace(later, account=named)
-    assert seen([*RUNNING, *again]).wrong[0].what == seen([*RUNNING, *again], ask(P, at=99.0), later).wrong[0].what
+    for found in (seen([*RUNNING, *again]), seen([*RUNNING, *again], ask(P, at=99.0), later)):
+        assert found.wrong[0].heading is HEADING.GONE
+        assert f"{RANK[D]} died: " in found.wrong[0].what
 
 
 def test_an_answer_shows_that_what_a_log_says_is_over() -> None:
