@@ -350,6 +350,25 @@ def test_good_ends_are_no_trouble() -> None:
     assert is_well(seen(RUNNING, ask(P, good), ask(D, good)))
 
 
+def test_what_a_log_says_of_its_engine_counts_beside_an_answer() -> None:
+    """An answer repeats when its engine started, perhaps a little earlier than the log has it."""
+    logged = [replace(x, where=f"{x.rank}.log:1") for x in (begun(P), begun(D))]
+    answers = [replace(x, at=1e9 + 99.0) for x in HEALTHY]  # after 100 s
+    known = looked({"all": logged}, answers)[0].axis.service
+    for start in (P, D):
+        assert (known.processes[start].host, known.processes[start].first_at) == ("h", 1e9 - 1.0)
+        assert known.processes[start].started is logged[start == D]
+    # So a later start of one rank is known to be that.
+    again = [replace(begun(E, 10.0), rank="decode/tp0@cccccccc", engine_id="decode"), alive(P, 98.0)]
+    later = ask(E, at=99.0)
+    facts = replace_struct(later.account.facts, uptime_s=89.1)
+    named = replace_struct(later.account, rank="decode/tp0@cccccccc", engine_id="decode", facts=facts)
+    later = replace(later, account=named)
+    for found in (seen([*RUNNING, *again]), seen([*RUNNING, *again], ask(P, at=99.0), later)):
+        assert found.wrong[0].heading is HEADING.GONE
+        assert f"{RANK[D]} died: " in found.wrong[0].what
+
+
 def test_an_answer_shows_that_what_a_log_says_is_over() -> None:
     found = seen([*RUNNING, waits(50.0), held(50.0), *NOW], *HEALTHY)
     assert is_well(found)

@@ -184,8 +184,8 @@ def _lost(alone: Findings, both: Findings) -> Iterator[str]:
     }
     for finding in alone.wrong:
         is_named = all(x in names or x in words for x in finding.requests)
-        ranks = [x for x in finding.what.replace(",", " ").split() if start_of(x)]
-        if not (is_named if finding.requests else all(x in words for x in ranks)):
+        rank = next((x for x in finding.what.replace(",", " ").split() if start_of(x)), "")
+        if not (is_named if finding.requests else rank in words):
             yield f"{finding.code}: {finding.what} {finding.requests}"
 
 

@@ -106,6 +106,9 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
         says_info = before.says_info or record.level not in ("warning", "error")
         is_whole = before.is_whole or record.event == told.EngineStarted.event
         service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info, is_whole)
+        if record.event == told.EngineStarted.event:  # an answer knows neither the host's name nor the engine's address
+            process = service.processes[record.incarnation]
+            process.started, process.host = record, record.text("host")
     for request in service.requests:
         subjects: tuple[Lease | Pull, ...] = (*request.leases.values(), *request.all_pulls)
         for subject in subjects:
