@@ -129,6 +129,12 @@ class Kept:
         """The orders that it was given."""
         return [msgspec.msgpack.decode(bytes.fromhex(line)) for line in self.lines(name)[1:]]
 
+    async def obeys_only_the_next_order(self) -> None:
+        """Check that the child that serves was ordered nothing before."""
+        self.keeper.order(wire.Drop("next"))
+        await until(lambda: self.orders(self.keeper.name))
+        assert self.orders(self.keeper.name) == [[2, "next"]]
+
     def news(self) -> list[Any]:
         return [each for each in self.told if isinstance(each, str | tuple)]
 
@@ -291,10 +297,12 @@ async def test_the_one_that_stands_by_serves_at_once_and_another_stands_by_then(
         follows = each.standing_by
         each.told.clear()
         os.kill(each.keeper.pid, signal.SIGKILL)
+        each.keeper.order(wire.Drop("of the child that died"))
         await until(each.news)
         assert each.news() == [("the data plane's process was ended by SIGKILL", 0.0), f"kept-{number}"]
         assert each.keeper.pid == follows
         assert each.keeper.agent.name == f"agent of kept-{number}"
+        await each.obeys_only_the_next_order()
 
 
 async def test_without_one_that_stands_by_one_is_started(kept: Callable[..., Kept]) -> None:
@@ -304,11 +312,10 @@ async def test_without_one_that_stands_by_one_is_started(kept: Callable[..., Kep
     await until(lambda: len(each.news()) > 1)
     assert each.news()[1:] == [("the data plane's process was ended by SIGKILL", 0.0)]
     assert (each.keeper.is_serving, each.keeper.pid, each.keeper.name) == (False, 0, "kept")
-    each.keeper.order(wire.Drop("x"))  # nobody is there to obey
+    each.keeper.order(wire.Drop("x"))  # no child is there to obey
     await until(lambda: len(each.news()) > 2)
     assert each.news()[2:] == ["kept-2"]
-    await until(each.keeper.stands_by)
-    assert each.orders("kept-2") == []
+    await each.obeys_only_the_next_order()
 
 
 async def test_the_first_to_stand_by_waits_until_the_engine_has_settled(
@@ -509,6 +516,29 @@ async def test_who_does_not_end_in_time_is_killed(kept: Callable[..., Kept]) -> 
     each.keeper.close()
     assert not any(map(exists, pids))
     assert (each.keeper.num_processes, each.news()) == (0, ["kept"])
+
+
+@pytest.mark.parametrize("plan", ["deaf", "serve"])
+async def test_closing_raises_and_keeps_the_memory_while_the_child_that_served_lives(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch, plan: str
+) -> None:
+    """A process that is stuck in the kernel ends neither by an order nor by a signal."""
+    each = kept(plan, SETTLE_S=60.0, CLOSE_S=0.0, KILL_S=0.0)
+    await each.start()
+    os.kill(each.keeper.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper._Process, "kill", lambda _: None)
+        await each.keeper.quiesce()
+        for _ in range(2):
+            with pytest.raises(BackendError, match=rf"process {each.keeper.pid} does not end.* may still be written"):
+                each.keeper.close()
+            assert each.keeper._shares is not None
+            assert each.keeper._shares.fds
+            with pytest.raises(BackendError, match="serves already"):
+                await each.start()
+    monkeypatch.setattr(keeper, "KILL_S", 5.0)
+    each.keeper.close()
+    assert (each.keeper.num_processes, each.keeper._shares) == (0, None)
 
 
 async def test_nothing_begins_after_the_end(kept: Callable[..., Kept]) -> None:
