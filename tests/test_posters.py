@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -559,6 +561,26 @@ async def test_what_is_ordered_as_a_thread_breaks_is_refused_not_forgotten(
     assert not poster._orders
     with pytest.raises(BackendError, match="reader-poster1 has ended"):
         poster.load(AgentInfo("somebody", b""), ()).result(0)
+
+
+@pytest.mark.parametrize("look", [1, 2, 3])
+async def test_an_order_that_comes_just_after_a_look_is_obeyed_without_another(sides: list[Side], look: int) -> None:
+    """The thread looks for the order that woke it, for one after it, and for the last time before it sleeps."""
+    sides.append(Side("reader", 1, ALL_BULK))  # without a peer, UCX has no events that would wake it too
+    (poster,) = sides[0].plane._posters
+    looks, late = itertools.count(1), list[Future[None]]()
+
+    class Looked(deque[Any]):
+        def __len__(self) -> int:
+            found = super().__len__()
+            if threading.current_thread() is poster._thread and next(looks) == look:
+                late.append(poster._change(lambda _: None))
+            return found
+
+    await until(lambda: poster._is_asleep)
+    poster._orders = Looked()
+    poster._change(lambda _: None).result(10)
+    await until(lambda: late and late[0].done())
 
 
 async def test_reads_under_way_are_shared_out_among_threads(sides: list[Side]) -> None:
