@@ -180,6 +180,45 @@ def test_whoever_waits_is_woken(thread: EngineThread) -> None:
         assert waiting[0].result(PATIENCE_S) is False
 
 
+@pytest.mark.parametrize("what", ["news", "the end"])
+def test_all_threads_that_wait_return_when_there_is_news(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """One thread is about to poll. Then another silences the bell, just after it was rung."""
+    thread.fileno()
+    bell, others = thread._bell_for_news, threading.Event()
+    silence, at_poll, found = bell.silence, threading.Event(), list[list[tuple[int, int]]]()
+
+    class Poll:
+        def __init__(self) -> None:
+            self._poll = poll()
+            self.register = self._poll.register
+
+        def poll(self, _: float) -> None:
+            at_poll.set()
+            assert others.wait(PATIENCE_S)
+            found.append(self._poll.poll(0))
+
+    def silence_late() -> None:
+        if at_poll.is_set():
+            thread.submit([Lend({})]) if what == "news" else thread.close(PATIENCE_S)
+            deadline = time.monotonic() + PATIENCE_S
+            while not (thread._has_news or thread._is_over) and time.monotonic() < deadline:
+                time.sleep(0)
+        silence()
+
+    poll = select.poll
+    monkeypatch.setattr(select, "poll", Poll)
+    monkeypatch.setattr(bell, "silence", silence_late)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(thread.wait, PATIENCE_S)
+        assert at_poll.wait(PATIENCE_S)
+        assert thread.wait(PATIENCE_S) is (what == "news")
+        others.set()
+        assert waits.result(PATIENCE_S) is (what == "news")
+    assert found[0]
+
+
 def test_all_who_ask_first_at_once_hear_the_same_bell(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     others: list[int] = []
 
