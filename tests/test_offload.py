@@ -457,7 +457,10 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
                 await told.value.returned()
                 assert rank.block(5, 6) == before
                 assert not rank.engine.holds()
-        rank.clock.advance(61.0)
+        rank.clock.advance(59.0)  # 61 s after the beginning
+        await asyncio.sleep(0)
+        assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
+        rank.clock.advance(2.0)
         with pytest.raises(BlocksRetired):
             await told.value.returned()
         rank.copies.deferred = False
@@ -488,7 +491,10 @@ async def test_a_store_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follo
                 rank.copies.finish()
                 await told.value.returned()
                 assert not rank.engine.holds()
-        rank.clock.advance(61.0)
+        rank.clock.advance(59.0)  # 61 s after the beginning
+        await asyncio.sleep(0)
+        assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
+        rank.clock.advance(2.0)
         with pytest.raises(BlocksRetired):
             await told.value.returned()
         rank.copies.deferred = False
