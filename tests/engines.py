@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -89,6 +90,18 @@ async def until(condition: Callable[[], object]) -> None:
     with anyio.fail_after(10):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
+
+
+def open_files() -> set[str]:
+    """Return the open descriptors of this process, and what each is of.
+
+    A test compares such sets, and not numbers, because what other tests have left may be closed meanwhile.
+    """
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the folder itself
+            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return found
 
 
 async def reading(

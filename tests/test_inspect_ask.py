@@ -385,21 +385,21 @@ async def test_what_others_keep_in_the_directory_is_theirs(short_path: Path) -> 
 async def test_a_question_that_is_never_answered_takes_no_place_for_ever(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asynckv.edges.local.IDLE_S", SHORT_S)
     door = LocalDoor(short_path, lambda peer, asked, answer: None)
     await door.open(socket_name("e", 0, 0, "c" * 32), "c" * 32)
-    try:
-        assert door.path is not None
+    async with contextlib.AsyncExitStack() as opened:
+        opened.push_async_callback(door.close)
         for _ in range(2):
             streams = [await asyncio.open_unix_connection(f"{door.path}") for _ in range(MAX_GUESTS)]
             for _, writer in streams:
-                write_packet(writer, encode_packet("s", "", [StatusRequest(1, 1)]))
-            ends = await asyncio.gather(*(reader.read() for reader, _ in streams))
+                opened.callback(writer.close)
+            await until(lambda: len(door._guests) == MAX_GUESTS)
+            with monkeypatch.context() as patch:  # all wait for a question by now: this is the time for its answer
+                patch.setattr("asynckv.edges.local.IDLE_S", SHORT_S)
+                for _, writer in streams:
+                    write_packet(writer, encode_packet("s", "", [StatusRequest(1, 1)]))
+                ends = await asyncio.gather(*(reader.read() for reader, _ in streams))
             assert ends == [b""] * MAX_GUESTS
-            for _, writer in streams:
-                writer.close()
-    finally:
-        await door.close()
 
 
 @pytest.mark.parametrize("turns", range(5))

@@ -7,7 +7,6 @@ and do what the test asks of each by its number. A remote agent's name says what
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import re
 import signal
@@ -32,7 +31,7 @@ from asynckv.edges.taster import Taster
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
 from asynckv.testing import SimData, SimNetwork
-from tests.engines import until
+from tests.engines import open_files, until
 
 pytestmark = pytest.mark.anyio
 
@@ -274,12 +273,11 @@ async def test_a_start_that_is_given_up_leaves_no_child(kept: Callable[..., Kept
 
 async def test_no_interpreter_is_no_process(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
     each = kept("serve")
-    gc.collect()  # what tests before this one have left
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(BackendError, match=r"the data plane's process cannot be started: .*nowhere"):
         await each.start()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() <= before
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(BackendError, match="does not know its own path"):
         keeper.check_processes()
@@ -542,8 +540,7 @@ async def test_closing_raises_and_keeps_the_memory_while_the_child_that_served_l
 
 
 async def test_nothing_begins_after_the_end(kept: Callable[..., Kept]) -> None:
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     each = kept("serve", SETTLE_S=0.05, deaths=0, DEATHS_S=0.2, BEAT_S=0.05)
     await each.start()
     each.keeper.watch(True)
@@ -555,7 +552,7 @@ async def test_nothing_begins_after_the_end(kept: Callable[..., Kept]) -> None:
     await until(lambda: loop.time() > later)
     assert (each.keeper.num_processes, each.keeper.is_serving) == (0, False)
     assert len(each.news()) == 2
-    assert len(os.listdir("/proc/self/fd")) == before + 1  # its memory's
+    assert len(open_files() - before) == 1  # its memory's
 
 
 # -- the planes that are made of it --------------------------------------------------------------------

@@ -583,6 +583,22 @@ async def test_an_order_that_comes_just_after_a_look_is_obeyed_without_another(s
     await until(lambda: late and late[0].done())
 
 
+async def test_news_that_come_while_the_loop_is_told_of_others_are_told_as_well() -> None:
+    told: list[list[TransferEnded]] = []
+    ends = [TransferEnded(TransferId(number), Ending.DONE) for number in (1, 2)]
+
+    def take() -> None:
+        told.append(list(group.inbox))
+        group.inbox.clear()
+        if len(told) == 1:
+            group._hear(ends[1:])  # from a thread, just after the loop has taken what was there
+
+    group = posters.Posters(take, "a thread")
+    group._loop = asyncio.get_running_loop()
+    group._hear(ends[:1])
+    await until(lambda: told == [ends[:1], ends[1:]])
+
+
 async def test_reads_under_way_are_shared_out_among_threads(sides: list[Side]) -> None:
     reader, _ = await link(sides, NixlConfig(posting_threads=2, bulk_bytes=1))
     local, remote = pairs(TABLES[0], 0)
