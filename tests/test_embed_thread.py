@@ -543,6 +543,21 @@ def test_whoever_waits_for_a_call_that_the_loop_never_came_to_is_told(thread: En
     assert isinstance(waiting.exception(0), EngineClosed)
 
 
+def test_a_call_that_is_handed_over_as_the_thread_ends_is_told(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread has failed the calls that it knew, before it knew this one."""
+
+    def too_late(work: Any, _: asyncio.AbstractEventLoop) -> Future[None]:
+        work.close()
+        thread.close(PATIENCE_S)
+        return Future()
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", too_late)
+    with pytest.raises(EngineClosed, match="ended meanwhile: it was closed"):
+        thread.call(asyncio.sleep(0), 1.0)
+
+
 def test_many_may_close_at_once_and_again(thread: EngineThread) -> None:
     with ThreadPoolExecutor(4) as pool:
         for each in [pool.submit(thread.close, PATIENCE_S) for _ in range(8)]:
