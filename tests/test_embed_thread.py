@@ -219,6 +219,14 @@ def test_all_threads_that_wait_return_when_there_is_news(
     assert found[0]
 
 
+def test_news_that_came_before_a_thread_listened_are_signalled(thread: EngineThread) -> None:
+    thread.submit([Lend({})])
+    deadline = time.monotonic() + PATIENCE_S
+    while not thread._has_news and time.monotonic() < deadline:
+        time.sleep(0)
+    assert select.select([thread.fileno()], [], [], 0)[0]
+
+
 def test_all_who_ask_first_at_once_hear_the_same_bell(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     others: list[int] = []
 

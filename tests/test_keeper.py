@@ -303,6 +303,17 @@ async def test_the_one_that_stands_by_serves_at_once_and_another_stands_by_then(
         await each.obeys_only_the_next_order()
 
 
+async def test_the_last_words_of_a_child_are_heard_before_its_end(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", SETTLE_S=60.0)
+    await each.start()
+    assert each.keeper._current is not None
+    asyncio.get_running_loop().remove_reader(each.keeper._current.link.fileno())  # its end is noticed first
+    each.keeper.order(wire.Beat())
+    each.keeper.order(wire.Close())
+    await until(lambda: len(each.news()) > 1)
+    assert each.told[1:3] == [wire.Stats({"beats": 1}), ("the data plane's process exited with status 0", 0.0)]
+
+
 async def test_without_one_that_stands_by_one_is_started(kept: Callable[..., Kept]) -> None:
     each = kept("serve", SETTLE_S=60.0)
     await each.start()
@@ -431,10 +442,14 @@ async def test_a_follower_that_is_too_late_is_killed_and_followed(kept: Callable
     assert "process did not serve, and made no progress for 1 s" in each.news()[2][0]
 
 
-async def test_who_is_watched_is_asked_and_killed_when_it_does_not_answer(kept: Callable[..., Kept]) -> None:
+async def test_who_is_watched_is_asked_and_killed_when_it_does_not_answer(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
     each = kept("deaf serve", BEAT_S=0.05, HUNG_S=0.2, SETTLE_S=60.0)
     await each.start()
     each.keeper.watch(True)
+    await until(lambda: len(each.news()) > 1)
+    monkeypatch.setattr(keeper, "HUNG_S", 60.0)  # on a busy machine its successor may take long to answer
     await until(lambda: len(each.news()) > 2)
     assert each.news() == ["kept", ("the data plane's process did not answer for 0.2 s", 0.0), "kept-2"]
     # Its successor is watched as well, and answers.
@@ -617,9 +632,10 @@ async def test_a_peer_that_kills_what_tries_it_is_refused_and_no_other(
     kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = kept("serve")
-    monkeypatch.setattr(taster, "TRY_S", 0.3)
-    each = Taster(NixlConfig(), "tries", None)
-    said = await tried(each, "good", "deadly", "good", "refused", "silent", "good", "deadly")
+    each, said = Taster(NixlConfig(), "tries", None), list[str]()
+    for names in (["good", "deadly", "good", "refused"], ["silent"], ["good", "deadly"]):
+        monkeypatch.setattr(taster, "TRY_S", 0.3 if names == ["silent"] else 60.0)
+        said += await tried(each, *names)
     of_death = "NIXL refuses the metadata of {}: it ends a process inside NIXL, as a trial in a separate process"
     assert [said[number] for number in (0, 2, 5)] == [""] * 3
     for number, name, how in ((1, "deadly", "SIGSEGV"), (4, "silent", "it hung"), (6, "deadly", "SIGSEGV")):

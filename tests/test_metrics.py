@@ -504,8 +504,9 @@ def test_clients_are_bounded_in_number_and_in_time(sim: Bench, monkeypatch: pyte
         slow[0].settimeout(5.0)
         assert slow[0].recv(1) == b""
         slow[1].settimeout(5.0)  # a client that says a letter now and then is hung up on all the same
-        slow[1].sendall(b"/")
-        assert slow[1].recv(1) == b""
+        with contextlib.suppress(ConnectionError):  # on a busy machine it was, before it said so
+            slow[1].sendall(b"/")
+            assert slow[1].recv(1) == b""
         assert get(endpoint.url, "/readyz")[0] == 503
 
 

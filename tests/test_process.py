@@ -388,7 +388,6 @@ async def test_a_child_that_hangs_or_says_what_cannot_be_understood_is_followed_
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "BEAT_S", 0.1)
-    monkeypatch.setattr(keeper, "HUNG_S", 0.5)
     registration, arrays = pool(1)
     news: list[Any] = []
     plane = serving()
@@ -397,6 +396,9 @@ async def test_a_child_that_hangs_or_says_what_cannot_be_understood_is_followed_
     first = plane.pid
     if how == "hangs":
         os.kill(first, signal.SIGSTOP)
+        with monkeypatch.context() as patch:  # only for this child, because another may be slow on a busy machine
+            patch.setattr(keeper, "HUNG_S", 0.5)
+            await until(lambda: news)
     else:
         process = plane._keeper._current
         assert process is not None
