@@ -583,6 +583,17 @@ async def test_an_order_that_comes_just_after_a_look_is_obeyed_without_another(s
     await until(lambda: late and late[0].done())
 
 
+async def test_a_change_in_which_the_thread_breaks_is_told_to_its_caller(sides: list[Side]) -> None:
+    def broken(_: Agent) -> None:
+        raise MemoryError("planted")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
+    sides.append(Side("reader", 1, ALL_BULK))
+    (poster,) = sides[0].plane._posters
+    with pytest.raises(BackendError, match=r"reader-poster1 ended by MemoryError\('planted'\)"):
+        poster._change(broken).result(10)
+
+
 async def test_news_that_come_while_the_loop_is_told_of_others_are_told_as_well() -> None:
     told: list[list[TransferEnded]] = []
     ends = [TransferEnded(TransferId(number), Ending.DONE) for number in (1, 2)]
