@@ -23,8 +23,7 @@ def test_models_are_compared_by_name_at_the_handshake_and_no_name_is_another_one
     world = World()
     prefill = world.add("prefill", make_layout(model=there))
     decode = world.add("decode", make_layout(model=here), seed=1)
-    params = world.params([prefill], "request", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "request", [3], written=True)
     pull = world.pull(decode, "d", [5], params)
     world.run()
     if here == there:

@@ -77,8 +77,7 @@ def events() -> Iterator[list[dict[str, Any]]]:
 
 def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3])
     decode.core.announce("d-req", params, "", 300.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
@@ -109,8 +108,7 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
 def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
     """A lease is overdue unclaimed, and claimed before it is said."""
     world, prefill, decode = pair(lease=LeaseConfig(lease_s=30.0))
-    params = world.params([prefill], "req", [3], 4)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3])
     running(world, 10.0)
     assert prefill.core.watch.next_at < math.inf
     decode.core.announce("d-req", params, "", 300.0, world.time(decode))
@@ -205,8 +203,7 @@ def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
     lease_s: float, fraction: float, renewals: int
 ) -> None:
     world, prefill, decode = pair(log=LogConfig(held_fraction=fraction), lease=LeaseConfig(grant_s=1000.0))
-    params = world.params([prefill], "req", [3], 4, lease_s=lease_s)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3], lease_s=lease_s)
     if renewals:
         decode.core.announce("d", params, "", 1e6, world.time(decode))
         world.settle(decode)
@@ -230,8 +227,7 @@ def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
 def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
     for log, seconds in ((LogConfig(held_fraction=0), 100.0), (LogConfig(), 9.0)):
         world, prefill, decode = pair(log=log)
-        params = world.params([prefill], "req", [3], 4)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, "req", [3])
         decode.core.announce("d", params, "", 300.0, world.time(decode))
         world.settle(decode)
         running(world, seconds)
@@ -240,8 +236,7 @@ def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
 
 def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3])
     decode.core.announce("d", params, "", 300.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
@@ -275,8 +270,7 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
 
 def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() -> None:
     world, prefill, decode = pair(pull=PullConfig(gone_s=1000.0))
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [9], params)
     for _ in range(4):
         world.deliver_all()
@@ -325,8 +319,7 @@ def test_what_is_held_for_twice_as_long_before_it_was_said_is_counted_once() -> 
 def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
     world, prefill, decode = pair()
     for i in range(12):
-        params = world.params([prefill], f"r{i}", [i], BLOCK)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, f"r{i}", [i])
         for _ in range(2 if i == 11 else 1):
             decode.core.pull(
                 PullRequest(f"d{i}", [(0, [i])], params, f"cohort-{i}"), 5.0, world.time(decode)
@@ -398,8 +391,7 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
 
 def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3], written=True)
     world.pull(decode, "d", [9], params)
     world.run()
     ((reader, discharge),) = lease.discharged.items()

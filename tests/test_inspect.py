@@ -108,8 +108,7 @@ def test_of_one_request_all_is_told() -> None:
     """Its history, and the messages about it that were turned down."""
     world = World()
     prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
-    params = world.params([prefill], "p1", [1], 4)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "p1", [1])
     world.now = 1.0
     claim = Claim(params.key, "p1", decode.core.cohort, "d-1", 1, bytes(16), 5.0)
     prefill.core.receive(ReplyTo(b"way"), encode_packet("d-1", "", [claim]), world.time(prefill))

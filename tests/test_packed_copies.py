@@ -1255,8 +1255,7 @@ def test_an_owner_of_an_earlier_version_is_not_asked() -> None:
     world = World(config(), reuse=False)
     owner = world.add("p", make_layout(**SIDES))
     reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
-    params = world.params([owner], "r", [1, 2], 8, written=True)
-    world.lend(owner, params)
+    params, _ = world.lent(owner, "r", [1, 2], written=True)
     pull = world.pull(reader, "q", [3, 4], params)
     world.run()
     assert pull.reason is Reason.COMPLETE

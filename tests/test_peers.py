@@ -18,6 +18,7 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core import peers
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
+from asynckv.core.outbox import PeerChanged
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
@@ -48,7 +49,7 @@ from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
 from tests.engines import Bench
 from tests.test_admission import ask, world_of
-from tests.world import Rank, World, make_layout, reason
+from tests.world import Rank, World, make_layout, opened, reason
 
 
 def said(world: World, rank: Rank) -> list[Message]:
@@ -162,8 +163,7 @@ def test_a_hello_that_is_not_answered_is_repeated_ever_more_seldom() -> None:
 def silent(**config: Any) -> tuple[World, Rank, Rank, Pull]:
     """A rank has fallen silent while one read of many runs."""
     world, (prefill,), decode = world_of(max_post_bytes=64, window_bytes=64, total_bytes=128, **config)
-    params = world.params([prefill], "big", list(range(300, 304)), 16, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "big", list(range(300, 304)), written=True)
     pull = world.pull(decode, "big", list(range(300, 304)), params)
     world.deliver_all()
     assert len(decode.reads) == 1
@@ -581,8 +581,7 @@ def test_a_wrong_name_for_a_rank_that_is_being_met_is_the_end_of_those_who_gave_
     world, (prefill,), decode = world_of()
     pulls: dict[str, Pull] = {}
     for number, name in enumerate(order):
-        params = world.params([prefill], name, [number], 4, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, name, [number], written=True)
         if name.startswith("wrong"):
             params = msgspec.structs.replace(params, engine_id=name)
         pulls[name] = world.pull(decode, name, [number], params)
@@ -746,8 +745,7 @@ def test_a_pull_whose_blocks_are_given_up_leaves_its_peer_in_peace_once_its_rele
     """Acknowledged or given up: nothing is waited for any more, so nobody is asked whether he lives."""
     world = World(EngineConfig(engine_id="x", pull=PullConfig(held_s=3.0, release_timeout_s=20.0, idle_s=30.0)))
     prefill, decode = world.add("p", make_layout()), world.add("d", make_layout())
-    params = world.params([prefill], "r", [1, 2], 8)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [1, 2])
     pull = world.pull(decode, "q", [3, 4], params)
     world.deliver_all()
     (transfer,) = decode.reads
@@ -821,8 +819,7 @@ def made_up(world: World, prefill: Rank, number: int, tp_size: int, **changed: A
 
 
 def test_params_that_name_very_many_ranks_or_one_rank_twice_are_refused_before_anything_is_asked() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
     twice = Endpoint(0, "tcp://10.0.0.1:1", "start")
     for params, why in (
         (made_up(world, prefill, 1, MAX_SOURCES + 1), f"{MAX_SOURCES + 1} x 1 prefill ranks, more than {MAX_SOURCES}"),
@@ -835,10 +832,8 @@ def test_params_that_name_very_many_ranks_or_one_rank_twice_are_refused_before_a
 
 
 def test_ranks_of_one_engine_that_never_answered_keep_those_of_others_not_out() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
-    params = world.params([prefill], "honest", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, prefill, decode = opened()
+    params, _ = world.lent(prefill, "honest", [3], written=True)
     for number in range(1, 7):
         world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 128, engine_id="made up"))
     assert len(decode.core.decode.peers.by_place) == MAX_UNMET // 4
@@ -853,8 +848,7 @@ def test_what_is_left_of_an_engines_earlier_starts_is_none_of_its_share(monkeypa
     decode = world.add("decode", make_layout(), seed=1)
     for start in range(4):
         prefill = world.add(f"start {start}", make_layout(), engine_id="prefill")
-        params = world.params([prefill], f"r{start}", [3], 4, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, f"r{start}", [3], written=True)
         pull = world.pull(decode, f"d{start}", [9], params)
         world.run()
         assert pull.outcome is Outcome.COMPLETE
@@ -867,12 +861,10 @@ def places(decode: Rank) -> Counter[str]:
 
 
 def test_ranks_that_never_answered_are_bounded_in_all_and_the_oldest_of_the_engine_with_most_give_way() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
 
     def read(name: str, block: int) -> Pull:
-        params = world.params([prefill], name, [block], 4, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, name, [block], written=True)
         return world.pull(decode, name, [block], params)
 
     def name(request_id: str, block: int, number: int, size: int, engine_id: str) -> Pull:
@@ -909,8 +901,7 @@ def test_ranks_that_never_answered_are_bounded_in_all_and_the_oldest_of_the_engi
 @pytest.mark.parametrize("how", ["discharge", "let_go"])
 def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_told(how: str) -> None:
     """Whoever writes params chooses the engine id: 128 made-up ranks of the honest engine must not keep it away."""
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
     core, now = decode.core, world.time(decode)
     waits = world.pull(decode, "waits", [1], made_up(world, prefill, 1, 1))
     for number in (2, 3):
@@ -923,8 +914,7 @@ def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_tol
     told = [c for c in core.outbox.commands if isinstance(c, ReleaseUnanswered)]
     assert [c.request_id for c in told] == ["evil 2"] * 127
     assert set(core.outbox.unlinked) == {f"tcp://10.0.2.{r}:1" for r in range(127)}
-    params = world.params([prefill], "honest", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "honest", [3], written=True)
     honest = world.pull(decode, "honest", [9], params)
     world.settle(decode)
     world.deliver_all()
@@ -934,8 +924,7 @@ def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_tol
 
 
 def test_a_request_that_is_refused_displaces_no_rank() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
     pull = world.pull(decode, "same", [1], made_up(world, prefill, 1, 128))
     before = set(decode.core.decode.peers.by_place)
     with pytest.raises(LocalProtocolError, match="is being pulled already"):
@@ -945,8 +934,7 @@ def test_a_request_that_is_refused_displaces_no_rank() -> None:
 
 
 def test_a_rank_that_gave_way_before_it_was_needed_is_released_in_the_end_and_its_link_closed() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
     core, now = decode.core, world.time(decode)
     params = made_up(world, prefill, 1, 1)
     pull = core.announce("announced", params, "", 300.0, now)
@@ -996,8 +984,7 @@ def test_unknown_ranks_are_greeted_a_few_at_a_time_and_those_of_the_request_with
     for number in range(14):
         world.pull(decode, f"tampered {number}", [number], made_up(world, prefill, number, 16, engine_id=f"e{number}"))
     assert num_greeted() == peers.GREETING_BURST
-    params = world.params([prefill], "honest", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "honest", [3], written=True)
     honest = world.pull(decode, "honest", [20], params)
     world.advance(1 / peers.GREETINGS_PER_S)
     world.run()
@@ -1061,3 +1048,56 @@ def test_requests_of_many_unknown_ranks_take_turns_and_few_ranks_wait_for_none()
     world.advance(400.0)
     world.check()
     assert not core.decode.pulls
+
+
+# -- an agent that has ended, and a rank that is said to be gone -----------------------------------------------
+
+
+def test_a_rank_whose_agent_has_ended_welcomes_nobody_until_it_has_another() -> None:
+    world, prefill, decode = opened()
+    params, _ = world.lent(prefill, "r", [3], written=True)
+    world.lose_agent(prefill)
+    pull = world.pull(decode, "d", [9], params)
+    for _ in range(3):
+        kinds = [type(message) for letter in world.letters for message in decode_packet(letter.data).messages]
+        assert set(kinds) == {Hello}
+        world.deliver_all()
+        assert world.letters == []
+        world.advance(decode.core.config.pull.hello_retry_s * 4)
+    world.replace_agent(prefill)
+    while not decode.reads:
+        world.deliver_all()
+        world.advance(1.0)
+    assert {peer.agent_name for peer in decode.core.decode.peers.by_place.values()} == {"agent-prefill-2"}
+    world.run()
+    assert pull.is_over
+
+
+def test_a_rank_that_a_router_says_is_gone_has_left_in_good_order() -> None:
+    world, prefill, decode = opened()
+    params, _ = world.lent(prefill, "r", [3], written=True)
+    world.pull(decode, "d", [9], params)
+    world.run()
+    decode.core.decode.forget(prefill.address, world.time(decode))
+    ((peer, before, after),) = [
+        (c.peer, c.before, c.after) for c in decode.core.outbox.commands if isinstance(c, PeerChanged)
+    ]
+    assert (peer.is_orderly, before, after) == (True, PeerState.READY, PeerState.GONE)
+
+
+def test_a_rank_that_was_never_greeted_takes_nobodys_handshake_along_when_it_goes() -> None:
+    world = World()
+    ranks = [world.add(f"p{r}", make_layout(r, 4, base=(r + 1) << 40, num_heads=2), engine_id="p") for r in range(4)]
+    decode = world.add("d", make_layout(base=30 << 40, num_heads=2), engine_id="d")
+    params = world.params(ranks, "r", [3], 4, written=True)
+    for rank in ranks:
+        world.lend(rank, params)
+    world.pull(decode, "d-r", [9], params)
+    greeted = {letter.to for letter in world.letters}
+    unmet = [rank for rank in ranks if rank.address not in greeted]
+    assert len(greeted) == len(unmet) == 2
+    for rank in unmet:
+        decode.core.decode.forget(rank.address, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    assert len(decode.reads) == 2

@@ -15,8 +15,7 @@ from asynckv.core.pull import Effect, PullState
 from asynckv.core.types import PullId, Reason, TransferId
 from asynckv.core.wire import Claim, NotYet
 from tests.lab.oracles import wrong_in
-from tests.test_admission import ask, world_of
-from tests.test_flow import state
+from tests.test_admission import ask, state, world_of
 from tests.test_proof import Reading
 from tests.world import Rank, World, make_layout
 

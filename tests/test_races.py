@@ -445,8 +445,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
     for i in range(3):
         ask(world, prefill, decode, i)
         world.deliver_all()
-    params = world.params([prefill], "r9", [9], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r9", [9], written=True)
     decode.core.announce("d9", params, "", 30.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
@@ -458,8 +457,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
 
 def test_who_greets_a_draining_engine_is_told_so() -> None:
     world, (prefill,), decode = world_of()
-    params = world.params([prefill], "r", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [3], written=True)
     prefill.core.shut()
     world.settle(prefill)
     pull = world.pull(decode, "d", [3], params)

@@ -66,8 +66,7 @@ def test_a_request_that_was_let_go_is_not_read_though_its_ranks_are_ready() -> N
     world, (prefill,), decode = world_of()
     ask(world, prefill, decode, 1)
     world.run()
-    params = world.params([prefill], "r", [2], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [2], written=True)
     decode.core.decode.abandoned[params.key] = "it was let go"
     pull = world.pull(decode, "d", [2], params)
     assert (pull.reason, pull.detail, decode.reads) == (Reason.STANDSTILL, "it was let go", {})
@@ -117,8 +116,7 @@ def test_tables_of_odd_first_tokens_are_bounded_however_many_requests_have_one(m
     world = World()
     prefill, decode = (world.add(name, make_layout(block_size=16, base=n << 40)) for n, name in enumerate("pd", 1))
     for first in range(16):
-        params = world.params([prefill], f"r{first}", [3], 16, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, f"r{first}", [3], num_tokens=16, written=True)
         pull = world.pull(decode, f"d{first}", [9], params, first=first)
         world.run()
         assert pull.reason is Reason.COMPLETE
@@ -231,8 +229,7 @@ def test_a_transfer_takes_room_once_and_gives_it_back_once() -> None:
 
 def test_what_fails_as_it_begins_fills_no_blocks_behind_its_callers_back(monkeypatch: pytest.MonkeyPatch) -> None:
     world, (prefill,), decode = world_of()
-    params = world.params([prefill], "r", [2], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "r", [2], written=True)
     with monkeypatch.context() as patch:
         patch.setattr(decode.core.decode, "_route", lambda *args, **more: 1 // 0)
         with pytest.raises(ZeroDivisionError):
@@ -246,8 +243,7 @@ def test_what_fails_as_it_begins_fills_no_blocks_behind_its_callers_back(monkeyp
 
 def test_a_request_of_which_no_attempt_follows_is_released_for_good_whatever_its_caller_had_in_mind() -> None:
     world, (prefill,), decode = world_of()
-    params = world.params([prefill], "r", [2], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "r", [2], written=True)
     request = PullRequest("d", [(0, [2])], params, is_last=False)
     decode.core.let_go(request, Reason.CANCELLED, world.time(decode))
     world.settle(decode)
@@ -271,8 +267,7 @@ def test_a_request_that_was_taken_once_is_not_turned_away_between_its_attempts()
     for number in (1, 2):
         ask(world, prefill, decode, number)
         world.deliver_all()
-    params = world.params([prefill], "r", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [3], written=True)
     request = PullRequest("d", [(0, [3])], params)
     with pytest.raises(Overloaded, match="1 pulls wait already"):
         decode.core.pull(request, 30.0, world.time(decode))

@@ -199,8 +199,7 @@ def reading(**config: Any) -> tuple[World, Rank, Rank, Pull]:
     world = World(EngineConfig(engine_id="x", pull=PullConfig(idle_s=30.0, **config)), reuse=False)
     prefill = world.add("p", make_layout(num_heads=8, head_dim=8))
     decode = world.add("d", make_layout(num_heads=8, head_dim=8, order=HND), seed=1, costs=STAGED)
-    params = world.params([prefill], "r", [1, 2], 8, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [1, 2], written=True)
     pull = world.pull(decode, "q", [3, 4], params, timeout=3.0)
     world.deliver_all()
     assert pull.state is PullState.READING
@@ -236,8 +235,7 @@ def test_blocks_return_with_the_outcome_and_the_peer_stays_until_the_reads_end(h
     world.deliver_all()
     assert pull.is_over
     # Another request may have the blocks, and the same peer is read for it.
-    params = world.params([prefill], "s", [5, 6], 8, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "s", [5, 6], written=True)
     other = world.pull(decode, "t", [3, 4], params)
     world.deliver_all()
     for transfer_id in [each for each in decode.reads if each not in running]:
@@ -281,8 +279,7 @@ def test_an_end_that_was_on_its_way_when_a_read_was_detached_concerns_its_peer_a
 def test_a_direct_read_is_never_detached() -> None:
     world = World()
     prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(), seed=1, costs=STAGED)
-    params = world.params([prefill], "r", [1, 2], 8, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [1, 2], written=True)
     pull = world.pull(decode, "q", [3, 4], params)
     world.deliver_all()
     decode.core.decode.cancel(pull, world.time(decode))

@@ -252,6 +252,13 @@ class World(Fabric):
         self.settle(rank)
         return lease
 
+    def lent(
+        self, rank: Rank, request_id: str, blocks: Sequence[int | None], num_tokens: int = 0, **kwargs: object
+    ) -> tuple[KVTransferParams, Lease]:
+        """Lend full blocks of one rank, or `num_tokens` in them."""
+        params = self.params([rank], request_id, blocks, num_tokens or BLOCK * len(blocks), **kwargs)
+        return params, self.lend(rank, params)
+
     def pull(
         self,
         rank: Rank,
@@ -413,6 +420,12 @@ class World(Fabric):
                 assert lease.is_owed() == bool(lease.owed()), lease.owed()
             for lease in rank.leases_ended:
                 assert lease.state is not LeaseState.RELEASED or not lease.owed(), lease.owed()
+
+
+def opened(config: EngineConfig | None = None) -> tuple[World, Rank, Rank]:
+    """Return a world of a prefill and a decode rank."""
+    world = World(config)
+    return world, world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
 
 
 def reason(pull: Pull) -> Reason | None:
