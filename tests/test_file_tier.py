@@ -1014,6 +1014,8 @@ async def test_closing_under_a_disk_that_does_not_answer_says_so_and_may_be_trie
     if where == "submit":
         assert stuck.entered.wait(PATIENCE_S)
     await tier.plane.quiesce()
+    late = tier.post(READ, records(1))
+    assert await tier.heard() == [RecordsEnded(late, Ending.FAILED, "closed")]
     with pytest.raises(BackendError, match="call close"):
         tier.plane.close()
     with pytest.raises(BackendError, match="belongs to process"):

@@ -461,6 +461,19 @@ async def test_who_is_watched_is_asked_and_killed_when_it_does_not_answer(
     assert len(each.news()) == 3
 
 
+async def test_a_loop_that_was_away_waits_for_the_answer_anew(kept: Callable[..., Kept]) -> None:
+    each = kept("deaf", BEAT_S=60.0, HUNG_S=10.0, SETTLE_S=60.0)
+    await each.start()
+    each.keeper.watch(True)
+    process = each.keeper._current
+    assert process is not None
+    for away_s in (1000.0, 0.0):
+        process.asked_at -= 1000.0
+        each.keeper._beat_at -= away_s
+        each.keeper._beat()
+        assert bool(process.cause) is not bool(away_s)
+
+
 async def test_who_is_not_watched_is_left_alone(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
     each = kept("serve", BEAT_S=0.01, SETTLE_S=60.0)
     await each.start()
