@@ -35,6 +35,13 @@ class Side:
         # kv, block, ... : the block is the second dim
         return b"".join(a.reshape(2, BLOCKS, -1)[:, ids].tobytes() for a in self.arrays)
 
+    def lent(
+        self, group: PrefillRanks, request_id: str, ids: list[int], num_tokens: int = 0, **options: Any
+    ) -> tuple[dict[str, Any], LentRequest]:
+        """Lend full blocks, or `num_tokens` in them."""
+        params = group.make_params(request_id, [(0, ids)], num_tokens or 16 * len(ids), **options)
+        return params, self.engine.lend(params)
+
 
 def memory(
     seed: int, tp_rank: int = 0, tp_size: int = 1, head_dim: int = 32

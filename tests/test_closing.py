@@ -107,8 +107,7 @@ async def test_a_promise_that_is_longer_than_a_drain_is_kept_to_its_end(sim: Ben
     async with sim.pair(**times) as (prefill, decode, group):
         assert decode.data is not None
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=3000.0))
         await until(lambda: lent._lease.grants)
         until_s = max(grant.until for grant in lent._lease.grants.values())

@@ -78,8 +78,7 @@ async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: 
     async with sim.pair() as (prefill, decode, group):
         assert decode.data is not None
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, is_last=False))
         await until(lambda: decode.data is not None and decode.data.running)
         decode.data.fail(next(iter(decode.data.running)))
@@ -96,8 +95,7 @@ async def test_what_is_pulled_or_retried_is_cancelled_with_params_as_well(sim: B
     async with sim.pair(pull=PullConfig(retries=3, retry_s=1.0)) as (prefill, decode, group):
         assert decode.data is not None
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
         await until(lambda: decode.data is not None and decode.data.running)
         if is_retried:
@@ -146,8 +144,7 @@ async def test_a_draining_engine_discharges_and_a_sleeping_one_cannot(bench: Ben
 async def test_an_unreachable_rank_is_given_up_and_nothing_is_left(sim: Bench, is_announced: bool) -> None:
     pull = PullConfig(release_timeout_s=5.0, handshake_s=2.0)
     async with sim.pair(pull=pull, lease=LeaseConfig(lease_s=4.0, grant_s=1.0)) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True, lease_s=4.0)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True, lease_s=4.0)
         honest, sim.network.fate = sim.network.fate, lambda *_: "drop"
         if is_announced:
             decode.engine.announce("d", params)

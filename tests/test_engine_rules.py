@@ -41,8 +41,7 @@ async def test_a_pull_from_an_address_that_may_not_be_talked_to_fails_at_once(
 async def test_a_pull_that_is_cancelled_ends_as_cancelled_and_not_by_its_deadline(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         sim.network.fate = drops(Claim)
-        params = group.make_params("r", [(0, [1])], 16)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1])
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
         await until(lambda: decode.engine.statistics().gauges["pulls"])
         task.cancel()
@@ -115,7 +114,6 @@ async def test_the_data_plane_is_told_from_which_host_metadata_comes(
 
         monkeypatch.setattr(decode.data, "add_remote_agent", add_remote_agent)
         monkeypatch.setattr(decode.engine._driver.control, "host", lambda address: f"host of {address}")
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         await decode.engine.pull("d", [(0, [6])], params)
         assert hosts == [f"host of {prefill.engine.endpoint.address}"]

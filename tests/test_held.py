@@ -356,8 +356,7 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
         assert decode.data is not None
         for how in ("good", "fails", "stuck"):
             decode.data.deferred = how != "good"
-            params = group.make_params(how, [(0, [1])], 16, written=True, lease_s=6.0)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, how, [1], written=True, lease_s=6.0)
             task = asyncio.create_task(decode.engine.pull(how, [(0, [len(how)])], params, timeout_s=4.0))
             await until(lambda: decode.data is not None and (decode.data.running or not decode.data.deferred))
             await until(lambda: prefill.engine.requests())
@@ -411,8 +410,7 @@ async def test_a_lease_that_ends_well_is_logged_as_a_whole_or_not_at_all(
 ) -> None:
     async with sim.pair(log=LogConfig(successes_per_s=3.0)) as (prefill, decode, group):
         for i in range(9):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i], written=True)
             await decode.engine.pull(f"d{i}", [(0, [i])], params)
             await lent.wait_released()
         expired = prefill.engine.lend(group.make_params("never", [(0, [30])], 16))
@@ -431,8 +429,7 @@ async def test_a_lease_that_ends_well_is_logged_as_a_whole_or_not_at_all(
 
 async def test_what_waits_in_order_is_no_warning(sim: Bench, events: list[dict[str, Any]]) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("waits", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "waits", [1], written=True)
         decode.engine.announce("d", params)
         prefill.engine.lend(group.make_params("lone", [(0, [2])], 16))
         await until(lambda: [x.state for x in decode.engine.requests()[0].ranks] == ["granted"])
@@ -464,8 +461,7 @@ async def test_a_pull_that_is_refused_here_is_logged_with_what_joins_it(
     sim: Bench, events: list[dict[str, Any]]
 ) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("p", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "p", [1], written=True)
         for groups in ([(0, [999])], [(0, [1]), (0, [2])]):
             with pytest.raises(AsyncKVError):
                 await decode.engine.pull("d", groups, params)
@@ -528,8 +524,7 @@ async def test_seconds_inside_a_read_are_a_read_and_those_after_it_are_drained(
         assert decode.data is not None
         decode.data.deferred = True
         for i, (how, seconds) in enumerate({"timeout": 6.0, "cancelled": 7.5}.items()):
-            params = group.make_params(how, [(0, [i])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, how, [i], written=True)
             pull = decode.engine.pull(how, [(0, [i])], params, timeout_s=6.0 if how == "timeout" else 60.0)
             task = asyncio.create_task(pull)
             await until(lambda: decode.data and decode.data.running)
@@ -552,13 +547,11 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
 ) -> None:
     async with sim.pair(lease=LeaseConfig(lease_s=2.0, grant_s=0.5)) as (prefill, decode, group):
         assert decode.data is not None
-        params = group.make_params("r", [(0, [1])], 16, written=True, lease_s=2.0)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True, lease_s=2.0)
         await decode.engine.pull("d", [(0, [1])], params)
         await lent.wait_released()
         if takes:
-            other = group.make_params("s", [(0, [2])], 16, lease_s=2.0)
-            prefill.engine.lend(other)
+            other, _ = prefill.lent(group, "s", [2], lease_s=2.0)
             decode.engine.announce("e", other)
             await until(lambda: decode.engine.requests()[0].ranks[0].state == "granted")
         prefill.engine._core.readers.say_goodbye()

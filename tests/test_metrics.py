@@ -111,8 +111,7 @@ async def test_every_counter_of_an_engine_is_shown_or_known(bench: Bench) -> Non
     """What another counter would be shown as has to be said in `observe/metrics.toml`, or here that it is not."""
     async with bench.pair(**QUICK) as (prefill, decode, group):
         if bench.real:
-            params = group.make_params("r", [(0, [1])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, "r", [1], written=True)
             await decode.engine.pull("d", [(0, [1])], params)
         else:
             await story(bench, prefill, decode, group)
@@ -214,8 +213,7 @@ async def test_durations_are_counted_as_the_log_tells_them(sim: Bench) -> None:
         kept, tally = Kept(), Tally()
         for observer in (kept, tally):
             decode.engine.observation.observe(observer)
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         result = await decode.engine.pull("d", [(0, [1])], params)
         counted = {name: durations.total_s for name, durations in tally.phases.items() if sum(durations.counts)}
         assert {**counted, "release": 0.0} == result.phases
@@ -335,8 +333,7 @@ async def test_what_an_observer_raises_is_counted_and_changes_nothing(
         decode.engine.observation.observe(broken)
         decode.engine.observation.observe(tally)
         for i in range(3):
-            params = group.make_params(f"r{i}", [(0, [1])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [1], written=True)
             await decode.engine.pull(f"d{i}", [(0, [1])], params)
             await lent.wait_released()
         counters = decode.engine.statistics().counters
@@ -393,8 +390,7 @@ async def test_a_scrape_from_another_thread_reads_what_is_true_there() -> None:
         with pytest.raises(WrongThread):
             await asyncio.to_thread(decode.engine.observation.reading)
         for i in range(40):
-            params = group.make_params(f"r{i}", [(0, [i % 32])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i % 32], written=True)
             scraping = asyncio.ensure_future(asyncio.to_thread(scrape)) if i % 4 == 0 else None
             await decode.engine.pull(f"d{i}", [(0, [i % 32])], params)
             await lent.wait_released()
@@ -625,8 +621,7 @@ async def test_counters_go_on_over_a_sleep_and_the_state_is_told(sim: Bench) -> 
         registry.register(Metrics(decode.engine))
         incarnations = set()
         for turn in range(2):
-            params = group.make_params(f"r{turn}", [(0, [1])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{turn}", [1], written=True)
             await decode.engine.pull(f"d{turn}", [(0, [1])], params)
             await lent.wait_released()
             samples = parsed(generate_latest(registry).decode())

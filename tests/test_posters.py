@@ -764,8 +764,7 @@ STUCK = {
 async def stuck_pull(gate: Gate) -> AsyncIterator[tuple[Engine, Poster, asyncio.Task[PullResult]]]:
     """A pull whose read is inside NIXL on a posting thread, until the gate opens."""
     async with Bench(True).pair(**STUCK) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1, 2, 3])], 48, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1, 2, 3], written=True)
         pulled = asyncio.create_task(decode.engine.pull("d", [(0, [4, 5, 6])], params))
         with anyio.fail_after(10):
             await anyio.to_thread.run_sync(gate.entered.wait)

@@ -93,8 +93,7 @@ async def test_a_rank_whose_tables_cannot_be_prepared_is_not_read_and_says_why(
         monkeypatch.setattr(decode.data, "post_read", lambda number, *_: refused._replace(transfer_id=number))
         pulls = []
         for i in range(2):
-            params = group.make_params(f"r{i}", [(0, [1 + i])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, f"r{i}", [1 + i], written=True)
             pulls.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [6 + i])], params)))
         for pull in pulls:
             with pytest.raises(GeometryRefused, match=r"prefill/tp0@\w+ \(sim://1\) cannot be read: no room") as caught:

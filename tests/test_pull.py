@@ -108,8 +108,7 @@ async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and
     sim: Bench, debugged: io.StringIO
 ) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         await decode.engine.pull("d", [(0, [6])], params)
         await lent.wait_released()
     lines = [json.loads(line) for line in debugged.getvalue().splitlines()]
