@@ -67,6 +67,9 @@ def table(here: Layout, *there: Layout, costs: ReadCosts | None = LOCAL) -> Desc
         ),
         pytest.param(side(NHD, 1, 2), [side(NHD)], 32768, Box(1024, (16,), (1024,), (2048,), 1024), 2.0, id="1-to-2"),
         pytest.param(
+            side(HND, 1, 4), [side(NHD)], 32768, Box(256, (16, 2), (256, 4096), (2048, 256), 512), 4.0, id="1-to-4-hnd"
+        ),
+        pytest.param(
             side(HND, block_size=64), [side(HND)], 32768, Box(4096, (8,), (16384,), (4096,), 0), 1.0, id="16-to-64"
         ),
     ],
