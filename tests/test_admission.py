@@ -117,8 +117,7 @@ def test_cancelled_ones_leave_the_queue_at_once() -> None:
     pulls = [ask(world, prefill, decode, i) for i in range(20)]
     world.deliver_all()
     for pull in pulls[1:19]:
-        decode.core.decode.cancel(pull, world.time(decode))
-        world.settle(decode)
+        world.cancel(decode, pull)
     assert {p.reason for p in pulls[1:19]} == {Reason.CANCELLED}
     assert decode.core.decode.admission.num[WAITING] == 1
     assert len(decode.returned) == 18

@@ -169,12 +169,10 @@ def test_every_rank_hears_of_it_the_ones_that_nobody_reads_as_well(prefill: int,
     leases = [] if is_ahead else [world.lend(owner, params) for owner in owners]
     for number, reader in enumerate(readers):
         if number % 2:  # siblings of one cohort need not do the same before
-            reader.core.announce("d", params, "", 60.0, world.time(reader))
-            world.settle(reader)
+            world.announce(reader, "d", params, 60.0)
             world.deliver_all()
         assert not any(lease.is_over for lease in leases) or number
-        reader.core.discharge("d", params, "", world.time(reader))
-        world.settle(reader)
+        world.discharge(reader, "d", params)
         world.deliver_all()
     leases = leases or [world.lend(owner, params) for owner in owners]
     assert [lease.state.value for lease in leases] == ["released"] * prefill
@@ -189,13 +187,11 @@ def test_an_early_discharge_is_remembered_for_all_of_its_time() -> None:
     world = World()
     owner, reader = world.add("p", make_layout()), world.add("d", make_layout())
     params = world.params([owner], "r", [1], 4)
-    reader.core.announce("d", params, "", 60.0, world.time(reader))
-    world.settle(reader)
+    world.announce(reader, "d", params, 60.0)
     world.deliver_all()
     assert owner.core.prefill.num_parked == 1
     world.now = owner.core.config.lease.parked_s - 1.0
-    reader.core.discharge("d", params, "", world.time(reader))
-    world.settle(reader)
+    world.discharge(reader, "d", params)
     world.deliver_all()
     world.now += 5.0
     owner.core.tick(world.time(owner))
@@ -208,12 +204,10 @@ def test_what_was_discharged_early_and_never_lent_is_forgotten() -> None:
     world = World()
     owner, reader = world.add("p", make_layout()), world.add("d", make_layout())
     params = world.params([owner], "r", [1], 4)
-    reader.core.announce("d", params, "", 60.0, world.time(reader))
-    world.settle(reader)
+    world.announce(reader, "d", params, 60.0)
     world.deliver_all()
     world.now = 10.0
-    reader.core.discharge("d", params, "", world.time(reader))
-    world.settle(reader)
+    world.discharge(reader, "d", params)
     world.deliver_all()
     world.now += owner.core.config.lease.parked_s
     owner.core.tick(world.time(owner))

@@ -78,8 +78,7 @@ def events() -> Iterator[list[dict[str, Any]]]:
 def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block() -> None:
     world, prefill, decode = pair()
     params, _ = world.lent(prefill, "req", [3])
-    decode.core.announce("d-req", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
     running(world, 60.0)
     assert decode.core.inspect.holds(world.time(decode)) == ()
@@ -111,8 +110,7 @@ def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
     params, _ = world.lent(prefill, "req", [3])
     running(world, 10.0)
     assert prefill.core.watch.next_at < math.inf
-    decode.core.announce("d-req", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
     world.settle(decode)
     world.deliver_all()
@@ -205,8 +203,7 @@ def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
     world, prefill, decode = pair(log=LogConfig(held_fraction=fraction), lease=LeaseConfig(grant_s=1000.0))
     params, lease = world.lent(prefill, "req", [3], lease_s=lease_s)
     if renewals:
-        decode.core.announce("d", params, "", 1e6, world.time(decode))
-        world.settle(decode)
+        world.announce(decode, "d", params, 1e6)
         world.deliver_all()
         for _ in range(3 * renewals):  # three times in each promise
             world.advance(min(decode.core.next_at - decode.epoch - world.now, lease_s / 4))
@@ -228,8 +225,7 @@ def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
     for log, seconds in ((LogConfig(held_fraction=0), 100.0), (LogConfig(), 9.0)):
         world, prefill, decode = pair(log=log)
         params, _ = world.lent(prefill, "req", [3])
-        decode.core.announce("d", params, "", 300.0, world.time(decode))
-        world.settle(decode)
+        world.announce(decode, "d", params, 300.0)
         running(world, seconds)
         assert prefill.said == decode.said == []
 
@@ -237,8 +233,7 @@ def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
 def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
     world, prefill, decode = pair()
     params, _ = world.lent(prefill, "req", [3])
-    decode.core.announce("d", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d", params, 300.0)
     world.deliver_all()
     running(world, 50.0, step=0.05)
     for side in (prefill, decode):
@@ -252,8 +247,7 @@ def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
 def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4, written=True)
-    decode.core.announce("d", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d", params, 300.0)
     world.deliver_all()
     running(world, 9.0)
     world.lend(prefill, params)
@@ -568,8 +562,7 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
 def test_phases_of_a_pull_that_was_never_pulled_are_its_announcement() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
-    pull = decode.core.announce("d", params, "", 20.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "d", params, 20.0)
     running(world, 25.0)
     assert (pull.reason, pull.failed_in) == (Reason.TIMEOUT, "announced")
     assert phases(pull)["announced"] == pytest.approx(20.0)

@@ -64,8 +64,7 @@ def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
     world.lend(prefill, first)
     world.now = 2.0
     world.lend(prefill, second)
-    decode.core.announce("d2", second, "", 30.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d2", second, 30.0)
     world.deliver_all()
     world.now = 3.0
     seen = account(world, prefill)

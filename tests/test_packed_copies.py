@@ -1044,8 +1044,7 @@ def test_a_pull_that_is_cancelled_while_it_waits_for_copies_returns_its_blocks_a
     pair.deliver_until(Pack)
     if when != "nothing was heard":
         pair.world.deliver()
-    pair.reader.core.decode.cancel(pair.pull, pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair.world.cancel(pair.reader, pair.pull)
     assert pair.pull.reason is Reason.CANCELLED
     assert pair.reader.returned == [pair.pull]
     assert not pair.reader.posts
@@ -1100,8 +1099,7 @@ def test_a_pull_that_is_cancelled_while_a_copy_is_read_waits_for_the_read() -> N
     pair.world.deliver()
     running = list(pair.reader.reads)
     assert len(running) == MAX_ASKED
-    pair.reader.core.decode.cancel(pair.pull, pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair.world.cancel(pair.reader, pair.pull)
     assert pair.pull.state is PullState.DRAINING
     assert not pair.reader.returned
     assert list(pair.reader.reads) == running, "what was only asked for is not posted"
@@ -1118,8 +1116,7 @@ def test_another_pull_asks_when_one_is_cancelled() -> None:
     pair.lose(Pack)
     lease, pull = pair.begin([5, 6], [7, 8])
     assert pair.asked == MAX_ASKED
-    pair.reader.core.decode.cancel(pair.pull, pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair.world.cancel(pair.reader, pair.pull)
     assert pair.asked == 2 * MAX_ASKED
     pair.world.run()
     assert pull.reason is Reason.COMPLETE
@@ -1181,8 +1178,7 @@ def test_a_peer_that_is_lost_while_it_is_asked_fails_its_pulls_and_is_asked_no_m
         pulls.append(pair.begin([5, 6], [7, 8])[1])
     pair.world.letters.clear()
     asked = pair.asked
-    pair.reader.core.decode.forget(pair.owner.address, pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair.world.forget(pair.reader, pair.owner.address)
     assert [pull.reason for pull in pulls] == [Reason.PEER_LOST] * len(pulls)
     assert len(pair.reader.returned) == len(pulls)
     assert pair.asked == asked, "a lost rank is asked for nothing"

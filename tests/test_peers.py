@@ -201,8 +201,7 @@ def test_nobody_is_admitted_to_read_from_a_rank_that_has_fallen_silent() -> None
     """A place among those who read would be taken from others for nothing."""
     world, prefill, decode, pull = silent(total_requests=1, window_requests=1)
     queued = ask(world, prefill, decode, 1)
-    decode.core.decode.cancel(pull, world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, pull)
     world.complete_all()
     assert pull.reason is Reason.CANCELLED
     assert (queued.state, decode.reads) == (PullState.QUEUED, {})
@@ -486,16 +485,14 @@ def test_nobody_repeats_a_release_to_a_process_that_is_gone() -> None:
     assert (reason(pull), pull.is_over) == (Reason.PEER_LOST, True)
     world.run(2.0)
     params = world.params([prefill], "r2", [2], 4, written=True)
-    announced = decode.core.announce("d2", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    announced = world.announce(decode, "d2", params, 300.0)
     world.run(1.1)
     decode.core.cancel("d2", world.time(decode))
     world.settle(decode)
     world.run(1.1)
     assert announced.is_over
     world.run(5.0)
-    decode.core.discharge("d3", world.params([prefill], "r3", [3], 4, written=True), "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "d3", world.params([prefill], "r3", [3], 4, written=True))
     assert not decode.core.is_idle  # it may live after all: another word is worth a second
     world.run(1.1)
     assert decode.core.is_idle
@@ -676,8 +673,7 @@ def lent(world: World, ranks: tuple[Rank, ...], number: int) -> KVTransferParams
 def test_a_rank_that_missed_a_handshake_is_read_again_by_those_who_come_later() -> None:
     """That another stood in for it is no rule: it is tried again when its pause is over."""
     world, first, second, decode = replicas(handshake_s=1.0)
-    decode.core.announce("long", lent(world, (first, second), 0), "", 300.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "long", lent(world, (first, second), 0), 300.0)
     away = world.ranks.pop("p0")
     for _ in range(12):
         world.run(0.25)
@@ -699,12 +695,10 @@ def announced_at_a_replaced_peer() -> tuple[World, Rank, Pull, KVTransferParams,
     """An announcement whose second rank was lost, and met anew by a request that has ended since."""
     world, first, second, decode = replicas(idle_s=30.0)
     params = lent(world, (first, second), 0)
-    pull = decode.core.announce("q", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "q", params, 300.0)
     world.run()
     address = next(source.address for source in pull.sources if not source.reads)
-    decode.core.decode.forget(address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, address)
     world.run(2.0)
     other = world.pull(decode, "q2", [7, 8], lent(world, (first, second), 1))
     world.run(1.0)
@@ -721,15 +715,13 @@ def test_who_owes_a_release_at_a_place_hears_when_whoever_was_met_there_anew_is_
     world.run()
     world.letters.clear()
     assert not pull.is_over
-    decode.core.decode.forget(address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, address)
     assert pull.is_over
 
 
 def test_a_rank_that_was_forgotten_long_ago_keeps_no_pull_from_beginning() -> None:
     world, decode, _, params, address = announced_at_a_replaced_peer()
-    decode.core.decode.forget(address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, address)
     for _ in range(100):
         world.run(1.0)
     pull = decode.core.pull(PullRequest("q", [(0, [5, 6])], params), 30.0, world.time(decode))

@@ -71,8 +71,7 @@ def say(rank: Rank, message: Claim | Renew | Release, now: float, reply_to: Repl
 def claimed_by(world: World, name: str, prefill: Rank, params: KVTransferParams) -> Rank:
     """A start of the decode rank's process, which has claimed."""
     reader = world.add(name, make_layout(), engine_id="decode")
-    reader.core.announce(f"by {name}", params, "", 600.0, world.time(reader))
-    world.settle(reader)
+    world.announce(reader, f"by {name}", params, 600.0)
     world.run()
     return reader
 

@@ -226,8 +226,7 @@ def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -
 
 
 def _announced(world: World, decode: Rank, params: KVTransferParams) -> Pull:
-    pull = decode.core.announce("d", params, "", 3600.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "d", params, 3600.0)
     world.run()
     return pull
 

@@ -192,8 +192,7 @@ def test_what_was_said_before_a_grant_and_is_heard_after_it_holds_nothing_up() -
 def test_a_pull_that_was_given_up_asks_for_no_longer_than_it_drains() -> None:
     it = Reading(drain_s=2.0)
     it.grant(it.ask(), 1.0)
-    it.decode.core.decode.cancel(it.pull, it.world.time(it.decode))
-    it.world.settle(it.decode)
+    it.world.cancel(it.decode, it.pull)
     asked = [(at, ask.seconds) for at, ask in it.wait(1.9)]
     assert asked
     assert all(at + seconds == pytest.approx(2.0, abs=0.02) for at, seconds in asked)

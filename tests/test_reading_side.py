@@ -29,8 +29,7 @@ def test_what_still_ran_of_a_rank_that_was_met_anew_keeps_nothing_loaded_once_it
     ask(world, prefill, decode, 1)
     world.deliver_all()
     [transfer] = decode.reads
-    decode.core.decode.forget(prefill.address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, prefill.address)
     for _ in range(40):
         world.advance(0.25)
         world.deliver_all()
@@ -130,8 +129,7 @@ def test_a_rank_that_could_not_be_met_while_a_request_was_announced_is_tried_aga
     it = Pair(4, 1, heads=2)
     params, _ = it.lend([3], 4)
     world, [decode], away = it.world, it.decode, it.prefill[0]
-    pull = decode.core.announce("req-D", params, "", 30.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "req-D", params, 30.0)
     for _ in range(10):
         world.letters[:] = [letter for letter in world.letters if away not in (letter.sender, letter.receiver)]
         world.deliver_all()
@@ -150,8 +148,7 @@ def test_a_rank_that_was_lost_while_it_was_loaded_is_unloaded_when_that_is_done(
     ask(world, prefill, decode, 1)
     world.deliver_all()
     assert [peer.agent_name for peer in decode.loading] == ["agent-p0"]
-    decode.core.decode.forget(prefill.address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, prefill.address)
     world.load(decode)
     assert decode.nic.remotes == {}
 
@@ -282,15 +279,13 @@ def test_params_that_name_a_rank_wrongly_and_are_only_released_keep_no_others_fr
     world, (prefill,), decode = world_of()
     params = world.params([prefill], "r", [1], 4, written=True)
     wrong = structs.replace(params, engine_id="nobody")
-    decode.core.discharge("wrong", wrong, "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "wrong", wrong)
     world.run()
     pull = ask(world, prefill, decode, 2)
     world.run()
     assert pull.reason is Reason.COMPLETE
     # What has answered keeps its name, and only params that name another one fail.
-    decode.core.discharge("wrong again", wrong, "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "wrong again", wrong)
     failed = world.pull(decode, "wrong pull", [5], wrong)
     world.run()
     assert failed.reason is Reason.WRONG_TARGET
@@ -303,8 +298,7 @@ def test_a_rank_that_never_said_anything_is_forgotten_when_its_release_is_given_
     """Made-up ones would take the room of those that are waited for, for as long as a connection is kept."""
     world, (prefill,), decode = world_of()
     params = world.params([prefill], "r", [1], 4, written=True)
-    decode.core.discharge("made up", params, "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "made up", params)
     del world.ports[prefill.address]
     world.letters.clear()
     timeout_s = decode.core.config.pull.release_timeout_s
@@ -314,8 +308,7 @@ def test_a_rank_that_never_said_anything_is_forgotten_when_its_release_is_given_
     world.advance(2.0)
     assert not decode.core.decode.peers.by_place
     prefill.open()  # one that has answered is kept, for whoever comes next
-    decode.core.discharge("answered", structs.replace(params, request_id="s"), "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "answered", structs.replace(params, request_id="s"))
     world.run()
     world.advance(timeout_s + 60.0)
     world.run()

@@ -224,8 +224,7 @@ def test_blocks_return_with_the_outcome_and_the_peer_stays_until_the_reads_end(h
     before, running = decode.buffers.block(3), list(decode.reads)
     match how:
         case "cancelled":
-            decode.core.decode.cancel(pull, world.time(decode))
-            world.settle(decode)
+            world.cancel(decode, pull)
         case "timeout":
             world.advance(4.0)
         case _:
@@ -268,8 +267,7 @@ def test_an_end_that_was_on_its_way_when_a_read_was_detached_concerns_its_peer_a
     for transfer_id in running:
         decode.reads[transfer_id].land()
         decode.reads[transfer_id].place()  # it is done, and nobody knows yet
-    decode.core.decode.cancel(pull, world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, pull)
     assert pull.reason is Reason.CANCELLED
     for transfer_id in running:
         world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
@@ -285,8 +283,7 @@ def test_a_direct_read_is_never_detached() -> None:
     params, _ = world.lent(prefill, "r", [1, 2], written=True)
     pull = world.pull(decode, "q", [3, 4], params)
     world.deliver_all()
-    decode.core.decode.cancel(pull, world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, pull)
     assert pull.state is PullState.DRAINING
     assert not decode.returned
     world.complete_all()

@@ -273,6 +273,23 @@ class World(Fabric):
         self.settle(rank)
         return pull
 
+    def announce(self, rank: Rank, request_id: str, params: KVTransferParams, seconds: float) -> Pull:
+        pull = rank.core.announce(request_id, params, "", seconds, self.time(rank))
+        self.settle(rank)
+        return pull
+
+    def discharge(self, rank: Rank, request_id: str, params: KVTransferParams) -> None:
+        rank.core.discharge(request_id, params, "", self.time(rank))
+        self.settle(rank)
+
+    def cancel(self, rank: Rank, pull: Pull) -> None:
+        rank.core.decode.cancel(pull, self.time(rank))
+        self.settle(rank)
+
+    def forget(self, rank: Rank, address: Address) -> None:
+        rank.core.decode.forget(address, self.time(rank))
+        self.settle(rank)
+
     # -- what the edges do -----------------------------------------------------------------------------
 
     def settle(self, rank: Rank) -> None:
