@@ -53,6 +53,19 @@ async def test_a_pull_from_an_address_that_may_not_be_talked_to_fails_at_once(
         monkeypatch.undo()
 
 
+async def test_a_caller_that_cancels_again_waits_all_the_same_while_its_blocks_may_be_written(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        _, task, data = await reading(prefill, decode, group)
+        for _ in range(3):
+            task.cancel()
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert not task.done()
+        data.finish()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 async def test_a_pull_that_is_cancelled_ends_as_cancelled_and_not_by_its_deadline(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         sim.network.fate = drops(Claim)

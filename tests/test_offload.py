@@ -432,6 +432,9 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
             assert told.value.held == {0: tuple(blocks)}
             assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
             assert [each.is_cancelled for each in rank.copies.moves.values()] == [True]
+            rank.copies.doubt(next(iter(rank.copies.moves)))  # the plane has its doubts as well
+            await asyncio.sleep(0)
+            assert offload.statistics().counters["moves_doubted"] == (1 if name == "back" else 2)
             rank.engine.check_integrity()
             check_offload(offload)
             if name == "back":

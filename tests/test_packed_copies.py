@@ -443,6 +443,14 @@ def test_a_copy_is_made_once_and_named_once_it_is_made() -> None:
     assert owner.is_clean()
 
 
+def test_blocks_that_are_lent_in_any_order_are_packed() -> None:
+    owner = Owner()
+    params, _ = owner.world.lent(owner.rank, "other", [7, 3, 5], written=True)
+    owner.claim("other", params=params)
+    assert owner.pack(7, "other", params) == []
+    assert len(owner.making) == 1
+
+
 @pytest.mark.parametrize(
     "how",
     ["no grant", "another sender", "another pull", "no such key", "released", "lapsed", "another key", "no memory"],

@@ -583,6 +583,25 @@ async def test_an_order_that_comes_just_after_a_look_is_obeyed_without_another(s
     await until(lambda: late and late[0].done())
 
 
+@pytest.mark.parametrize("last", [Ending.IN_DOUBT, Ending.DETACHED])
+async def test_a_read_that_may_still_write_as_the_thread_breaks_has_failed_when_its_agent_is_gone(
+    sides: list[Side], last: Ending
+) -> None:
+    sides.append(Side("reader", 1, ALL_BULK))
+    (poster,), told = sides[0].plane._posters, list[TransferEnded]()
+
+    def broken(_: Agent) -> None:
+        poster._mine[TransferId(1)] = 0
+        poster._news.append(TransferEnded(TransferId(1), last))  # it was found, and is not told yet
+        raise MemoryError("planted")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
+    poster._tell = told.extend
+    poster._change(broken)
+    await until(lambda: not poster._thread.is_alive())
+    assert [ended.ending for ended in told] == [last, Ending.IN_DOUBT, Ending.FAILED]
+
+
 async def test_a_change_in_which_the_thread_breaks_is_told_to_its_caller(sides: list[Side]) -> None:
     def broken(_: Agent) -> None:
         raise MemoryError("planted")
