@@ -45,6 +45,12 @@ def ask(
     return pull
 
 
+def asking(number: int, *, lend: bool = True, timeout: float = 30, **pull: Any) -> tuple[World, Rank, Rank, Pull]:
+    """Return a world of two ranks and one request."""
+    world, (prefill,), decode = world_of(**pull)
+    return world, prefill, decode, ask(world, prefill, decode, number, lend=lend, timeout=timeout)
+
+
 def reading(decode: Rank) -> list[str]:
     return [p.request_id for p in decode.core.decode.pulls.values() if p.state is PullState.READING]
 
@@ -148,8 +154,7 @@ def test_a_pull_larger_than_every_budget_still_runs_and_alone() -> None:
 
 
 def test_what_waits_keeps_its_lease_for_longer_than_it_lasts() -> None:
-    world, (prefill,), decode = world_of(total_requests=1, window_requests=1, timeout_s=100.0)
-    first = ask(world, prefill, decode, 0, timeout=100)
+    world, prefill, decode, first = asking(0, timeout=100, total_requests=1, window_requests=1, timeout_s=100.0)
     queued = ask(world, prefill, decode, 1, timeout=100)
     world.deliver_all()
     for _ in range(60):
@@ -335,8 +340,7 @@ def state(pull: Pull) -> PullState:
 
 
 def test_who_hears_in_the_queue_that_its_request_is_not_lent_yet_makes_way_for_the_next() -> None:
-    world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
-    first = ask(world, prefill, decode, 1)
+    world, prefill, decode, first = asking(1, total_requests=1, window_requests=1)
     early, late = ask(world, prefill, decode, 2, lend=False), ask(world, prefill, decode, 3)
     world.deliver_all()
     assert [state(p) for p in (first, early, late)] == [PullState.READING, PullState.QUEUED, PullState.QUEUED]
@@ -395,8 +399,7 @@ def test_who_reads_from_a_rank_that_sends_nothing_counts_for_nobody_else(when: s
 
 
 def test_what_is_in_doubt_takes_no_room_again_when_its_rank_goes_on() -> None:
-    world, (prefill,), decode = world_of(max_post_bytes=64, window_bytes=256, total_bytes=512)
-    pull = ask(world, prefill, decode, 1)
+    world, _, decode, pull = asking(1, max_post_bytes=64, window_bytes=256, total_bytes=512)
     world.deliver_all()
     (peer,) = decode.core.decode.peers.by_place.values()
     doubted, *others = list(decode.reads)
@@ -472,8 +475,7 @@ def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_b
 
 
 def test_a_pull_that_fails_while_others_of_its_reads_run_is_woken_when_it_has_drained_for_long() -> None:
-    world, (prefill,), decode = world_of(max_post_bytes=64, drain_s=0.25)
-    pull = ask(world, prefill, decode, 1)
+    world, _, decode, pull = asking(1, max_post_bytes=64, drain_s=0.25)
     world.deliver_all()
     world.advance(1.0)  # until the next renewal the pull need not be woken
     world.tell(decode, TransferEnded(next(iter(decode.reads)), Ending.FAILED, "why"))

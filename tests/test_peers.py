@@ -48,7 +48,7 @@ from asynckv.scheduler import PrefillRanks
 from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
 from tests.engines import Bench
-from tests.test_admission import ask, world_of
+from tests.test_admission import ask, asking, world_of
 from tests.world import Rank, World, make_layout, opened, reason
 
 
@@ -286,8 +286,7 @@ def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None
 
 def test_our_own_absence_is_no_silence_of_theirs() -> None:
     """A process that was stopped for longer than `gone_s` has their answers yet to read, and has yet to ask."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, _, decode, pull = asking(0)
     world.deliver_all()
     world.letters.clear()
     world.now += 20.0
@@ -308,8 +307,7 @@ def test_our_own_absence_is_no_silence_of_theirs() -> None:
 )
 def test_answers_that_are_meant_for_another_change_nothing(how: dict[str, str], token: str) -> None:
     """Whatever they say: a promise, a refusal, that it is not lent, that a release was heard."""
-    world, (prefill,), decode = world_of(claim_retry_s=60.0)
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0, claim_retry_s=60.0)
     world.deliver()
     world.deliver()
     (claim,) = (message for message in said(world, decode) if isinstance(message, Claim))
@@ -335,8 +333,7 @@ def test_answers_that_are_meant_for_another_change_nothing(how: dict[str, str], 
 
 def test_who_was_not_released_yet_has_nothing_to_acknowledge() -> None:
     """An acknowledgement that comes before the release would leave its lease to run out."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     world.deliver_all()
     say(world, prefill, decode, Ack(pull.params.key, pull.pull_id))
     world.run()
@@ -374,8 +371,7 @@ def welcome(world: World, rank: Rank, hello: Hello) -> Message:
     ("sender", "target", "is_over"), [("", "", True), ("another start", "", False), ("", "another start", False)]
 )
 def test_a_goodbye_ends_the_start_that_says_it_to_whom_it_says_it(sender: str, target: str, is_over: bool) -> None:
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     world.deliver_all()
     say(world, prefill, decode, Goodbye(), sender, target)
     world.complete_all()
@@ -386,8 +382,7 @@ def test_a_goodbye_ends_the_start_that_says_it_to_whom_it_says_it(sender: str, t
 @pytest.mark.parametrize("nonce", [0, 1])
 def test_that_a_process_was_started_anew_is_believed_as_an_answer_only(nonce: int) -> None:
     """Whoever listens at an address may say so; a nonce that was never used, or no release, makes it hearsay."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     world.deliver_all()
     say(world, prefill, decode, Refused(pull.params.key, pull.pull_id, nonce, Reason.RESTARTED), "another start")
     world.run()
@@ -397,8 +392,7 @@ def test_that_a_process_was_started_anew_is_believed_as_an_answer_only(nonce: in
 @pytest.mark.parametrize("answer", ["a welcome", "a refusal"])
 def test_an_answer_from_another_start_says_that_the_one_that_was_asked_is_gone(answer: str) -> None:
     """Whoever reads from it fails at once: what it had lent is gone with it."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     if answer == "a welcome":
         (hello,) = said(world, decode)
         assert isinstance(hello, Hello)
@@ -415,8 +409,7 @@ def test_an_answer_from_another_start_says_that_the_one_that_was_asked_is_gone(a
 
 def test_one_address_serves_one_start_of_a_process_at_a_time() -> None:
     """Once another start is met there, the one before it has ended, and so has what reads from it."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     world.deliver_all()
     again = world.add("p0", prefill.buffers.layout, engine_id="prefill0")
     assert again.address == prefill.address
@@ -450,8 +443,7 @@ def test_a_rank_that_was_lost_is_left_in_peace_for_a_moment_and_then_met_anew() 
 
 def dead(**pull: Any) -> tuple[World, Rank, Rank]:
     """A reader of a process that was killed while it was read, when the pause after that is over."""
-    world, (prefill,), decode = world_of(backoff_s=0.5, suspect_s=1.0, **pull)
-    lost = ask(world, prefill, decode, 0)
+    world, prefill, decode, lost = asking(0, backoff_s=0.5, suspect_s=1.0, **pull)
     world.deliver_all()
     (transfer_id,) = decode.reads
     del world.ranks["p0"]
@@ -590,8 +582,7 @@ def test_a_wrong_name_for_a_rank_that_is_being_met_is_the_end_of_those_who_gave_
 
 def test_metadata_that_was_changed_on_the_way_is_not_loaded() -> None:
     """It says where a data plane reaches: what is loaded is what its owner has summed up."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     (hello,) = said(world, decode)
     assert isinstance(hello, Hello)
     say(world, prefill, decode, msgspec.structs.replace(welcome(world, prefill, hello), metadata=b"elsewhere"))
@@ -601,8 +592,7 @@ def test_metadata_that_was_changed_on_the_way_is_not_loaded() -> None:
 
 def test_what_is_said_to_another_start_is_not_taken_by_its_successor() -> None:
     """It answers who it is, so that nobody waits; but it grants, strikes off and welcomes nothing."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     world.deliver()
     world.deliver()
     hello, claim = Hello(9, 1, 2, "prefill0", 0, decode.core.cohort), said(world, decode)[-1]
@@ -786,8 +776,7 @@ def test_a_rank_that_was_told_is_left_in_peace_while_another_may_still_write() -
 
 def test_a_table_that_is_refused_when_the_time_is_up_returns_the_blocks() -> None:
     """To prepare a table takes a while: its end, and the deadline, may be found in the same breath."""
-    world, (prefill,), decode = world_of(drain_s=1.0)
-    pull = ask(world, prefill, decode, 0, timeout=5.0)
+    world, prefill, decode, pull = asking(0, timeout=5.0, drain_s=1.0)
     others = [ask(world, prefill, decode, number) for number in (1, 2)]
     world.deliver_all()
     transfer_id = next(iter(decode.reads))

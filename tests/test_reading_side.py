@@ -17,7 +17,7 @@ from asynckv.core.types import Address, Reason, TransferId
 from asynckv.core.wire import MINOR, Hello, Welcome
 from asynckv.errors import LocalProtocolError, Overloaded
 from asynckv.geometry import tables
-from tests.test_admission import ask, world_of
+from tests.test_admission import ask, asking, world_of
 from tests.test_peers import said, say, welcome
 from tests.test_sources import Pair
 from tests.world import World, make_layout
@@ -84,8 +84,7 @@ def test_of_requests_that_were_let_go_the_newest_are_remembered(monkeypatch: pyt
 
 def test_nobody_is_woken_for_a_pull_that_is_over() -> None:
     """Its deadline is far away, and a pull that waits for it is kept, with all that it has read."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 1, timeout=500.0)
+    world, _, _, pull = asking(1, timeout=500.0)
     world.deliver_all()
     assert pull.scheduled_at < math.inf
     world.run()
@@ -155,8 +154,7 @@ def test_a_rank_that_was_lost_while_it_was_loaded_is_unloaded_when_that_is_done(
 
 def test_what_a_rank_says_that_it_holds_is_checked_before_anything_is_read_of_it() -> None:
     """It lies: its blocks would end behind its memory."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 1)
+    world, prefill, decode, pull = asking(1)
     [hello] = said(world, decode)
     assert isinstance(hello, Hello)
     honest = welcome(world, prefill, hello)
@@ -171,8 +169,7 @@ def test_what_a_rank_says_that_it_holds_is_checked_before_anything_is_read_of_it
 @pytest.mark.parametrize("minor", [4, MINOR])
 def test_a_refused_layout_of_an_older_version_names_the_upgrade(minor: int) -> None:
     """An older one does not say what it guesses, so a newer one may fit."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 1)
+    world, prefill, decode, pull = asking(1)
     [hello] = said(world, decode)
     assert isinstance(hello, Hello)
     honest = welcome(world, prefill, hello)
