@@ -122,7 +122,8 @@ def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_ther
 def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
     world = World()
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
-    params, _ = world.lent(prefill, "r", [3], written=True)
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
     wanted = PullRequest("d", [(0, [9])], params)
     request = Request(wanted, 2, 0.1, 60.0, 0.0)
     pull = decode.core.pull(wanted, 30.0, 0.0, retryable=request.retryable)

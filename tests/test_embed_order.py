@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, PullConfig, PullError, WrongThread
+from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, PullConfig, WrongThread
 from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Pull
 from asynckv.embed import desk as embed_desk
 from asynckv.engine import driver as driver_module
@@ -103,49 +103,6 @@ def test_a_pull_whose_task_never_had_a_turn_is_told_as_one_that_was_not_carried_
             told = desk.take_finished()
             (failed,) = told.failed
             assert (failed.request_id, type(failed.error), told.retired) == ("request", EngineClosed, [])
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("outcome", ["retired", "returned"])
-def test_a_pull_that_ends_by_a_bug_is_told_as_the_owner_of_its_blocks_until_they_return(
-    monkeypatch: pytest.MonkeyPatch, outcome: str
-) -> None:
-    async def run() -> None:
-        sim = Bench(real=False)
-        async with sim.pair(pull=PullConfig(held_s=5.0)) as (prefill, decode, group):
-            desk, honest, data = EngineDesk(decode.engine, lambda: None), decode.engine.pull, decode.data
-            assert data is not None
-            data.deferred = True
-            params = group.make_params("r", [(0, [1])], 16, written=True)
-            prefill.engine.lend(params)
-
-            async def buggy(*args: Any, **more: Any) -> Any:
-                try:
-                    await honest(*args, **more)
-                finally:
-                    raise ZeroDivisionError("planted")
-
-            monkeypatch.setattr(decode.engine, "pull", buggy)
-            desk.submit([Pull(request_id="d", groups=[(0, [6, None])], params=params, timeout_s=2.0)])
-            desk.carry_out()
-            await until(lambda: data.running)
-            sim.clock.advance(2.1)
-            await until(lambda: decode.engine.holds()[0].reason == "quarantined")
-            assert not desk.has_news, "its blocks belong to another request as soon as it is told"
-            if outcome == "returned":
-                data.finish()
-            sim.clock.advance(5.1)
-            await until(lambda: not desk._tasks)
-            told = desk.take_finished()
-            (failed,) = told.failed
-            assert failed.request_id == "d"
-            if outcome == "returned":
-                assert (type(failed.error), failed.is_held, told.retired) == (ZeroDivisionError, False, [])
-            else:
-                assert isinstance(failed.error, PullError)
-                assert (failed.is_held, failed.error.held, told.retired) == (True, {0: (6,)}, ["d"])
-            data.finish()
 
     asyncio.run(run())
 

@@ -261,7 +261,8 @@ def test_a_request_that_was_taken_once_is_not_turned_away_between_its_attempts()
     for number in (1, 2):
         ask(world, prefill, decode, number)
         world.deliver_all()
-    params, _ = world.lent(prefill, "r", [3], written=True)
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
     request = PullRequest("d", [(0, [3])], params)
     with pytest.raises(Overloaded, match="1 pulls wait already"):
         decode.core.pull(request, 30.0, world.time(decode))
