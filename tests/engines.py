@@ -29,7 +29,12 @@ class Side:
     """An engine with its memory."""
 
     def __init__(self, engine: Engine, arrays: list[npt.NDArray[np.uint8]], data: SimData | None) -> None:
-        self.engine, self.arrays, self.data = engine, arrays, data
+        self.engine, self.arrays, self._data = engine, arrays, data
+
+    @property
+    def data(self) -> SimData:
+        assert self._data is not None
+        return self._data
 
     def blocks(self, ids: list[int]) -> bytes:
         # kv, block, ... : the block is the second dim
@@ -116,7 +121,6 @@ async def reading(
 ) -> tuple[LentRequest, asyncio.Task[PullResult], SimData]:
     """Lend block 1, and pull it into block 6 by a read that ends only when it is told to."""
     data = decode.data
-    assert data is not None
     data.deferred = True
     params = group.make_params("r", [(0, [1])], 16, written=True)
     lent = prefill.engine.lend(params)

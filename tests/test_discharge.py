@@ -76,7 +76,6 @@ async def test_after_its_discharge_a_request_is_used_up(bench: Bench) -> None:
 
 async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
         params, lent = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, is_last=False))
@@ -93,7 +92,6 @@ async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: 
 @pytest.mark.parametrize("is_retried", [False, True])
 async def test_what_is_pulled_or_retried_is_cancelled_with_params_as_well(sim: Bench, is_retried: bool) -> None:
     async with sim.pair(pull=PullConfig(retries=3, retry_s=1.0)) as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
         params, _ = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))

@@ -347,7 +347,6 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
     errors: list[Exception] = []
     texts: list[str] = []
     async with sim.pair(lease=LeaseConfig(lease_s=6.0, grant_s=2.0)) as (prefill, decode, group):
-        assert decode.data is not None
         for how in ("good", "fails", "stuck"):
             decode.data.deferred = how != "good"
             params, lent = prefill.lent(group, how, [1], written=True, lease_s=6.0)
@@ -515,7 +514,6 @@ async def test_seconds_inside_a_read_are_a_read_and_those_after_it_are_drained(
     sim: Bench, events: list[dict[str, Any]]
 ) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
         for i, (how, seconds) in enumerate({"timeout": 6.0, "cancelled": 7.5}.items()):
             params, _ = prefill.lent(group, how, [i], written=True)
@@ -540,7 +538,6 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
     sim: Bench, events: list[dict[str, Any]], takes: bool
 ) -> None:
     async with sim.pair(lease=LeaseConfig(lease_s=2.0, grant_s=0.5)) as (prefill, decode, group):
-        assert decode.data is not None
         params, lent = prefill.lent(group, "r", [1], written=True, lease_s=2.0)
         await decode.engine.pull("d", [(0, [1])], params)
         await lent.wait_released()

@@ -88,7 +88,6 @@ async def test_a_rank_whose_tables_cannot_be_prepared_is_not_read_and_says_why(
     sim: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         refused = TransferEnded(TransferId(1), Ending.REFUSED, "no room for it")
         monkeypatch.setattr(decode.data, "post_read", lambda number, *_: refused._replace(transfer_id=number))
         pulls = []
@@ -107,7 +106,6 @@ async def test_a_rank_whose_tables_cannot_be_prepared_is_not_read_and_says_why(
 
 async def test_the_owners_agent_dies_and_its_readers_meet_the_same_start_by_another_agent(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert prefill.data is not None
         lent, task, data = await reading(prefill, decode, group, retries=3)
         before, epoch = prefill.engine.endpoint, prefill.engine.memory_epoch
         prefill.data.lose_agent()

@@ -102,7 +102,6 @@ async def test_one_trace_over_both_sides_with_right_parents_and_times(bench: Ben
 
 async def test_a_lease_that_is_cut_short_has_its_span_and_is_counted(sim: Bench, spans: Spans) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         Tracing(prefill.engine, provider=spans.provider)
         metrics = Metrics(prefill.engine)
         params, _ = prefill.lent(group, "r", [1], trace={"traceparent": TRACEPARENT})
@@ -124,7 +123,6 @@ async def test_a_lease_that_is_cut_short_has_its_span_and_is_counted(sim: Bench,
 
 async def test_durations_of_spans_are_those_of_the_log(sim: Bench, spans: Spans) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         Tracing(prefill.engine, decode.engine, provider=spans.provider)
         params, _ = prefill.lent(group, "r", [1], written=True, trace={"traceparent": TRACEPARENT})
         decode.data.deferred = True
