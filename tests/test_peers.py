@@ -407,10 +407,15 @@ def test_an_answer_from_another_start_says_that_the_one_that_was_asked_is_gone(a
     assert pull.reason is Reason.RESTARTED
 
 
-def test_one_address_serves_one_start_of_a_process_at_a_time() -> None:
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_one_address_serves_one_start_of_a_process_at_a_time(is_suspect: bool) -> None:
     """Once another start is met there, the one before it has ended, and so has what reads from it."""
-    world, prefill, decode, pull = asking(0)
+    world, prefill, decode, pull = asking(0, heartbeat_s=0.25, suspect_s=1.0)
     world.deliver_all()
+    (peer,) = decode.core.decode.peers.by_place.values()
+    while is_suspect and peer.state is not PeerState.SUSPECT:
+        world.advance(0.25)
+        world.letters.clear()
     again = world.add("p0", prefill.buffers.layout, engine_id="prefill0")
     assert again.address == prefill.address
     other = ask(world, again, decode, 1)
