@@ -327,6 +327,23 @@ def test_any_order_of_calls_keeps_budgets_order_and_turns(total: int, window: in
         assert len(counted) <= total
 
 
+def test_a_read_that_never_ends_takes_no_room_once_its_pull_has_failed() -> None:
+    world, prefill, decode, pull = asking(1, max_post_bytes=64, window_bytes=64, drain_s=1.0)
+    world.deliver_all()
+    (stuck,) = decode.reads
+    world.cancel(decode, pull)
+    other = ask(world, prefill, decode, 2)
+    world.deliver_all()
+    assert list(decode.reads) == [stuck]
+    world.advance(1.1)
+    world.deliver_all()
+    assert (reason(pull), len(decode.reads)) == (Reason.CANCELLED, 2)
+    while other.reason is None:
+        world.complete(decode, next(transfer for transfer in decode.reads if transfer != stuck))
+        world.deliver_all()
+    assert reason(other) is Reason.COMPLETE
+
+
 # -- which pulls and messages take room from others ------------------------------------------------------------
 
 
