@@ -105,10 +105,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def open_files() -> set[str]:
-    """Return the open descriptors of this process, and what each is of.
-
-    A test compares such sets, and not numbers, because what other tests have left may be closed meanwhile.
-    """
+    """Return all descriptors and what each is of; not their number, because others' may be closed meanwhile."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the folder itself

@@ -145,7 +145,8 @@ def test_every_way_is_measured(
     for each in report["ways"].values():
         for name in ("gb_per_s", "raw_gb_per_s", "of_raw", "request_ms"):
             assert each[name]["rounds"] == 3
-            assert 0 < each[name]["low"] <= each[name]["median"] <= each[name]["high"]
+            # On a busy machine these few bytes may take so long that three digits of a speed are 0.
+            assert 0 <= each[name]["low"] <= each[name]["median"] <= each[name]["high"]
         speed, took = each["gb_per_s"]["median"], each["request_ms"]["median"]
         assert speed * took == pytest.approx(moved / 1e6, abs=ROUNDED * (speed + took + ROUNDED))
     assert report["block_bytes"] == 2 * 3 * 16 * 256

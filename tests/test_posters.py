@@ -597,20 +597,11 @@ async def test_a_read_that_may_still_write_as_the_thread_breaks_has_failed_when_
 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
     poster._tell = told.extend
-    poster._change(broken)
+    change = poster._change(broken)
     await until(lambda: not poster._thread.is_alive())
-    assert [ended.ending for ended in told] == [last, Ending.IN_DOUBT, Ending.FAILED]
-
-
-async def test_a_change_in_which_the_thread_breaks_is_told_to_its_caller(sides: list[Side]) -> None:
-    def broken(_: Agent) -> None:
-        raise MemoryError("planted")
-
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
-    sides.append(Side("reader", 1, ALL_BULK))
-    (poster,) = sides[0].plane._posters
     with pytest.raises(BackendError, match=r"reader-poster1 ended by MemoryError\('planted'\)"):
-        poster._change(broken).result(10)
+        change.result(0)
+    assert [ended.ending for ended in told] == [last, Ending.IN_DOUBT, Ending.FAILED]
 
 
 async def test_news_that_come_while_the_loop_is_told_of_others_are_told_as_well() -> None:
