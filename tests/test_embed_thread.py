@@ -326,13 +326,13 @@ def test_whoever_closes_as_the_thread_begins_waits_for_its_end(
 
 def test_a_close_that_comes_before_the_thread_has_a_loop_ends_the_start() -> None:
     def make_loop() -> asyncio.AbstractEventLoop:
-        made.close()
+        closed.close()
         return asyncio.new_event_loop()
 
-    made = EngineThread(CONFIG, memory(1)[0], loop_factory=make_loop)
+    closed = EngineThread(CONFIG, memory(1)[0], loop_factory=make_loop)
     with pytest.raises(EngineClosed, match="closed while it started"):
-        made.start(PATIENCE_S)
-    assert not made._thread.is_alive()
+        closed.start(PATIENCE_S)
+    assert not closed._thread.is_alive()
 
 
 def test_nothing_runs_before_the_start_and_after_a_close_there_is_none(made: EngineThread) -> None:
