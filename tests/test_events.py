@@ -97,8 +97,7 @@ async def test_what_real_engines_log_is_documented(tmp_path: Path) -> None:
     config = asynckv.LogConfig(file=tmp_path / "all.jsonl", level="debug")
     async with Bench(True).pair(log=config) as (prefill, decode, group):
         for i in range(3):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i], written=True)
             await decode.engine.pull(f"d{i}", [(0, [i])], params)
             await lent.wait_released()
         lent.withdraw()
