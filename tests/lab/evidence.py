@@ -163,11 +163,16 @@ def exceptions(case: Case, counts: Counter[str]) -> Iterator[Exception_]:
 
 
 def _is_beyond(wrong: Finding, whole: Seen, less: Seen) -> bool:
-    """Return True for a death that is no part of the claim that all is well.
+    """Return True for a fault that is no part of the claim that all is well.
 
-    Earlier starts of ranks are not expected, nor are processes that no source names; and logs are well until the first
-    of them ends, so the death of its process after that does not matter.
+    Logs are well until the first of them ends: the death of its process after that does not matter, nor a lease that
+    only the answer of its owner calls late by now. Earlier starts of ranks are not expected, nor are processes that no
+    source names.
     """
+    late = [x for x in whole.late if x.request_id in wrong.requests]
+    holders = {rank for x in late for rank in x.holders if x.state == "held"}
+    if late and holders <= {x.rank for x in whole.answers} - {x.rank for x in less.answers}:
+        return all(x.state == "held" for x in late)
     process = whole.axis.service.process_named(wrong.what.split()[0])
     if not wrong.code.startswith("died") or process is None:
         return False

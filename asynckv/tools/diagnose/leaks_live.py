@@ -104,9 +104,10 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
     for record in (x for x in logs if x.incarnation in heard):
         before = service.logged.get(record.incarnation, Logged(-math.inf))
         says_info = before.says_info or record.level not in ("warning", "error")
-        is_whole = before.is_whole or record.event == told.EngineStarted.event
+        is_begin = record.event in (told.EngineStarted.event, told.EngineResumed.event)
+        is_whole = before.is_whole or is_begin
         service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info, is_whole)
-        if record.event == told.EngineStarted.event:  # an answer knows neither the host's name nor the engine's address
+        if is_begin:  # an answer knows neither the host's name nor the engine's address
             process = service.processes[record.incarnation]
             process.started, process.host = record, record.text("host")
     for request in service.requests:

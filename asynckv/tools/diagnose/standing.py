@@ -216,7 +216,11 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
             shown[pull.process, "blocks.kept"] += pull.held_transfers > 0
             shown[pull.process, "blocks.retired"] += pull.retired is not None
     for process in (x for x in counts if _is_whole(presence, x) or not presence.reaches(x)):
-        more = Counter({x: integer(n, 0) - shown[process, x] for x, n in counts[process].items() if _is_bad(x)})
+        # An engine that resumed counts on, under another name of its process.
+        is_resumed = process.started is not None and process.started.event == told.EngineResumed.event
+        mine = [x for x in service.processes.values() if x is process or (is_resumed and x.base == process.base)]
+        bad = {x: integer(n, 0) for x, n in counts[process].items() if _is_bad(x)}
+        more = Counter({x: n - sum(shown[y, x] for y in mine) for x, n in bad.items()})
         for name, event in LIMITED.items():
             more[name] *= not any(True for _ in process.of(event))
         if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
@@ -229,7 +233,7 @@ def _is_whole(presence: Presence, process: Process) -> bool:
     """Return True if a process's log has its begin, so that it shows all bad ends up to its own."""
     if process.answers:
         return presence.service.logged.get(process.incarnation, Logged(-math.inf)).is_whole
-    return process.started is not None and process.started.event == told.EngineStarted.event
+    return process.started is not None
 
 
 def _is_bad(counter: str) -> bool:
