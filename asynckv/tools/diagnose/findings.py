@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from asynckv.core import told
 from asynckv.core.survey import MAX_PEERS
+from asynckv.edges.kernel import FIRST_PID_NAMESPACE
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.tools.diagnose import standing
 from asynckv.tools.diagnose.ask import Answer, Trouble
@@ -119,7 +120,8 @@ def find(seen: Seen) -> Findings:
     failed = _failed(seen, presence)
     there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
     waits = standing.waiting(presence, {_key(x) for x in seen.late})
-    stalled = [*_stalled(seen, _ranks(there), [x for x in failed if x.verdict.cause is STUCK], waits)]
+    stuck = [x for x in failed if x.verdict.cause is STUCK]
+    stalled = [*_stalled(seen, presence, _ranks(there), stuck, waits)]
     gone = _ranks(x for x in there if x.heading is HEADING.GONE)
     failed = [x for x in failed if x.verdict.cause is not STUCK]
     failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
@@ -231,14 +233,18 @@ def _stopped(seen: Seen) -> Iterator[Finding]:
 
 
 def _stalled(
-    seen: Seen, told_of: Collection[str], failed: Sequence[Failure], waits: Sequence[standing.Waiting]
+    seen: Seen,
+    presence: Presence,
+    told_of: Collection[str],
+    failed: Sequence[Failure],
+    waits: Sequence[standing.Waiting],
 ) -> Iterator[Finding]:
     """Find engines that make no steps although something waits for one, and prefill ranks that do not lend."""
-    over = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind in ("died", "stopped")}
     for process in seen.axis.service.processes.values():
         rank, late = process.rank, [x for x in seen.late if _is_step_of(x, process.rank)]
         mine = [x for x in failed if x.verdict.names["by"] == rank]
-        now, worst = last_stall(process) if rank not in over else None, longest_stall(process)
+        is_over = presence.fate(process).kind in ("died", "stopped")
+        now, worst = None if is_over else last_stall(process), longest_stall(process)
         late = late if worst is not None else []
         if rank in told_of or not (now or mine or late):
             continue
@@ -260,9 +266,11 @@ def _is_step_of(leak: Leak, rank: str) -> bool:
 
 
 def _dump(process: Process) -> str:
-    pid = process.started.integer("pid") if process.started is not None else 0
+    said = process.started
+    pid, namespace = (said.integer("pid"), said.integer("pid_namespace")) if said is not None else (0, -1)
     which = f"`py-spy dump --pid {pid}`" if pid > 0 else "`py-spy dump`"
-    return f"{which} on the host of {process.rank}; if that process only waits for orders, the same of its scheduler's."
+    where = "on the host" if namespace in (-1, FIRST_PID_NAMESPACE) else "in the container"
+    return f"{which} {where} of {process.rank}; if that process only waits for orders, the same of its scheduler's."
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
