@@ -22,7 +22,22 @@ from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import records_of
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import ground
-from tests.test_leaks import NAMES, RANK, D, P, alive, asked_before, begun, expired, lent, met, pull_ended, say, stopped, waits
+from tests.test_leaks import (
+    NAMES,
+    RANK,
+    D,
+    P,
+    alive,
+    asked_before,
+    begun,
+    expired,
+    lent,
+    met,
+    pull_ended,
+    say,
+    stopped,
+    waits,
+)
 
 RUNNING = [begun(P), begun(D), *met(), *asked_before()]
 
@@ -101,7 +116,9 @@ def test_an_engine_that_was_closed_makes_no_steps_and_is_well() -> None:
     assert finding.what == f"the scheduler of {RANK[D]} made no steps: 2 results not taken for 25.0 s"
 
 
-@pytest.mark.parametrize(("namespace", "place"), [(None, "on the host"), (0xEFFFFFFC, "on the host"), (4026532999, "in the container")])
+@pytest.mark.parametrize(
+    ("namespace", "place"), [(None, "on the host"), (0xEFFFFFFC, "on the host"), (4026532999, "in the container")]
+)
 def test_a_pid_is_one_of_a_container_where_its_log_says_so(namespace: int | None, place: str) -> None:
     pid = {"pid": 7} | ({"pid_namespace": namespace} if namespace else {})
     logs = [replace(x, said={**x.fields, **pid}) if x.event == "engine_started" else x for x in RUNNING]
