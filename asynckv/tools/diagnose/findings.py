@@ -286,7 +286,7 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
         held = "" if math.isnan(seconds) else f", held for {shown_seconds(seconds)}{most}"
         how = "" if blocks < 0 else f", {counted(blocks, 'block')}"
         what = f"{counted(len(names), 'request')} late: {entry.title}{how}{held}"
-        ranks = tuple(dict.fromkeys(y for x in found for y in (x.reader, *x.about, *x.holders) if y))
+        ranks = tuple(dict.fromkeys(y for x in found for y in (x.reader, *x.about, *x.holders) if y not in ("", "*")))
         yield Finding(entry.heading, cause.value, what, found[0].sentence, found[0].remedy, names, blocks, ranks)
 
 
@@ -557,7 +557,7 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
     if quiet := [x.rank for x in service.processes.values() if x.num_records and not (x.says_info or x.answers)]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
-        said = Counter(x.event for x in seen.logs.records if x.rank in quiet and x.event in told.ENDS)
+        said = Counter(x.event for x in seen.logs.records if x.rank in quiet and standing.may_be_open(x))
         over = "".join(f", nor whether {number:,} {event} are over" for event, number in said.items())
         yield limit("warnings_only", what + over, some(quiet), UNSEEN)
     for skipped in seen.logs.skipped[:MOST]:
