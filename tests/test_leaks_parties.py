@@ -235,6 +235,13 @@ def test_a_transfer_that_ends_soon_after_its_caller_gave_up_is_no_network(
         assert all(f"If the client of {RANK[D]} left, nothing" in x.remedy for x in leaks)
 
 
+def test_a_reader_without_file_descriptors_is_no_network() -> None:
+    ended = pull_ended(15, "peer_unreachable", failed_in="handshake", failed_with=[RANK[P]], how="no_files")
+    [failure], [leak] = failed([*STRANGERS, ended]), found([*STRANGERS, ended, expired(False)])
+    assert failure.remedy == leak.remedy
+    assert leak.remedy.startswith(f"{RANK[D]} has no file descriptors left")
+
+
 @pytest.mark.parametrize("cause", ["cancelled", "revoked", "withdrawn"])
 def test_a_transfer_that_ends_a_moment_after_a_good_end_is_no_finding(cause: str) -> None:
     for kept_s in (0.2, 3.0):

@@ -173,7 +173,7 @@ class _Failed:
         return state, {"reason": cause} if cause == "unknown_key" else {}
 
     def _closed(self) -> Reader:
-        """Tell a rank that closed during a pull from the reader's own end, and from params of a rank that had closed."""
+        """Tell a rank that closed during a pull from the reader's own end, and from params of one that had closed."""
         for owner in self.owners:
             closes_s = owner.durations.get("grant_s", 10.0) + SILENCE_S  # it keeps its grants before it says so
             stopped = self.presence.near(owner, owner.stopped.at) if owner.stopped is not None else math.nan
@@ -193,7 +193,7 @@ class _Failed:
     def _unmet(self) -> Told:
         how = next(filter(None, (key_trouble_at(self.pull, x)[0] for x in self.ranks or ("",))), "")
         if not how:
-            return R.UNMET, {}
+            return R.UNMET, {"reason": self.pull.how} if self.pull.how == How.NO_FILES else {}
         return (R.KEYS_HERE, {}) if how == How.UNLISTED_LISTENER else (R.KEYS, {"reason": how})
 
     def _refused(self) -> Told:
