@@ -235,6 +235,27 @@ def test_a_transfer_that_ends_soon_after_its_caller_gave_up_is_no_network(
         assert all(f"If the client of {RANK[D]} left, nothing" in x.remedy for x in leaks)
 
 
+def test_a_reader_without_file_descriptors_is_no_network() -> None:
+    ended = pull_ended(15, "peer_unreachable", failed_in="handshake", failed_with=[RANK[P]], how="no_files")
+    [failure], [leak] = failed([*STRANGERS, ended]), found([*STRANGERS, ended, expired(False)])
+    assert failure.remedy == leak.remedy
+    assert leak.remedy.startswith(f"{RANK[D]} has no file descriptors left")
+
+
+@pytest.mark.parametrize("cause", ["cancelled", "revoked", "withdrawn"])
+def test_a_transfer_that_ends_a_moment_after_a_good_end_is_no_finding(cause: str) -> None:
+    for kept_s in (0.2, 3.0):
+        returned = say(15 + kept_s, told.BlocksReturned, D, **NAMES, seconds_after_failure=kept_s)
+        assert bool(found([*BOTH, pull_ended(15, cause, **KEPT), returned])) is (kept_s > 1.0)
+
+
+@pytest.mark.parametrize(("at", "cause"), [(17.0, C.PREFILL_CLOSED), (100.0, C.READER_CLOSED)])
+def test_a_prefill_rank_that_closed_during_a_pull_is_the_one_to_drain(at: float, cause: CAUSE) -> None:
+    """Also if the reader was closed long after."""
+    [failure] = failed([*RUNNING, pull_ended(15, "engine_closed"), stopped(P, at), stopped(D, 300.0)])
+    assert failure.verdict.cause is cause
+
+
 def test_a_forgotten_announcement_names_its_limit() -> None:
     [leak] = found([*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0)])
     assert leak.cause is C.ANNOUNCED_AND_FORGOTTEN

@@ -22,7 +22,22 @@ from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import records_of
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import ground
-from tests.test_leaks import NAMES, RANK, D, P, alive, asked_before, begun, expired, lent, met, pull_ended, say, waits
+from tests.test_leaks import (
+    NAMES,
+    RANK,
+    D,
+    P,
+    alive,
+    asked_before,
+    begun,
+    expired,
+    lent,
+    met,
+    pull_ended,
+    say,
+    stopped,
+    waits,
+)
 
 RUNNING = [begun(P), begun(D), *met(), *asked_before()]
 
@@ -92,6 +107,23 @@ def test_a_stall_that_is_over_is_told_only_with_what_it_did() -> None:
     stuck = [waits(D, 25, result=20.0), waits(D, 40, result=35.0)]
     assert [x.heading for x in wrong([*RUNNING, *signs(P, 20, 35, 50), *stuck])] == [HEADING.STOPPED]
     assert wrong([*RUNNING, *signs(P, 20, 35, 50), *stuck], [answer(D, {}), answer(P, {})]) == []
+
+
+def test_an_engine_that_was_closed_makes_no_steps_and_is_well() -> None:
+    stuck = waits(D, 40, result=25.0)
+    assert wrong([*RUNNING, *signs(P, 20, 35, 50), stuck, stopped(D, 45.0)]) == []
+    [finding] = wrong([*RUNNING, *signs(P, 20, 35, 50), stuck, stopped(D, 45.0), lent(10.0), expired(False)])
+    assert finding.what == f"the scheduler of {RANK[D]} made no steps: 2 results not taken for 25.0 s"
+
+
+@pytest.mark.parametrize(
+    ("namespace", "place"), [(None, "on the host"), (0xEFFFFFFC, "on the host"), (4026532999, "in the container")]
+)
+def test_a_pid_is_one_of_a_container_where_its_log_says_so(namespace: int | None, place: str) -> None:
+    pid = {"pid": 7} | ({"pid_namespace": namespace} if namespace else {})
+    logs = [replace(x, said={**x.fields, **pid}) if x.event == "engine_started" else x for x in RUNNING]
+    [finding] = wrong([*logs, *signs(P, 20, 35, 50), waits(D, 50, result=26.0)])
+    assert finding.remedy.startswith(f"`py-spy dump --pid 7` {place} of {RANK[D]}")
 
 
 @pytest.mark.parametrize("seconds", [{}, {"result": 2.0}, {"claim": 8.0}])

@@ -145,6 +145,13 @@ def test_in_a_log_of_warnings_alone_it_is_not_known_whether_one_is_over() -> Non
         assert f"nor whether 2 {kind.event} are over" in found.limits[0].what
 
 
+def test_a_failed_pull_without_transfers_is_over_in_a_log_of_warnings_alone() -> None:
+    for more, is_open in (({}, False), ({"held_transfers": 1}, True)):
+        found = seen([begun(P), warned(pull_ended(15, "timeout", **more)), alive(P, 16.0)])
+        assert [x.code for x in found.limits] == ["warnings_only"]
+        assert ("nor whether 1 pull_ended are over" in found.limits[0].what) is is_open
+
+
 def test_whether_a_warning_of_a_newer_version_is_over_is_not_known() -> None:
     assert codes(seen([*RUNNING, warned(say(50.0, "of_later", D)), *NOW])) == ([], ["of_later"])
 

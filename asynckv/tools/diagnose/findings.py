@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from asynckv.core import told
 from asynckv.core.survey import MAX_PEERS
+from asynckv.edges.kernel import FIRST_PID_NAMESPACE
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.tools.diagnose import standing
 from asynckv.tools.diagnose.ask import Answer, Trouble
@@ -119,7 +120,8 @@ def find(seen: Seen) -> Findings:
     failed = _failed(seen, presence)
     there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
     waits = standing.waiting(presence, {_key(x) for x in seen.late})
-    stalled = [*_stalled(seen, _ranks(there), [x for x in failed if x.verdict.cause is STUCK], waits)]
+    stuck = [x for x in failed if x.verdict.cause is STUCK]
+    stalled = [*_stalled(seen, presence, _ranks(there), stuck, waits)]
     gone = _ranks(x for x in there if x.heading is HEADING.GONE)
     failed = [x for x in failed if x.verdict.cause is not STUCK]
     failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
@@ -231,14 +233,18 @@ def _stopped(seen: Seen) -> Iterator[Finding]:
 
 
 def _stalled(
-    seen: Seen, told_of: Collection[str], failed: Sequence[Failure], waits: Sequence[standing.Waiting]
+    seen: Seen,
+    presence: Presence,
+    told_of: Collection[str],
+    failed: Sequence[Failure],
+    waits: Sequence[standing.Waiting],
 ) -> Iterator[Finding]:
     """Find engines that make no steps although something waits for one, and prefill ranks that do not lend."""
-    over = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind in ("died", "stopped")}
     for process in seen.axis.service.processes.values():
         rank, late = process.rank, [x for x in seen.late if _is_step_of(x, process.rank)]
         mine = [x for x in failed if x.verdict.names["by"] == rank]
-        now, worst = last_stall(process) if rank not in over else None, longest_stall(process)
+        is_over = presence.fate(process).kind in ("died", "stopped")
+        now, worst = None if is_over else last_stall(process), longest_stall(process)
         late = late if worst is not None else []
         if rank in told_of or not (now or mine or late):
             continue
@@ -260,9 +266,11 @@ def _is_step_of(leak: Leak, rank: str) -> bool:
 
 
 def _dump(process: Process) -> str:
-    pid = process.started.integer("pid") if process.started is not None else 0
+    said = process.started
+    pid, namespace = (said.integer("pid"), said.integer("pid_namespace")) if said is not None else (0, -1)
     which = f"`py-spy dump --pid {pid}`" if pid > 0 else "`py-spy dump`"
-    return f"{which} on the host of {process.rank}; if that process only waits for orders, the same of its scheduler's."
+    where = "on the host" if namespace in (-1, FIRST_PID_NAMESPACE) else "in the container"
+    return f"{which} {where} of {process.rank}; if that process only waits for orders, the same of its scheduler's."
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
@@ -278,7 +286,7 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
         held = "" if math.isnan(seconds) else f", held for {shown_seconds(seconds)}{most}"
         how = "" if blocks < 0 else f", {counted(blocks, 'block')}"
         what = f"{counted(len(names), 'request')} late: {entry.title}{how}{held}"
-        ranks = tuple(dict.fromkeys(y for x in found for y in (x.reader, *x.about, *x.holders) if y))
+        ranks = tuple(dict.fromkeys(y for x in found for y in (x.reader, *x.about, *x.holders) if y not in ("", "*")))
         yield Finding(entry.heading, cause.value, what, found[0].sentence, found[0].remedy, names, blocks, ranks)
 
 
@@ -549,7 +557,7 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
     if quiet := [x.rank for x in service.processes.values() if x.num_records and not (x.says_info or x.answers)]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
-        said = Counter(x.event for x in seen.logs.records if x.rank in quiet and x.event in told.ENDS)
+        said = Counter(x.event for x in seen.logs.records if x.rank in quiet and standing.may_be_open(x))
         over = "".join(f", nor whether {number:,} {event} are over" for event, number in said.items())
         yield limit("warnings_only", what + over, some(quiet), UNSEEN)
     for skipped in seen.logs.skipped[:MOST]:

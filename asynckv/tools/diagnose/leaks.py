@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asynckv.tools.diagnose.axis import Axis, make_axis
-from asynckv.tools.diagnose.causes import Owner, Reader
+from asynckv.tools.diagnose.causes import WELL, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, pulls_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
@@ -112,10 +112,10 @@ def _is_open(lease: Lease) -> bool:
 
 
 def _is_kept(pull: Pull) -> bool:
-    """Return True if its blocks were not free at its outcome; a cancelled transfer may end a moment later."""
+    """Return True if its blocks were not free at its outcome, unless that is well and they were free a moment later."""
     if pull.ended is None and pull.state == "quarantined":
         return is_last_word(pull)
-    if pull.cause == "cancelled" and pull.returned is not None and kept_s(pull) <= LATE_S:
+    if pull.cause in WELL and pull.returned is not None and kept_s(pull) <= LATE_S:
         return False
     return pull.held_transfers > 0 or pull.returned is not None or pull.retired is not None
 

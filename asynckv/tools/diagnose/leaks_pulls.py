@@ -7,6 +7,7 @@ refused or unanswered release is then known from the decode side alone.
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -150,8 +151,8 @@ class _Failed:
         state = FAILED_AS.get(cause, R.NO_LOG)
         if state is R.TIMED_OUT:
             state = self._phase()
-        if cause == "engine_closed" and pull.process.stopped is None:
-            state = R.STALE
+        if cause == "engine_closed":
+            state = self._closed()
         match state:
             case R.UNMET:
                 return self._unmet()
@@ -171,6 +172,15 @@ class _Failed:
                 pass
         return state, {"reason": cause} if cause == "unknown_key" else {}
 
+    def _closed(self) -> Reader:
+        """Tell a rank that closed during a pull from the reader's own end, and from params of one that had closed."""
+        for owner in self.owners:
+            closes_s = owner.durations.get("grant_s", 10.0) + SILENCE_S  # it keeps its grants before it says so
+            stopped = self.presence.near(owner, owner.stopped.at) if owner.stopped is not None else math.nan
+            if self.low <= stopped <= self.high + closes_s:
+                return R.OWNER_CLOSED
+        return R.STALE if self.pull.process.stopped is None else R.CLOSED
+
     def _phase(self) -> Reader:
         """Say what kept a pull until its deadline."""
         pull = self.pull
@@ -183,7 +193,7 @@ class _Failed:
     def _unmet(self) -> Told:
         how = next(filter(None, (key_trouble_at(self.pull, x)[0] for x in self.ranks or ("",))), "")
         if not how:
-            return R.UNMET, {}
+            return R.UNMET, {"reason": self.pull.how} if self.pull.how == How.NO_FILES else {}
         return (R.KEYS_HERE, {}) if how == How.UNLISTED_LISTENER else (R.KEYS, {"reason": how})
 
     def _refused(self) -> Told:

@@ -389,7 +389,8 @@ class Debt:
             return None
         # A reader that is away hears no answer.
         others = between.turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
-        return self._away() or self._is(R.UNMET, f"{self._said()}; {others}" if others else None)
+        why = f"{self._said()}; {others}" if others else None
+        return self._away() or self._is(R.UNMET, why, reason=pull.how if pull.how == How.NO_FILES else "")
 
     # -- steps: a reader with a known pull, that was not heard in time -------------------------------------------------
 

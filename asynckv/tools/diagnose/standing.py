@@ -118,6 +118,11 @@ def open_warnings(presence: Presence) -> Iterator[tuple[Record, str]]:
             yield from (x for x in found if not x[1] or _is_unsettled(presence, x[0]))
 
 
+def may_be_open(record: Record) -> bool:
+    """Return True for a warning or error that another event has to end."""
+    return record.event in told.ENDS and told.EVENTS[record.event].only_with in ("", *record.fields)
+
+
 def _is_unsettled(presence: Presence, record: Record) -> bool:
     """Return True if a peer was silent or could not be met when last spoken of, and nothing shows what became of it."""
     peer = presence.service.process_named(record.text("peer"))
