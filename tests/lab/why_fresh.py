@@ -511,7 +511,7 @@ class Fresh(Service):
         await self.expired()
         await self.idle()
 
-    @case(5, "WRONG DROPPED", r"overload|attempts|times|more than once|twice|same params|again", most=1)
+    @case(5, "WRONG DROPPED", r"overload|attempts|\b70\b|more than once|twice|same params|same key", most=1)
     async def a_router_that_repeats_itself(self) -> None:
         """The params of one request reach decode under 70 ids."""
         params = await self.lend()
