@@ -73,7 +73,7 @@ def test_each_reason_has_a_cause_and_a_remedy(reason: str) -> None:
 def test_reasons_of_one_refusal_have_remedies_of_their_own() -> None:
     alike = [x for x, reader in FAILED_AS.items() if reader.name in ("REFUSED", "REFUSED_HERE")]
     remedies = {failed([*BOTH, pull_ended(15, reason)])[0].remedy for reason in alike}
-    assert len(remedies) == len(alike) == 12
+    assert len(remedies) == len(alike) == 11
 
 
 @pytest.mark.parametrize("reason", WELL)
@@ -143,7 +143,8 @@ def test_the_remedy_says_whose_key_is_missing_where(by: str, how: str, cause: CA
     ("reason", "noticed_s", "cause"),
     [
         ("peer_lost", 0.1, C.DATA_PLANE_DIED),
-        ("read_failed", 1.9, C.DATA_PLANE_DIED),
+        ("peer_lost", 1.9, C.DATA_PLANE_DIED),
+        ("read_failed", 0.5, C.CONNECTION_LOST),  # this transfer failed, and not because its process was gone
         ("peer_lost", 6.0, C.CONNECTION_LOST),
         ("timeout", 0.5, C.TIMEOUT_TOO_SHORT),
     ],
@@ -164,7 +165,7 @@ def test_keys_on_one_side_alone_are_seen_in_both_addresses() -> None:
     """Params that a router made name no key, so the listener just does not answer."""
     unmet = pull_ended(16, "peer_unreachable", failed_in="handshake", failed_with=[RANK[P]], how="no_answer")
     for keyed, remedy in ((P, f"{RANK[P]} has keys and {RANK[D]} none"), (D, f"{RANK[D]} has keys and {RANK[P]} none")):
-        both = [replace(begun(x), said=begun(x).fields | {"address": AT + "#ab" * (x == keyed)}) for x in (P, D)]
+        both = [replace(begun(x), said={**begun(x).fields, "address": AT + "#ab" * (x == keyed)}) for x in (P, D)]
         [leak] = found([*both, *STRANGERS[2:], expired(False), unmet])
         assert (heading(leak), leak.remedy.startswith(remedy)) == (HEADING.WRONG, True)
 
@@ -228,9 +229,10 @@ def test_a_transfer_that_ends_soon_after_its_caller_gave_up_is_no_network(
             f"after {waited_s:g} s, its caller's `timeout_s`, and the transfer ended only {kept_s:g} s" in leak.sentence
         )
         assert leak.remedy.startswith(f"Pass a longer `timeout_s` on {RANK[D]} than {waited_s:g} s,")
-        [leak] = found([*BOTH, pull_ended(15, "cancelled", **KEPT, seconds=waited_s), returned])
-        assert "its caller cancelled it" in leak.sentence
-        assert f"If the client of {RANK[D]} left, nothing" in leak.remedy
+        # A client may leave at any time: its blocks came back with the transfer.
+        leaks = found([*BOTH, pull_ended(15, "cancelled", **KEPT, seconds=waited_s), returned])
+        assert ["its caller cancelled it" in x.sentence for x in leaks] == [True] * (kept_s > 1.0)
+        assert all(f"If the client of {RANK[D]} left, nothing" in x.remedy for x in leaks)
 
 
 def test_a_forgotten_announcement_names_its_limit() -> None:

@@ -234,5 +234,5 @@ async def test_a_running_engine_is_judged_by_the_same_rules_as_its_log(
     ended = CliRunner().invoke(app, ["why", str(log), "--json", str(out)])
     assert ended.exit_code == 1, ended.output
     logged = json.loads(out.read_text())["findings"]
-    assert [asdict(x) for x in live.wrong] == [{**x, "requests": (), "blocks": -1} for x in logged]
+    assert [asdict(x) for x in live.wrong] == [{**x, "requests": (), "blocks": -1, "ranks": ()} for x in logged]
     assert live.wrong[0].code == "without_params"

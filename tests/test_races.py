@@ -25,8 +25,8 @@ from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullRequest, PullState
-from asynckv.core.types import Reason, decode_params
-from asynckv.core.wire import Claim, Goodbye, Release, decode_packet
+from asynckv.core.types import Reason, ReplyTo, decode_params
+from asynckv.core.wire import Claim, Goodbye, Release, decode_packet, encode_packet
 from asynckv.geometry.plan import Plan
 from tests.engines import Bench, Side, until
 from tests.test_admission import ask, world_of
@@ -205,6 +205,21 @@ async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_p
             readers = sorted([decode.engine.endpoint.address, second.engine.endpoint.address])
             assert sorted(heard) == [(here, reader, ["Goodbye"]) for reader in readers]
             await passing(sim, asyncio.create_task(second.engine.aclose()))
+
+
+async def test_a_reader_that_closes_says_goodbye_too_and_a_stranger_is_not_counted(sim: Bench) -> None:
+    """So no alert takes a decode engine that is restarted in order for one that was killed."""
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        await decode.engine.pull("d", [(0, [6])], params)
+        prefill.engine._core.receive(ReplyTo(b"stranger"), encode_packet("stranger", "", [Goodbye()]), sim.clock.now())
+        assert prefill.engine.statistics().counters.get("readers.left", 0) == 0
+        heard = overheard(sim, Goodbye)
+        await passing(sim, asyncio.create_task(decode.engine.aclose()))
+        await spin(sim, 0.1)
+        assert [(to, said) for _, to, said in heard] == [(prefill.engine.endpoint.address, ["Goodbye"])]
+        assert prefill.engine.statistics().counters["readers.left"] == 1
 
 
 def test_what_waits_for_its_handshake_or_to_be_lent_counts_as_waiting() -> None:

@@ -104,10 +104,12 @@ def test_an_idle_engine_and_a_long_step_are_well(seconds: dict[str, float]) -> N
 def test_a_pull_that_waits_for_a_lend_names_the_lender_from_the_readers_log_alone(*, has_log: bool) -> None:
     ranks: dict[str, Any] = {"ranks": {RANK[P]: "not_lent"}, **NAMES}
     held = say(50, told.PullHeld, D, state="queued", waits="words", requests=1, oldest=[{**ranks, "state_s": 15.0}])
+    held.level = "warning"
     lender = [begun(P), *signs(P, 20, 35, 50)] if has_log else []
     [finding] = wrong([begun(D), *signs(D, 20, 35, 51), *lender, held])
-    said = f"{RANK[P]} has not lent 1 request that pulls wait for"
-    assert (finding.heading, finding.what, finding.requests) == (HEADING.UNKNOWN, said, ("a",))
+    said = f"1 pull of {RANK[D]} waited for {RANK[P]}, for 15.0 s: not lent yet"
+    heading = HEADING.STOPPED if has_log else HEADING.UNKNOWN
+    assert (finding.heading, finding.what, finding.requests) == (heading, said, ("a",))
 
 
 def test_a_decode_engine_without_a_step_may_hang_so_that_the_router_is_not_blamed() -> None:

@@ -53,6 +53,7 @@ async def check(folder: Path, hangs: str, what: str, seconds: float, said: str) 
             setup: dict[str, Any] = {"name": name, "directory": str(folder), "lease_s": 4.0, "grant_s": 2.0}
             engines[name] = await fleet.start(name, "tests.lab.stepper:Stepper", **setup)
         prefill, decode = engines.values()
+        await asyncio.gather(prefill.ask("addresses", 60.0), decode.ask("addresses", 60.0))  # they have started
         params = await prefill.ask("make", request_id="well")
         assert await decode.ask("pull", request_id="well", params=params) == "complete"
         await engines[hangs].ask("hang" if hangs == "prefill" else "hang_in_step")

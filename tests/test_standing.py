@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asynckv.core import told
-from asynckv.core.account import PeerStatus
+from asynckv.core.account import Lag, PeerStatus
 from asynckv.core.inspect import RankStatus, RequestStatus
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose.ask import Answer
@@ -33,6 +33,7 @@ from tests.test_leaks import (
     P,
     alive,
     answering,
+    away,
     begun,
     expired,
     line,
@@ -325,6 +326,17 @@ def test_what_is_logged_at_a_limited_rate_may_be_counted_more_often() -> None:
     assert not is_well(seen([*RUNNING, done, *NOW], ask(P), ask(D, {"pulls.overloaded": 50})))
 
 
+def test_a_long_absence_of_a_loop_that_no_log_shows_denies_well() -> None:
+    def lagged(most_s: float) -> Answer:
+        account = ask(D, {"loop.was_away": 1}).account
+        return Answer(address="/d", at=1e9 + 300, account=replace_struct(
+            account, facts=replace_struct(account.facts, lag=Lag(most_s=most_s, was_away=1))))  # fmt: skip
+
+    assert is_well(seen(RUNNING, ask(P), lagged(2.0)))
+    assert codes(seen(RUNNING, ask(P), lagged(20.0))) == ([], ["uncounted"])
+    assert codes(seen([*RUNNING, away(D, 50.0, 20.0)], ask(P), lagged(20.0)))[1] == []
+
+
 def test_a_tier_that_is_off_is_found_live_as_well() -> None:
     for plane, code in (("offload.files_off", "offload_files_lost"), ("offload.off", "offload_broken")):
         account = answering(D, {}).account
@@ -386,10 +398,14 @@ def replace_struct(account: Any, **changed: Any) -> Any:
 
 
 def test_the_exit_status_and_the_first_line_say_how_sure_it_is(tmp_path: Path) -> None:
+    shown = ""
+
     def run(records: Sequence[Record], *more: str) -> tuple[int, str, dict[str, Any]]:
+        nonlocal shown
         log, out = tmp_path / "x.log", tmp_path / "x.json"
         log.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
         result = CliRunner().invoke(app, ["why", *more, str(log), "--json", str(out)])
+        shown = result.stdout
         return result.exit_code, result.stdout.splitlines()[0], json.loads(out.read_text())
 
     code, text, said = run(BOTH)
@@ -401,6 +417,7 @@ def test_the_exit_status_and_the_first_line_say_how_sure_it_is(tmp_path: Path) -
     assert run([*BOTH, expired(False)])[0] == 1
     # A request of which one side is known, and one of which both are.
     assert run([*one, pull_ended(15, "complete")], "gen-a")[0] == 3
+    assert f"could not be judged: there is no log of {RANK[P]}, which others name\n" in shown
     assert run([*BOTH, pull_ended(15, "complete")], "gen-a")[0] == 0
     over = say(16.0, told.LeaseEnded, P, **LEASE, cause="released", readers={RANK[D]: "complete"}, seconds=1.0)
     assert run([*BOTH, pull_ended(15, "complete"), over], "gen-a")[0] == 0

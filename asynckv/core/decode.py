@@ -783,14 +783,7 @@ class DecodeSide:
         self._fail_readers(peer, reason, detail, now)
 
     def _lose(
-        self,
-        peer: Peer,
-        reason: Reason,
-        detail: str,
-        now: float,
-        how: How | None = None,
-        *,
-        pause_s: float | None = None,
+        self, peer: Peer, reason: Reason, detail: str, now: float, how: How | None = None, pause_s: float | None = None
     ) -> None:
         pause_s = self._config.backoff_s if pause_s is None else pause_s
         if self.peers.lost(peer, reason, detail, pause_s, now, how):

@@ -19,7 +19,10 @@ def causes() -> str:
     lines = []
     for heading in HEADING:
         rows = [
-            (f"`{cause}`: {entry.title}{' (a class)' if entry.is_class else ''}", " ".join(in_words(entry.remedy).split()))
+            (
+                f"`{cause}`: {entry.title}{' (a class)' if entry.is_class else ''}",
+                " ".join(in_words(entry.remedy).split()),
+            )
             for cause, entry in CATALOGUE.items()
             if entry.heading is heading
         ]

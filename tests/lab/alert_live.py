@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import itertools
 import json
 import shutil
@@ -30,6 +31,7 @@ from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import Router
 from asynckv.tools.proxy.server import log_as_json, serving
 from tests.lab.fleet import Fleet, Process
+from tests.lab.why_live import ask
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 PER_S, WARM_S, PATIENCE_S = 20.0, 22.0, 75.0
@@ -51,7 +53,12 @@ class Service:
 
     async def start(self, name: str) -> None:
         began, (port, metrics_port) = time.monotonic(), self.ports.get(name, (0, 0))
-        here: dict[str, Any] = {"name": name, "directory": str(self.folder), "port": port, "metrics_port": metrics_port}
+        here: dict[str, Any] = {
+            "name": name,
+            "directory": str(self.folder / "logs"),
+            "port": port,
+            "metrics_port": metrics_port,
+        }
         process = self.engines[name] = await self.fleet.start(name, "tests.lab.stepper:Stepper", **here)
         urls = await process.ask("addresses", 60.0)
         self.start_s = min(self.start_s or 60.0, time.monotonic() - began)
@@ -231,14 +238,17 @@ async def measure(name: str) -> dict[str, Any]:
 
 
 async def rollout() -> dict[str, Any]:
-    """Restart every engine in order, and return the alerts that fired, and the statuses of all answers."""
+    """Restart every engine in order. Return the alerts, the statuses of all answers, and what `asynckv why` finds."""
     async with running() as service:
         for name in NAMES:
             await service.engines[name].end()
             await asyncio.sleep(max(AWAY_S - service.start_s, 0.0))
             await service.start(name)
             await asyncio.sleep(APART_S)
-        return {"rollout": len(NAMES), "alerts": sorted(service.fired), "answers": dict(service.answers)}
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = await asyncio.to_thread(ask, [str(service.folder / "logs")], service.folder / "why.json")
+        said = [x["what"] for x in found["findings"]]
+        return {"rollout": len(NAMES), "alerts": sorted(service.fired), "answers": dict(service.answers), "why": said}
 
 
 def main() -> None:

@@ -559,9 +559,10 @@ class Witness:
         return Owed(reader.title, whys, debt.reasons, starts)
 
     def _pull(self, pulled: _Pulled) -> LatePull | None:
-        if not pulled.was_held:
-            return None
         pull, process = pulled.pull, pulled.process
+        is_soon = pulled.returned_at - pulled.ended_at <= AWAY_S / process.rate
+        if not pulled.was_held or (pull.reason is Reason.CANCELLED and is_soon):
+            return None
         ask, reader = int(pull.request_id[1:]), self.service.ranks[process.name.partition("#")[0]]
         whys = set(pulled.whys)
         for other in self.service.world.processes.values():

@@ -15,14 +15,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Note
+from asynckv.core.notes import Note
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
-from asynckv.tools.diagnose.leaks_values import moment
 
 CLOCKS_S = 10.0
 """Most seconds between the clocks of two hosts, if nothing else is known of them."""
@@ -58,6 +57,7 @@ class Offset(NamedTuple):
 
     seconds: float  # subtract it to come to the reference's time
     within_s: float  # how much more or less it may be
+    group: int = 0  # which clocks can be compared: those with one reference
 
 
 def is_time(at: float) -> bool:
@@ -81,16 +81,6 @@ def steps_of(lived: Lease | Pull) -> list[Step]:
     # Lines at level debug go on after the end of a life; the history does not.
     entries = sorted(told, key=lambda x: x[0]) if len(told) >= len(past) else past
     return [Step(began + at, what) for at, what in entries if is_time(began + at)]
-
-
-def lent_at(lease: Lease) -> float:
-    """Return when a request was lent, by its process's clock."""
-    return lease.lent_at if is_time(lease.lent_at) else math.nan
-
-
-def granted_in(steps: Sequence[Step]) -> dict[str, float]:
-    """Return the pulls that were granted in a lease's life, with the time of the first grant."""
-    return {step.what.pull_id: step.at for step in reversed(steps) if isinstance(step.what, Granted)}
 
 
 def exchanges(service: Service) -> Iterator[Pair]:
@@ -118,8 +108,7 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
         elif state == "loading":
             came.setdefault(peer, record.at)
     for peer in {*left, *came}:
-        prefill = service.process_named(f"x/tp0@{peer}") if peer else None
-        if prefill is None:
+        if (prefill := service.started_as(peer)) is None:
             continue
         met = next((x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start), None)
         if met is not None and peer in left:
@@ -157,7 +146,6 @@ class Axis:
         self.references: list[Process] = []
         self.conflicts: list[tuple[str, str, float]] = []
         self._offsets: dict[str, Offset] = {}
-        self._groups: dict[str, int] = {}
         ahead: dict[str, dict[str, float]] = defaultdict(dict)  # how far the second clock is ahead of the first at most
         for pair in pairs:
             found, effect = ahead[pair.cause.clock], pair.effect.clock
@@ -169,22 +157,21 @@ class Axis:
         times = [x for process in service.processes.values() for x in (process.first_at, process.last_at) if is_time(x)]
         self._is_dated = len({math.floor(x / DAY_S) for x in times}) > 1
         for process in sorted(service.processes.values(), key=lambda x: (not x.lends, -x.num_records, x.rank)):
-            if process.clock not in self._groups:
+            if process.clock not in self._offsets:
                 self._reach(process, ahead)
 
     def _reach(self, reference: Process, ahead: dict[str, dict[str, float]]) -> None:
         """Align the clocks that can be compared with a reference, the nearest first."""
         reached = [reference.clock]
-        self._offsets[reached[0]] = Offset(0.0, 0.0)
+        self._offsets[reached[0]] = Offset(0.0, 0.0, len(self.references))
         for near in reached:
             before = self._offsets[near]
-            self._groups[near] = len(self.references)
             for far, most in sorted(ahead[near].items()):
                 # If only one direction is known, two clocks cannot be compared.
                 if far not in self._offsets and near in ahead[far]:
                     least = -ahead[far][near]
-                    within_s = abs(most - least) / 2 + LATE_S
-                    self._offsets[far] = Offset(before.seconds + (least + most) / 2, before.within_s + within_s)
+                    within_s = before.within_s + abs(most - least) / 2 + LATE_S
+                    self._offsets[far] = Offset(before.seconds + (least + most) / 2, within_s, before.group)
                     reached.append(far)
         self.references.append(reference)
 
@@ -197,7 +184,7 @@ class Axis:
         return at - self.offset(process).seconds
 
     def group(self, process: Process) -> int:
-        return self._groups[process.clock]
+        return self.offset(process).group
 
     def when(self, process: Process, at: float) -> tuple[float, float]:
         """Return the interval of an event on the first group's axis.
@@ -205,13 +192,13 @@ class Axis:
         For a process without exchanges with that group, the clocks are taken to differ by at most `CLOCKS_S`, because
         clocks are seldom further apart.
         """
-        seconds, within_s = self.offset(process) if self.group(process) == 0 else (0.0, CLOCKS_S)
-        within_s = min(within_s, CLOCKS_S)
+        seconds, within_s, group = self.offset(process)
+        seconds, within_s = (seconds, min(within_s, CLOCKS_S)) if group == 0 else (0.0, CLOCKS_S)
         return at - seconds - within_s, at - seconds + within_s
 
     def moment(self, at: float) -> str:
         """Write a time, with its date if the logs are not all of one day."""
-        return clock_time(at)[:23] if self._is_dated and is_time(at) else moment(at)
+        return clock_time(at)[0 if self._is_dated else 11 : 23] if 0 < at < MAX_TIME else "?"
 
     def compared(self, process: Process) -> str:
         reference = self.references[self.group(process)]

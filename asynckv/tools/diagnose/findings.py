@@ -532,7 +532,8 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
         return Finding(HEADING.UNKNOWN, code, what, evidence[:MAX_TEXT], remedy)
 
     if missing := standing.missing(presence):
-        yield limit("no_log", f"there is no log of {some(missing)}, which others name", "", UNSEEN)
+        none = "neither a log nor an answer" if seen.answers else "no log"
+        yield limit("no_log", f"there is {none} of {some(missing)}, which others name", "", UNSEEN)
     for rank, why in standing.cut(presence):
         yield limit("cut", f"the log of {rank} was cut: {why}", "", UNSEEN)
     for rank, why in standing.uncounted(presence, seen.answers):

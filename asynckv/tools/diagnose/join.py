@@ -27,7 +27,7 @@ import msgspec
 
 from asynckv.core import told
 from asynckv.core.notes import AnyNote, Granted, Note, Promised, Released
-from asynckv.core.told import RefusedMessage
+from asynckv.core.told import LastClaim, RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.old_words import coded
@@ -110,15 +110,6 @@ class Process:
         return itertools.islice(found, bisect.bisect_left(found, at, key=attrgetter("at")), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One reader's last claim, as its prefill rank knows it; times are seconds since the request was lent."""
-
-    pull_id: str
-    claimed_s: float = math.nan
-    heard_s: float = math.nan
-
-
 @dataclass(slots=True, eq=False)
 class Lease:
     """One request on one prefill rank."""
@@ -194,16 +185,16 @@ class Lease:
         return {str(k): str(v) for k, v in readers.items()}
 
     @property
-    def claims(self) -> dict[str, Claim]:
-        """The last claim of every reader that made one, by its name."""
-        out: dict[str, Claim] = {}
+    def claims(self) -> dict[str, LastClaim]:
+        """The last claim of every reader that made one, by its name; a time that no log says is nan."""
+        out: dict[str, LastClaim] = {}
 
         def claim(name: str, pull_id: object, claimed_s: float, heard_s: float = math.nan) -> None:
             known = out.get(name)
             if known is not None and known.pull_id == pull_id:
                 claimed_s = known.claimed_s if math.isnan(claimed_s) else claimed_s
                 heard_s = known.heard_s if math.isnan(heard_s) else heard_s
-            out[name] = Claim(str(pull_id or ""), claimed_s, heard_s)
+            out[name] = LastClaim(str(pull_id or ""), claimed_s, heard_s)
 
         for record in self.granted:
             claim(record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0))
@@ -457,16 +448,20 @@ class Service:
         known = {x.text("address"): x.text("peer") for process in every for x in process.of(told.PeerChanged)}
         return known | {x.started.text("address"): x.rank for x in every if x.started is not None}
 
-    def process_named(self, rank: str) -> Process | None:
-        """Find the process that a rank's name means, by the start that is in it."""
+    def started_as(self, start: str) -> Process | None:
+        """Find a process by its start, as others name it."""
         if not self._by_start and self.processes:
             self._by_start = {x.start: x for x in self.processes.values()}
-        return self._by_start.get(start_of(rank))
+        return self._by_start.get(start)
+
+    def process_named(self, rank: str) -> Process | None:
+        """Find the process that a rank's name means."""
+        return self.started_as(start_of(rank))
 
     def process_of(self, pull_id: str) -> Process | None:
         """Find the process that made a pull: its id begins as the incarnation of its process does."""
         start = pull_id.partition("-")[0]
-        found = self.process_named(f"x/tp0@{start[:SHOWN_LETTERS]}") if start else None
+        found = self.started_as(start[:SHOWN_LETTERS])
         return found if found is not None and found.incarnation.startswith(start) else None
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from asynckv.tools.diagnose.axis import Axis, make_axis
 from asynckv.tools.diagnose.causes import Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
-from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
+from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, pulls_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
 from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
-from asynckv.tools.diagnose.presence import UNDER_WAY_S, Presence
+from asynckv.tools.diagnose.presence import LATE_S, UNDER_WAY_S, Presence
 
 
 def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
@@ -39,7 +39,7 @@ def _of_request(presence: Presence, request: Request) -> Iterator[Leak]:
     late = {lease: state for lease, state in states.items() if state}
     if late:
         yield _of_leases(presence, request, late)
-    elif forgotten := [x for x in request.all_pulls if is_forgotten(presence, x)]:
+    elif forgotten := [x for x in request.all_pulls if is_forgotten(presence, request, x)]:
         yield _of_announcement(presence, request, forgotten)
     elif unheard := unheard_releases(presence, request):
         yield _of_releases(presence, request, unheard)
@@ -70,7 +70,8 @@ def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
     spoke = {start_of(x) for x in (*lease.claims, *lease.released)}
 
     def is_well(pull: Pull) -> bool:
-        waits = pull.state == "announced" and not is_overdue(pull) and is_last_word(pull) and warned is None
+        waits = pull.state == "announced" and is_last_word(pull) and warned is None
+        waits = waits and not is_forgotten(presence, request, pull)
         return is_read(pull) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
 
     def is_read(pull: Pull) -> bool:
@@ -111,9 +112,11 @@ def _is_open(lease: Lease) -> bool:
 
 
 def _is_kept(pull: Pull) -> bool:
-    """Return True if its blocks were not free at its outcome."""
+    """Return True if its blocks were not free at its outcome; a cancelled transfer may end a moment later."""
     if pull.ended is None and pull.state == "quarantined":
         return is_last_word(pull)
+    if pull.cause == "cancelled" and pull.returned is not None and kept_s(pull) <= LATE_S:
+        return False
     return pull.held_transfers > 0 or pull.returned is not None or pull.retired is not None
 
 

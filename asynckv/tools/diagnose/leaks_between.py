@@ -13,9 +13,9 @@ from asynckv.core import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import REFUSED_AS, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
-from asynckv.tools.diagnose.leaks_values import in_seconds, listed
+from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
-from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.records import Record, number
 
 KEYS = frozenset({How.TURNED_AWAY, How.UNLISTED_LISTENER, How.NO_KEY, How.NEEDS_KEYS})
 GATHERED_S = 11.0
@@ -156,12 +156,24 @@ def tried_elsewhere(presence: Presence, request: Request, pull: Pull) -> str:
 # -- announcements -----------------------------------------------------------------------------------------------------
 
 
-def is_forgotten(presence: Presence, pull: Pull) -> bool:
-    """Return True for an announcement that was not pulled within its time."""
+def is_forgotten(presence: Presence, request: Request, pull: Pull) -> bool:
+    """Return True for an announcement that was not pulled within its time, or when others of its engine pulled."""
     if pull.ended is not None:
         return pull.cause == "timeout" and pull.failed_in == "announced"
     is_open = pull.state == "announced" and presence.fate(pull.process).kind in ("silent", "alive")
-    return is_open and is_last_word(pull) and is_overdue(pull)
+    return is_open and is_last_word(pull) and (is_overdue(pull) or _is_left_behind(presence, request, pull))
+
+
+def _is_left_behind(presence: Presence, request: Request, pull: Pull) -> bool:
+    """Return True if another rank of its engine had read the request long before: all get the same orders."""
+    process, at = pull.process, presence.when(pull.process, pull.held[-1].at)[0]
+    others = [x for x in request.all_pulls if x.process is not process and x.process.engine_id == process.engine_id]
+    done = [presence.when(x.process, x.ended.at)[1] for x in others if x.ended is not None and x.cause == "complete"]
+    for lease in request.leases.values():
+        for rank, ago_s in (lease.held[-1].mapping("released") if lease.held else {}).items():
+            if engine_of(rank) == process.engine_id and start_of(rank) != process.start:
+                done.append(presence.when(lease.process, lease.held[-1].at)[1] - number(ago_s, 0.0))
+    return min(done, default=math.inf) + GATHERED_S < at
 
 
 def is_overdue(pull: Pull) -> bool:

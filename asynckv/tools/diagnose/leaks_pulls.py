@@ -109,7 +109,7 @@ class _Failed:
         presence, pull = self.presence, self.pull
         failed = presence.near(pull.process, pull.ended.at) if pull.ended is not None else self.high
         for process in (pull.process, *self.owners):
-            is_lost = pull.cause in ("peer_lost", "read_failed") and process is not pull.process
+            is_lost = pull.cause == "peer_lost" and process is not pull.process
             for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
                 died = presence.when(process, record.at - record.number("seconds", 0.0))
                 last = presence.when(process, record.at)[1] if is_lost else died[1]
@@ -161,6 +161,8 @@ class _Failed:
                 return self._refused()
             case R.UNLENT:
                 return self._unlent()
+            case R.BROKEN if pull.how == How.GOODBYE:  # before it began
+                return R.OWNER_CLOSED, {}
             case R.BROKEN | R.LATE | R.TIMED_OUT if (lost := self._lost()) is not None:
                 return self._of_lost(lost)
             case R.REFUSED_HERE | R.CLOSED | R.STUCK:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from asynckv.tools.diagnose.causes import CAUSE, SAID, Owner, Reader
@@ -48,11 +47,6 @@ class Leak:
     def evidence(self) -> str:
         """General evidence for it in the logs of both sides."""
         return "; ".join(filter(None, (SAID[view] for view in self.cell)))
-
-
-def moment(at: float) -> str:
-    """Write a time by one process's clock."""
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if 0 < at < 1e11 else "?"
 
 
 def in_seconds(seconds: float) -> str:

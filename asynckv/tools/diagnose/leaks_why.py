@@ -284,7 +284,7 @@ class Debt:
     # -- steps: any reader, and one that had claimed and of which no outcome is known ----------------------------------
 
     def of_forgotten(self) -> Verdict | None:
-        if self.pull is None or not between.is_forgotten(self.presence, self.pull):
+        if self.pull is None or not between.is_forgotten(self.presence, self.request, self.pull):
             return None
         return self._away() or self._is(R.ANNOUNCED)
 
@@ -393,9 +393,6 @@ class Debt:
 
     # -- steps: a reader with a known pull, that was not heard in time -------------------------------------------------
 
-    def of_no_outcome(self) -> Verdict | None:
-        return self._away() or (self._is(R.LATE) if self.attempt.ended is None else None)
-
     @cached_property
     def lost(self) -> list[tuple[Process, Fate]]:
         """The prefill ranks of its pull, if it lost one of them."""
@@ -403,7 +400,9 @@ class Debt:
         ranks = map(service.process_named, self.attempt.peer_ranks if is_lost else ())
         return [(x, self.presence.fate(x)) for x in ranks if x is not None]
 
-    def of_a_hanging_owner(self) -> Verdict | None:
+    def of_a_loop(self) -> Verdict | None:
+        if (away := self._away()) is not None or self.attempt.ended is None:
+            return away or self._is(R.LATE)
         for owner, fate in self.lost:
             if fate.hangs and (away_s := self.presence.away_s(owner, owner.last_at, math.inf)):
                 return self._is(R.OWNER_AWAY, holder=owner.rank, away_s=in_seconds(away_s))
@@ -495,6 +494,10 @@ class Debt:
         """Return the verdict about readers that were not there."""
         if not self.absent:
             return None
+        rank = next(iter(self.absent))
+        away_s = sum(self.presence.long_away(self.lease, x)[0] for x in self.alive if x.rank == rank)
+        if away_s and not self.is_nobody:
+            return self._is(R.AWAY, reader=rank, away_s=in_seconds(away_s))
         ranks = {why: listed(x for x, y in self.absent.items() if y == why) for why in self.absent.values()}
         (why, first), *rest = ranks.items()
         why = "; or ".join([why, *(f"{more}, but {other}" for other, more in rest)])
@@ -533,11 +536,6 @@ class Debt:
         also = f"; {gone} had died before it was lent" if self.alive == self.gone else also
         return self._is(R.UNHEARD, listed(x.rank for x in self.alive), also=also)
 
-    def of_the_away(self) -> Verdict | None:
-        rank = next(iter(self.absent), "")
-        away_s = sum(self.presence.long_away(self.lease, x)[0] for x in self.alive if x.rank == rank)
-        return self._is(R.AWAY, reader=rank, away_s=in_seconds(away_s)) if away_s else None
-
     def of_the_left_out(self) -> Verdict:
         """Others of its engine have mentioned the request."""
         others = [x for x in (*self.claims, *self.lease.released, *(x.rank for x in self.spoke)) if x != self.name]
@@ -551,8 +549,6 @@ D = Debt
 ALWAYS: Steps = (D.of_forgotten, D.of_the_longest)
 SILENT: Steps = (D.of_no_log, D.of_its_state, D.of_its_last_word, D.of_its_loop)
 UNMET: Steps = (D.of_another_id, D.of_its_call, D.of_the_address, D.of_keys, D.of_no_handshake)
-DONE: Steps = (
-    *(D.of_no_outcome, D.of_a_hanging_owner, D.of_a_promise, D.of_its_transfers, D.of_its_time, D.of_its_release),
-)
+DONE: Steps = (D.of_a_loop, D.of_a_promise, D.of_its_transfers, D.of_its_time, D.of_its_release)
 NOBODY: Steps = (D.of_the_dead, D.of_none, D.of_the_absent, D.of_the_idle, D.of_the_untold, D.of_the_unheard)
-LEFT_OUT: Steps = (D.of_the_dead, D.of_the_away, D.of_the_absent, D.of_the_left_out)
+LEFT_OUT: Steps = (D.of_the_dead, D.of_the_absent, D.of_the_left_out)

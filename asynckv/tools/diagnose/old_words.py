@@ -16,26 +16,8 @@ import msgspec
 from asynckv.core import told
 from asynckv.core.notes import Granted, Note, Promised, Released, Revoked
 from asynckv.core.types import How
+from asynckv.tools.diagnose.causes import OLD_WORDS
 from asynckv.tools.diagnose.records import Record
-
-_HOW = {
-    "said goodbye": How.GOODBYE,
-    "was silent": How.SILENT,
-    "has said nothing since": How.SILENT,
-    "forgotten by request": How.FORGOTTEN,
-    "answers there now": How.REPLACED,
-    "closed its connections": How.LEFT,
-    "nothing was read from": How.IDLE,
-    "turn our connection away": How.TURNED_AWAY,
-    "its key is not in": How.UNLISTED_LISTENER,
-    "its address names no key": How.NO_KEY,
-    "its address names a key": How.NEEDS_KEYS,
-    "no file descriptors": How.NO_FILES,
-    "was not loaded within": How.NOT_LOADED,
-    "did not answer within": How.NO_ANSWER,
-    "gave way to others": How.GAVE_WAY,
-}
-"""Words of a `detail`, the most telling first."""
 
 _FIELD = {"pull_id": "[^ ,]+", "outcome": "[a-z]+", "seconds": "[0-9.e+-]+", "owed": "[0-9]+", "held": "[0-9]+"}
 _NOTES: Mapping[type[Note], re.Pattern[str]] = {
@@ -54,7 +36,7 @@ def coded(record: Record) -> Record:
     more: dict[str, Any] = {}
     if record.event in (told.PeerChanged.event, told.PullEnded.event) and not {"how", "failed_with"} & fields.keys():
         if detail := record.text("detail"):
-            how = next((how for words, how in _HOW.items() if words in detail), None)
+            how = next((how for words, how in OLD_WORDS.items() if words in detail), None)
             is_lost = record.text("cause") == "peer_lost" and record.event == told.PeerChanged.event
             more["how"] = how or (How.BROKEN if is_lost else "")
             more["failed_with"] = [x for x in record.texts("peer_ranks") if x in detail]

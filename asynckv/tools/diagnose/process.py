@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asynckv.edges.kernel import began, fields_of
+from asynckv.edges.pages import control_groups, text_of
 
 BUSY = 0.5
 """Number of cores above which a loop computes. A loop that waits for messages takes far less than one."""
@@ -42,15 +43,10 @@ def look(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgr
 
 def _frozen(pid: int, proc: Path, cgroups: Path) -> str:
     """Name the frozen cgroup that a process is in: of version 2, or of version 1's freezer."""
-    with suppress(OSError):
-        for line in (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines():
-            _, controllers, path = line.split(":", 2)
-            with suppress(OSError):
-                if not controllers and "frozen 1" in (cgroups / path.lstrip("/") / "cgroup.events").read_text():
-                    return path
-                state = cgroups / "freezer" / path.lstrip("/") / "freezer.state"
-                if "freezer" in controllers and not state.read_text().startswith("THAWED"):
-                    return path
+    for controller, file, sign in (("", "cgroup.events", "frozen 1"), ("freezer", "freezer.state", "FR")):
+        for group in control_groups(controller, proc, cgroups, pid):
+            if sign in text_of(group / file):  # FROZEN or FREEZING
+                return f"/{group.relative_to(cgroups / controller)}"
     return ""
 
 

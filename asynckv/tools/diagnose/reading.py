@@ -22,11 +22,11 @@ from asynckv.tools.diagnose import leaks_copies, leaks_live
 from asynckv.tools.diagnose.ask import Answer, ask_all, targets
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.findings import Seen
-from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.join import Request, join
 from asynckv.tools.diagnose.leaks import find_leaks
-from asynckv.tools.diagnose.leaks_request import find_requests
+from asynckv.tools.diagnose.leaks_request import find_requests, names
 from asynckv.tools.diagnose.records import Logs, read_logs
-from asynckv.tools.diagnose.timeline_model import Story, families, ground, named, names, stories
+from asynckv.tools.diagnose.timeline_model import Story, families, ground, stories
 
 MOST_ASKED, MOST_SEARCHED = 256, 4096  # requests that an engine lists; the second if one is searched for
 AGAIN_S = 0.5  # two engines answer at two moments; a fault between them counts if it is there again after this time
@@ -50,6 +50,7 @@ class Looking:
         self, sources: Sequence[str], request: str | None, since: str | None, keys: KeysConfig | None, timeout_s: float
     ) -> None:
         self._request, self._since, self._keys, self._timeout_s = request, since, keys, timeout_s
+        self._meant: set[Request] = set()
         self.called: set[str] = set()  # what the request that is asked about is called, on either side
         self._sources = sources
         paths, _ = targets(sources)
@@ -73,20 +74,16 @@ class Looking:
 
     def stories(self, seen: Seen) -> list[Story]:
         """Return the request in question, or all that may be meant."""
-        return stories(seen.axis, named(list(families(seen.axis.service.requests)), self._request or ""))
+        every = families(seen.axis.service.requests)
+        return stories(seen.axis, (x for x in every if not self._meant.isdisjoint(x)))
 
     def _read(self, paths: Sequence[str]) -> Logs:
-        """Read logs, and show the progress on a terminal.
-
-        Lines at level debug about transitions are read only for a request, because the ends of others repeat them.
-        """
-        request = self._request or ""
+        """Read logs, and show the progress on a terminal."""
         with Console(stderr=True).status("reading logs") as status:
             return read_logs(
                 paths,
                 lambda said: status.update(f"reading {escape(without_control(said))}"),
-                keep=lambda event: bool(request) or not event.endswith("_transition"),
-                request=request,
+                request=self._request or "",
             )
 
     def _asked(self, addresses: Sequence[str], *, with_peers: bool) -> list[Answer]:
@@ -107,7 +104,7 @@ class Looking:
         wanted = None
         if self._request is not None:
             wanted = find_requests(service, self._request, leaks_copies.called(service))
-            self.called = {self._request, *names(wanted)}
+            self._meant, self.called = set(wanted), {self._request}.union(*map(names, wanted))
         last = max((axis.at(x, x.last_at) for x in service.processes.values() if x.num_records), default=now)
         begin = moment("--since", self._since, last) if self._since is not None else -math.inf
         if begin > last:

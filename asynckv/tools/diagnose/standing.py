@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,6 +26,16 @@ from asynckv.tools.diagnose.records import Record, integer
 
 GOOD_COUNTS = frozenset({*WELL, "lent", "started", "released"})
 """Counts of leases and pulls that are no bad ends."""
+
+LIMITED: Mapping[str, type[told.Told]] = {
+    "internal_errors": told.InternalError,
+    "pulls.overloaded": told.PullRefused,
+    "loop.was_away": told.LoopWasAway,
+}
+"""Counts of events of which only some are logged, if there are many."""
+
+LONG_AWAY_S = 10.0
+"""Seconds from which on an absence of an event loop is no small matter."""
 
 OF_PROCESSES = {*told.ENDS} - {x.event for x in (told.LeaseHeld, told.PullHeld, told.OffloadFailed)}
 """Warnings of a process about itself and its peers. The others are judged with their requests and copies."""
@@ -195,8 +205,9 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
     """
     service = presence.service
     counts = {x: x.stopped.mapping("counters") for x in service.processes.values() if x.stopped is not None}
-    asked = [x for x in answers if not x.error and x.account.incarnation]
-    counts |= {service.processes[x.account.incarnation]: x.account.facts.counters for x in asked}
+    for answer in (x for x in answers if not x.error and x.account.incarnation):
+        short = {"loop.was_away": 0} if answer.account.facts.lag.most_s < LONG_AWAY_S else {}
+        counts[service.processes[answer.account.incarnation]] = {**answer.account.facts.counters, **short}
     shown: Counter[tuple[Process, str]] = Counter()
     for request in service.requests:
         shown.update((x.process, f"leases.{x.state}") for x in request.leases.values() if x.ended is not None)
@@ -206,8 +217,8 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
             shown[pull.process, "blocks.retired"] += pull.retired is not None
     for process in (x for x in counts if _is_whole(presence, x) or not presence.reaches(x)):
         more = Counter({x: integer(n, 0) - shown[process, x] for x, n in counts[process].items() if _is_bad(x)})
-        for name, event in (("internal_errors", told.InternalError), ("pulls.overloaded", told.PullRefused)):
-            more[name] *= not any(True for _ in process.of(event))  # of many only some are logged
+        for name, event in LIMITED.items():
+            more[name] *= not any(True for _ in process.of(event))
         if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
             until = service.logged.get(process.incarnation)
             ends = f"its log ends at {clock_time(until.at)}" if until is not None else "there is no log of it"
@@ -223,4 +234,4 @@ def _is_whole(presence: Presence, process: Process) -> bool:
 
 def _is_bad(counter: str) -> bool:
     kind, _, how = counter.partition(".")
-    return (kind in ("leases", "pulls") and how not in GOOD_COUNTS) or kind in ("internal_errors", "blocks")
+    return (kind in ("leases", "pulls") and how not in GOOD_COUNTS) or kind == "blocks" or counter in LIMITED

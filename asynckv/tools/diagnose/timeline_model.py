@@ -18,11 +18,10 @@ from importlib.resources import files
 from operator import itemgetter
 from typing import NamedTuple
 
-from asynckv.arguments import without_control
 from asynckv.core import told
-from asynckv.core.notes import Revoked
-from asynckv.tools.diagnose.axis import Axis, counted, granted_in, is_time, lent_at, shown_seconds, steps_of
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request
+from asynckv.core.notes import Granted, Revoked
+from asynckv.tools.diagnose.axis import Axis, counted, is_time, shown_seconds, steps_of
+from asynckv.tools.diagnose.join import LEASE_EVENTS, PULL_EVENTS, Lease, Process, Pull, Request
 from asynckv.tools.diagnose.presence import Fate, Presence
 from asynckv.tools.diagnose.records import Record, number
 
@@ -51,6 +50,9 @@ MAX_AWAY_S = 86_400.0
 Said = tuple[float, str, str]
 """An event for a mark: its moment by the process's clock, its text, and its level."""
 
+_OF_REQUESTS = (told.LeaseHeld, told.PullHeld, told.PullRefused, told.RequestWithdrawn)
+_TOLD = {x.event for x in (*_OF_REQUESTS, told.EngineAlive)}
+"""Lines of a process that are told with its requests, or tell nothing new."""
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"}
 _STATES |= {"draining": "drain", "notifying": "release", "quarantined": "quarantine"}
 _STATES |= {state: state for state in ("announced", "lent", "ending")}
@@ -170,62 +172,24 @@ def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[S
     return out
 
 
-def names(family: Sequence[Request]) -> set[str]:
-    """Return all names of a request: ids of both sides, right or wrong, and of its pulls."""
-    pulls = [p for r in family for p in r.all_pulls]
-    leases = [lease for r in family for lease in r.leases.values()]
-    out = {x for r in family for x in (r.request_id, r.name)}
-    out |= {x for p in pulls for x in (p.prefill_request_id, p.pull_id)} | {x for r in family for x in r.decode_ids}
-    # The prefill side knows the pulls of a reader with a missing log.
-    out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
-    out |= {pull_id for x in leases for pull_id in granted_in(steps_of(x))}
-    return out - {""}
-
-
-def handles(family: Sequence[Request]) -> set[str]:
-    """Return the unique names of a request: `ENGINE:ID` or `ENGINE#N`, with the prefill engine."""
-    numbers = {f"{r.engine_id}#{r.sequence}" for r in family if r.sequence >= 0}
-    ids = {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
-    return ids | numbers
-
-
-def named(every: Iterable[Sequence[Request]], wanted: str, *, exactly: bool = False) -> list[Sequence[Request]]:
-    """Find requests by a name, or its displayed form: the exact name, else the sequence, else the beginning."""
-    shown = [(x, {z for name in names(x) for z in (name, without_control(name))}) for x in every]
-    if found := [x for x, _ in shown if wanted in (y := handles(x)) or wanted in map(without_control, y)]:
-        return found
-    if found := [x for x, known in shown if wanted in known]:
-        return found
-    number = wanted.removeprefix("#")
-    if number.isdecimal() and (found := [x for x, _ in shown if any(str(r.sequence) == number for r in x)]):
-        return found
-    return [] if exactly else [x for x, known in shown if any(name.startswith(wanted) for name in known)]
-
-
 def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
     """Group requests that are attempts at one: with new params an attempt belongs to another prefill request."""
     every = list(requests)
-    family = list(range(len(every)))
-
-    def head(i: int) -> int:
-        while family[i] != i:
-            i = family[i] = family[family[i]]
-        return i
-
+    family = [[i] for i in range(len(every))]
     attempts: dict[tuple[str, str], list[tuple[float, int, int]]] = defaultdict(list)
     for i, request in enumerate(every):
         for pull in request.all_pulls:
             if pull.request_id and pull.ended is not None:
                 attempts[pull.process.incarnation, pull.request_id].append((pull.ended.at, pull.attempt, i))
     for found in attempts.values():
-        found.sort()
-        for (_, before, one), (_, after, other) in itertools.pairwise(found):
-            if after == before + 1:
-                family[head(other)] = head(one)
-    together: dict[int, list[Request]] = defaultdict(list)
-    for i, request in enumerate(every):
-        together[head(i)].append(request)
-    yield from together.values()
+        for (_, before, one), (_, after, other) in itertools.pairwise(sorted(found)):
+            if after == before + 1 and family[one] is not family[other]:
+                less, more = sorted((family[one], family[other]), key=len)
+                more += less
+                for i in less:
+                    family[i] = more
+    for members in {id(x): x for x in family}.values():
+        yield [every[i] for i in sorted(members)]
 
 
 def _story(axis: Axis, requests: Sequence[Request]) -> Story:
@@ -258,17 +222,20 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
 
 def _marks(axis: Axis, requests: Sequence[Request]) -> Iterator[Mark]:
     for request in requests:
-        for lease in request.leases.values():
-            yield from _placed(axis, lease.process, _lease_marks(lease))
-        for pull in request.all_pulls:
-            yield from _placed(axis, pull.process, _pull_marks(pull))
+        lived: tuple[Lease | Pull, ...] = (*request.leases.values(), *request.all_pulls)
+        for each in lived:
+            said = list(_lease_marks(each) if isinstance(each, Lease) else _pull_marks(each))
+            said += [(x.at, text, x.level) for x in each.records if (text := _about(x))]
+            if each.ended is None and each.process.stopped is None:
+                side = "lease" if isinstance(each, Lease) else "pull"
+                said.append((each.process.last_at, f"log ends; what became of the {side} is not told", "warning"))
+            yield from _placed(axis, each.process, said)
         for pull in request.others.values():
-            said = f"speaks of it under another prefill request id: {pull.prefill_request_id}"
-            yield from _placed(axis, pull.process, [(pull.begun_at, said, "warning")])
+            why = f"speaks of it under another prefill request id: {pull.prefill_request_id}"
+            yield from _placed(axis, pull.process, [(pull.begun_at, why, "warning")])
         for record in request.before:
-            why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
-            text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
-            yield from _placed(axis, axis.service.processes[record.incarnation], [(record.at, text, record.level)])
+            process = axis.service.processes[record.incarnation]
+            yield from _placed(axis, process, [(record.at, _about(record), record.level)])
 
 
 def _ends(requests: Sequence[Request], leases: Sequence[Lease], pulls: Sequence[Pull]) -> tuple[str, str, bool]:
@@ -292,35 +259,34 @@ def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
 
 
 def _lease_lane(axis: Axis, lease: Lease) -> Lane:
-    process, start, steps = lease.process, lent_at(lease), steps_of(lease)
+    process, start, steps = lease.process, lease.lent_at, steps_of(lease)
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
-    grants = [*(start + x.claimed_s for x in lease.claims.values()), *granted_in(steps).values()]
+    grants = [start + x.claimed_s for x in lease.claims.values()]
+    grants += [x.at for x in steps if isinstance(x.what, Granted)]
     cuts = [("lent", start)]
     if (first := min((x for x in grants if start <= x <= end), default=math.nan)) <= end:
         cuts.append(("granted", first))
     if (ending := next((s.at for s in steps if isinstance(s.what, Revoked)), math.nan)) <= end:
         cuts.append(("ending", ending))
-    fields = {"state": lease.state}
-    if lease.blocks >= 0:
-        fields["blocks"] = str(lease.blocks)
-    if math.isfinite(lease.lease_s):
-        fields["lease_s"] = f"{lease.lease_s:g}"
-    if lease.released:
-        fields["released by"] = ", ".join(f"{name}: {how}" for name, how in lease.released.items())
-    if lease.owed:
-        fields["owed"] = ", ".join(lease.owed)
+    fields = {
+        "state": lease.state,
+        "blocks": str(lease.blocks) if lease.blocks >= 0 else "",
+        "lease_s": f"{lease.lease_s:g}" if math.isfinite(lease.lease_s) else "",
+        "released by": ", ".join(f"{name}: {how}" for name, how in lease.released.items()),
+        "owed": ", ".join(lease.owed),
+    }
     unknown = "whether it was claimed is not told" if is_open and len(cuts) == 1 else ""
     bars = [
         Bar(phase, at, until, note=unknown, is_open=is_open and until == end)
         for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)])
         if until > at or len(cuts) == 1
     ]
-    return _lane(axis, process, "prefill", "lease", bars, fields)
+    return _lane(axis, process, "prefill", "lease", bars, {name: x for name, x in fields.items() if x})
 
 
 def _lease_marks(lease: Lease) -> Iterator[Said]:
-    process, start, steps = lease.process, lent_at(lease), steps_of(lease)
+    start, steps = lease.lent_at, steps_of(lease)
     yield start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""), "info"
     for step in steps:
         if step.what not in ("lent", lease.state):
@@ -330,14 +296,10 @@ def _lease_marks(lease: Lease) -> Iterator[Said]:
     for refusal in lease.refused:
         why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
         yield start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning"
-    for record in lease.held:
-        yield record.at, f"held for long: {record.text('waits')}", record.level
     if lease.ended is not None:
         owed = f", owed by {', '.join(lease.owed)}" if lease.owed else ""
         seconds = lease.ended.number("seconds", 0.0)
         yield start + seconds, f"{lease.state} after {shown_seconds(seconds)}{owed}", lease.ended.level
-    elif process.stopped is None:
-        yield process.last_at, "log ends; what became of the lease is not told", "warning"
 
 
 # -- the decode side ---------------------------------------------------------------------------------
@@ -415,7 +377,7 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
 
 
 def _pull_marks(pull: Pull) -> Iterator[Said]:
-    process, steps = pull.process, steps_of(pull)
+    steps = steps_of(pull)
     for step in steps:
         yield step.at, str(step.what), "debug" if step.what in _STATES else "info"
     if not steps:
@@ -425,23 +387,6 @@ def _pull_marks(pull: Pull) -> Iterator[Said]:
         detail = f": {pull.detail}" if pull.detail and not steps else ""
         after = shown_seconds(pull.ended.number("seconds", 0.0))
         yield outcome, f"outcome {pull.cause} after {after}{detail}", pull.ended.level
-    for record in pull.held:
-        yield record.at, f"held for long: {record.text('waits')}", record.level
-    if pull.ended is None and process.stopped is None:
-        yield process.last_at, "log ends; what became of the pull is not told", "warning"
-    for record in pull.retried:
-        after_s = record.number("after_s", 0.0)
-        yield record.at, f"attempt {record.integer('attempt')} follows after {after_s:g} s", record.level
-    if pull.returned is not None:
-        yield pull.returned.at, "its blocks came back", pull.returned.level
-    if pull.retired is not None:
-        yield pull.retired.at, "its blocks are given up: a transfer does not end", pull.retired.level
-    for record in pull.unanswered:
-        yield record.at, f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}", record.level
-    for record in pull.refused:
-        # Its field `rank` would name the pull's own rank.
-        ranks = ", ".join(record.texts("ranks")) or "?"
-        yield record.at, f"release refused by {ranks}: {record.text('cause')}", record.level
 
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
@@ -471,7 +416,7 @@ def ground(axis: Axis) -> list[Ground]:
             if record.event == told.LoopWasAway.event:
                 seconds = min(max(record.number("seconds", 0.0), 0.0), MAX_AWAY_S)
                 away.append(Bar("away", at - seconds, at, note="its event loop did not come to the engine"))
-            elif (text := _about(record)) and len(marks) < MAX_MARKS:
+            elif record.event not in _TOLD and (text := _about(record)) and len(marks) < MAX_MARKS:
                 marks.append(Mark(at, process, text, record.level))
         start, end = axis.at(process, process.first_at), axis.at(process, process.last_at)
         fate = presence.fate(process)
@@ -481,6 +426,7 @@ def ground(axis: Axis) -> list[Ground]:
 
 
 def _about(record: Record) -> str:
+    """Describe an event; the text is empty if a request's life and end say it."""
     match record.event:
         case told.PeerChanged.event:
             cause = f": {record.text('detail') or record.text('cause')}" if record.text("cause") else ""
@@ -489,8 +435,24 @@ def _about(record: Record) -> str:
             return f"met {record.text('reader')}"
         case told.ReaderRefused.event | told.Refused.event:
             return f"refused {record.text('reader') or record.text('who')}: {record.text('cause')}"
-        case told.LeaseHeld.event | told.PullHeld.event | told.PullRefused.event | told.EngineAlive.event:
-            return ""  # said where it belongs
+        case told.PullRefused.event:
+            return f"refused at once: {record.text('cause')}: {record.text('detail')}"
+        case told.RequestWithdrawn.event:
+            return "withdrawn: it will never be lent"
+        case told.LeaseHeld.event | told.PullHeld.event:
+            return f"held for long: {record.text('waits')}"
+        case told.PullRetried.event:
+            return f"attempt {record.integer('attempt')} follows after {record.number('after_s', 0.0):g} s"
+        case told.BlocksReturned.event:
+            return "its blocks came back"
+        case told.BlocksRetired.event:
+            return "its blocks are given up: a transfer does not end"
+        case told.ReleaseUnanswered.event:
+            return f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}"
+        case told.ReleaseRefused.event:  # its field `rank` would name the pull's own rank
+            return f"release refused by {', '.join(record.texts('ranks')) or '?'}: {record.text('cause')}"
+        case event if event in LEASE_EVENTS | PULL_EVENTS:
+            return ""
         case _:
             said = record.text("detail") or record.text("cause")
             return record.event.replace("_", " ") + (f": {said}" if said else "")

@@ -97,6 +97,8 @@ def why(
     for each in (x for x in mine if x.code not in causes):
         why_text.show_finding(plain(each), console)
     is_judged = not found.limits or (story is not None and story.lease and story.pull)
+    if not is_judged:
+        why_text.show_limits(plain(found.limits), console)
     raise typer.Exit(1 if mine or found.late or found.copies else 0 if is_judged else 3)
 
 

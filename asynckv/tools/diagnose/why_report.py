@@ -67,7 +67,6 @@ def _leak(leak: Leak) -> dict[str, Any]:
         "heading": CATALOGUE[leak.cause].heading.value,
         "is_class": CATALOGUE[leak.cause].is_class,
         "evidence": leak.evidence,
-        "remedy": leak.remedy,
         "reader": leak.reader or None,
         "other_request_id": leak.other_request_id or None,
     }

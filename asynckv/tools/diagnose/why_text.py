@@ -167,6 +167,12 @@ def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Con
     print_unpadded(console, _events(story, grounds), is_whole=True)
 
 
+def show_limits(limits: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Show why a request could not be judged."""
+    for each in limits[:MAX_LIMITS]:
+        _line(console, f"could not be judged: {each['what']}", "yellow")
+
+
 def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
     """List requests that could be meant, with their names, which are never broken."""
     _line(console, f"{counted(len(found), 'request')} match {wanted}; name one exactly, by ENGINE:ID or a pull id")
