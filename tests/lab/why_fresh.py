@@ -596,9 +596,9 @@ class Fresh(Service):
         await self.says("prefill", "lease_granted", request_id="cmpl-2")
         for each in params:
             await self.prefill.ask("withdraw", params=each)
+        await self.says("prefill", "lease_ended", request_id="cmpl-2", cause="revoked")
         for number, each in enumerate(params, 1):
             assert await self.decode.ask("pull", number=number, params=each, block=number) != "complete"
-        await self.says("prefill", "lease_ended", request_id="cmpl-2", cause="revoked")
         await self.idle()
 
     @case(
