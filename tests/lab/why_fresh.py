@@ -604,7 +604,7 @@ class Fresh(Service):
     @case(
         5,
         "LEASE",
-        r"reclaim|room|no_room|memory|taken back",
+        r"reclaim|\broom\b|no_room|memory|taken back",
         most=1,
         knows="logs both prefill",
         prefill={"lease_s": 60.0},
@@ -623,7 +623,9 @@ class Fresh(Service):
         assert 0 < pulls.count("complete") < len(pulls)
         await self.idle()
 
-    @case(5, "DROPPED LEASE", r"max_queued|queued?", most=1, knows="logs both decode", decode={"pull": ONE_AT_A_TIME})
+    @case(
+        5, "DROPPED LEASE", r"max_queued|\bqueued?\b", most=1, knows="logs both decode", decode={"pull": ONE_AT_A_TIME}
+    )
     async def a_queue_that_is_full(self) -> None:
         """Decode is given eight pulls at once, and its queue takes one; its scheduler drops the others."""
         params = [await self.lend(number) for number in range(1, 9)]
@@ -632,7 +634,7 @@ class Fresh(Service):
             await self.says("prefill", "lease_ended", request_id=f"cmpl-{number}")
         await self.idle()
 
-    @case(5, "DROPPED WRONG", r"tokens?", knows="logs both decode")
+    @case(5, "DROPPED WRONG", r"\btokens?\b", knows="logs both decode")
     async def more_tokens_than_were_lent(self) -> None:
         """Decode's scheduler asks for 32 tokens of a request, of which 16 were lent."""
         assert await self.decode.ask("pull_tokens", number=1, params=await self.lend(), tokens=32) != "complete"
