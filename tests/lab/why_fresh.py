@@ -31,13 +31,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asynckv import Announce, EngineThread, Lend, LogConfig, Order, Pull
+from asynckv import Announce, AsyncKVError, EngineDesk, EngineThread, Finished, Lend, LogConfig, Order, Pull
 from asynckv.core import outbox, peer, peers, wire
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import write_pair
 from tests import inspected
 from tests.lab.fleet import Fleet, Process
-from tests.lab.why_live import FREEZER, GRANT_S, LEASE_S, NAMES, PATIENCE_S, PULL, Service
+from tests.lab.why_live import FREEZER, GRANT_S, LEASE_S, NAMES, ONE_AT_A_TIME, PATIENCE_S, PULL, Service
 
 HEADINGS = {
     "GONE": "process gone",
@@ -75,9 +75,8 @@ class Rank(inspected.Side):
     ) -> None:
         if log_options:
             vars(inspected)["LogConfig"] = functools.partial(LogConfig, **log_options)
-        if ahead_s:
-            now = time.time
-            time.time = lambda: now() + ahead_s
+        now, self._ahead_s = time.time, ahead_s
+        time.time = lambda: now() + self._ahead_s
         if major:
             for module in (outbox, peer, peers, wire):
                 module.MAJOR = major  # type: ignore[attr-defined]
@@ -101,6 +100,38 @@ class Rank(inspected.Side):
         for number in range(100, 100 + times):
             self.engine.announce(f"req-{number}", params, wait_s=3.0)
 
+    def jump(self, seconds: float) -> None:
+        """Put the wall clock forward or back."""
+        self._ahead_s += seconds
+
+    def reclaim(self, blocks: int) -> int:
+        """Take lent blocks back for other prompts."""
+        return self.engine.reclaim(blocks)
+
+    async def pull_at_once(self, first: int, params: list[dict[str, Any]]) -> list[str]:
+        """Pull several requests, all at one moment."""
+        return await asyncio.gather(*(self.pull(n, each, n % 32) for n, each in enumerate(params, first)))
+
+    async def pull_tokens(self, number: int, params: dict[str, Any], tokens: int) -> str:
+        """Pull more or fewer tokens than are lent."""
+        try:
+            await self.engine.pull(f"req-{number}", [(0, [0, 1])], params, num_tokens=tokens)
+        except AsyncKVError as exc:
+            return type(exc).__name__
+        return "complete"
+
+
+class Desk(Rank):
+    """An engine with a desk on its own loop. Its embedder gives orders, and never takes a result."""
+
+    async def __aenter__(self) -> Desk:
+        await super().__aenter__()
+        self._desk = EngineDesk(self.engine)
+        return self
+
+    async def order(self, number: int, params: dict[str, Any]) -> None:
+        self._desk.submit([Pull(request_id=f"req-{number}", groups=[(0, [number])], params=params)])
+
 
 class Stepper(Rank):
     """An engine on a thread of its own. Its embedder makes steps while it has work, and none while it has not."""
@@ -109,6 +140,7 @@ class Stepper(Rank):
         self._orders, self._work = queue.SimpleQueue[Order](), set[str]()
         self._ended: dict[str, str] = {}
         self._hangs_before, self._hangs_after = threading.Event(), threading.Event()
+        self._forgets = False
         self.thread = EngineThread(self.engine.config, self.engine.registration)
         self.engine = self.thread.engine
         await asyncio.to_thread(self.thread.start)
@@ -131,7 +163,7 @@ class Stepper(Rank):
             self._work |= {x.params["request_id"] for x in orders if isinstance(x, Lend)}  # as vLLM does from 0.32 on
             while self._hangs_after.is_set():
                 time.sleep(0.1)
-            finished = self.thread.take_finished()
+            finished = Finished() if self._forgets else self.thread.take_finished()
             self._ended |= {x.request_id: "complete" for x in finished.finished_recving}
             self._ended |= {x.request_id: type(x.error).__name__ for x in finished.failed}
             self._ended |= {x.request_id: x.cause for x in finished.finished_sending}
@@ -145,6 +177,10 @@ class Stepper(Rank):
             self._hangs_before.clear()
         else:
             self._hangs_before.set()
+
+    def forget(self) -> None:
+        """Have the embedder make steps that give orders, and take no results."""
+        self._forgets = True
 
     def go_on(self) -> None:
         """Have the embedder make steps again."""
@@ -342,6 +378,17 @@ class Fresh(Service):
         del self.processes["silent"]  # whose log nobody can wait for
         await self.idle()
 
+    @case(1, open="logs")
+    async def a_rank_without_a_log(self) -> None:
+        """Rank 1 of prefill has no log, but answers; a read from both ranks is complete."""
+        pair = [await self.start(f"pair.{x}", rank=x, ranks=2, log="" if x else "pair.0") for x in range(2)]
+        params = await pair[0].ask("make", number=1, endpoints=[await x.ask("endpoint") for x in pair])
+        for rank in pair:
+            await rank.ask("lend_it", params=params)
+        assert await self.decode.ask("pull", number=1, params=params) == "complete"
+        del self.processes["pair.1"]  # whose log nobody can wait for
+        await self.idle()
+
     # -- 2: more evidence never knows less -----------------------------------------------------------------------------
 
     @case(
@@ -455,6 +502,25 @@ class Fresh(Service):
         await self.lives(3 * LEASE_S)
         await self.idle()
 
+    @case(3, "STOPPED", r"decode/tp0", STEPS, knows="logs live both decode", decode=STEPPER)
+    async def an_embedder_that_takes_no_results(self) -> None:
+        """The main loop of decode goes on giving orders, and never calls `take_finished` any more."""
+        await self.decode.ask("forget")
+        for number in range(1, 4):
+            await self.decode.ask("begin", number=number, params=await self.lend(number), block=number)
+            await self.says("prefill", "lease_ended", request_id=f"cmpl-{number}", cause="released")
+            await self.lives(LEASE_S)
+        await self.idle()
+
+    @case(3, "STOPPED", r"decode/tp0", STEPS, knows="logs live both decode", decode={"target": "Desk"})
+    async def a_desk_whose_results_nobody_takes(self) -> None:
+        """Two pulls that a desk was given have completed, and its user never takes the results."""
+        for number in (1, 2):
+            await self.decode.ask("order", number=number, params=await self.lend(number))
+            await self.says("prefill", "lease_ended", request_id=f"cmpl-{number}", cause="released")
+        await self.lives(3 * LEASE_S)
+        await self.idle()
+
     # -- 4: pids belong to a namespace ---------------------------------------------------------------------------------
 
     @case(4, decode={"shell": NAMESPACE})
@@ -511,13 +577,67 @@ class Fresh(Service):
         await self.expired()
         await self.idle()
 
-    @case(5, "WRONG DROPPED", r"overload|attempts|times|more than once|twice|same params|again", most=1)
+    @case(5, "WRONG DROPPED", r"overload|attempts|\b70\b|more than once|twice|same params|same key", most=1)
     async def a_router_that_repeats_itself(self) -> None:
         """The params of one request reach decode under 70 ids."""
         params = await self.lend()
         await self.decode.ask("announce_often", params=params, times=70)
         await self.lives(2.0)
         await self.decode.ask("pull", number=100, params=params)
+        await self.expired()
+        await self.idle()
+
+    @case(5)
+    async def aborts_that_both_sides_hear_of(self) -> None:
+        """Clients leave, and prefill withdraws their requests, as documented: one before it is lent, one after it."""
+        params = [await self.prefill.ask("make", number=1), await self.lend(2)]
+        for number, each in enumerate(params, 1):
+            await self.decode.ask("announce", number=number, params=each)
+        await self.says("prefill", "lease_granted", request_id="cmpl-2")
+        for each in params:
+            await self.prefill.ask("withdraw", params=each)
+        await self.says("prefill", "lease_ended", request_id="cmpl-2", cause="revoked")
+        for number, each in enumerate(params, 1):
+            assert await self.decode.ask("pull", number=number, params=each, block=number) != "complete"
+        await self.idle()
+
+    @case(
+        5,
+        "LEASE",
+        r"reclaim|\broom\b|no_room|memory|taken back",
+        most=1,
+        knows="logs both prefill",
+        prefill={"lease_s": 60.0},
+    )
+    async def blocks_that_were_taken_back(self) -> None:
+        """Requests wait long in decode's queue; prefill needs their blocks (`reclaim`), so that some pulls fail."""
+        params = {number: await self.lend(number) for number in range(30, 54)}
+        for number, each in params.items():
+            await self.decode.ask("announce", number=number, params=each)
+        while (await self.prefill.ask("states")).count("granted") < len(params):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        await self.lives(2 * GRANT_S)
+        assert await self.prefill.ask("reclaim", blocks=8)
+        await self.says("prefill", "lease_ended", cause="revoked")
+        pulls = [await self.decode.ask("pull", number=x, params=p, block=x % 32) for x, p in params.items()]
+        assert 0 < pulls.count("complete") < len(pulls)
+        await self.idle()
+
+    @case(
+        5, "DROPPED LEASE", r"max_queued|\bqueued?\b", most=1, knows="logs both decode", decode={"pull": ONE_AT_A_TIME}
+    )
+    async def a_queue_that_is_full(self) -> None:
+        """Decode is given eight pulls at once, and its queue takes one; its scheduler drops the others."""
+        params = [await self.lend(number) for number in range(1, 9)]
+        assert "Overloaded" in await self.decode.ask("pull_at_once", first=1, params=params)
+        for number in range(1, 9):
+            await self.says("prefill", "lease_ended", request_id=f"cmpl-{number}")
+        await self.idle()
+
+    @case(5, "DROPPED WRONG", r"\btokens?\b", knows="logs both decode")
+    async def more_tokens_than_were_lent(self) -> None:
+        """Decode's scheduler asks for 32 tokens of a request, of which 16 were lent."""
+        assert await self.decode.ask("pull_tokens", number=1, params=await self.lend(), tokens=32) != "complete"
         await self.expired()
         await self.idle()
 
@@ -561,6 +681,18 @@ class Fresh(Service):
         params = await self.lend()
         await self.prefill.ask("sleep")
         assert await self.decode.ask("pull", number=1, params=params) != "complete"
+        await self.idle()
+
+    @case(
+        6, "LEASE DROPPED", r"timeout_s", guilty="decode prefill", also={"decode": "STOPPED"}, knows="logs both decode"
+    )
+    async def decode_gives_up_before_prefill_lends(self) -> None:
+        """Params come early, decode's `timeout_s` is 2 s, and the prompt takes a second longer to compute."""
+        params = await self.prefill.ask("make", number=1)
+        assert await self.decode.ask("pull", number=1, params=params, timeout_s=2.0) != "complete"
+        await self.lives(1.0)
+        await self.prefill.ask("lend_it", params=params)
+        await self.expired()
         await self.idle()
 
     # -- 7: roles in time ----------------------------------------------------------------------------------------------
@@ -621,6 +753,28 @@ class Fresh(Service):
         await self.decode.end()
         assert await self.other.ask("pull", number=2, params=await self.lend(2)) == "complete"
         await self.idle()
+
+    @case(
+        7, "GONE", r"clos|in order|restart", guilty="prefill", never=r"\bdied\b|killed|crash", knows="logs both decode"
+    )
+    async def prefill_restarted_in_order_under_load(self) -> None:
+        """Prefill is closed in order and started again between reads; one request is announced before, pulled after."""
+        params = await self.announced()
+        assert await self.other.ask("pull", number=2, params=await self.lend(2), block=2) == "complete"
+        await self.prefill.end()
+        self.prefill = await self.start("prefill-2")
+        assert await self.decode.ask("pull", number=1, params=params) != "complete"
+        for number, decode in ((3, self.decode), (4, self.other), (5, self.decode)):
+            assert await decode.ask("pull", number=number, params=await self.lend(number), block=number) == "complete"
+        await self.idle()
+
+    @case(7)
+    async def a_clock_that_jumps(self) -> None:
+        """The clock of decode's host is put back by half an hour, and forward by an hour, between reads."""
+        for number, seconds in ((1, -1800.0), (2, 3600.0), (3, 0.0)):
+            assert await self.decode.ask("pull", number=number, params=await self.lend(number)) == "complete"
+            await self.decode.ask("jump", seconds=seconds)
+            await self.idle()
 
     # -- 8: noise ------------------------------------------------------------------------------------------------------
 
