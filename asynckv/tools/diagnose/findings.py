@@ -222,12 +222,11 @@ def _silent(seen: Seen) -> Iterator[Finding]:
 def _stopped(seen: Seen) -> Iterator[Finding]:
     """Find stopped or paused processes of this host that were not asked."""
     asked = {x.rank for x in seen.answers if x.error}
-    for start, why in seen.axis.service.stopped.items():
-        process = next(x for x in seen.axis.service.processes.values() if x.start == start)
-        if process.rank not in asked:
+    for process in seen.axis.service.processes.values():
+        if process.halted and process.rank not in asked:
             mine = [x for x in seen.late if _is_about(x, {process.rank})]
             what = f"{process.rank} is stopped or paused"
-            yield Finding(HEADING.STOPPED, "stopped", what, why, LET_IT_RUN, *_of(mine), (process.rank,))
+            yield Finding(HEADING.STOPPED, "stopped", what, process.halted, LET_IT_RUN, *_of(mine), (process.rank,))
 
 
 def _stalled(
@@ -519,9 +518,9 @@ def _notes(seen: Seen) -> Iterator[Finding]:
     """Find what else was seen: clocks, and requests that an answer shows to be over."""
     for note in seen.axis.notes():
         yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
-    for rank, names in seen.axis.service.over.items():
-        what = f"{counted(len(names), 'request')} held for long in its log ({listed(names)})"
-        yield Finding(HEADING.UNKNOWN, "over", f"{rank} answers, and no longer holds {what}")
+    for process in (x for x in seen.axis.service.processes.values() if x.over):
+        what = f"{counted(len(process.over), 'request')} held for long in its log ({listed(process.over)})"
+        yield Finding(HEADING.UNKNOWN, "over", f"{process.rank} answers, and no longer holds {what}")
 
 
 def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
@@ -538,9 +537,9 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
         yield limit("cut", f"the log of {rank} was cut: {why}", "", UNSEEN)
     for rank, why in standing.uncounted(presence, seen.answers):
         yield limit("uncounted", f"{rank} has counted what no log shows: {why}", "", UNSEEN)
-    if service.not_here:
+    if not_here := [x.rank for x in service.processes.values() if x.is_elsewhere]:
         why = "All have died since, or these logs were copied before their ends."
-        yield limit("not_here", f"no process of {some(service.not_here)} is on this host any more", why)
+        yield limit("not_here", f"no process of {some(not_here)} is on this host any more", why)
     for answer in (x for x in seen.answers if x.peers_left_out):
         what = f"{counted(answer.peers_left_out, 'engine')} that {answer.rank} reads from were not asked"
         yield limit("not_asked", what, f"of one engine's peers the first {MAX_PEERS} are asked", ASK_THEM)

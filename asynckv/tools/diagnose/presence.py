@@ -91,7 +91,6 @@ class Presence:
         self.last = max(told_at, default=0.0)
         """Time until which logs continue, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
-        self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
         self._addresses = {x.start: x.started.text("address") for x in processes if x.started is not None}
@@ -147,21 +146,19 @@ class Presence:
         lost = self._lost.get(process.incarnation, ())
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
-        how = self.service.gone.get(process.start)
-        if how is not None and process.stopped is None:
-            return Fate("died", f"{how} ({ends})", low, began)
+        if process.gone and process.stopped is None:
+            return Fate("died", f"{process.gone} ({ends})", low, began)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
-        if process.start in self._hanging or process.start in self.service.stopped:
-            why = self.service.stopped.get(process.start, "it does not answer")
-            why = f"{why} ({ends.removesuffix(' without a goodbye')})"
+        if process.hangs or process.halted:
+            why = f"{process.halted or 'it does not answer'} ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in lost:
             if record.text("how") == How.GOODBYE:  # and its own log's level leaves that out
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
-        if process.start in self.service.there:
+        if process.is_here:
             why = f"its process is there ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=self._is_overdue(process))
         if after is not None and began < math.inf:
@@ -205,13 +202,13 @@ class Presence:
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
         fate = self.fate(process)
-        may_be_cut = not fate.hangs or process.start in self.service.there
+        may_be_cut = not fate.hangs or process.is_here
         is_silent = bool(process.num_records) and fate.kind == "silent" and may_be_cut
         return is_silent and self.last - self.when(process, process.last_at)[1] > sign_of(process)
 
     def reaches(self, process: Process) -> bool:
         """Return True unless an engine answered so long after its log's last line that the log lacks one."""
-        logged = self.service.logged.get(process.incarnation)
+        logged = process.logged
         lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
         is_near = logged is not None and logged.says_info and process.last_at - logged.at <= lease_s / 2 + SIGN_S
         return is_near or not process.answers

@@ -18,7 +18,7 @@ from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time
 from asynckv.tools.diagnose.causes import WELL
-from asynckv.tools.diagnose.join import Lease, Logged, Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import is_last_word
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
@@ -215,20 +215,20 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
             shown[pull.process, f"pulls.{pull.cause}"] += 1
             shown[pull.process, "blocks.kept"] += pull.held_transfers > 0
             shown[pull.process, "blocks.retired"] += pull.retired is not None
-    for process in (x for x in counts if _is_whole(presence, x) or not presence.reaches(x)):
+    for process in (x for x in counts if _is_whole(x) or not presence.reaches(x)):
         more = Counter({x: integer(n, 0) - shown[process, x] for x, n in counts[process].items() if _is_bad(x)})
         for name, event in LIMITED.items():
             more[name] *= not any(True for _ in process.of(event))
         if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
-            until = service.logged.get(process.incarnation)
+            until = process.logged
             ends = f"its log ends at {clock_time(until.at)}" if until is not None else "there is no log of it"
             yield process.rank, f"{', '.join(said)}" + (f"; {ends}" if process.answers else "")
 
 
-def _is_whole(presence: Presence, process: Process) -> bool:
+def _is_whole(process: Process) -> bool:
     """Return True if a process's log has its begin, so that it shows all bad ends up to its own."""
     if process.answers:
-        return presence.service.logged.get(process.incarnation, Logged(-math.inf)).is_whole
+        return process.logged is not None and process.logged.is_whole
     return process.started is not None and process.started.event == told.EngineStarted.event
 
 
