@@ -35,7 +35,7 @@ LIMITED: Mapping[str, type[told.Told]] = {
 """Counts of events of which only some are logged, if there are many."""
 
 LONG_AWAY_S = 10.0
-"""Seconds from which on an absence of an event loop is no small matter."""
+"""Seconds from which on an absence of an event loop is wrong, even if no request was late by it."""
 
 OF_PROCESSES = {*told.ENDS} - {x.event for x in (told.LeaseHeld, told.PullHeld, told.OffloadFailed)}
 """Warnings of a process about itself and its peers. The others are judged with their requests and copies."""
@@ -175,7 +175,8 @@ def cut(presence: Presence) -> Iterator[tuple[str, str]]:
         for lease in request.leases.values():
             for rank, outcome in lease.released.items():
                 reader = presence.service.process_named(rank)
-                if outcome == "failed" and reader is not None and not _is_explained(request, reader):
+                told_by = [x.process for x in request.all_pulls if x.ended is not None]
+                if outcome == "failed" and reader is not None and reader not in told_by:
                     failed[reader].append(request.name)
             if _is_unfinished(presence, lease):
                 unfinished[lease.process].append(request.name)
@@ -191,11 +192,6 @@ def _is_unfinished(presence: Presence, lease: Lease) -> bool:
         return False
     told_at = presence.when(lease.process, lease.lent_at + max(lease.lease_s / 3, SIGN_S))
     return presence.when(lease.process, lease.process.last_at)[1] < told_at[0] and presence.last > told_at[1] + SIGN_S
-
-
-def _is_explained(request: Request, reader: Process) -> bool:
-    """Return True if a reader's log says how its pull of a request ended, or the reader may not have had the time."""
-    return any(x.process is reader and x.ended is not None for x in request.all_pulls)
 
 
 def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
