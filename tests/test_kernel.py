@@ -117,11 +117,13 @@ def test_the_pids_of_two_containers_are_not_those_of_their_host() -> None:
         assert one["boot_id"] == two["boot_id"] == here["boot_id"]
         assert len({x["pid_namespace"] for x in (one, two, here)}) == 3
         service = looked(one, two, here, me)
-        assert (service.gone, service.stopped, service.not_here) == ({}, {}, [])
+        assert not any(x.gone or x.halted or x.is_elsewhere for x in service.processes.values())
         children[2].kill()
         children[2].wait()
         service = looked(one, two, here, me)
-        assert service.gone == {"22222222": f"pid {here['pid']} is not there any more"}
+        assert {x.start: x.gone for x in service.processes.values() if x.gone} == {
+            "22222222": f"pid {here['pid']} is not there any more"
+        }
 
 
 def test_the_kernel_says_for_how_long_there_was_no_processor(tmp_path: Path) -> None:

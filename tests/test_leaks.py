@@ -31,7 +31,7 @@ from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, Owner, remedy_of
 from asynckv.tools.diagnose.findings import Seen, find
-from asynckv.tools.diagnose.join import Service, join
+from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import look_here, records_of, tell
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
@@ -473,7 +473,7 @@ CELLS: list[list[Record]] = [
 def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
     leaks = [leak for records in (*CELLS, *(x for _, x in CASES.values())) for leak in found(records)]
     hangs = join([*RUNNING, expired(), say(500, "of_later")])
-    hangs.unanswered = [RANK[D]]
+    hangs.processes[D].hangs = True
     leaks += find_leaks(hangs)
     for leak in leaks:
         owner, reader = leak.cell
@@ -669,7 +669,7 @@ def test_files_in_the_wrong_order_are_no_clock_that_was_put_back() -> None:
     records = sorted(CASES["release lost"][1], key=lambda x: x.at)
     for order in (records[::-1], [*records[5:], *records[:5]]):
         service = join(in_order(order))
-        assert not service.put_back
+        assert not any(x.put_back for x in service.processes.values())
         assert [x.cause for x in find_leaks(service)] == [C.RELEASE_LOST]
 
 
@@ -1200,7 +1200,8 @@ def test_who_was_asked_in_vain_is_named_as_in_the_logs() -> None:
     def told_of(records: list[Record], *answers: Answer) -> tuple[list[str], list[str]]:
         service = join(records)
         tell(service, answers, 2e9)
-        return service.unanswered, sorted(service.gone)
+        every = service.processes.values()
+        return [x.rank for x in every if x.hangs], [x.start for x in every if x.gone]
 
     by_socket = Answer(address="/run/d.sock", error="no answer", trouble=Trouble.AWAY, account=Account(rank=RANK[E]))
     by_address = Answer(address="tcp://10.0.0.1:1", error="no answer", trouble=Trouble.AWAY)
@@ -1247,25 +1248,26 @@ def test_a_pid_is_evidence_in_its_own_namespace_and_boot_alone(tmp_path: Path) -
     here = {"boot_id": "boot-1", "pid_namespace": me.stat().st_ino, "host": socket.gethostname()}
     assert identity(tmp_path) == {"boot_id": "boot-1", "pid_namespace": me.stat().st_ino, "pid_began": 500}
 
-    def looked(*said: Record) -> Service:
-        look_here(service := join(said), tmp_path)
-        return service
+    def looked(*said: Record, proc: Path = tmp_path) -> tuple[dict[str, str], list[str], list[str]]:
+        look_here(service := join(said), proc)
+        every = service.processes.values()
+        gone = {x.start: x.gone for x in every if x.gone}
+        return gone, [x.start for x in every if x.halted], [x.rank for x in every if x.is_elsewhere]
 
     def begins(process: str, pid: int, pid_began: int = 500, at: float = 0.0, **more: Any) -> Record:
         return say(at, told.EngineStarted, process, **here | {"pid": pid, "pid_began": pid_began} | more)
 
     there, ended = begins(P, 7), begins(D, 8)
     died = {"bbbbbbbb": "pid 8 is not there any more"}
-    assert looked(there, ended).gone == died
-    assert looked(begins(P, 7, answers=True), ended).gone == died
-    assert looked(there, begins(D, 7, 400)).gone == {"bbbbbbbb": "pid 7 is not there any more"}, "another has its pid"
-    assert looked(there, ended, begins(E, 7)).gone == died, "also if a later start of its rank runs"
-    assert looked(there, ended, say(2e9, told.EngineStopped, D)).gone == {}
-    assert looked(there, begins(D, 8, answers=True)).gone == {}, "it answers"
-    assert list(looked(begins(D, 9, 700)).stopped) == ["bbbbbbbb"]
+    assert looked(there, ended)[0] == died
+    assert looked(begins(P, 7, answers=True), ended)[0] == died
+    assert looked(there, begins(D, 7, 400))[0] == {"bbbbbbbb": "pid 7 is not there any more"}, "another has its pid"
+    assert looked(there, ended, begins(E, 7))[0] == died, "also if a later start of its rank runs"
+    assert looked(there, ended, say(2e9, told.EngineStopped, D))[0] == {}
+    assert looked(there, begins(D, 8, answers=True))[0] == {}, "it answers"
+    assert looked(begins(D, 9, 700))[1] == ["bbbbbbbb"]
     # The logs may have been copied before their goodbyes.
-    alone = looked(ended)
-    assert (alone.gone, alone.not_here) == ({}, [RANK[D]])
+    assert looked(ended) == ({}, [], [RANK[D]])
     # Containers of a pod, pods in their host's network, hosts of one name, and logs of older versions.
     for other in (
         {"pid_namespace": 1},
@@ -1274,19 +1276,16 @@ def test_a_pid_is_evidence_in_its_own_namespace_and_boot_alone(tmp_path: Path) -
         {"boot_id": None},
         {"pid_began": None, "boot_id": None, "pid_namespace": None},
     ):
-        service = looked(there, begins(D, 8, **other), begins(E, 9, **other))
-        assert (service.gone, service.stopped, service.not_here) == ({}, {}, [])
-        service = looked(begins(P, 8, **other), begins(D, 9, **other))
-        assert (service.gone, service.stopped, service.not_here) == ({}, {}, [])
+        assert looked(there, begins(D, 8, **other), begins(E, 9, **other)) == ({}, [], [])
+        assert looked(begins(P, 8, **other), begins(D, 9, **other)) == ({}, [], [])
     # It hides processes, is of another namespace, or is not there.
     (tmp_path / "1/stat").write_text("")
-    assert looked(there, ended).gone == {}
+    assert looked(there, ended)[0] == {}
     (tmp_path / "1/stat").write_text((tmp_path / "7/stat").read_text())
     (tmp_path / "self").unlink()
     (tmp_path / "self").symlink_to("1")
-    assert looked(there, ended).gone == {}
-    look_here(service := join([there, ended]), tmp_path / "nothing")
-    assert (service.gone, service.not_here) == ({}, [])
+    assert looked(there, ended)[0] == {}
+    assert looked(there, ended, proc=tmp_path / "nothing") == ({}, [], [])
 
 
 def test_a_process_that_is_there_has_not_died_but_may_hang() -> None:
@@ -1295,7 +1294,7 @@ def test_a_process_that_is_there_has_not_died_but_may_hang() -> None:
 
     def judged(is_there: bool) -> tuple[CAUSE, list[str], list[str]]:
         service = join(records)
-        service.there |= {D[:8]} if is_there else set()
+        service.processes[D].is_here = is_there
         axis = make_axis(service)
         found = find(Seen(Logs(), axis, ground(axis), find_leaks(service)))
         [late] = found.late

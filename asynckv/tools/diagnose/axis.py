@@ -215,10 +215,10 @@ class Axis:
             for one, other, seconds in self.conflicts
         ]
         out += [
-            f"the clock of {self.service.processes[incarnation].rank} was set: it went back by "
-            f"{shown_seconds(x.seconds)} at {clock_time(x.at)}; its times go on from there as if it had not been"
-            for incarnation, found in self.service.put_back.items()
-            for x in found
+            f"the clock of {process.rank} was set: it went back by {shown_seconds(x.seconds)} at {clock_time(x.at)}; "
+            f"its times go on from there as if it had not been"
+            for process in self.service.processes.values()
+            for x in process.put_back
         ]
         if (groups := len(self.references)) > 1:
             out.append(

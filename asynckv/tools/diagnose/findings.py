@@ -36,16 +36,12 @@ MAX_TEXT = 600
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
 UNSURE = "See whether it lives (`asynckv why` of its socket or address, `ps -o pid,stat`): its log may be cut off."
 ONE_NAME = "Give each engine an `engine_id` of its own, and each of its ranks a place of its own."
-LONG_AWAY_S = 10.0
-"""Seconds from which a pause with requests under way is wrong, even if none of them was late by it."""
 GIVE_CORES = "Give the engines cores of their own, or move other work away: 'CPU and NUMA' in docs/deploy.md."
 RAISE_LIMIT = "Raise the CPU limit of their container (`cpu.max`, `resources.limits.cpu`): docs/deploy.md."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
 ASK_THEM = "Give their addresses, or the directories of their sockets, to `asynckv why` too."
 WAIT_OR_LOOK = "See what these ranks and their schedulers do: their logs, `asynckv why` of their sockets, py-spy dump."
-WAITING_FOR = {"not_lent": "not lent yet"}
-"""Progress of pulls in words, where the state itself is none."""
 LET_IT_RUN = "Let it run on, or end it: docs/why.md, 'Continue it or kill it'."
 CONNECT = "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`."
 TROUBLES = {
@@ -128,7 +124,7 @@ def find(seen: Seen) -> Findings:
     # Late requests are told with the process that they hang on, or with the refusal of their pull.
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
-    late = [x for x in asked if not (_is_about(x, _ranks(there)) and _hangs_on_processes(x))]
+    late = [x for x in asked if not _is_about(x, _ranks(there))]
     late = [x for x in late if not any(_is_step_of(x, y) for y in _ranks(stalled))]
     found = pauses(seen.axis, seen.since)
     every: list[Leak | Failure] = [*late, *failed]
@@ -157,10 +153,6 @@ def _ranks(found: Iterable[Finding]) -> set[str]:
 def _key(leak: Leak) -> tuple[str, str, int]:
     """Name a request, because one id may be lent by two engines, and by one engine twice."""
     return leak.engine_id, leak.request_id, leak.sequence
-
-
-def _hangs_on_processes(leak: Leak) -> bool:
-    return leak.side == "decode" or CATALOGUE[leak.cause].heading in OF_PROCESSES
 
 
 def _is_about(leak: Leak, ranks: Collection[str]) -> bool:
@@ -224,12 +216,11 @@ def _silent(seen: Seen) -> Iterator[Finding]:
 def _stopped(seen: Seen) -> Iterator[Finding]:
     """Find stopped or paused processes of this host that were not asked."""
     asked = {x.rank for x in seen.answers if x.error}
-    for start, why in seen.axis.service.stopped.items():
-        process = next(x for x in seen.axis.service.processes.values() if x.start == start)
-        if process.rank not in asked:
+    for process in seen.axis.service.processes.values():
+        if process.halted and process.rank not in asked:
             mine = [x for x in seen.late if _is_about(x, {process.rank})]
             what = f"{process.rank} is stopped or paused"
-            yield Finding(HEADING.STOPPED, "stopped", what, why, LET_IT_RUN, *_of(mine), (process.rank,))
+            yield Finding(HEADING.STOPPED, "stopped", what, process.halted, LET_IT_RUN, *_of(mine), (process.rank,))
 
 
 def _stalled(
@@ -354,16 +345,12 @@ def _failed(seen: Seen, presence: Presence) -> list[Failure]:
 
 def _pulls(failed: Failure) -> Finding:
     number, times, entry = len(failed.pulls), failed.times, CATALOGUE[failed.verdict.cause]
-    span = f"{counted(number, 'pull')}, {clock_time(min(times))}" + (
-        f" to {clock_time(max(times))}" if number > 1 else ""
-    )
-    names = tuple(dict.fromkeys(x.request_id for x in failed.pulls))
+    span = f"{counted(number, 'pull')}, {clock_time(min(times))}" + (f" to {clock_time(max(times))}" * (number > 1))
+    names, verdict = tuple(dict.fromkeys(x.request_id for x in failed.pulls)), failed.verdict
+    readers = (x.process.rank for x in failed.pulls)
+    ranks = tuple(dict.fromkeys((verdict.names["by"], verdict.names["holder"], *readers)))
     what = failed.sentence[:MAX_TEXT]
-    verdict = failed.verdict
-    ranks = tuple(
-        dict.fromkeys((verdict.names["by"], verdict.names["holder"], *(x.process.rank for x in failed.pulls)))
-    )
-    return Finding(entry.heading, verdict.cause.value, what, span, failed.remedy, names, ranks=ranks)
+    return Finding(entry.heading, verdict.cause.value, what, span, verdict.remedy, names, ranks=ranks)
 
 
 def _twice(seen: Seen, late: Iterable[Leak], failed: Iterable[Failure]) -> Iterator[Finding]:
@@ -462,7 +449,7 @@ def _away(found: Sequence[Pause], late: Iterable[Leak | Failure]) -> tuple[list[
     """Find processes whose event loops were blocked for long while requests waited, and count all other pauses."""
     said = {rank for x in late for rank in _blamed(x)}
     left = [x for x in found if x.process.rank not in said]
-    blocked = [x for x in left if x.seconds >= LONG_AWAY_S and not x.is_hosts and any(x.held.values())]
+    blocked = [x for x in left if x.seconds >= standing.LONG_AWAY_S and not x.is_hosts and any(x.held.values())]
     long, worst_of = list[Finding](), {x.process.rank: x for x in sorted(blocked, key=lambda x: x.seconds)}
     for rank, worst in reversed(worst_of.items()):
         what = f"the event loop of {rank} was away: {_times([x for x in left if x.process.rank == rank])}"
@@ -501,7 +488,7 @@ def _waits(waits: Sequence[standing.Waiting], presence: Presence, told_of: Colle
         if not any(x in told_of for x in each.owners):
             owners, number = listed(each.owners) or "the prefill side", counted(len(each.pulls), "pull")
             heading = HEADING.STOPPED if each.is_never_lent(presence) else HEADING.UNKNOWN
-            state = ", ".join(WAITING_FOR.get(x, x) for x in each.states)
+            state = ", ".join(each.states).replace("not_lent", "not lent yet")
             what = f"{number} of {each.reader.rank} waited for {owners}, for {shown_seconds(each.seconds)}: {state}"
             names = dict.fromkeys(request.name for request, _ in each.pulls)
             evidence = f"{told.PullHeld.event} says so at {clock_time(each.until)}, and nothing says that they ended"
@@ -527,9 +514,9 @@ def _notes(seen: Seen) -> Iterator[Finding]:
     """Find what else was seen: clocks, and requests that an answer shows to be over."""
     for note in seen.axis.notes():
         yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
-    for rank, names in seen.axis.service.over.items():
-        what = f"{counted(len(names), 'request')} held for long in its log ({listed(names)})"
-        yield Finding(HEADING.UNKNOWN, "over", f"{rank} answers, and no longer holds {what}")
+    for process in (x for x in seen.axis.service.processes.values() if x.over):
+        what = f"{counted(len(process.over), 'request')} held for long in its log ({listed(process.over)})"
+        yield Finding(HEADING.UNKNOWN, "over", f"{process.rank} answers, and no longer holds {what}")
 
 
 def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
@@ -546,9 +533,9 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
         yield limit("cut", f"the log of {rank} was cut: {why}", "", UNSEEN)
     for rank, why in standing.uncounted(presence, seen.answers):
         yield limit("uncounted", f"{rank} has counted what no log shows: {why}", "", UNSEEN)
-    if service.not_here:
+    if not_here := [x.rank for x in service.processes.values() if x.is_elsewhere]:
         why = "All have died since, or these logs were copied before their ends."
-        yield limit("not_here", f"no process of {some(service.not_here)} is on this host any more", why)
+        yield limit("not_here", f"no process of {some(not_here)} is on this host any more", why)
     for answer in (x for x in seen.answers if x.peers_left_out):
         what = f"{counted(answer.peers_left_out, 'engine')} that {answer.rank} reads from were not asked"
         yield limit("not_asked", what, f"of one engine's peers the first {MAX_PEERS} are asked", ASK_THEM)

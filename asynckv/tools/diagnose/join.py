@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -49,6 +49,15 @@ def start_of(rank: str) -> str:
     return (found["start"] or "")[:SHOWN_LETTERS] if found else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """The end of a process's log, where its engine has answered as well; `is_whole` if the log has its begin, too."""
+
+    at: float
+    says_info: bool = False
+    is_whole: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Process:
     """One start of one rank's process (or, after `suspend`, of its engine: its incarnation is a new one).
@@ -73,9 +82,17 @@ class Process:
     lends: bool = False  # it spoke as a prefill side
     pulls: bool = False  # it spoke as a decode side
     answers: bool = False  # it was asked, and answered: it lives
+    hangs: bool = False  # it was asked, and did not answer, although its process is there
+    halted: str = ""  # the evidence that it is stopped or paused
+    gone: str = ""  # the evidence that there is no such process any more
+    is_here: bool = False  # its process is on this host
+    is_elsewhere: bool = False  # no process of these logs is on this host, nor this one
     says_info: bool = False
     num_records: int = 0
     durations: dict[str, float] = field(default_factory=dict)  # of its configuration, as far as it said them
+    logged: Logged | None = None  # what there is of its log, if it was asked as well
+    over: list[str] = field(default_factory=list)  # held for long by its log, and not listed by its answer
+    put_back: Sequence[PutBack] = ()  # when its clock was put back; its times continue as before
     records: list[Record] = field(default_factory=list)
     _by_event: dict[str, list[Record]] = field(default_factory=dict)
 
@@ -402,40 +419,12 @@ class Request:
         return sorted((*self.before, *(y for x in spoken_of for y in x.records)), key=attrgetter("at"))
 
 
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """The end of a process's log, where its engine has answered as well; `is_whole` if the log has its begin, too."""
-
-    at: float
-    says_info: bool = False
-    is_whole: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class Service:
-    """All processes and requests in some logs.
-
-    Attributes:
-        unanswered: Names of living ranks that did not answer: their processes are there.
-        stopped: Stopped or paused processes by their starts, with the evidence.
-        gone: Ranks without a process any more by their starts, with the evidence.
-        there: Starts of the processes that are on this host.
-        not_here: Ranks of which no process is on this host, as of none of them all.
-        put_back: Times at which clocks were put back, by the incarnation of the process; its times continue as before.
-        logged: What there is of logs, by the incarnation of the process, where engines were asked as well.
-        over: Requests that ranks' logs show as held for long, and their answers do not list, by the rank's name.
-    """
+    """All processes and requests in some logs."""
 
     processes: dict[str, Process] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
-    unanswered: list[str] = field(default_factory=list)
-    stopped: dict[str, str] = field(default_factory=dict)
-    gone: dict[str, str] = field(default_factory=dict)
-    there: set[str] = field(default_factory=set)
-    not_here: list[str] = field(default_factory=list)
-    put_back: dict[str, list[PutBack]] = field(default_factory=dict)
-    logged: dict[str, Logged] = field(default_factory=dict)
-    over: dict[str, list[str]] = field(default_factory=dict)
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:
@@ -489,7 +478,8 @@ def join(logs: Logs | Iterable[Record]) -> Service:
     service = builder.finish()
     for incarnation, lines in logs.counted.items() if isinstance(logs, Logs) else ():
         service.processes[incarnation].num_records += lines
-    service.put_back = put_back
+    for incarnation, found in put_back.items():
+        service.processes[incarnation].put_back = found
     _find_left_out(service)
     return service
 

@@ -242,10 +242,10 @@ def _clocks_that_were_set(presence: Presence, request: Request, verdict: Verdict
     named += [x.process for x in request.leases.values()]
     named += [x.process for x in pulls]
     named += presence.decoders(request.engine_id) if not pulls else []
-    said = {x.rank: service.put_back.get(x.incarnation, ()) for x in named if x is not None}
+    known = {x.rank: x for x in named if x is not None}
     return "".join(
         f"; the clock of {rank} was set: it went back by {in_seconds(x.seconds)} s at {presence.moment(x.at)}, and "
         f"times after that are less sure"
-        for rank, found in said.items()
-        for x in found
+        for rank, process in known.items()
+        for x in process.put_back
     )

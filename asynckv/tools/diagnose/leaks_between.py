@@ -161,7 +161,10 @@ def is_forgotten(presence: Presence, request: Request, pull: Pull) -> bool:
     if pull.ended is not None:
         return pull.cause == "timeout" and pull.failed_in == "announced"
     is_open = pull.state == "announced" and presence.fate(pull.process).kind in ("silent", "alive")
-    return is_open and is_last_word(pull) and (is_overdue(pull) or _is_left_behind(presence, request, pull))
+    if not (is_open and is_last_word(pull)):
+        return False
+    is_overdue = pull.held[-1].number("left_s", 0.0) <= pull.process.last_at - pull.held[-1].at
+    return is_overdue or _is_left_behind(presence, request, pull)
 
 
 def _is_left_behind(presence: Presence, request: Request, pull: Pull) -> bool:
@@ -174,11 +177,6 @@ def _is_left_behind(presence: Presence, request: Request, pull: Pull) -> bool:
             if engine_of(rank) == process.engine_id and start_of(rank) != process.start:
                 done.append(presence.when(lease.process, lease.held[-1].at)[1] - number(ago_s, 0.0))
     return min(done, default=math.inf) + GATHERED_S < at
-
-
-def is_overdue(pull: Pull) -> bool:
-    """Return True if an announcement's time was up before its process's log ends."""
-    return pull.held[-1].number("left_s", 0.0) <= pull.process.last_at - pull.held[-1].at
 
 
 def is_last_word(pull: Pull) -> bool:

@@ -102,13 +102,12 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
     """
     heard = {x.account.incarnation: x for x in answers if not x.error and x.account.incarnation}
     for record in (x for x in logs if x.incarnation in heard):
-        before = service.logged.get(record.incarnation, Logged(-math.inf))
+        process = service.processes[record.incarnation]
+        before = process.logged or Logged(-math.inf)
         says_info = before.says_info or record.level not in ("warning", "error")
         is_begin = record.event in (told.EngineStarted.event, told.EngineResumed.event)
-        is_whole = before.is_whole or is_begin
-        service.logged[record.incarnation] = Logged(max(before.at, record.at), says_info, is_whole)
+        process.logged = Logged(max(before.at, record.at), says_info, before.is_whole or is_begin)
         if is_begin:  # an answer knows neither the host's name nor the engine's address
-            process = service.processes[record.incarnation]
             process.started, process.host = record, record.text("host")
     for request in service.requests:
         subjects: tuple[Lease | Pull, ...] = (*request.leases.values(), *request.all_pulls)
@@ -120,7 +119,7 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
                 [x for x in subject.held if (x.where == answer.address) is is_now] for is_now in (False, True)
             )
             if not now and subject.ended is None:
-                service.over.setdefault(subject.process.rank, []).append(subject.request_id)
+                subject.process.over.append(subject.request_id)
             if any(x.level == "warning" for x in logged):  # what was late is later now
                 now = [replace(x, level="warning") for x in now]
             subject.held = [*logged, *now] if now else []
@@ -136,12 +135,11 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
         rank = answer.account.rank or named.get(answer.address, "")
         if not answer.error or not start_of(rank):
             continue
-        if service.process_named(rank) is None:
-            service.add(Process(start_of(rank), engine_of(rank), rank, first_at=now, last_at=now))
-        if answer.trouble is Trouble.GONE:
-            service.gone[start_of(rank)] = answer.error
-        elif answer.trouble is Trouble.AWAY:
-            service.unanswered.append(rank)
+        if (process := service.process_named(rank)) is None:
+            process = Process(start_of(rank), engine_of(rank), rank, first_at=now, last_at=now)
+            service.add(process)
+        process.gone = answer.error if answer.trouble is Trouble.GONE else process.gone
+        process.hangs |= answer.trouble is Trouble.AWAY
 
 
 def look_here(service: Service, proc: Path = Path("/proc")) -> None:
@@ -154,7 +152,8 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
     here = identity(proc)
     ours = here.get("boot_id"), here.get("pid_namespace")
     ended: dict[Process, int] = {}
-    for process in service.processes.values() if None not in ours and shows_all(proc) else ():
+    every = service.processes.values()
+    for process in every if None not in ours and shows_all(proc) else ():
         said = process.started.fields if process.started is not None else {}
         is_known = "pid_began" in said and (said.get("boot_id"), said.get("pid_namespace")) == ours
         if process.stopped is not None or process.answers or not is_known:
@@ -163,15 +162,14 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
         if seen.state in ("", "Z", "X") or seen.began != said["pid_began"]:
             ended[process] = seen.pid
             continue
-        service.there.add(process.start)
+        process.is_here = True
         if seen.frozen or seen.state in "Tt":
-            service.stopped[process.start] = verdict(seen, seen)
-    is_one_there = bool(service.there) or any(x.answers for x in service.processes.values())
+            process.halted = verdict(seen, seen)
+    is_one_there = any(x.is_here or x.answers for x in every)
     for process, pid in ended.items():
+        process.is_elsewhere = not is_one_there
         if is_one_there:
-            service.gone.setdefault(process.start, f"pid {pid} is not there any more")
-        else:
-            service.not_here.append(process.rank)
+            process.gone = process.gone or f"pid {pid} is not there any more"
 
 
 def _below(prefix: str, figures: Mapping[str, int]) -> dict[str, Any]:

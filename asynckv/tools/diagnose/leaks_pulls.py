@@ -165,7 +165,7 @@ class _Failed:
             case R.BROKEN if pull.how == How.GOODBYE:  # before it began
                 return R.OWNER_CLOSED, {}
             case R.BROKEN | R.LATE | R.TIMED_OUT if (lost := self._lost()) is not None:
-                return self._of_lost(lost)
+                return lost
             case R.REFUSED_HERE | R.CLOSED | R.STUCK:
                 return state, {"by": pull.process.rank, "reason": cause if state is R.REFUSED_HERE else ""}
             case _:
@@ -224,14 +224,13 @@ class _Failed:
             return R.OVERTAKEN, {"why": f"it was not lent, and {num_lent:,} others were meanwhile"}
         return (R.UNLENT, {}) if self.owners and self.seconds >= SILENCE_S else (R.OVERTAKEN, {})
 
-    def _lost(self) -> Record | None:
-        """Return the loss of a rank that it read from, during it or since: a rank is silent before it is lost."""
+    def _lost(self) -> Told | None:
+        """Return the fate of a rank that it read from and that was lost during it or since, because a rank is silent
+        before it is lost; its silence proves neither its death nor its life."""
         starts, pull = {start_of(x) for x in self.ranks}, self.pull
         said = (x for x in pull.process.since(told.PeerChanged, pull.begun_at) if start_of(x.text("peer")) in starts)
-        return next((x for x in said if x.text("cause") == "peer_lost"), None)
-
-    def _of_lost(self, lost: Record) -> Told:
-        """Return the fate of a lost rank; its silence proves neither its death nor its life."""
+        if (lost := next((x for x in said if x.text("cause") == "peer_lost"), None)) is None:
+            return None
         has_logs = len(self.owners) == len(self.ranks)
         state = R.OWNER_CLOSED if lost.text("how") == How.GOODBYE else R.BROKEN if has_logs else R.NO_LOG
         return state, {"why": lost.text("detail")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from asynckv.tools.diagnose import leaks_between as between
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, Owner, Reader, in_words, remedy_of
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
-from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Fate, Presence
+from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Fate, Presence, lease_of
 
 W, R = Owner, Reader
 REFUSED_AT_HELLO = ("geometry_refused", "protocol_version")
@@ -36,10 +36,10 @@ class Verdict:
     names: dict[str, Any]
     at: float = math.inf  # sort key among the verdicts of one request
     missing: tuple[str, ...] = ()  # processes with logs that would say more
-    cause: CAUSE = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.cause = WHY[self.owner][self.reader]
+    @property
+    def cause(self) -> CAUSE:
+        return WHY[self.owner][self.reader]
 
     @property
     def order(self) -> tuple[bool, bool, float]:
@@ -324,7 +324,7 @@ class Debt:
         if fate.after > self.until:
             return None
         # A living process renews, and logs the end of a pull; but with a blocked loop it writes nothing.
-        quiet_s = self.process.durations.get("lease_s", DEFAULT_LEASE_S) + LATE_S
+        quiet_s = lease_of(self.process) + LATE_S
         if not (fate.kind == "died" and fate.is_proved) and presence.last <= self.until + quiet_s:
             return self._is(R.NO_LOG, LAST_WORD)  # or the logs were cut
         why = fate.why
@@ -484,11 +484,9 @@ class Debt:
         if not ended or len(ended) < len(fates) or self.strangers:
             return None
         fate, last = max(ended, key=lambda x: x[0].before)
-        since = (
-            f"{later[0].rank} started at {self.presence.moment(later[0].first_at)}"
-            if later
-            else "no decode engine ran since"
-        )
+        since = "no decode engine ran since"
+        if later:
+            since = f"{later[0].rank} started at {presence.moment(later[0].first_at)}"
         return self._is(R.NONE_RUNS, f"{last} {fate.text}, and {since}", reader=last)
 
     def of_the_absent(self) -> Verdict | None:
@@ -519,10 +517,8 @@ class Debt:
         if alive and not strangers and lease.state != "lent" and not is_cut:
             return None
         missing, out = strangers or (tuple(x.rank for x in self.silent) if alive else ("the decode side",)), list[str]()
-        if self.silent:
-            out.append(
-                f"no log of the decode side speaks of it, and {listed(x.rank for x in self.silent)} may have died"
-            )
+        if silent := listed(x.rank for x in self.silent):
+            out.append(f"no log of the decode side speaks of it, and {silent} may have died")
         elif alive:
             out.append(f"{listed(x.rank for x in alive)} knows nothing of it")
         if strangers:

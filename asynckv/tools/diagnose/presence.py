@@ -22,17 +22,13 @@ from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
 from asynckv.tools.diagnose.stalls import had_no_step, stalled_s
 
-DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
 SIGN_S = 2.0  # longest delay of a sign of life, which is due every half lease; a longer one is a line itself
-UNTOLD_S = 5.0
-"""Longest delay of a sign of life without a line of its own: an idle engine's beat, late by less than a long pause."""
 SILENCE_S = 5.0
-"""Seconds after which a living process writes a line again; a lost one without a line is dead or hangs."""
-
-LAPSE_S = 3.0
-
+"""Seconds after which a living process writes a line that is due, also an idle one; a lost one without a line is dead
+or hangs."""
+LAPSE_S = 3.0  # the same after a lease, by which a reader loses a silent rank
 UNDER_WAY_S = 0.25  # no message is on its way for longer
 MOST = 0.9
 """Part of a lease's time for which a blocked loop explains a missing claim; its beginning is known to seconds."""
@@ -62,12 +58,8 @@ class Fate:
 
 
 def lease_of(process: Process) -> float:
-    return process.durations.get("lease_s", DEFAULT_LEASE_S)
-
-
-def sign_of(process: Process) -> float:
-    """Return the seconds after a line within which a living process writes another one."""
-    return max(0.5 * lease_of(process), LATE_S) + SIGN_S
+    """Return its `lease_s`; that of `LeaseConfig` if its log does not say."""
+    return process.durations.get("lease_s", 30.0)
 
 
 def seats(process: Process) -> set[tuple[str | int, ...]]:
@@ -91,7 +83,6 @@ class Presence:
         self.last = max(told_at, default=0.0)
         """Time until which logs continue, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
-        self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
         self._addresses = {x.start: x.started.text("address") for x in processes if x.started is not None}
@@ -147,21 +138,19 @@ class Presence:
         lost = self._lost.get(process.incarnation, ())
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
-        how = self.service.gone.get(process.start)
-        if how is not None and process.stopped is None:
-            return Fate("died", f"{how} ({ends})", low, began)
+        if process.gone and process.stopped is None:
+            return Fate("died", f"{process.gone} ({ends})", low, began)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
-        if process.start in self._hanging or process.start in self.service.stopped:
-            why = self.service.stopped.get(process.start, "it does not answer")
-            why = f"{why} ({ends.removesuffix(' without a goodbye')})"
+        if process.hangs or process.halted:
+            why = f"{process.halted or 'it does not answer'} ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in lost:
             if record.text("how") == How.GOODBYE:  # and its own log's level leaves that out
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
-        if process.start in self.service.there:
+        if process.is_here:
             why = f"its process is there ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=self._is_overdue(process))
         if after is not None and began < math.inf:
@@ -170,9 +159,7 @@ class Presence:
             at, how = self.when(other, record.at), record.text("how")
             if how == How.BROKEN and at[0] <= low:
                 continue  # a transfer has failed, and the process may have said more since
-            waits_s = SILENCE_S
-            if how == How.SILENT:
-                waits_s = process.durations.get("lease_s", DEFAULT_LEASE_S) + LAPSE_S
+            waits_s = lease_of(process) + LAPSE_S if how == How.SILENT else SILENCE_S
             if at[1] > low and how != How.FORGOTTEN and self.last >= high + waits_s:
                 why = f"{ends}, and {other.rank} lost it: {record.text('detail')}"
                 return Fate("died", why, low, at[1], how != How.SILENT)
@@ -196,7 +183,7 @@ class Presence:
         if not is_here or self._heard[process.incarnation] > self.when(after, after.first_at)[1]:
             return False
         silent_s = max(self.last - self.when(process, process.last_at)[1], after.last_at - process.last_at)
-        is_silent = process.says_info and silent_s > 0.5 * lease_of(process) + UNTOLD_S
+        is_silent = process.says_info and silent_s > 0.5 * lease_of(process) + SILENCE_S
         return is_silent or not seats(process).isdisjoint(seats(after))
 
     def ends_early(self, process: Process) -> bool:
@@ -205,16 +192,16 @@ class Presence:
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
         fate = self.fate(process)
-        may_be_cut = not fate.hangs or process.start in self.service.there
+        may_be_cut = not fate.hangs or process.is_here
         is_silent = bool(process.num_records) and fate.kind == "silent" and may_be_cut
-        return is_silent and self.last - self.when(process, process.last_at)[1] > sign_of(process)
+        sign_s = max(0.5 * lease_of(process), LATE_S) + SIGN_S  # a living process writes another line within that
+        return is_silent and self.last - self.when(process, process.last_at)[1] > sign_s
 
     def reaches(self, process: Process) -> bool:
         """Return True unless an engine answered so long after its log's last line that the log lacks one."""
-        logged = self.service.logged.get(process.incarnation)
-        lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
-        is_near = logged is not None and logged.says_info and process.last_at - logged.at <= lease_s / 2 + SIGN_S
-        return is_near or not process.answers
+        if not process.answers or (logged := process.logged) is None:
+            return not process.answers
+        return logged.says_info and process.last_at - logged.at <= lease_of(process) / 2 + SIGN_S
 
     def tells(self, process: Process, reader: Process, at: float) -> bool:
         """Return True if a prefill rank's log continues for as long as blocks may have been lent after a moment of a
@@ -267,19 +254,14 @@ class Presence:
 
     def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
         """Return the absence of a reader's loop over most of a lease's time, and its end by its own clock."""
-        since, until = (self.near(lease.process, x) for x in (lease.lent_at, lease.lent_at + lease.seconds))
-        ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
-        for record in reader.since(told.LoopWasAway, since + ahead):
-            seconds, back = record.number("seconds", 0.0), record.at - ahead
+        since, until = self._span_of(lease, reader)
+        for record in reader.since(told.LoopWasAway, since):
+            seconds, back = record.number("seconds", 0.0), record.at
             if back - seconds > until:  # all later absences begin after it, too: a loop is away once at a time
                 break
             if min(until, back) - max(since, back - seconds) > MOST * max(until - since, 0.0):
-                return seconds, record.at
+                return seconds, back
         return 0.0, -math.inf
-
-    def _stalled_s(self, lease: Lease, reader: Process) -> float:
-        """Return for how long a reader's scheduler made no step while a lease lasted, although something waited."""
-        return stalled_s(reader, *self._span_of(lease, reader))
 
     def had_no_step(self, reader: Process, lease: Lease) -> bool:
         """Return True if a reader's scheduler made no step for most of a lease's time, whether or not it was idle."""
@@ -299,7 +281,7 @@ class Presence:
             fate, away_s = self.fate(reader), self.long_away(lease, reader)[0]
             if fate.hangs and fate.after < self.span(lease)[1]:
                 out[reader.rank] = fate.why
-            elif self._stalled_s(lease, reader) > 0.5 * lease.seconds:
+            elif stalled_s(reader, *self._span_of(lease, reader)) > 0.5 * lease.seconds:
                 out[reader.rank] = "its scheduler made no step meanwhile, although something waited for one"
             elif away_s and not (fate.kind == "died" and fate.after <= self.span(lease)[1]):
                 out[reader.rank] = f"its event loop was away for {in_seconds(away_s)} s then"

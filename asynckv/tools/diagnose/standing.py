@@ -18,7 +18,7 @@ from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time
 from asynckv.tools.diagnose.causes import WELL
-from asynckv.tools.diagnose.join import Lease, Logged, Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import is_last_word
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
@@ -35,7 +35,7 @@ LIMITED: Mapping[str, type[told.Told]] = {
 """Counts of events of which only some are logged, if there are many."""
 
 LONG_AWAY_S = 10.0
-"""Seconds from which on an absence of an event loop is no small matter."""
+"""Seconds from which on an absence of an event loop is wrong, even if no request was late by it."""
 
 OF_PROCESSES = {*told.ENDS} - {x.event for x in (told.LeaseHeld, told.PullHeld, told.OffloadFailed)}
 """Warnings of a process about itself and its peers. The others are judged with their requests and copies."""
@@ -180,7 +180,8 @@ def cut(presence: Presence) -> Iterator[tuple[str, str]]:
         for lease in request.leases.values():
             for rank, outcome in lease.released.items():
                 reader = presence.service.process_named(rank)
-                if outcome == "failed" and reader is not None and not _is_explained(request, reader):
+                told_by = [x.process for x in request.all_pulls if x.ended is not None]
+                if outcome == "failed" and reader is not None and reader not in told_by:
                     failed[reader].append(request.name)
             if _is_unfinished(presence, lease):
                 unfinished[lease.process].append(request.name)
@@ -196,11 +197,6 @@ def _is_unfinished(presence: Presence, lease: Lease) -> bool:
         return False
     told_at = presence.when(lease.process, lease.lent_at + max(lease.lease_s / 3, SIGN_S))
     return presence.when(lease.process, lease.process.last_at)[1] < told_at[0] and presence.last > told_at[1] + SIGN_S
-
-
-def _is_explained(request: Request, reader: Process) -> bool:
-    """Return True if a reader's log says how its pull of a request ended, or the reader may not have had the time."""
-    return any(x.process is reader and x.ended is not None for x in request.all_pulls)
 
 
 def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
@@ -220,7 +216,7 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
             shown[pull.process, f"pulls.{pull.cause}"] += 1
             shown[pull.process, "blocks.kept"] += pull.held_transfers > 0
             shown[pull.process, "blocks.retired"] += pull.retired is not None
-    for process in (x for x in counts if _is_whole(presence, x) or not presence.reaches(x)):
+    for process in (x for x in counts if _is_whole(x) or not presence.reaches(x)):
         # An engine that resumed counts on, under another name of its process.
         is_resumed = process.started is not None and process.started.event == told.EngineResumed.event
         mine = [x for x in service.processes.values() if x is process or (is_resumed and x.base == process.base)]
@@ -229,15 +225,15 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
         for name, event in LIMITED.items():
             more[name] *= not any(True for _ in process.of(event))
         if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
-            until = service.logged.get(process.incarnation)
+            until = process.logged
             ends = f"its log ends at {clock_time(until.at)}" if until is not None else "there is no log of it"
             yield process.rank, f"{', '.join(said)}" + (f"; {ends}" if process.answers else "")
 
 
-def _is_whole(presence: Presence, process: Process) -> bool:
+def _is_whole(process: Process) -> bool:
     """Return True if a process's log has its begin, so that it shows all bad ends up to its own."""
     if process.answers:
-        return presence.service.logged.get(process.incarnation, Logged(-math.inf)).is_whole
+        return process.logged is not None and process.logged.is_whole
     return process.started is not None
 
 
