@@ -186,7 +186,7 @@ def test_all_threads_that_wait_return_when_there_is_news(
 ) -> None:
     """One thread is about to poll. Then another silences the bell, just after it was rung."""
     thread.fileno()
-    bell, others = thread._bell_for_news, threading.Event()
+    bell, others = thread._news_bell, threading.Event()
     silence, at_poll, found = bell.silence, threading.Event(), list[list[tuple[int, int]]]()
 
     class Poll:

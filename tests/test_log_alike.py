@@ -101,6 +101,7 @@ async def test_leases_that_expire_alike_share_lines_and_are_all_named(
         lines = said(stream, "leases_ended_alike")
         assert [x["requests"] for x in lines] == [64, 64, 64, 64, MANY - MAX_TOLD - 4 * MAX_NAMED]
         assert {(x["cause"], x["level"]) for x in lines} == {("expired", "warning")}
+        await turns(sim, 6.0)  # so long that no reader's line about them is on its way
     service = join(logs := logs_of(stream, tmp_path))
     assert not logs.skipped
     ended = {x.text("request_id"): x for x in logs.records if x.event == "lease_ended"}

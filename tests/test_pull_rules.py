@@ -12,6 +12,7 @@ from msgspec import structs
 
 from asynckv.core.flow import InFlight, Line, Posting
 from asynckv.core.pull import Effect, PullState
+from asynckv.core.source import UNBLAMED
 from asynckv.core.types import PullId, Reason, TransferId
 from asynckv.core.wire import Claim, NotYet
 from tests.lab.oracles import wrong_in
@@ -216,7 +217,7 @@ def test_a_request_is_tried_again_when_the_last_of_its_ranks_may_be_and_fails_fo
         pull.could_not_meet(not_before)
     for reason in (Reason.UNREACHABLE, Reason.PEER_LOST):
         pull.goes_without(source, reason, f"it is {reason}")
-    assert (pull.not_before, pull.unmet) == (5.0, (Reason.UNREACHABLE, "it is peer_unreachable"))
+    assert (pull.not_before, pull.unmet) == (5.0, (Reason.UNREACHABLE, "it is peer_unreachable", UNBLAMED))
 
 
 def test_a_rank_that_was_given_up_claims_anew_when_it_is_read_after_all() -> None:
