@@ -145,6 +145,13 @@ def test_in_a_log_of_warnings_alone_it_is_not_known_whether_one_is_over() -> Non
         assert f"nor whether 2 {kind.event} are over" in found.limits[0].what
 
 
+@pytest.mark.parametrize(("until", "is_told"), [(13.0, False), (60.0, True)])
+def test_a_pull_that_is_tried_again_when_the_log_ends_has_not_failed(until: float, *, is_told: bool) -> None:
+    again = say(12.0, told.PullRetried, D, **NAMES, cause="read_failed", attempt=2, after_s=5.0)
+    found = seen([*RUNNING, pull_ended(12.0, "read_failed"), again, alive(P, until), alive(D, until)])
+    assert bool(found.wrong) is is_told
+
+
 def test_a_failed_pull_without_transfers_is_over_in_a_log_of_warnings_alone() -> None:
     for more, is_open in (({}, False), ({"held_transfers": 1}, True)):
         found = seen([begun(P), warned(pull_ended(15, "timeout", **more)), alive(P, 16.0)])

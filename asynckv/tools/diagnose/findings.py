@@ -21,6 +21,7 @@ from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
 from asynckv.tools.diagnose.join import Process, Pull, base_name
+from asynckv.tools.diagnose.leaks_between import will_be_tried_again
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak, listed, some
@@ -334,7 +335,9 @@ def _failed(seen: Seen, presence: Presence) -> list[Failure]:
             last |= set(last_attempt([p for r in family for p in r.all_pulls]))
 
     def counts(pull: Pull) -> bool:
-        return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
+        if pull not in last or pull.ended is None or will_be_tried_again(pull):
+            return False
+        return not axis.at(pull.process, pull.ended.at) < seen.since
 
     groups: dict[tuple[object, ...], list[Failure]] = defaultdict(list)
     for each in failures(presence, counts):

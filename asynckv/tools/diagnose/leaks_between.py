@@ -153,6 +153,12 @@ def tried_elsewhere(presence: Presence, request: Request, pull: Pull) -> str:
     return next((f"{x.name or 'another'} of {x.engine_id or 'another engine'}" for x in others), "")
 
 
+def will_be_tried_again(pull: Pull) -> bool:
+    """Return True if another attempt was promised that need not have ended when its process's log ends."""
+    promised = (x.at + x.number("after_s", 0.0) for x in pull.retried)
+    return pull.process.stopped is None and max(promised, default=-math.inf) + GATHERED_S > pull.process.last_at
+
+
 # -- announcements -----------------------------------------------------------------------------------------------------
 
 
