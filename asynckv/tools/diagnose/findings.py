@@ -254,7 +254,8 @@ def _stalled(
 
 def _is_step_of(leak: Leak, rank: str) -> bool:
     """Return True if a request may be late because a rank had no step for it."""
-    return leak.cause in (CAUSE.DECODE_UNRESPONSIVE, CAUSE.ANNOUNCED_AND_FORGOTTEN) and rank in leak.about
+    is_step = leak.cause in (CAUSE.DECODE_UNRESPONSIVE, CAUSE.ANNOUNCED_AND_FORGOTTEN)
+    return (is_step or leak.reason == "not_lent_yet") and rank in leak.about
 
 
 def _dump(process: Process) -> str:
@@ -532,6 +533,9 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
     if missing := standing.missing(presence):
         none = "neither a log nor an answer" if seen.answers else "no log"
         yield limit("no_log", f"there is {none} of {some(missing)}, which others name", "", UNSEEN)
+    for rank, name in standing.left_behind(presence):
+        what = f"{rank} only announces {name}, which another rank of its engine has read: ask again in ten seconds"
+        yield limit("half_read", what)
     for rank, why in standing.cut(presence):
         yield limit("cut", f"the log of {rank} was cut: {why}", "", UNSEEN)
     for rank, why in standing.uncounted(presence, seen.answers):

@@ -15,7 +15,7 @@ from asynckv.tools.diagnose.causes import REFUSED_AS, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
-from asynckv.tools.diagnose.records import Record, number
+from asynckv.tools.diagnose.records import Record
 
 KEYS = frozenset({How.TURNED_AWAY, How.UNLISTED_LISTENER, How.NO_KEY, How.NEEDS_KEYS})
 GATHERED_S = 11.0
@@ -175,14 +175,20 @@ def is_forgotten(presence: Presence, request: Request, pull: Pull) -> bool:
 
 def _is_left_behind(presence: Presence, request: Request, pull: Pull) -> bool:
     """Return True if another rank of its engine had read the request long before: all get the same orders."""
-    process, at = pull.process, presence.when(pull.process, pull.held[-1].at)[0]
-    others = [x for x in request.all_pulls if x.process is not process and x.process.engine_id == process.engine_id]
-    done = [presence.when(x.process, x.ended.at)[1] for x in others if x.ended is not None and x.cause == "complete"]
+    at = presence.when(pull.process, pull.held[-1].at)[0]
+    return any(done + GATHERED_S < at for done in read_beside(presence, request, pull))
+
+
+def read_beside(presence: Presence, request: Request, pull: Pull) -> Iterator[float]:
+    """Yield when other ranks of a pull's engine had read its request; NaN of those of which an answer only says so."""
+    process = pull.process
+    for other in request.all_pulls:
+        is_beside = other.process is not process and other.process.engine_id == process.engine_id
+        if is_beside and other.ended is not None and other.cause == "complete":
+            yield presence.when(other.process, other.ended.at)[1]
     for lease in request.leases.values():
-        for rank, ago_s in (lease.held[-1].mapping("released") if lease.held else {}).items():
-            if engine_of(rank) == process.engine_id and start_of(rank) != process.start:
-                done.append(presence.when(lease.process, lease.held[-1].at)[1] - number(ago_s, 0.0))
-    return min(done, default=math.inf) + GATHERED_S < at
+        names = lease.held[-1].texts("complete") if lease.held else ()
+        yield from (math.nan for x in names if engine_of(x) == process.engine_id and start_of(x) != process.start)
 
 
 def is_last_word(pull: Pull) -> bool:

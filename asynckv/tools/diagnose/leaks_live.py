@@ -184,7 +184,7 @@ def _lease(status: RequestStatus) -> dict[str, Any]:
         "lent_s": status.age_s,
         "left_s": status.left_s,
         "owed": [x.rank for x in status.ranks if x.state not in RELEASED],
-        "released": {x.rank: x.heard_s for x in status.ranks if x.state in RELEASED},
+        "complete": [x.rank for x in status.ranks if x.state == "complete"],
         "claims": {x.rank: {"pull_id": x.pull_id, "heard_s": x.heard_s} for x in status.ranks if x.pull_id},
     }
 

@@ -222,7 +222,9 @@ class _Failed:
         lends = [presence.lends[base] for base in {base_name(x) for x in self.ranks}]
         if num_lent := sum(bisect.bisect(x, ended) - bisect.bisect(x, begun) for x in lends):
             return R.OVERTAKEN, {"why": f"it was not lent, and {num_lent:,} others were meanwhile"}
-        return (R.UNLENT, {}) if self.owners and self.seconds >= SILENCE_S else (R.OVERTAKEN, {})
+        if not self.owners:
+            return R.NO_LOG, {}
+        return (R.UNLENT if self.seconds >= SILENCE_S else R.OVERTAKEN), {}
 
     def _lost(self) -> Told | None:
         """Return the fate of a rank that it read from and that was lost during it or since, because a rank is silent

@@ -440,7 +440,9 @@ class Debt:
         if is_late and pull.cause == "peer_lost" and self.is_claimed:
             died = next(((x, fate) for x, fate in self.lost if fate.kind == "died"), None)
             return self._is(R.OWNER_DIED, fate=died[1], holder=died[0].rank) if died else self._is(R.BROKEN)
-        is_up = pull.cause in ("lease_lost", "expired", "timeout", "not_lent_yet")
+        if pull.cause == "not_lent_yet":  # by another rank, while this one's lease ran
+            return self._is(R.LATE, about=(pull.process.rank, *pull.failed_with), reason=pull.cause)
+        is_up = pull.cause in ("lease_lost", "expired", "timeout")
         return self._is(R.LATE) if is_late or is_up else None
 
     def of_its_release(self) -> Verdict:

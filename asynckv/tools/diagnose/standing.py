@@ -19,7 +19,7 @@ from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time
 from asynckv.tools.diagnose.causes import WELL
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
-from asynckv.tools.diagnose.leaks_between import is_last_word
+from asynckv.tools.diagnose.leaks_between import is_last_word, read_beside
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
 from asynckv.tools.diagnose.records import Record, integer
@@ -166,6 +166,15 @@ def missing(presence: Presence) -> list[str]:
         if process.num_records:
             begun[process.base] = max(begun[process.base], presence.near(process, process.first_at))
     return sorted(x for x, at in first.items() if x not in past and at >= begun[base_name(x)])
+
+
+def left_behind(presence: Presence) -> Iterator[tuple[str, str]]:
+    """Yield ranks that announce a request which another rank of their engine has read, it is not known when."""
+    for request in presence.service.requests:
+        for pull in request.all_pulls:
+            is_open = pull.state == "announced" and pull.ended is None and bool(pull.held)
+            if is_open and any(map(math.isnan, read_beside(presence, request, pull))):
+                yield pull.process.rank, request.name
 
 
 def cut(presence: Presence) -> Iterator[tuple[str, str]]:
