@@ -329,3 +329,8 @@ def test_each_remedy_names_the_parties_of_its_case() -> None:
         failure.remedy
         == f"Correct `tp_rank` and `tp_size` of {RANK[D]}: by these, other ranks of its engine answer for {RANK[P]}."
     )
+
+
+def test_who_said_goodbye_before_a_pull_began_is_no_network() -> None:
+    [found] = failed([*BOTH, pull_ended(15, "peer_lost", how="goodbye", detail="words", failed_with=[RANK[P]])])
+    assert found.verdict.cause is CAUSE.PREFILL_CLOSED

@@ -174,3 +174,19 @@ def test_the_same_is_said_of_engines_that_are_asked() -> None:
         [finding] = wrong([], [lender, replace(idle, account=account)])
         assert finding.heading is HEADING.UNKNOWN
         assert ("made no step meanwhile" in finding.evidence) is (step_s == 30.0)
+
+
+def test_a_rank_that_does_not_lend_explains_a_lease_of_another() -> None:
+    """Its readers wait for it, until their time is up, and then also the lease of the rank that did lend is over."""
+    other, engine = f"{'e' * 32}", "prefill/tp1@eeeeeeee"
+    stuck = [
+        replace(x, rank=engine, incarnation=other)
+        for x in (begun(P), waits(P, 25, claim=13.0), waits(P, 40, claim=28.0))
+    ]
+    failed = pull_ended(
+        38.0, "not_lent_yet", begun_at=10.5, failed_with=[engine], peer_ranks=[RANK[P], engine], failed_in="queue"
+    )
+    [finding] = wrong([*RUNNING, *signs(P, 20, 35, 50), lent(10.0), expired(), failed, *stuck])
+    assert finding.heading is HEADING.STOPPED
+    assert engine in finding.what
+    assert finding.requests == ("a",)

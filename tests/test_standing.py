@@ -206,6 +206,27 @@ def test_what_a_rank_has_read_since_the_warning_releases_it() -> None:
     assert not is_well(seen([*TP, granted(D), read(D, 10.1), read(E, 12.0), held(20.0, [RANK[E]])]))
 
 
+def test_what_one_rank_only_announces_and_another_of_its_engine_has_read_is_owed() -> None:
+    """All ranks of an engine get the same orders, some milliseconds apart."""
+
+    def said(at: float) -> Findings:
+        entry = {**NAMES, "pull_id": f"{E[:16]}-1", "state_s": at - 10.0, "left_s": 280.0, "age_s": at - 10.0}
+        announced = say(at, told.PullHeld, E, state="announced", waits="w", requests=1, oldest=[entry])
+        info = replace(held(at, [RANK[E]]), level="info")
+        return seen([*TP, granted(D), read(D, 10.1), granted(E), info, announced, alive(P, at), alive(E, at)])
+
+    assert is_well(said(12.0))
+    [finding] = said(40.0).wrong
+    assert (finding.heading, finding.code) == (HEADING.DROPPED, "announced_and_forgotten")
+    assert RANK[E] in finding.ranks
+    # An answer does not say when the other rank had read it: perhaps just now.
+    ranks = (RankStatus(RANK[E], "granted", pull_id="x"), RankStatus(RANK[D], "complete"))
+    times: dict[str, Any] = {"age_s": 40.0, "state_s": 40.0, "left_s": 200.0, "blocks": 1, "waits": "w"}
+    lease = RequestStatus("lease", "a", "a", "lent", ranks=ranks, **times)
+    pull = RequestStatus("announced", "b", "a", "announced", pull_id="x", ranks=(), **times)
+    assert codes(seen([], ask(P, None, lease), ask(E, None, pull))) == ([], ["half_read"])
+
+
 def test_an_orderly_lease_is_well_and_one_with_a_warning_is_not() -> None:
     claims = {RANK[D]: {"pull_id": NAMES["pull_id"], "claimed_s": 0.1, "heard_s": 9.0}}
     announced = say(21.0, told.PullHeld, D, state="announced", waits="w", requests=1,
