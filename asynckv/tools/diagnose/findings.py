@@ -56,13 +56,8 @@ OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
 """Headings of late requests that are reported with their process."""
 
 NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED, CAUSE.NO_STEP}
-SAID_ELSEWHERE = {
-    x.event
-    for x in (
-        *(told.LeaseHeld, told.PullHeld, told.LoopWasAway, told.PullRefused, told.OffloadRetired),
-        *(told.PeerChanged, told.PromptsCounted),
-    )
-}
+SAID_ELSEWHERE = {x.event for x in (told.LeaseHeld, told.PullHeld, told.PullRefused, told.PromptsCounted)}
+SAID_ELSEWHERE |= {x.event for x in (told.LoopWasAway, told.PeerChanged, told.OffloadRetired)}
 """Warnings of processes that other findings report."""
 
 

@@ -215,8 +215,7 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
         for name, event in LIMITED.items():
             more[name] *= not any(True for _ in process.of(event))
         if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
-            until = process.logged
-            ends = f"its log ends at {clock_time(until.at)}" if until is not None else "there is no log of it"
+            ends = f"its log ends at {clock_time(process.logged.at)}" if process.logged else "there is no log of it"
             yield process.rank, f"{', '.join(said)}" + (f"; {ends}" if process.answers else "")
 
 
