@@ -20,7 +20,7 @@ from asynckv.tools.diagnose import standing
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
-from asynckv.tools.diagnose.join import Process, Pull, base_name
+from asynckv.tools.diagnose.join import Process, Pull, Request, base_name
 from asynckv.tools.diagnose.leaks_between import will_be_tried_again
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
@@ -58,13 +58,8 @@ OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
 """Headings of late requests that are reported with their process."""
 
 NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED, CAUSE.NO_STEP}
-SAID_ELSEWHERE = {
-    x.event
-    for x in (
-        *(told.LeaseHeld, told.PullHeld, told.LoopWasAway, told.PullRefused, told.OffloadRetired),
-        *(told.PeerChanged, told.PromptsCounted),
-    )
-}
+SAID_ELSEWHERE = {x.event for x in (told.LeaseHeld, told.PullHeld, told.PullRefused, told.PromptsCounted)}
+SAID_ELSEWHERE |= {x.event for x in (told.LoopWasAway, told.PeerChanged, told.OffloadRetired)}
 """Warnings of processes that other findings report."""
 
 
@@ -116,7 +111,8 @@ def find(seen: Seen) -> Findings:
     presence = Presence(seen.axis)
     failed = _failed(seen, presence)
     there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
-    waits = standing.waiting(presence, {_key(x) for x in seen.late})
+    told_of = {_key(x) for x in seen.late}
+    waits = standing.waiting(presence, [x for x in seen.axis.service.requests if _key(x) not in told_of])
     stuck = [x for x in failed if x.verdict.cause is STUCK]
     stalled = [*_stalled(seen, presence, _ranks(there), stuck, waits)]
     gone = _ranks(x for x in there if x.heading is HEADING.GONE)
@@ -151,9 +147,9 @@ def _ranks(found: Iterable[Finding]) -> set[str]:
     return {rank for each in found for rank in each.ranks}
 
 
-def _key(leak: Leak) -> tuple[str, str, int]:
+def _key(what: Leak | Request) -> tuple[str, str, int]:
     """Name a request, because one id may be lent by two engines, and by one engine twice."""
-    return leak.engine_id, leak.request_id, leak.sequence
+    return what.engine_id, what.request_id, what.sequence
 
 
 def _is_about(leak: Leak, ranks: Collection[str]) -> bool:
@@ -332,7 +328,7 @@ def _failed(seen: Seen, presence: Presence) -> list[Failure]:
     axis, told = seen.axis, set(map(_key, seen.late))
     last: set[Pull] = set()
     for family in families(axis.service.requests):
-        if not any((r.engine_id, r.request_id, r.sequence) in told for r in family):
+        if told.isdisjoint(map(_key, family)):
             last |= set(last_attempt([p for r in family for p in r.all_pulls]))
 
     def counts(pull: Pull) -> bool:
@@ -349,7 +345,8 @@ def _failed(seen: Seen, presence: Presence) -> list[Failure]:
 
 def _pulls(failed: Failure) -> Finding:
     number, times, entry = len(failed.pulls), failed.times, CATALOGUE[failed.verdict.cause]
-    span = f"{counted(number, 'pull')}, {clock_time(min(times))}" + (f" to {clock_time(max(times))}" * (number > 1))
+    span = f"{counted(number, 'pull')}, {clock_time(min(times))}"
+    span += f" to {clock_time(max(times))}" if number > 1 else ""
     names, verdict = tuple(dict.fromkeys(x.request_id for x in failed.pulls)), failed.verdict
     readers = (x.process.rank for x in failed.pulls)
     ranks = tuple(dict.fromkeys((verdict.names["by"], verdict.names["holder"], *readers)))
@@ -362,7 +359,7 @@ def _twice(seen: Seen, late: Iterable[Leak], failed: Iterable[Failure]) -> Itera
     keys, pulls = set(map(_key, late)), {x for each in failed for x in each.pulls}
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for request in seen.axis.service.requests:
-        if (request.engine_id, request.request_id, request.sequence) in keys or not pulls.isdisjoint(request.all_pulls):
+        if _key(request) in keys or not pulls.isdisjoint(request.all_pulls):
             readers = sorted({x.process for x in request.all_pulls}, key=lambda x: (x.base, x.first_at))
             for one, other in itertools.pairwise(readers):
                 if one.base == other.base and _ran_at_once(seen.axis, one, other):

@@ -13,7 +13,7 @@ from typing import Any
 
 from asynckv.tools.diagnose.axis import Axis, make_axis
 from asynckv.tools.diagnose.causes import WELL, Owner, Reader
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
+from asynckv.tools.diagnose.join import Lease, Pull, Request, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, pulls_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
 from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed
@@ -237,11 +237,10 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
 
 def _clocks_that_were_set(presence: Presence, request: Request, verdict: Verdict) -> str:
     """Name the processes of a request with clocks that were put back."""
-    service, pulls = presence.service, request.all_pulls
-    named: list[Process | None] = [service.process_named(str(verdict.names.get(x, ""))) for x in ("reader", "holder")]
+    named = [presence.service.process_named(str(verdict.names.get(x, ""))) for x in ("reader", "holder")]
     named += [x.process for x in request.leases.values()]
-    named += [x.process for x in pulls]
-    named += presence.decoders(request.engine_id) if not pulls else []
+    named += [x.process for x in request.all_pulls]
+    named += presence.decoders(request.engine_id) if not request.all_pulls else []
     known = {x.rank: x for x in named if x is not None}
     return "".join(
         f"; the clock of {rank} was set: it went back by {in_seconds(x.seconds)} s at {presence.moment(x.at)}, and "

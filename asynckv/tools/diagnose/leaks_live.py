@@ -115,9 +115,8 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
             answer = heard.get(subject.process.incarnation)
             if answer is None or answer.account.after or not subject.held:
                 continue
-            logged, now = (
-                [x for x in subject.held if (x.where == answer.address) is is_now] for is_now in (False, True)
-            )
+            now = [x for x in subject.held if x.where == answer.address]
+            logged = [x for x in subject.held if x.where != answer.address]
             if not now and subject.ended is None:
                 subject.process.over.append(subject.request_id)
             if any(x.level == "warning" for x in logged):  # what was late is later now

@@ -126,9 +126,8 @@ class Debt:
         return next(filter(None, (step(self) for step in ALWAYS + steps)))
 
     def _is(self, cell: Reader, why: str | None = None, *, missing: tuple[str, ...] = (), **names: Any) -> Verdict:
-        pull, lease, waited_s = self.pull, self.lease, math.nan
-        if pull is not None and pull.ended is not None:
-            waited_s = pull.ended.number("seconds")
+        pull, lease, ended = self.pull, self.lease, self.pull.ended if self.pull is not None else None
+        waited_s = ended.number("seconds") if ended is not None else math.nan
         known: dict[str, Any] = {
             "reader": pull.process.rank if pull is not None and not self.is_claimed else self.name,
             "holder": lease.process.rank,

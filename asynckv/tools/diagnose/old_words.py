@@ -40,10 +40,11 @@ def coded(record: Record) -> Record:
             is_lost = record.text("cause") == "peer_lost" and record.event == told.PeerChanged.event
             more["how"] = how or (How.BROKEN if is_lost else "")
             more["failed_with"] = [x for x in record.texts("peer_ranks") if x in detail]
-    if record.event == told.LeaseHeld.event and any(map(_is_old, oldest := record.entries("oldest"))):
-        more["oldest"] = [{**x, "refused": _limited(x.get("refused"))} for x in oldest]
-    elif record.event == told.LeaseEnded.event and _is_old(fields):
-        more["refused"] = _limited(fields["refused"])
+    if record.event == told.LeaseHeld.event:
+        rows = [(x, _limited(x)) for x in record.entries("oldest")]
+        more |= {"oldest": [{**x, **y} for x, y in rows]} if any(y for _, y in rows) else {}
+    elif record.event == told.LeaseEnded.event:
+        more |= _limited(fields)
     entries = fields.get("history")
     if isinstance(entries, list) and (notes := {i: _note_of(x[1]) for i, x in enumerate(entries) if _is_text(x)}):
         more["history"] = [[x[0], notes[i]] if i in notes else x for i, x in enumerate(entries)]
@@ -67,14 +68,10 @@ def _note_of(words: str) -> object:
     return words
 
 
-def _is_old(row: Mapping[str, Any]) -> bool:
-    """Return True if a message was refused for a limit that only its words name."""
+def _limited(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the refused messages of a lease, if one was refused for a limit that only its words name."""
     refused = row.get("refused")
-    return isinstance(refused, list) and any(_limited(refused)[i] is not x for i, x in enumerate(refused))
-
-
-def _limited(refused: object) -> list[Any]:
     rows = refused if isinstance(refused, list) else []
-    return [
-        [*x, "max_lease_s"] if isinstance(x, list) and "max_lease_s" in str(x[4:5]) and len(x) == 5 else x for x in rows
-    ]
+    is_old = [isinstance(x, list) and len(x) == 5 and "max_lease_s" in str(x[4]) for x in rows]
+    more = [[*x, "max_lease_s"] if old else x for x, old in zip(rows, is_old, strict=True)]
+    return {"refused": more} if any(is_old) else {}

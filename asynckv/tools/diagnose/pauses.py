@@ -81,10 +81,9 @@ def pauses(axis: Axis, since: float) -> list[Pause]:
 
 
 def _pid(process: Process) -> object:
-    pid = process.started.integer("pid") if process.started is not None else -1
-    return (
-        process.incarnation if pid < 0 or process.started is None else (process.started.integer("pid_namespace"), pid)
-    )
+    if (said := process.started) is None or said.integer("pid") < 0:
+        return process.incarnation
+    return said.integer("pid_namespace"), said.integer("pid")
 
 
 def longest(found: Iterable[Pause], ranks: Iterable[str], since: float, until: float) -> Pause | None:

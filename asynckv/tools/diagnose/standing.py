@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -72,13 +72,12 @@ class Waiting:
         return not any(presence.near(x.process, x.lent_at) > since for x in lent)
 
 
-def waiting(presence: Presence, told_of: Collection[tuple[str, str, int]]) -> list[Waiting]:
-    """Find pulls with an open warning, the most frequent reason first, except those of requests that are told of."""
+def waiting(presence: Presence, requests: Iterable[Request]) -> list[Waiting]:
+    """Find pulls of some requests with an open warning, the most frequent reason first."""
     groups: dict[tuple[Process, tuple[str, ...]], list[tuple[Request, Pull]]] = defaultdict(list)
-    for request in presence.service.requests:
-        if (request.engine_id, request.request_id, request.sequence) not in told_of:
-            for pull in (x for x in request.all_pulls if _waits(presence, request, x)):
-                groups[pull.process, tuple(sorted(_late(pull)))].append((request, pull))
+    for request in requests:
+        for pull in (x for x in request.all_pulls if _waits(presence, request, x)):
+            groups[pull.process, tuple(sorted(_late(pull)))].append((request, pull))
     return sorted((Waiting(*key, found) for key, found in groups.items()), key=lambda x: -len(x.pulls))
 
 
@@ -234,8 +233,7 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
         for name, event in LIMITED.items():
             more[name] *= not any(True for _ in process.of(event))
         if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
-            until = process.logged
-            ends = f"its log ends at {clock_time(until.at)}" if until is not None else "there is no log of it"
+            ends = f"its log ends at {clock_time(process.logged.at)}" if process.logged else "there is no log of it"
             yield process.rank, f"{', '.join(said)}" + (f"; {ends}" if process.answers else "")
 
 
