@@ -738,7 +738,7 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
     "no step of the reader's engine": (C.SCHEDULER_STUCK, [*BOTH, pull_ended(15, "standstill")]),
     "no step of the lender's engine": (
         C.SCHEDULER_STUCK,
-        [*BOTH, pull_ended(35, "not_lent_yet", seconds=20.0), waits(P, 30, claim=12.0)],
+        [*BOTH, pull_ended(35, "not_lent_yet", seconds=20.0), waits(P, 30, claim=20.0)],
     ),
     "keys": (
         C.KEYS_REFUSED,

@@ -83,6 +83,14 @@ def test_a_prefill_engine_that_never_lends_is_named(way: str) -> None:
     assert (finding.heading, finding.what) == (HEADING.STOPPED, said)
 
 
+@pytest.mark.parametrize("step_s", [None, 15.0])
+def test_an_engine_without_steps_may_compute_one_long_prompt(step_s: float | None) -> None:
+    """Where the embedder runs the loop itself, and announced requests claim before they are computed."""
+    sign = waits(P, 50, claim=15.0)
+    said = {**sign.fields, "step_s": step_s} if step_s else sign.fields
+    assert bool(wrong([*RUNNING, *signs(D, 20, 35, 50), replace(sign, said=said)])) is (step_s is not None)
+
+
 def test_it_explains_the_late_requests_and_failed_pulls_so_that_no_router_is_blamed() -> None:
     dropped = [lent(10.0), expired(False)]
     stuck = [waits(D, 25, result=20.0), waits(D, 40, result=35.0), waits(D, 55, result=50.0)]

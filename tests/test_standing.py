@@ -152,6 +152,17 @@ def test_a_pull_that_is_tried_again_when_the_log_ends_has_not_failed(until: floa
     assert bool(found.wrong) is is_told
 
 
+@pytest.mark.parametrize("event", [told.EngineAlive, told.LeaseLent])
+def test_a_log_that_lacks_lines_does_not_show_that_all_is_well(event: type[told.Told], tmp_path: Path) -> None:
+    fields = LEASE if event is told.LeaseLent else {}
+    records = [*RUNNING, say(20, event, P, **fields, log_dropped=500), *NOW]
+    assert codes(seen(records)) == ([], ["dropped"])
+    log = tmp_path / "engine.jsonl"
+    log.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
+    result = CliRunner().invoke(app, ["why", str(log)])
+    assert (result.exit_code, "500 lines that could not be written" in result.output) == (3, True)
+
+
 def test_a_failed_pull_without_transfers_is_over_in_a_log_of_warnings_alone() -> None:
     for more, is_open in (({}, False), ({"held_transfers": 1}, True)):
         found = seen([begun(P), warned(pull_ended(15, "timeout", **more)), alive(P, 16.0)])

@@ -535,6 +535,10 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
         yield limit("half_read", what)
     for rank, why in standing.cut(presence):
         yield limit("cut", f"the log of {rank} was cut: {why}", "", UNSEEN)
+    for rank, number in standing.dropped(seen.logs.records, seen.since).items():
+        yield limit(
+            "dropped", f"the log of {rank} lacks {counted(number, 'line')} that could not be written", "", UNSEEN
+        )
     for rank, why in standing.uncounted(presence, seen.answers):
         yield limit("uncounted", f"{rank} has counted what no log shows: {why}", "", UNSEEN)
     if not_here := [x.rank for x in service.processes.values() if x.is_elsewhere]:

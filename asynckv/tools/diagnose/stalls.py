@@ -15,6 +15,8 @@ LEAST_S = {"result": 5.0, "announcement": 5.0, "claim": 10.0}
 """Seconds from which a wait is told. A claim may wait for longer, because a prompt has to be computed before."""
 
 LEAST_NOW_S = 10.0  # the same, if nothing was late by it so far: a step that compiles a model's graph takes seconds
+UNSEEN_S = 20.0
+"""The same for a claim where no step is seen but a lend, so that one long prompt looks like a scheduler that hangs."""
 
 WORDS = {"result": "not taken", "announcement": "not pulled", "claim": "not lent"}
 
@@ -42,7 +44,9 @@ def stalls(process: Process, since: float = -math.inf, until: float = math.inf) 
     for record in process.since(told.EngineAlive, since):
         said = {what: x for what, x in record.mapping("waits_for_step").items() if isinstance(x, dict)}
         waits = {what: number(said[what].get("seconds"), 0.0) for what in LEAST_S if what in said}
-        long = {what: s for what, s in waits.items() if s >= LEAST_S[what]}
+        is_seen = record.fields.get("step_s") is not None
+        least = LEAST_S if is_seen else LEAST_S | {"claim": UNSEEN_S}
+        long = {what: s for what, s in waits.items() if s >= least[what]}
         if long:
             yield Stall(record.at - max(long.values()), record.at, {x: integer(said[x].get("number"), 0) for x in long})
         if record.at >= until:

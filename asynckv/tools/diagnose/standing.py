@@ -207,6 +207,16 @@ def _is_unfinished(presence: Presence, lease: Lease) -> bool:
     return presence.when(lease.process, lease.process.last_at)[1] < told_at[0] and presence.last > told_at[1] + SIGN_S
 
 
+def dropped(records: Iterable[Record], since: float) -> Counter[str]:
+    """Count the lines that ranks could not write into their own logs, by the lines after them."""
+    counts = Counter[str]()
+    for record in records:  # few lines have the field, and to decode all would take long
+        is_one = b'"log_dropped"' in record.said if isinstance(record.said, bytes) else "log_dropped" in record.said
+        if is_one and not record.at < since:
+            counts[record.rank] += max(record.integer("log_dropped", 0), 0)
+    return +counts
+
+
 def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
     """Yield ranks that count bad ends which no log shows, and these: by their answers, or by their last lines.
 

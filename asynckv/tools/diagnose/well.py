@@ -52,6 +52,7 @@ class Head(msgspec.Struct, gc=False):
     unanswered: msgspec.Raw | None = None
     owed: msgspec.Raw | None = None
     refused: msgspec.Raw | None = None
+    log_dropped: msgspec.Raw | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -66,7 +67,7 @@ class Head(msgspec.Struct, gc=False):
             return 0
         if self.cause != _CAUSES.get(self.event, ""):
             return 0
-        troubles = (self.attempt, self.held_transfers, self.unanswered, self.owed, self.refused)
+        troubles = (self.attempt, self.held_transfers, self.unanswered, self.owed, self.refused, self.log_dropped)
         return kind if troubles == (None, None, None, None, None) else 0
 
 
