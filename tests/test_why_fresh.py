@@ -42,7 +42,8 @@ HANGS, ELSEWHERE = (finding("STOPPED", f"{RANKS[x]} makes no steps") for x in ("
 def test_a_look_is_judged_by_the_truth(
     name: str, way: str, status: int, findings: list[dict[str, Any]], verdict: str
 ) -> None:
-    assert judge(CASES[name], way, RANKS, status, {"findings": findings}).verdict == verdict
+    ranks = {x: {rank} for x, rank in RANKS.items()}
+    assert judge(CASES[name], way, ranks, status, {"findings": findings}).verdict == verdict
 
 
 def test_cases_are_of_all_kinds_and_can_be_known() -> None:

@@ -836,23 +836,23 @@ def text_of(finding: dict[str, Any]) -> str:
     return " ".join(str(finding[x]) for x in ("what", "evidence", "remedy"))
 
 
-def faults_of(case: Case, way: str, ranks: dict[str, str], found: list[dict[str, Any]]) -> Iterator[str]:
+def faults_of(case: Case, way: str, ranks: dict[str, set[str]], found: list[dict[str, Any]]) -> Iterator[str]:
     """Tell what is wrong with findings that claim to know."""
     may = {HEADINGS[x] for x in (*case.may, *case.also.get(way, "").split())}
-    guilty = [ranks[x] for x in case.guilty if x in ranks]
-    healthy = {x: rank for x, rank in ranks.items() if x not in case.guilty and not x.startswith(OWNERS)}
+    guilty = {rank for x in case.guilty for rank in ranks.get(x, ())}
+    healthy = [x for x in ranks if x not in case.guilty and not x.startswith(OWNERS)]
     for each in found:
         if each["heading"] not in may:
             yield f"heading {each['heading']!r}"
         elif not any(rank in each["what"] for rank in guilty):
-            yield from (f"{name} is blamed" for name, rank in healthy.items() if rank in each["what"])
+            yield from (f"{x} is blamed" for x in healthy if any(rank in each["what"] for rank in ranks[x]))
         if case.never and re.search(case.never, text_of(each), re.IGNORECASE):
             yield f"/{case.never}/"
     if len(found) > case.most:
         yield f"{len(found)} findings of one cause"
 
 
-def judge(case: Case, way: str, ranks: dict[str, str], status: int, document: dict[str, Any]) -> Look:
+def judge(case: Case, way: str, ranks: dict[str, set[str]], status: int, document: dict[str, Any]) -> Look:
     """Compare what is said with the truth."""
     findings = document["findings"]
     known = [x for x in findings if x["heading"] != HEADINGS["UNKNOWN"]]
@@ -895,7 +895,7 @@ async def _examine(folder: Path, fleet: Fleet, stack: contextlib.AsyncExitStack,
     for number, decode in ((20, service.decode), (21, service.other)):
         assert await decode.ask("pull", number=number, params=await service.lend(number)) == "complete"
     await case.inject(service)
-    ranks = {x: str(service.lines(x)[-1]["rank"]) for x in service.processes if service.lines(x)}
+    ranks = {x: {y["rank"] for y in service.lines(x)} for x in service.processes}  # two, if it slept
     logs = sorted(map(str, service.directory.glob("*.jsonl*")))
     mine = [x for x in logs if Path(x).name.startswith(OWNERS)]
     theirs = [x for x in logs if x not in mine]
