@@ -576,7 +576,7 @@ async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> 
     shown: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(await lived(sim)):
         for sample in family.samples:
-            shown.setdefault(sample.name, set()).update(sample.labels)
+            shown.setdefault(sample.name, {"job"}).update(sample.labels)  # Prometheus adds the job
     no_series = {"asynckv_connections_rejected_total", "asynckv_connections_refused_total"}  # these need keys
     no_series |= {
         f"asynckv_{name}{ {'counter': '_total', 'histogram': '_bucket'}.get(each.kind, '') }"
@@ -585,7 +585,7 @@ async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> 
     }
     for name in no_series:
         said = FAMILIES[re.sub("_(total|bucket)$", "", name.removeprefix("asynckv_"))]
-        shown[name] = {"engine_id", "rank", *said.labels} | ({"le"} if said.kind == "histogram" else set())
+        shown[name] = {"job", "engine_id", "rank", *said.labels} | ({"le"} if said.kind == "histogram" else set())
     exprs = [*queries(), *(rule(alert).partition("\n        labels:")[0] for alert in ALERTS)]
     exprs += [v["definition"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
     asked: set[str] = set()

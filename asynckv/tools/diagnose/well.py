@@ -68,7 +68,7 @@ class Head(msgspec.Struct, gc=False):
         if self.cause != _CAUSES.get(self.event, ""):
             return 0
         troubles = (self.attempt, self.held_transfers, self.unanswered, self.owed, self.refused, self.log_dropped)
-        return kind if troubles == (None, None, None, None, None) else 0
+        return kind if troubles == (None, None, None, None, None, None) else 0
 
 
 class Well:
