@@ -29,7 +29,7 @@ from asynckv.tools.cli import app
 from asynckv.tools.diagnose import why_text
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, Owner, remedy_of
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, OwnerView, remedy_of
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -529,7 +529,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     [leak] = found([*RUNNING, expired(), say(42, "of_later")])
     assert leak.cause is C.READER_SILENT
     [leak] = found([*RUNNING, expired(), say(75, "of_later")])
-    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.CLAIMED)
+    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, OwnerView.CLAIMED)
     [leak] = found([*RUNNING, alive(D, 40.0), expired(False), say(42, "of_later")])
     assert leak.cause is C.NEVER_CLAIMED
     # Its release may still be answered, or given up.
@@ -554,13 +554,13 @@ def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     # One that is restarted late is known to be dead only then.
     again = replace(begun(E, 900.0), rank="decode/tp0@cccccccc", engine_id="decode")
     [leak] = found([*RUNNING, again, stopped(E, 1900.0), *ended, expired(False, at=800.0)])
-    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.UNCLAIMED)
+    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, OwnerView.UNCLAIMED)
 
 
 OWNERS = {
-    C.READER_DIED: {"died after claim": Owner.CLAIMED},
-    C.LEASE_TOO_SHORT: {"too short": Owner.CLAIMED, "another attempt came too late": Owner.CLAIMED},
-    C.PREFILL_DIED: {"read from the dead": Owner.READ, "owner died": Owner.DIED},
+    C.READER_DIED: {"died after claim": OwnerView.CLAIMED},
+    C.LEASE_TOO_SHORT: {"too short": OwnerView.CLAIMED, "another attempt came too late": OwnerView.CLAIMED},
+    C.PREFILL_DIED: {"read from the dead": OwnerView.READ, "owner died": OwnerView.DIED},
 }
 """What the owner knows: within one cause it tells whether a reader had claimed. It had not, where no case says so."""
 
@@ -571,7 +571,7 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     [leak] = found(records)
     assert leak.cause is cause
     if cause in OWNERS:
-        assert leak.cell[0] is OWNERS[cause].get(name, Owner.UNCLAIMED)
+        assert leak.cell[0] is OWNERS[cause].get(name, OwnerView.UNCLAIMED)
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
     assert not re.search("(Prefill|Decode)/tp", shown(records)), "names are as they were logged"
@@ -895,7 +895,7 @@ def test_two_at_once_are_both_named() -> None:
     second = [other(expired(False)), other(pull_ended(45, "expired", seconds=0.1))]
     leaks = found([*BOTH, *first, *second])
     assert {x.request_id: x.cause for x in leaks} == {"a": C.RELEASE_LOST, "b": C.LEASE_TOO_SHORT}
-    assert {x.request_id: x.cell[0] for x in leaks} == {"a": Owner.CLAIMED, "b": Owner.UNCLAIMED}
+    assert {x.request_id: x.cell[0] for x in leaks} == {"a": OwnerView.CLAIMED, "b": OwnerView.UNCLAIMED}
 
 
 PREFILL = ("prefill", "other", "guarded", "short", "closing")
@@ -1188,7 +1188,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert judged([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE
     # It had claimed.
     leak = judged([*RUNNING, expired(), now], RANK[D])
-    assert (leak.cause, leak.cell[0]) == (C.DECODE_UNRESPONSIVE, Owner.CLAIMED)
+    assert (leak.cause, leak.cell[0]) == (C.DECODE_UNRESPONSIVE, OwnerView.CLAIMED)
     assert "and then: it does not answer (its log ends at " in leak.sentence
     # Of an engine of which others have spoken, it is known that it was given it.
     owed = expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from asynckv.core import told
 from asynckv.core.notes import Note
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, Process, Service, history, note_of, start_of
 
 CLOCKS_S = 10.0
 """Most seconds between the clocks of two hosts, if nothing else is known of them."""
@@ -65,7 +65,7 @@ def is_time(at: float) -> bool:
     return abs(at) < MAX_TIME
 
 
-def steps_of(lived: Lease | Pull) -> list[Step]:
+def steps_of(lived: LoggedLease | LoggedPull) -> list[Step]:
     """Return a life by the wall clock; its history and transitions have seconds since a beginning.
 
     The earliest beginning counts, because every line with a beginning was written a little late.
@@ -74,7 +74,7 @@ def steps_of(lived: Lease | Pull) -> list[Step]:
     past = list(itertools.islice(history(ended), MAX_STEPS))
     told = [(x.number("at_s"), note_of(x.fields.get("to")) or "") for x in transitions[:MAX_STEPS]]
     begun = [record.at - at for record, (at, _) in zip(transitions, told, strict=False)]
-    begun += [lived.lent_at] if isinstance(lived, Lease) else []
+    begun += [lived.lent_at] if isinstance(lived, LoggedLease) else []
     if ended is not None and not transitions and past:
         begun.append(ended.at - past[-1][0])
     began = min(filter(is_time, begun), default=math.nan)
@@ -88,7 +88,7 @@ def exchanges(service: Service) -> Iterator[Pair]:
     for process in service.processes.values():
         yield from _handshakes(service, process)
     for request in service.requests:
-        pulls: dict[str, list[Pull]] = {}
+        pulls: dict[str, list[LoggedPull]] = {}
         for pull in request.all_pulls:
             for start in {start_of(x) for x in pull.peer_ranks} if pull.cause == "complete" else ():
                 pulls.setdefault(start, []).append(pull)
@@ -118,7 +118,7 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
             yield Pair(prefill, met, decode, came[peer])
 
 
-def _of_lease(lease: Lease, pulls: Iterable[Pull]) -> Iterator[Pair]:
+def _of_lease(lease: LoggedLease, pulls: Iterable[LoggedPull]) -> Iterator[Pair]:
     """Yield grants before the completion of their pulls, and outcomes before the ends of their leases."""
     granted = {x.text("pull_id"): x.at for x in reversed(lease.granted)}
     claimed = {x.pull_id: lease.lent_at + x.claimed_s for x in lease.claims.values() if not math.isnan(x.claimed_s)}

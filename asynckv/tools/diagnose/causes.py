@@ -35,13 +35,13 @@ class HEADING(enum.StrEnum):
     UNKNOWN = "not known"
 
 
-class Owner(enum.Enum):
+class OwnerView(enum.Enum):
     """A prefill rank's view of a reader that it waits for, and the end of its lease, from its log."""
 
     UNCLAIMED, CLAIMED, RETRYING, REFUSED, CLOSED, DIED, UNKNOWN, READ, FAILED = range(9)
 
 
-class Reader(enum.Enum):
+class ReaderView(enum.Enum):
     """The view of a reader and its process, from logs: the first of these that would have been enough by itself."""
 
     ANY, NO_LOG, UNHEARD, LEFT_OUT, NONE_RUNS, ABSENT, RENAMED, EARLY = range(8)
@@ -108,21 +108,21 @@ class Entry:
     sentence: str  # the sentence about a request; names and numbers replace the braces
     remedy: str  # what to do
     is_class: bool = False  # it stands for several causes that cannot be told apart with the logs at hand
-    of: Mapping[Owner, str] = field(default_factory=dict)  # other sentences, by what the owner knows
+    of: Mapping[OwnerView, str] = field(default_factory=dict)  # other sentences, by what the owner knows
 
 
 _ROWS = tomllib.loads(files(__package__).joinpath("causes.toml").read_text(encoding="utf-8"))
-SAID: dict[Owner | Reader, str] = {Owner[name]: words for name, words in _ROWS.pop("owners").items()}
-SAID |= {Reader[name]: words for name, words in _ROWS.pop("readers").items()}
+SAID: dict[OwnerView | ReaderView, str] = {OwnerView[name]: words for name, words in _ROWS.pop("owners").items()}
+SAID |= {ReaderView[name]: words for name, words in _ROWS.pop("readers").items()}
 """The views in words."""
 
 WELL: Mapping[str, str] = _ROWS.pop("well")
 """Ends of a pull that are no failures, with the reason for which they are well."""
 NEVER: Mapping[str, str] = _ROWS.pop("never")
 """Reasons that never end a pull."""
-FAILED_AS = {reason: Reader[name] for name, reasons in _ROWS.pop("failed_as").items() for reason in reasons}
+FAILED_AS = {reason: ReaderView[name] for name, reasons in _ROWS.pop("failed_as").items() for reason in reasons}
 """Evidence of a pull's cause, if no other event explains it; reasons of later versions are not known."""
-REFUSED_AS = {reason: Reader[name] for name, reasons in _ROWS.pop("refused_as").items() for reason in reasons}
+REFUSED_AS = {reason: ReaderView[name] for name, reasons in _ROWS.pop("refused_as").items() for reason in reasons}
 """The reader's view that a refusal shows by its reason. It is `ANY` for reasons that add nothing about the missing
 release of the lease, and `REFUSED` for reasons that are not listed."""
 
@@ -133,14 +133,14 @@ _AS_REASON = {"PlanRefused": "unplannable", "RemoteTooShort": "remote_too_short"
 """Reasons of the errors that engines log when they refuse a call."""
 
 CATALOGUE: dict[CAUSE, Entry] = {}
-WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
+WHY: dict[OwnerView, dict[ReaderView, CAUSE]] = {owner: {} for owner in OwnerView}
 """Causes of late leases, of late blocks of pulls, and of failed pulls."""
 
 for _name, _row in _ROWS.items():
     _cause, _heading = CAUSE(_name), HEADING[_row.pop("heading")]
     for _owner, _readers in _row.pop("cells").items():
-        WHY[Owner[_owner]].update(dict.fromkeys((Reader[x] for x in _readers), _cause))
-    _of = {Owner[_owner]: sentence for _owner, sentence in _row.pop("of", {}).items()}
+        WHY[OwnerView[_owner]].update(dict.fromkeys((ReaderView[x] for x in _readers), _cause))
+    _of = {OwnerView[_owner]: sentence for _owner, sentence in _row.pop("of", {}).items()}
     CATALOGUE[_cause] = Entry(_heading, of=_of, **_row)
 
 

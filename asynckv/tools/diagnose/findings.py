@@ -20,7 +20,7 @@ from asynckv.tools.diagnose import standing
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
-from asynckv.tools.diagnose.join import Process, Pull, Request, base_name
+from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, base_name
 from asynckv.tools.diagnose.leaks_between import will_be_tried_again
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
@@ -147,7 +147,7 @@ def _ranks(found: Iterable[Finding]) -> set[str]:
     return {rank for each in found for rank in each.ranks}
 
 
-def _key(what: Leak | Request) -> tuple[str, str, int]:
+def _key(what: Leak | LoggedRequest) -> tuple[str, str, int]:
     """Name a request, because one id may be lent by two engines, and by one engine twice."""
     return what.engine_id, what.request_id, what.sequence
 
@@ -326,12 +326,12 @@ def _refused(seen: Seen) -> Iterator[Finding]:
 def _failed(seen: Seen, presence: Presence) -> list[Failure]:
     """Find failed pulls by reason and by rank, whichever start of it, except repeated attempts and late requests."""
     axis, told = seen.axis, set(map(_key, seen.late))
-    last: set[Pull] = set()
+    last: set[LoggedPull] = set()
     for family in families(axis.service.requests):
         if told.isdisjoint(map(_key, family)):
             last |= set(last_attempt([p for r in family for p in r.all_pulls]))
 
-    def counts(pull: Pull) -> bool:
+    def counts(pull: LoggedPull) -> bool:
         if pull not in last or pull.ended is None or will_be_tried_again(pull):
             return False
         return not axis.at(pull.process, pull.ended.at) < seen.since

@@ -128,7 +128,7 @@ class Process:
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class LoggedLease:
     """One request on one prefill rank."""
 
     process: Process
@@ -277,7 +277,7 @@ def history(ended: Record | None) -> Iterator[tuple[float, str | Note]]:
 
 
 @dataclass(slots=True, eq=False)
-class Pull:
+class LoggedPull:
     """One attempt of one decode rank, or an announcement."""
 
     process: Process
@@ -294,7 +294,9 @@ class Pull:
     returned: Record | None = None
     retired: Record | None = None
     transitions: list[Record] = field(default_factory=list)
-    like: Pull | None = None  # the pull that failed in the same words just before, where the log says no more than that
+    like: LoggedPull | None = (
+        None  # the pull that failed in the same words just before, where the log says no more than that
+    )
 
     @property
     def cause(self) -> str:
@@ -385,7 +387,7 @@ class Pull:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class LoggedRequest:
     """One lent request on all ranks of both sides.
 
     Attributes:
@@ -395,9 +397,9 @@ class Request:
     engine_id: str  # the prefill engine
     sequence: int
     request_id: str  # the prefill side's id
-    leases: dict[str, Lease] = field(default_factory=dict)  # by the prefill rank's name
-    pulls: dict[str, Pull] = field(default_factory=dict)  # by pull id
-    others: dict[str, Pull] = field(default_factory=dict)  # pulls of this key that speak of another request id
+    leases: dict[str, LoggedLease] = field(default_factory=dict)  # by the prefill rank's name
+    pulls: dict[str, LoggedPull] = field(default_factory=dict)  # by pull id
+    others: dict[str, LoggedPull] = field(default_factory=dict)  # pulls of this key that speak of another request id
     before: list[Record] = field(default_factory=list)
 
     @property
@@ -406,7 +408,7 @@ class Request:
         return self.request_id or next(iter(self.decode_ids), "")
 
     @property
-    def all_pulls(self) -> tuple[Pull, ...]:
+    def all_pulls(self) -> tuple[LoggedPull, ...]:
         return (*self.pulls.values(), *self.others.values())
 
     @property
@@ -415,7 +417,7 @@ class Request:
         return list(dict.fromkeys(x for x in (*(p.request_id for p in self.all_pulls), *refused) if x))
 
     def records(self) -> list[Record]:
-        spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
+        spoken_of: tuple[LoggedLease | LoggedPull, ...] = (*self.leases.values(), *self.all_pulls)
         return sorted((*self.before, *(y for x in spoken_of for y in x.records)), key=attrgetter("at"))
 
 
@@ -424,7 +426,7 @@ class Service:
     """All processes and requests in some logs."""
 
     processes: dict[str, Process] = field(default_factory=dict)
-    requests: list[Request] = field(default_factory=list)
+    requests: list[LoggedRequest] = field(default_factory=list)
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:
@@ -500,9 +502,9 @@ class _Builder:
 
     def __init__(self) -> None:
         self._processes: dict[str, Process] = {}
-        self._leases: dict[tuple[str, int, str], Lease] = {}
-        self._unnamed: dict[tuple[str, str], Lease] = {}
-        self._pulls: dict[str, Pull] = {}
+        self._leases: dict[tuple[str, int, str], LoggedLease] = {}
+        self._unnamed: dict[tuple[str, str], LoggedLease] = {}
+        self._pulls: dict[str, LoggedPull] = {}
         self._before: list[Record] = []
 
     def take(self, record: Record) -> None:
@@ -558,20 +560,20 @@ class _Builder:
             process.stopped = record
         return process
 
-    def _lease(self, process: Process, record: Record) -> Lease:
+    def _lease(self, process: Process, record: Record) -> LoggedLease:
         name, sequence = record.text("request_id"), record.integer("sequence")
         if sequence < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
             return known
         key = (process.incarnation, sequence, name)
         if (lease := self._leases.get(key)) is None:
-            lease = self._leases[key] = Lease(process, name, sequence)
+            lease = self._leases[key] = LoggedLease(process, name, sequence)
         self._unnamed[process.incarnation, name] = lease
         return lease
 
-    def _pull(self, process: Process, record: Record) -> Pull:
+    def _pull(self, process: Process, record: Record) -> LoggedPull:
         name = record.text("pull_id") or f"{process.start}-?{record.fields.get('request_id')}"
         if (pull := self._pulls.get(name)) is None:
-            pull = self._pulls[name] = Pull(process, name)
+            pull = self._pulls[name] = LoggedPull(process, name)
         pull.request_id = pull.request_id or record.text("request_id")
         pull.prefill_request_id = pull.prefill_request_id or record.text("prefill_request_id")
         pull.peer = pull.peer or record.text("peer")
@@ -579,7 +581,7 @@ class _Builder:
         return pull
 
 
-def _place(subject: Lease | Pull, record: Record) -> None:
+def _place(subject: LoggedLease | LoggedPull, record: Record) -> None:
     """Add a record to others of its kind, or keep it as the last of its kind."""
     name = PLACES.get(record.event, "transitions")
     if isinstance(found := getattr(subject, name), list):
@@ -591,19 +593,19 @@ def _place(subject: Lease | Pull, record: Record) -> None:
 class _Joiner:
     """Join leases of several ranks, then their pulls."""
 
-    def __init__(self, leases: Iterable[Lease]) -> None:
-        self._requests: list[Request] = []
-        self._exact: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
-        self._by_pull: dict[str, Request] = {}
+    def __init__(self, leases: Iterable[LoggedLease]) -> None:
+        self._requests: list[LoggedRequest] = []
+        self._exact: dict[tuple[str, int, str], list[LoggedRequest]] = defaultdict(list)
+        self._by_pull: dict[str, LoggedRequest] = {}
         # The lender, and the ranks that readers say they met; of lent requests also without their names.
-        self._by_start: dict[tuple[tuple[str, int, str], str], Request] = {}
-        self._by_sequence: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
+        self._by_start: dict[tuple[tuple[str, int, str], str], LoggedRequest] = {}
+        self._by_sequence: dict[tuple[str, int, str], list[LoggedRequest]] = defaultdict(list)
         self._ranks: Counter[tuple[tuple[str, int, str], str]] = Counter()
-        self._by_name: dict[str, list[Request]] = defaultdict(list)
+        self._by_name: dict[str, list[LoggedRequest]] = defaultdict(list)
         for lease in leases:
             self._add(lease)
 
-    def joined(self, pulls: Mapping[str, Pull], before: Iterable[Record]) -> list[Request]:
+    def joined(self, pulls: Mapping[str, LoggedPull], before: Iterable[Record]) -> list[LoggedRequest]:
         for request in self._requests:
             for lease in request.leases.values():
                 self._by_pull |= dict.fromkeys(lease.pull_ids, request)
@@ -625,7 +627,7 @@ class _Joiner:
             (found[-1] if found else self._new(*key)).before.append(record)
         return self._requests
 
-    def _add(self, lease: Lease) -> None:
+    def _add(self, lease: LoggedLease) -> None:
         key = lease.process.engine_id, lease.sequence, lease.request_id
         # A further lease of a rank belongs to its next start: the first to the first request, and so on.
         found, before = self._exact[key], self._ranks[key, lease.process.base]
@@ -635,19 +637,19 @@ class _Joiner:
         self._note(request, [lease.process.rank])
         self._by_sequence[key[0], key[1], start_of(lease.process.rank)].append(request)
 
-    def _note(self, request: Request, ranks: Iterable[str]) -> None:
+    def _note(self, request: LoggedRequest, ranks: Iterable[str]) -> None:
         key = request.engine_id, request.sequence, request.request_id
         for start in filter(None, map(start_of, ranks)):
             self._by_start.setdefault((key, start), request)
 
-    def _new(self, engine_id: str, sequence: int, request_id: str) -> Request:
-        request = Request(engine_id, sequence, request_id)
+    def _new(self, engine_id: str, sequence: int, request_id: str) -> LoggedRequest:
+        request = LoggedRequest(engine_id, sequence, request_id)
         self._requests.append(request)
         self._exact[engine_id, sequence, request_id].append(request)
         self._by_name[request_id].append(request)
         return request
 
-    def _request_of(self, pull: Pull) -> Request:
+    def _request_of(self, pull: LoggedPull) -> LoggedRequest:
         if (known := self._by_pull.get(pull.pull_id)) is not None:
             return known
         peer = pull.peer or next((base_name(x).rpartition("/tp")[0].split("/pp")[0] for x in pull.peer_ranks), "")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from asynckv.core import told
 from asynckv.core.types import How
-from asynckv.tools.diagnose.causes import REFUSED_AS, Reader
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.causes import REFUSED_AS, ReaderView
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
@@ -22,20 +22,20 @@ GATHERED_S = 11.0
 """Most seconds by which a warning may be late."""
 
 
-def refused_as(reason: str, limit: str = "") -> Reader | None:
+def refused_as(reason: str, limit: str = "") -> ReaderView | None:
     """Return the reader's view that a refusal shows; None if it adds nothing."""
     if limit == "max_lease_s":
-        return Reader.OVERSTAYED
-    found = REFUSED_AS.get(reason, Reader.REFUSED)
-    return found if found is not Reader.ANY else None
+        return ReaderView.OVERSTAYED
+    found = REFUSED_AS.get(reason, ReaderView.REFUSED)
+    return found if found is not ReaderView.ANY else None
 
 
-def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
+def pulls_of(request: LoggedRequest, lease: LoggedLease, name: str) -> list[LoggedPull]:
     """Find the attempts of a reader's name, by time."""
     claims = lease.claims
     spoke = {start_of(x) for x in (*claims, *lease.released)}
 
-    def is_his(pull: Pull) -> bool:
+    def is_his(pull: LoggedPull) -> bool:
         if name == "*":
             ranks = {base_name(x) for x in pull.peer_ranks}
             if pull.process.start in spoke or (ranks and lease.process.base not in ranks):
@@ -51,7 +51,7 @@ def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
     return sorted(found, key=lambda x: x.begun_at if not math.isnan(x.begun_at) else math.inf)
 
 
-def shook_hands(presence: Presence, reader: Process, lease: Lease) -> bool:
+def shook_hands(presence: Presence, reader: Process, lease: LoggedLease) -> bool:
     """Return True if one of both logs shows that they met before it was over."""
     owner, until = lease.process, lease.lent_at + lease.seconds
     for record in said_of(reader, owner.rank):
@@ -66,7 +66,7 @@ def said_of(reader: Process, rank: str) -> Iterator[Record]:
     return (x for x in reader.of(told.PeerChanged) if start_of(x.text("peer")) == start_of(rank))
 
 
-def key_trouble(presence: Presence, pull: Pull, lease: Lease) -> tuple[str, str]:
+def key_trouble(presence: Presence, pull: LoggedPull, lease: LoggedLease) -> tuple[str, str]:
     """Return how keys kept a reader and a rank apart, with the evidence; empty if they did not."""
     if shook_hands(presence, pull.process, lease):
         return (pull.how, pull.detail) if pull.cause == "peer_unreachable" and pull.how in KEYS else ("", "")
@@ -78,7 +78,7 @@ def key_trouble(presence: Presence, pull: Pull, lease: Lease) -> tuple[str, str]
     return How.NO_KEY if "#" in ours else How.NEEDS_KEYS, f"one has keys, the other none: {ours}, {theirs}"
 
 
-def key_trouble_at(pull: Pull, rank: str, address: str = "") -> tuple[str, str]:
+def key_trouble_at(pull: LoggedPull, rank: str, address: str = "") -> tuple[str, str]:
     """Return how keys kept a reader from a rank, by the reader's log, with the evidence; empty if they did not."""
     addresses = (address, *(x.text("address") for x in said_of(pull.process, rank)))
     known = {x.partition("#")[0] for x in addresses} - {""}
@@ -102,19 +102,19 @@ def would_be_given_up(presence: Presence, reader: Process, ended_at: float) -> b
     return presence.fate(reader).kind == "stopped" or presence.last >= presence.when(reader, given_up_at)[1]
 
 
-def unanswered_ranks(pull: Pull) -> list[str]:
+def unanswered_ranks(pull: LoggedPull) -> list[str]:
     """List the prefill ranks that never took a pull's release, by its reader's word."""
     ranks = [x for record in pull.unanswered for x in record.texts("ranks")]
     return ranks + list(pull.ended.texts("unanswered") if pull.ended is not None else ())
 
 
-def is_unanswered(pull: Pull, lease: Lease) -> bool:
+def is_unanswered(pull: LoggedPull, lease: LoggedLease) -> bool:
     """Return True if a reader's log shows that this rank never took its release."""
     ranks = [*unanswered_ranks(pull), *_given_up(pull)]
     return any(start_of(x) == lease.process.start or base_name(x) == lease.process.base for x in ranks)
 
 
-def _given_up(pull: Pull) -> list[str]:
+def _given_up(pull: LoggedPull) -> list[str]:
     """Name ranks that were given up as a pull failed, if a short line does not say that they are not told."""
     if pull.ended is None or not pull.ended.text("same_as") or pull.cause not in ("peer_lost", "restarted"):
         return []
@@ -123,12 +123,12 @@ def _given_up(pull: Pull) -> list[str]:
     return [x.text("peer") for x in changed if x.text("state") == "gone" and x.text("cause") == pull.cause]
 
 
-def has_read(pull: Pull, lease: Lease) -> bool:
+def has_read(pull: LoggedPull, lease: LoggedLease) -> bool:
     """Return True if everything was read and this rank was told, by the reader's log."""
     return pull.cause in ("complete", "discharged") and not pull.refused and not is_unanswered(pull, lease)
 
 
-def how_unanswered(pull: Pull) -> str:
+def how_unanswered(pull: LoggedPull) -> str:
     """Describe the way in which a release was given up."""
     for record in pull.unanswered:
         cause, detail = record.text("cause"), record.text("detail")
@@ -137,7 +137,7 @@ def how_unanswered(pull: Pull) -> str:
     return f"the pull ended as {pull.cause}{f', {pull.detail}' if pull.detail else ''}"
 
 
-def is_only_released(pull: Pull, lease: Lease) -> bool:
+def is_only_released(pull: LoggedPull, lease: LoggedLease) -> bool:
     """Return True if nothing is to be read from this rank, so that it hears nothing before the pull is done."""
     base = lease.process.base
     if pull.ended is not None and (pull.ended.texts("read_ranks") or pull.cause in ("complete", "discharged")):
@@ -146,14 +146,14 @@ def is_only_released(pull: Pull, lease: Lease) -> bool:
     return states.get(base) == "only_released"
 
 
-def tried_elsewhere(presence: Presence, request: Request, pull: Pull) -> str:
+def tried_elsewhere(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> str:
     """Name the other request by which a reader tried again; empty if it did not."""
     every = presence.attempts[pull.process.incarnation, pull.request_id] if pull.request_id else []
     others = (x for x, other in every if x is not request and other.begun_at > pull.begun_at)
     return next((f"{x.name or 'another'} of {x.engine_id or 'another engine'}" for x in others), "")
 
 
-def will_be_tried_again(pull: Pull) -> bool:
+def will_be_tried_again(pull: LoggedPull) -> bool:
     """Return True if another attempt was promised that need not have ended when its process's log ends."""
     promised = (x.at + x.number("after_s", 0.0) for x in pull.retried)
     return pull.process.stopped is None and max(promised, default=-math.inf) + GATHERED_S > pull.process.last_at
@@ -162,7 +162,7 @@ def will_be_tried_again(pull: Pull) -> bool:
 # -- announcements -----------------------------------------------------------------------------------------------------
 
 
-def is_forgotten(presence: Presence, request: Request, pull: Pull) -> bool:
+def is_forgotten(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> bool:
     """Return True for an announcement that was not pulled within its time, or when others of its engine pulled."""
     if pull.ended is not None:
         return pull.cause == "timeout" and pull.failed_in == "announced"
@@ -173,13 +173,13 @@ def is_forgotten(presence: Presence, request: Request, pull: Pull) -> bool:
     return is_overdue or _is_left_behind(presence, request, pull)
 
 
-def _is_left_behind(presence: Presence, request: Request, pull: Pull) -> bool:
+def _is_left_behind(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> bool:
     """Return True if another rank of its engine had read the request long before: all get the same orders."""
     at = presence.when(pull.process, pull.held[-1].at)[0]
     return any(done + GATHERED_S < at for done in read_beside(presence, request, pull))
 
 
-def read_beside(presence: Presence, request: Request, pull: Pull) -> Iterator[float]:
+def read_beside(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> Iterator[float]:
     """Yield when other ranks of a pull's engine had read its request; NaN of those of which an answer only says so."""
     process = pull.process
     for other in request.all_pulls:
@@ -191,7 +191,7 @@ def read_beside(presence: Presence, request: Request, pull: Pull) -> Iterator[fl
         yield from (math.nan for x in names if engine_of(x) == process.engine_id and start_of(x) != process.start)
 
 
-def is_last_word(pull: Pull) -> bool:
+def is_last_word(pull: LoggedPull) -> bool:
     """Return True if no further line of a pull was due before its process's log ends."""
     held = pull.held[-1]
     return pull.process.last_at <= held.at + held.number("state_s", 0.0) + GATHERED_S

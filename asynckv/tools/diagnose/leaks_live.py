@@ -16,7 +16,7 @@ from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
 from asynckv.edges.kernel import identity
 from asynckv.tools.diagnose.ask import Trouble
-from asynckv.tools.diagnose.join import Lease, Logged, Process, Pull, Service, start_of
+from asynckv.tools.diagnose.join import Logged, LoggedLease, LoggedPull, Process, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
 from asynckv.tools.diagnose.process import look, shows_all, verdict
 from asynckv.tools.diagnose.records import Record, integer
@@ -110,7 +110,7 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
         if is_begin:  # an answer knows neither the host's name nor the engine's address
             process.started, process.host = record, record.text("host")
     for request in service.requests:
-        subjects: tuple[Lease | Pull, ...] = (*request.leases.values(), *request.all_pulls)
+        subjects: tuple[LoggedLease | LoggedPull, ...] = (*request.leases.values(), *request.all_pulls)
         for subject in subjects:
             answer = heard.get(subject.process.incarnation)
             if answer is None or answer.account.after or not subject.held:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from asynckv.core import told
 from asynckv.core.types import How
-from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, WELL, Owner, Reader
-from asynckv.tools.diagnose.join import Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, WELL, OwnerView, ReaderView
+from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, key_trouble_at, refused_as, said_of, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
@@ -23,8 +23,8 @@ from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, Presen
 from asynckv.tools.diagnose.records import Record
 from asynckv.tools.diagnose.stalls import stalled_s
 
-W, R = Owner, Reader
-Told = tuple[Reader, dict[str, Any]]
+W, R = OwnerView, ReaderView
+Told = tuple[ReaderView, dict[str, Any]]
 SURE = {R.REFUSED_HERE, R.REFUSED, R.TWICE, R.WRONG_TARGET, R.RENAMED, R.KEYS, R.KEYS_HERE}
 """Views that a failure's own reason proves, whatever happened besides."""
 NOTICED_S = 2.0  # the owner of a data plane that died notices later than its readers, by so much at most
@@ -37,7 +37,7 @@ class Failure(NamedTuple):
     reader itself."""
 
     verdict: Verdict
-    pulls: Sequence[Pull]
+    pulls: Sequence[LoggedPull]
 
     @property
     def times(self) -> list[float]:
@@ -58,12 +58,12 @@ class Failure(NamedTuple):
         return f"pulls of {readers} from {names['holder']} failed ({told_as}): {title}{why}"
 
 
-def failures(presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
+def failures(presence: Presence, counts: Callable[[LoggedPull], bool] = lambda pull: True) -> list[Failure]:
     """Group failed pulls by reason and by rank; the most frequent first.
 
     A pull counts whether or not its lease was late, also if its own engine refused it.
     """
-    groups: dict[tuple[Reader, str, str], list[tuple[Pull, Verdict]]] = defaultdict(list)
+    groups: dict[tuple[ReaderView, str, str], list[tuple[LoggedPull, Verdict]]] = defaultdict(list)
     for request in presence.service.requests:
         for pull in request.all_pulls:
             if pull.cause and pull.cause not in WELL and counts(pull):
@@ -77,7 +77,9 @@ def failures(presence: Presence, counts: Callable[[Pull], bool] = lambda pull: T
 class _Failed:
     """One failed pull, and the events during it; `until` is the last that counts."""
 
-    def __init__(self, presence: Presence, request: Request, pull: Pull, until: Record | None = None) -> None:
+    def __init__(
+        self, presence: Presence, request: LoggedRequest, pull: LoggedPull, until: Record | None = None
+    ) -> None:
         self.presence, self.request, self.pull = presence, request, pull
         held_by = pull.retired.texts("held_by") if pull.retired is not None else ()
         read = held_by or (pull.said.texts("read_ranks") if pull.said is not None else ())
@@ -172,7 +174,7 @@ class _Failed:
                 pass
         return state, {"reason": cause} if cause == "unknown_key" else {}
 
-    def _closed(self) -> Reader:
+    def _closed(self) -> ReaderView:
         """Tell a rank that closed during a pull from the reader's own end, and from params of one that had closed."""
         for owner in self.owners:
             closes_s = owner.durations.get("grant_s", 10.0) + SILENCE_S  # it keeps its grants before it says so
@@ -181,7 +183,7 @@ class _Failed:
                 return R.OWNER_CLOSED
         return R.STALE if self.pull.process.stopped is None else R.CLOSED
 
-    def _phase(self) -> Reader:
+    def _phase(self) -> ReaderView:
         """Say what kept a pull until its deadline."""
         pull = self.pull
         if pull.failed_in == "handshake":
@@ -241,7 +243,7 @@ class _Failed:
 # -- blocks of failed pulls --------------------------------------------------------------------------------------------
 
 
-def why_kept(presence: Presence, request: Request, pull: Pull) -> Verdict:
+def why_kept(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> Verdict:
     """Say why a pull's blocks might still be written when it had its outcome."""
     until = pull.returned or pull.retired or pull.ended or pull.held[-1]
     failed = _Failed(presence, request, pull, until)
@@ -266,7 +268,7 @@ def why_kept(presence: Presence, request: Request, pull: Pull) -> Verdict:
     return Verdict(W.READ, state, names | more)
 
 
-def kept_s(pull: Pull) -> float:
+def kept_s(pull: LoggedPull) -> float:
     """Return for how long a pull's blocks were not free after its outcome."""
     if (record := pull.returned or pull.retired) is not None:
         return record.number("seconds_after_failure", 0.0)
@@ -276,9 +278,9 @@ def kept_s(pull: Pull) -> float:
 # -- leases of which only the decode side speaks -----------------------------------------------------------------------
 
 
-def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict, str, Pull]]:
+def unheard_releases(presence: Presence, request: LoggedRequest) -> list[tuple[Verdict, str, LoggedPull]]:
     """Find releases that were refused, or never answered, by ranks with logs that do not show the end of the lease."""
-    found: list[tuple[Verdict, str, Pull]] = []
+    found: list[tuple[Verdict, str, LoggedPull]] = []
     for pull in request.all_pulls:
         unheard = ((_unheard(presence, request, pull, rank), rank) for rank in unanswered_ranks(pull))
         found += [(verdict, rank, pull) for verdict, rank in unheard if verdict is not None]
@@ -295,14 +297,14 @@ def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict
     return sorted(found, key=lambda x: x[0].order)
 
 
-def _is_told(presence: Presence, request: Request, pull: Pull, rank: str, at: float) -> bool:
+def _is_told(presence: Presence, request: LoggedRequest, pull: LoggedPull, rank: str, at: float) -> bool:
     """Return True if the log of a prefill rank shows the end of what a pull had of it."""
     owner = presence.service.process_named(rank)
     ended = any(x.process is owner and x.ended is not None for x in request.leases.values())
     return owner is not None and (ended or presence.tells(owner, pull.process, at))
 
 
-def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Verdict | None:
+def _unheard(presence: Presence, request: LoggedRequest, pull: LoggedPull, rank: str) -> Verdict | None:
     """Judge a release without an answer: the prefill rank's log shows the lease's end, if there is a log."""
     names = {"reader": pull.process.rank, "holder": rank, "why": how_unanswered(pull)}
     owner = presence.service.process_named(rank)

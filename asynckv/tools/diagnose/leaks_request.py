@@ -15,7 +15,7 @@ from asynckv.arguments import without_control
 from asynckv.core.notes import Granted
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.axis import steps_of
-from asynckv.tools.diagnose.join import Request, Service
+from asynckv.tools.diagnose.join import LoggedRequest, Service
 from asynckv.tools.diagnose.leaks_values import some
 
 SHOWN = 5
@@ -25,7 +25,7 @@ MAX_LETTERS = 200
 """Most characters of an id that is compared with others."""
 
 
-def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> list[Request]:
+def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> list[LoggedRequest]:
     """Find requests by exact name, else by sequence, else by the beginning of their names.
 
     Names in `others` are stores and loads, which are no requests between engines.
@@ -37,7 +37,7 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
         raise ConfigError("'' names nothing; give an id of either side, a pull id or a sequence")
     every, others = [(x, names(x)) for x in service.requests], set(others)
     number = wanted.removeprefix("#")
-    ways: Sequence[Callable[[Request, set[str]], bool]] = (
+    ways: Sequence[Callable[[LoggedRequest, set[str]], bool]] = (
         lambda request, _: wanted in _shown(handles(request)),
         lambda _, known: wanted in _shown(known),
         lambda request, _: number.isdecimal() and number == str(request.sequence),
@@ -57,7 +57,7 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
     )
 
 
-def names(request: Request) -> set[str]:
+def names(request: LoggedRequest) -> set[str]:
     """Return all names of a request: ids of both sides, right or wrong, and of its pulls."""
     out = {request.request_id, request.name, *request.decode_ids}
     out |= {name for x in request.all_pulls for name in (x.prefill_request_id, x.pull_id)}
@@ -67,7 +67,7 @@ def names(request: Request) -> set[str]:
     return out - {""}
 
 
-def handles(request: Request) -> set[str]:
+def handles(request: LoggedRequest) -> set[str]:
     """Return the unique names of a request: `ENGINE:ID` or `ENGINE#N`, with the prefill engine."""
     ids = {
         f"{request.engine_id}:{x}" for x in (request.request_id, request.name, request.sequence) if x not in ("", -1)

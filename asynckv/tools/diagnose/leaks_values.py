@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from asynckv.tools.diagnose.causes import CAUSE, SAID, Owner, Reader
+from asynckv.tools.diagnose.causes import CAUSE, SAID, OwnerView, ReaderView
 from asynckv.tools.diagnose.join import base_name
 
 
@@ -22,7 +22,7 @@ class Leak:
 
     cause: CAUSE  # out of the catalogue
     sentence: str  # the cause, with names and numbers
-    cell: tuple[Owner, Reader]  # its cell in the table of verdicts
+    cell: tuple[OwnerView, ReaderView]  # its cell in the table of verdicts
     side: str  # side of the blocks: `prefill` or `decode`
     state: str
     engine_id: str  # the prefill engine

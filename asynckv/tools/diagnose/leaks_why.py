@@ -16,12 +16,12 @@ from typing import Any
 from asynckv.core.told import RefusedMessage
 from asynckv.core.types import How
 from asynckv.tools.diagnose import leaks_between as between
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, Owner, Reader, in_words, remedy_of
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, OwnerView, ReaderView, in_words, remedy_of
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Fate, Presence, lease_of
 
-W, R = Owner, Reader
+W, R = OwnerView, ReaderView
 REFUSED_AT_HELLO = ("geometry_refused", "protocol_version")
 """Reasons for which a reader refuses a rank that has answered its handshake: the network and the address are right."""
 LAST_WORD = "its last word; it may have died"
@@ -31,8 +31,8 @@ LAST_WORD = "its last word; it may have died"
 class Verdict:
     """Verdict about one owed reader: a cell of the table, and the names and numbers of its sentence."""
 
-    owner: Owner
-    reader: Reader
+    owner: OwnerView
+    reader: ReaderView
     names: dict[str, Any]
     at: float = math.inf  # sort key among the verdicts of one request
     missing: tuple[str, ...] = ()  # processes with logs that would say more
@@ -44,12 +44,12 @@ class Verdict:
     @property
     def order(self) -> tuple[bool, bool, float]:
         """Sort key: is a class of causes, is only silence, time."""
-        return CATALOGUE[self.cause].is_class, self.reader is Reader.LEFT_OUT, self.at
+        return CATALOGUE[self.cause].is_class, self.reader is ReaderView.LEFT_OUT, self.at
 
     @property
     def about(self) -> tuple[str, ...]:
         """The ranks that the sentence speaks of."""
-        one = self.names.get("holder" if self.reader is Reader.OWNER_AWAY else "reader", "")
+        one = self.names.get("holder" if self.reader is ReaderView.OWNER_AWAY else "reader", "")
         return tuple(self.names.get("about", (one,)))
 
     @property
@@ -62,7 +62,7 @@ class Verdict:
         return remedy_of(self.cause, self.names.get("reason", ""), self.names)
 
 
-def verdicts(presence: Presence, request: Request, lease: Lease, state: str) -> list[Verdict]:
+def verdicts(presence: Presence, request: LoggedRequest, lease: LoggedLease, state: str) -> list[Verdict]:
     """Return the causes of a late lease: a verdict for each reader that it waits for."""
     holder, fate = lease.process.rank, presence.fate(lease.process)
     if state == "died":
@@ -84,7 +84,7 @@ class Debt:
         since, until: The lease's time.
     """
 
-    def __init__(self, presence: Presence, request: Request, lease: Lease, name: str) -> None:
+    def __init__(self, presence: Presence, request: LoggedRequest, lease: LoggedLease, name: str) -> None:
         self.presence, self.request, self.lease, self.name = presence, request, lease, name
         self.since, self.until = presence.span(lease)
         self.claims, self.strangers = lease.claims, presence.strangers(lease)
@@ -125,7 +125,7 @@ class Debt:
             steps = DONE if self.is_claimed else UNMET + DONE
         return next(filter(None, (step(self) for step in ALWAYS + steps)))
 
-    def _is(self, cell: Reader, why: str | None = None, *, missing: tuple[str, ...] = (), **names: Any) -> Verdict:
+    def _is(self, cell: ReaderView, why: str | None = None, *, missing: tuple[str, ...] = (), **names: Any) -> Verdict:
         pull, lease, ended = self.pull, self.lease, self.pull.ended if self.pull is not None else None
         waited_s = ended.number("seconds") if ended is not None else math.nan
         known: dict[str, Any] = {
@@ -189,7 +189,7 @@ class Debt:
     # -- its attempt -------------------------------------------------------------------------------------------------
 
     @property
-    def attempt(self) -> Pull:
+    def attempt(self) -> LoggedPull:
         assert self.pull is not None
         return self.pull
 

@@ -17,7 +17,7 @@ from functools import cache
 from asynckv.core import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.axis import Axis
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, start_of
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
 from asynckv.tools.diagnose.stalls import had_no_step, stalled_s
@@ -92,7 +92,7 @@ class Presence:
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
         self._heard: dict[str, float] = defaultdict(lambda: -math.inf)
-        self.attempts: dict[tuple[str, str], list[tuple[Request, Pull]]] = defaultdict(list)
+        self.attempts: dict[tuple[str, str], list[tuple[LoggedRequest, LoggedPull]]] = defaultdict(list)
         """All attempts of a process at one of its requests."""
         self.lends: dict[str, list[float]] = defaultdict(list)
         """Times at which each rank lent something, by its name without a start."""
@@ -221,7 +221,7 @@ class Presence:
         """Convert a moment of a process's clock to common time, in the middle of the uncertainty."""
         return sum(self.when(process, at)) / 2
 
-    def span(self, lease: Lease) -> tuple[float, float]:
+    def span(self, lease: LoggedLease) -> tuple[float, float]:
         """Return the interval of common time in which a lease was lent, at most."""
         return self.when(lease.process, lease.lent_at)[0], self.when(lease.process, lease.lent_at + lease.seconds)[1]
 
@@ -234,7 +234,7 @@ class Presence:
         found = (x for x in others if x in known or not (x.lends or x.engine_id in self._lenders))
         return sorted(found, key=lambda x: x.first_at)
 
-    def strangers(self, lease: Lease) -> tuple[str, ...]:
+    def strangers(self, lease: LoggedLease) -> tuple[str, ...]:
         """Return readers without a log that shook hands with the rank before its lease was over."""
         return tuple(name for name, at in self._strangers(lease.process).items() if at <= lease.lent_at + lease.seconds)
 
@@ -252,7 +252,7 @@ class Presence:
             spans.append((seconds, process.last_at + seconds))
         return max((s for s, back in spans if back - s <= until), default=0.0)
 
-    def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
+    def long_away(self, lease: LoggedLease, reader: Process) -> tuple[float, float]:
         """Return the absence of a reader's loop over most of a lease's time, and its end by its own clock."""
         since, until = self._span_of(lease, reader)
         for record in reader.since(told.LoopWasAway, since):
@@ -263,18 +263,18 @@ class Presence:
                 return seconds, back
         return 0.0, -math.inf
 
-    def had_no_step(self, reader: Process, lease: Lease) -> bool:
+    def had_no_step(self, reader: Process, lease: LoggedLease) -> bool:
         """Return True if a reader's scheduler made no step for most of a lease's time, whether or not it was idle."""
         since, until = self._span_of(lease, reader)
         return had_no_step(reader, since, since + 0.5 * (until - since))
 
-    def _span_of(self, lease: Lease, reader: Process) -> tuple[float, float]:
+    def _span_of(self, lease: LoggedLease, reader: Process) -> tuple[float, float]:
         """Return the times at which a lease began and ended, by a reader's clock."""
         ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
         since = self.near(lease.process, lease.lent_at) + ahead
         return since, since + lease.seconds
 
-    def absent(self, lease: Lease, readers: Iterable[Process]) -> dict[str, str]:
+    def absent(self, lease: LoggedLease, readers: Iterable[Process]) -> dict[str, str]:
         """Return the reasons for which readers were surely not there for most of a lease's time, by ranks."""
         out = {}
         for reader in readers:

@@ -22,7 +22,7 @@ from asynckv.tools.diagnose import leaks_copies, leaks_live
 from asynckv.tools.diagnose.ask import Answer, ask_all, targets
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.findings import Seen
-from asynckv.tools.diagnose.join import Request, join
+from asynckv.tools.diagnose.join import LoggedRequest, join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_request import find_requests, names
 from asynckv.tools.diagnose.records import Logs, read_logs
@@ -50,7 +50,7 @@ class Looking:
         self, sources: Sequence[str], request: str | None, since: str | None, keys: KeysConfig | None, timeout_s: float
     ) -> None:
         self._request, self._since, self._keys, self._timeout_s = request, since, keys, timeout_s
-        self._meant: set[Request] = set()
+        self._meant: set[LoggedRequest] = set()
         self.called: set[str] = set()  # what the request that is asked about is called, on either side
         self._sources = sources
         paths, _ = targets(sources)

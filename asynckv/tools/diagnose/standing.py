@@ -18,7 +18,7 @@ from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time
 from asynckv.tools.diagnose.causes import WELL
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import is_last_word, read_beside
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
@@ -47,7 +47,7 @@ class Waiting:
 
     reader: Process
     owners: tuple[str, ...]
-    pulls: Sequence[tuple[Request, Pull]]
+    pulls: Sequence[tuple[LoggedRequest, LoggedPull]]
 
     @property
     def states(self) -> list[str]:
@@ -72,22 +72,22 @@ class Waiting:
         return not any(presence.near(x.process, x.lent_at) > since for x in lent)
 
 
-def waiting(presence: Presence, requests: Iterable[Request]) -> list[Waiting]:
+def waiting(presence: Presence, requests: Iterable[LoggedRequest]) -> list[Waiting]:
     """Find pulls of some requests with an open warning, the most frequent reason first."""
-    groups: dict[tuple[Process, tuple[str, ...]], list[tuple[Request, Pull]]] = defaultdict(list)
+    groups: dict[tuple[Process, tuple[str, ...]], list[tuple[LoggedRequest, LoggedPull]]] = defaultdict(list)
     for request in requests:
         for pull in (x for x in request.all_pulls if _waits(presence, request, x)):
             groups[pull.process, tuple(sorted(_late(pull)))].append((request, pull))
     return sorted((Waiting(*key, found) for key, found in groups.items()), key=lambda x: -len(x.pulls))
 
 
-def _late(pull: Pull) -> dict[str, str]:
+def _late(pull: LoggedPull) -> dict[str, str]:
     """Return the ranks that a pull waits for, with its progress there."""
     states = {str(x): str(y) for x, y in pull.held[-1].mapping("ranks").items()}
     return {x: y for x, y in states.items() if y not in ("proven", "only_released", "released")} or states
 
 
-def _waits(presence: Presence, request: Request, pull: Pull) -> bool:
+def _waits(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> bool:
     """Return True if a warning about a pull is the last word of it, on either side."""
     if pull.ended is not None or not pull.held or pull.held[-1].level != "warning" or not is_last_word(pull):
         return False
@@ -199,7 +199,7 @@ def cut(presence: Presence) -> Iterator[tuple[str, str]]:
         yield reader.rank, f"it does not say why pulls failed that others heard of: {listed(names)}"
 
 
-def _is_unfinished(presence: Presence, lease: Lease) -> bool:
+def _is_unfinished(presence: Presence, lease: LoggedLease) -> bool:
     """Return True for a lease with a log that ends before it would be held for long, or over, and others do not."""
     if lease.lent is None or lease.ended is not None or lease.held or presence.fate(lease.process).kind != "silent":
         return False

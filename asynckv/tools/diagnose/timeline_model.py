@@ -21,7 +21,7 @@ from typing import NamedTuple
 from asynckv.core import told
 from asynckv.core.notes import Granted, Revoked
 from asynckv.tools.diagnose.axis import Axis, counted, is_time, shown_seconds, steps_of
-from asynckv.tools.diagnose.join import LEASE_EVENTS, PULL_EVENTS, Lease, Process, Pull, Request
+from asynckv.tools.diagnose.join import LEASE_EVENTS, PULL_EVENTS, LoggedLease, LoggedPull, LoggedRequest, Process
 from asynckv.tools.diagnose.presence import Fate, Presence
 from asynckv.tools.diagnose.records import Record, number
 
@@ -163,7 +163,7 @@ class Ground:
     gone: Fate | None  # its log ends without a goodbye: it died, or `silent`, it may live
 
 
-def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
+def stories(axis: Axis, of: Iterable[Sequence[LoggedRequest]] | None = None) -> list[Story]:
     """Make the story of every request, by time, or only of some, as `families` groups them."""
     every = (_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of))
     out = sorted((x for x in every if x.lanes or x.marks), key=lambda x: (x.group, x.start))
@@ -172,7 +172,7 @@ def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[S
     return out
 
 
-def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
+def families(requests: Iterable[LoggedRequest]) -> Iterator[list[LoggedRequest]]:
     """Group requests that are attempts at one: with new params an attempt belongs to another prefill request."""
     every = list(requests)
     family = [[i] for i in range(len(every))]
@@ -192,7 +192,7 @@ def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
         yield [every[i] for i in sorted(members)]
 
 
-def _story(axis: Axis, requests: Sequence[Request]) -> Story:
+def _story(axis: Axis, requests: Sequence[LoggedRequest]) -> Story:
     leases = sorted((x for r in requests for x in r.leases.values()), key=lambda x: x.process.rank)
     pulls = sorted((p for r in requests for p in r.all_pulls), key=lambda p: (p.attempt, p.begun_at))
     lanes = [*(_lease_lane(axis, x) for x in leases)]
@@ -220,14 +220,14 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     )
 
 
-def _marks(axis: Axis, requests: Sequence[Request]) -> Iterator[Mark]:
+def _marks(axis: Axis, requests: Sequence[LoggedRequest]) -> Iterator[Mark]:
     for request in requests:
-        lived: tuple[Lease | Pull, ...] = (*request.leases.values(), *request.all_pulls)
+        lived: tuple[LoggedLease | LoggedPull, ...] = (*request.leases.values(), *request.all_pulls)
         for each in lived:
-            said = list(_lease_marks(each) if isinstance(each, Lease) else _pull_marks(each))
+            said = list(_lease_marks(each) if isinstance(each, LoggedLease) else _pull_marks(each))
             said += [(x.at, text, x.level) for x in each.records if (text := _about(x))]
             if each.ended is None and each.process.stopped is None:
-                side = "lease" if isinstance(each, Lease) else "pull"
+                side = "lease" if isinstance(each, LoggedLease) else "pull"
                 said.append((each.process.last_at, f"log ends; what became of the {side} is not told", "warning"))
             yield from _placed(axis, each.process, said)
         for pull in request.others.values():
@@ -238,7 +238,9 @@ def _marks(axis: Axis, requests: Sequence[Request]) -> Iterator[Mark]:
             yield from _placed(axis, process, [(record.at, _about(record), record.level)])
 
 
-def _ends(requests: Sequence[Request], leases: Sequence[Lease], pulls: Sequence[Pull]) -> tuple[str, str, bool]:
+def _ends(
+    requests: Sequence[LoggedRequest], leases: Sequence[LoggedLease], pulls: Sequence[LoggedPull]
+) -> tuple[str, str, bool]:
     """Return how a request ended on both sides, and True if something went wrong."""
     before = {"refused" if x.event == told.PullRefused.event else "withdrawn" for r in requests for x in r.before}
     causes, states = [p.cause for p in last_attempt(pulls)], [x.state for x in leases]
@@ -249,7 +251,7 @@ def _ends(requests: Sequence[Request], leases: Sequence[Lease], pulls: Sequence[
     return lent[0], known[0], bool(bad or late or "refused" in before or has_fault)
 
 
-def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
+def last_attempt(pulls: Sequence[LoggedPull]) -> list[LoggedPull]:
     ended = [p for p in pulls if p.ended is not None]
     last = max((x.attempt for x in ended), default=0)
     return [p for p in ended if p.attempt == last]
@@ -258,7 +260,7 @@ def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
 # -- the prefill side --------------------------------------------------------------------------------
 
 
-def _lease_lane(axis: Axis, lease: Lease) -> Lane:
+def _lease_lane(axis: Axis, lease: LoggedLease) -> Lane:
     process, start, steps = lease.process, lease.lent_at, steps_of(lease)
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
@@ -285,7 +287,7 @@ def _lease_lane(axis: Axis, lease: Lease) -> Lane:
     return _lane(axis, process, "prefill", "lease", bars, {name: x for name, x in fields.items() if x})
 
 
-def _lease_marks(lease: Lease) -> Iterator[Said]:
+def _lease_marks(lease: LoggedLease) -> Iterator[Said]:
     start, steps = lease.lent_at, steps_of(lease)
     yield start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""), "info"
     for step in steps:
@@ -305,7 +307,7 @@ def _lease_marks(lease: Lease) -> Iterator[Said]:
 # -- the decode side ---------------------------------------------------------------------------------
 
 
-def _pull_lane(axis: Axis, pull: Pull) -> Lane:
+def _pull_lane(axis: Axis, pull: LoggedPull) -> Lane:
     fields = {"request_id": pull.request_id, "prefill_request_id": pull.prefill_request_id, "pull_id": pull.pull_id}
     if pull.ended is not None:
         fields["outcome"] = pull.cause
@@ -320,7 +322,7 @@ def _pull_lane(axis: Axis, pull: Pull) -> Lane:
     return _lane(axis, pull.process, "decode", what, list(_pull_bars(pull)), fields)
 
 
-def _pull_bars(pull: Pull) -> Iterator[Bar]:
+def _pull_bars(pull: LoggedPull) -> Iterator[Bar]:
     """Make the bars of one attempt, by its process's clock."""
     steps = steps_of(pull)
     if (ended := pull.ended) is None:
@@ -346,7 +348,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
     yield from _after(pull, outcome)
 
 
-def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
+def _after(pull: LoggedPull, outcome: float) -> Iterator[Bar]:
     """Yield the bars after an outcome: its release, and blocks that may still be written."""
     ends = [s.at for s in steps_of(pull) if s.what in ("released", "quarantined")]
     ends += [x.at for x in pull.unanswered]
@@ -362,7 +364,7 @@ def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
         yield Bar("quarantine", outcome, max(pull.process.last_at, outcome), note="its end is not told", is_open=True)
 
 
-def _open_bars(pull: Pull) -> Iterator[Bar]:
+def _open_bars(pull: LoggedPull) -> Iterator[Bar]:
     """Make the bars of a pull without an end in the log: from its steps, or from warnings."""
     last = pull.process.last_at
     found = [(s.at, _STATES[s.what]) for s in steps_of(pull) if isinstance(s.what, str) and s.what in _STATES]
@@ -376,7 +378,7 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
         yield Bar(phase, at, until, is_open=until >= last)
 
 
-def _pull_marks(pull: Pull) -> Iterator[Said]:
+def _pull_marks(pull: LoggedPull) -> Iterator[Said]:
     steps = steps_of(pull)
     for step in steps:
         yield step.at, str(step.what), "debug" if step.what in _STATES else "info"
