@@ -259,7 +259,8 @@ def _dump(process: Process) -> str:
     pid, namespace = (said.integer("pid"), said.integer("pid_namespace")) if said is not None else (0, -1)
     which = f"`py-spy dump --pid {pid}`" if pid > 0 else "`py-spy dump`"
     where = "on the host" if namespace in (-1, FIRST_PID_NAMESPACE) else "in the container"
-    return f"{which} {where} of {process.rank}; if that process only waits for orders, the same of its scheduler's."
+    where += f" of {process.rank}; if that process only waits for orders, the same of its scheduler's"
+    return f"{which} {where}. Each step has to call `take_finished`."
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
