@@ -43,6 +43,7 @@ NAMED = {
         "note",
         "reason",
         "limit",
+        "boot_id",
         "what",
     ),
 }

@@ -33,7 +33,7 @@ def wait(line: Mapping[str, Any], what: str) -> float:
     return float(line.get("waits_for_step", {}).get(what, {}).get("seconds", 0.0))
 
 
-CASES = [("decode", "result", 5.0, "1 result not taken for "), ("prefill", "claim", 10.0, "1 claim not lent for ")]
+CASES = [("decode", "result", 11.0, "1 result not taken for "), ("prefill", "claim", 10.0, "1 claim not lent for ")]
 
 
 async def test_schedulers_that_hang_are_named(short_path: Path) -> None:
