@@ -171,7 +171,7 @@ def _is_beyond(wrong: Finding, whole: Seen, less: Seen) -> bool:
     """
     late = [x for x in whole.late if x.request_id in wrong.requests]
     holders = {rank for x in late for rank in x.holders if x.state == "held"}
-    if late and holders <= {x.rank for x in whole.answers} - {x.rank for x in less.answers}:
+    if holders and holders <= {x.rank for x in whole.answers} - {x.rank for x in less.answers}:
         return all(x.state == "held" for x in late)
     process = whole.axis.service.process_named(wrong.what.split()[0])
     if not wrong.code.startswith("died") or process is None:
