@@ -106,7 +106,7 @@ def test_the_first_test_of_a_contributor_passes() -> None:
     test()
 
 
-MOST_LINES = {"asynckv": 53_201, "asynckv/tools": 16_835, "tests": 86_710, "scripts": 8_986, "docs/examples": 1_538}
+MOST_LINES = {"asynckv": 53_199, "asynckv/tools": 16_833, "tests": 86_710, "scripts": 8_986, "docs/examples": 1_538}
 """Lines of Python at most. A change that removes some lowers the number; one that adds some removes others."""
 
 

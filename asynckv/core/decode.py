@@ -759,7 +759,7 @@ class DecodeSide:
             self.fail(pull, reason, detail, now, blame)
 
     def _fail_unmet(self, pull: Pull, detail: str, now: float) -> None:
-        """Fail a pull whose ranks do not hold what it needs: because one of them could not be met, if that is so."""
+        """Fail a pull of ranks that do not hold what it needs, perhaps because one of them could not be met."""
         reason, detail, blame = pull.unmet or (Reason.GEOMETRY, detail, UNBLAMED)
         self.fail(pull, reason, detail, now, blame)
 

@@ -395,7 +395,7 @@ class Recorder(Observer):
         found = list(zip(held.oldest, oldest, strict=True))
         level: told.Level = "info" if held.is_orderly else "warning"
         for lease in (x for x, _ in found if isinstance(x, Lease)):
-            lease.is_sampled = True  # otherwise nobody sees that this warning is over
+            lease.is_sampled = True  # otherwise no line may say that this warning is over
         if leases := [_held_lease(x, status) for x, status in found if isinstance(x, Lease)]:
             self.log(
                 told.LeaseHeld(state=held.state, waits=held.waits, requests=held.number, oldest=leases), level=level

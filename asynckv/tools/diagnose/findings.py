@@ -113,16 +113,16 @@ def find(seen: Seen) -> Findings:
     there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
     told_of = {_key(x) for x in seen.late}
     waits = standing.waiting(presence, [x for x in seen.axis.service.requests if _key(x) not in told_of])
-    stuck = [x for x in failed if x.verdict.cause is STUCK]
-    stalled = [*_stalled(seen, presence, _ranks(there), stuck, waits)]
+    named = _ranks(there)
+    stalled = [*_stalled(seen, presence, named, [x for x in failed if x.verdict.cause is STUCK], waits)]
+    halted = _ranks(stalled)
     gone = _ranks(x for x in there if x.heading is HEADING.GONE)
     failed = [x for x in failed if x.verdict.cause is not STUCK]
     failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
     # Late requests are told with the process that they hang on, or with the refusal of their pull.
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
-    late = [x for x in asked if not _is_about(x, _ranks(there))]
-    late = [x for x in late if not any(_is_step_of(x, y) for y in _ranks(stalled))]
+    late = [x for x in asked if not _is_about(x, named) and not any(_is_step_of(x, y) for y in halted)]
     found = pauses(seen.axis, seen.since)
     every: list[Leak | Failure] = [*late, *failed]
     slow = [(x, y) for x in every if (y := _machine_of(seen.axis, found, x)) is not None]
@@ -131,7 +131,7 @@ def find(seen: Seen) -> Findings:
     computed, warned = [*_prompts(seen)], [*_logged(seen, "warning")]
     long, also = _away(found, [*asked, *failed])
     wrong = [*first, *stalled, *_machines(found, slow), *_late([x for x in late if id(x) not in done])]
-    wrong += [*_waits(waits, presence, _ranks([*there, *stalled])), *then, *_copies(seen.copies)]
+    wrong += [*_waits(waits, presence, named | halted), *then, *_copies(seen.copies)]
     wrong += [*_refused(seen), *map(_pulls, (x for x in failed if id(x) not in done))]
     wrong += [*(x for is_wrong, x in computed if is_wrong), *_twice(seen, asked, failed), *long]
     wrong += _logged(seen, "error")
@@ -165,7 +165,7 @@ def _is_about(leak: Leak, ranks: Collection[str]) -> bool:
 
 
 def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[Finding]:
-    """Find ranks with processes whose logs end without a goodbye, the earliest first, with the requests that are late
+    """Find ranks of which logs end without a goodbye, the earliest first, with the requests that are late
     since, or failed. The deaths of one rank are one finding.
     """
     deaths: dict[str, list[tuple[Ground, Fate]]] = defaultdict(list)
@@ -281,7 +281,7 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
 
 
 def _of(late: Sequence[Leak | Failure]) -> tuple[tuple[str, ...], int]:
-    """Return the names of late requests, and of those whose pulls failed, and the number of their late blocks."""
+    """Return the names of late requests, and of those with failed pulls, and the number of their late blocks."""
     blocks: dict[tuple[str, str, int], int] = {}  # of a request that is late on both sides, on the one that has more
     for leak in late:
         if isinstance(leak, Leak):
@@ -448,7 +448,7 @@ def _times(found: Sequence[Pause]) -> str:
 
 
 def _away(found: Sequence[Pause], late: Iterable[Leak | Failure]) -> tuple[list[Finding], list[Finding]]:
-    """Find processes whose event loops were blocked for long while requests waited, and count all other pauses."""
+    """Find event loops that were blocked for long while requests waited, and count all other pauses."""
     said = {rank for x in late for rank in _blamed(x)}
     left = [x for x in found if x.process.rank not in said]
     blocked = [x for x in left if x.seconds >= standing.LONG_AWAY_S and not x.is_hosts and any(x.held.values())]
@@ -500,12 +500,10 @@ def _waits(waits: Sequence[standing.Waiting], presence: Presence, told_of: Colle
 
 def _open(seen: Seen, presence: Presence, told_of: Collection[str]) -> Iterator[Finding]:
     """Find warnings of processes that nothing has ended, except about ranks that are reported."""
+    known = {*told_of, *map(base_name, told_of)}
     for record, subject in standing.open_warnings(presence):
-        bases = {record.text("peer") or record.rank, subject}
-        if (
-            bases.isdisjoint((*told_of, *map(base_name, told_of)))
-            and not seen.axis.at(seen.axis.service.processes[record.incarnation], record.at) < seen.since
-        ):
+        at = seen.axis.at(seen.axis.service.processes[record.incarnation], record.at)
+        if known.isdisjoint((record.text("peer") or record.rank, subject)) and not at < seen.since:
             what = f"{record.event} of {record.rank}{f', {subject},' if subject else ''} is not over"
             texts = [x for name in ("state", "cause", "detail") if (x := record.text(name))]
             evidence, ranks = ", ".join(texts)[:MAX_TEXT], (record.rank,)
