@@ -81,15 +81,13 @@ OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
-LARGEST = 64
-"""Larger numbers are not changed, because they are chosen limits, and one more or less is no bug."""
+LARGEST = 64  # larger numbers are not changed, because they are chosen limits, and one more or less is no bug
 EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 IMPORTED = (anyio, hypothesis, msgspec, numpy, structlog, zmq)
 """Modules that tests import and that get no bugs; importing them here makes every run faster."""
 REMOVED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete)
 ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-BUDGET_S = 120.0
-"""Seconds of tests to choose for a mutant; the quickest and most specific tests come first."""
+BUDGET_S = 120.0  # seconds of tests to choose for a mutant; the quickest and most specific tests come first
 CONNECTOR, VLLM = "asynckv/integrations/vllm/", "tests/vllm/"
 
 

@@ -31,6 +31,7 @@ from msgspec import Raw, Struct
 from asynckv.core import wire
 from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
+from asynckv.core.told import StepWait
 from asynckv.core.types import Cohort, Endpoint, Key, KVTransferParams, Outcome, decode_params
 from asynckv.errors import ConfigError
 from asynckv.geometry.bounds import BlockRuns
@@ -139,7 +140,7 @@ def account() -> Account:
     rank = RankStatus("decode/tp0@5c3acdd9", "granted", "tcp://h:1", "pull", 9.5, 0.25, 4096, 8192, 2)
     request = RequestStatus(
         "lease", "req", "p-req", "granted", 1.5, 0.5, 9.5, 4, "decode/tp0", (rank,), "pull", 2, 41,
-        refused=((0.5, "claim", "consumed", "decode/tp1@5c3acdd9", "in words"),), history=((0.0, "lent"),),
+        refused=((0.5, "claim", "consumed", "decode/tp1@5c3acdd9", "in words"),), history=((0.0, "lent"),), warn_s=10.0,
     )  # fmt: skip
     facts = Facts(
         version="0.2.0", host="host", pid=7, address="tcp://h:1", life="running", uptime_s=60.5,
@@ -149,7 +150,7 @@ def account() -> Account:
     )  # fmt: skip
     peer = PeerStatus(
         rank="prefill/tp0@0a1b2c3d", address="tcp://h:2", state="ready", heard_s=0.5, pulls=1, transfers=1,
-        bytes_in_flight=4096, is_draining=True, failures=1, cause="timeout",
+        bytes_in_flight=4096, is_draining=True, is_orderly=True, failures=1, cause="timeout",
     )  # fmt: skip
     return Account(
         refused="too often", retry_s=0.5, engine_id="prefill", rank="prefill/tp1@0a1b2c3d", incarnation="0a1b2c3d" * 4,
@@ -157,6 +158,7 @@ def account() -> Account:
         counts=(PhaseCount(kind="lease", phase="granted", number=1, oldest_s=1.5),), counted_s=0.5, requests=(request,),
         holds=(HeldBlocks("req", "lent", {0: (1, 2)}, 1.5, 9.5, ("decode/tp0",), "pull"),), after="0x1.8p+1 l7",
         num_peers={"ready": 1}, peers=(peer,), num_readers=1, budgets={"parked": (0, 4096)},
+        waits_for_step={"claim": StepWait(2, 7.5)}, step_s=7.5,
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 The output is commands, the quickest tests first. It comes from `tests/data/reached.json`, which
 `python -m scripts.tests_of --measure` writes: that runs all tests except slow ones, and records the functions that each
 runs (`scripts/reach.py`). For every file it keeps a few test files, which together run every function of it that any
-test runs. A file that no test is seen to run gets the tests of the files that name it.
+test runs, and those of any room that run its functions most often for their time. A file that no test is seen to run
+gets the tests of the files that name it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from asynckv.errors import ConfigError
 from scripts import command
 from scripts.mutate import CONNECTOR, ROOT, VLLM, Reach, copy_tree, measured, sources, vllm
 
-RECORD = ROOT / "tests/data/reached.json"
-"""File with the test files of every file of the package, the quickest first."""
-TIMES = 3
-"""Number of kept test files that run each function, if there are as many."""
+RECORD = ROOT / "tests/data/reached.json"  # test files of every file of the package, the quickest first
+TIMES = 3  # kept test files that run each function, if there are as many
+MOST = 6  # test files that are kept because their tests run the file's functions most often per second
+START_S = 5.0  # added to the seconds of each test file, so that a few quick tests do not count for many
 
 
 def known_tests(path: str) -> list[str]:
@@ -39,6 +40,7 @@ def kept(reach: Reach, paths: Sequence[str]) -> dict[str, list[str]]:
     """Return specific and quick test files for each file, which run each of its functions three times if possible."""
     runs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     seconds: dict[tuple[str, str], float] = defaultdict(float)
+    times: Counter[tuple[str, str]] = Counter()
     breadth: dict[str, set[str]] = defaultdict(set)
     for test, (took, functions) in reach.tests.items():
         tests = test.partition("::")[0]
@@ -48,6 +50,7 @@ def kept(reach: Reach, paths: Sequence[str]) -> dict[str, list[str]]:
             if path.startswith(CONNECTOR) or not tests.startswith(VLLM):
                 runs[path][tests].add(function)
                 seconds[path, tests] += took / len(functions)
+                times[path, tests] += 1
     out = {}
     for path in paths:
         by_tests = runs[path]
@@ -65,6 +68,8 @@ def kept(reach: Reach, paths: Sequence[str]) -> dict[str, list[str]]:
             }
             chosen.append(max(gains, key=lambda tests: gains[tests]))
             left.subtract(by_tests[chosen[-1]])
+        often = sorted(by_tests, key=lambda tests: -times[path, tests] / (seconds[path, tests] + START_S))[:MOST]
+        chosen += [tests for tests in often if tests not in chosen]
         # A file may have no functions, or run only in other processes.
         chosen = chosen or list(dict.fromkeys(test.partition("::")[0] for test in reach.of(path)))[:TIMES]
         out[path] = sorted(chosen, key=lambda t: (t.startswith(VLLM), seconds[path, t]))

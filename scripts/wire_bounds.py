@@ -25,11 +25,9 @@ from msgspec import Raw, Struct, inspect
 from asynckv.core import account, types, wire
 from asynckv.geometry import bounds, check
 
-LONG = 16
-"""Number of repetitions above which a text is written as a recipe."""
+LONG = 16  # number of repetitions above which a text is written as a recipe
 
-WIDE, NARROW = "\U0001f600", "k"
-"""Characters of four bytes and of one."""
+WIDE, NARROW = "\U0001f600", "k"  # characters of four bytes and of one
 
 
 def limits() -> dict[str, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import structlog
 from hypothesis import settings
 
 from asynckv.observe.log import Recorder
+from asynckv.observe.setup import configure_logging
 from tests.documented import problems
 from tests.engines import Bench
 
@@ -71,6 +74,19 @@ def unconfigured_logging() -> Iterator[None]:
     """Leave structlog as it was found: the command line configures it for its own process."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def events() -> list[dict[str, Any]]:
+    """What engines of this process have logged so far, at any time."""
+    stream = io.StringIO()
+    configure_logging("info", stream=stream)
+
+    class Lines(list[dict[str, Any]]):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter([json.loads(line) for line in stream.getvalue().splitlines()])
+
+    return Lines()
 
 
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.nixl)])

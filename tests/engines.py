@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -28,11 +29,23 @@ class Side:
     """An engine with its memory."""
 
     def __init__(self, engine: Engine, arrays: list[npt.NDArray[np.uint8]], data: SimData | None) -> None:
-        self.engine, self.arrays, self.data = engine, arrays, data
+        self.engine, self.arrays, self._data = engine, arrays, data
+
+    @property
+    def data(self) -> SimData:
+        assert self._data is not None
+        return self._data
 
     def blocks(self, ids: list[int]) -> bytes:
         # kv, block, ... : the block is the second dim
         return b"".join(a.reshape(2, BLOCKS, -1)[:, ids].tobytes() for a in self.arrays)
+
+    def lent(
+        self, group: PrefillRanks, request_id: str, ids: list[int], num_tokens: int = 0, **options: Any
+    ) -> tuple[dict[str, Any], LentRequest]:
+        """Lend full blocks, or `num_tokens` in them."""
+        params = group.make_params(request_id, [(0, ids)], num_tokens or 16 * len(ids), **options)
+        return params, self.engine.lend(params)
 
 
 def memory(
@@ -91,12 +104,20 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
+def open_files() -> set[str]:
+    """Return all descriptors and what each is of; not their number, because others' may be closed meanwhile."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the folder itself
+            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return found
+
+
 async def reading(
     prefill: Side, decode: Side, group: PrefillRanks, **options: Any
 ) -> tuple[LentRequest, asyncio.Task[PullResult], SimData]:
     """Lend block 1, and pull it into block 6 by a read that ends only when it is told to."""
     data = decode.data
-    assert data is not None
     data.deferred = True
     params = group.make_params("r", [(0, [1])], 16, written=True)
     lent = prefill.engine.lend(params)

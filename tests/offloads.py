@@ -164,3 +164,11 @@ class Rank:
                 self.clock.advance(0.01)
             await closing
             assert not self.engine.holds()
+
+
+@contextlib.asynccontextmanager
+async def offloading(layout: Layout, **options: Any) -> AsyncIterator[tuple[Rank, Offload]]:
+    """Run an engine with an offload."""
+    rank = Rank(layout, **options)
+    async with rank.running() as offload:
+        yield rank, offload

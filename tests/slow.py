@@ -27,7 +27,7 @@ PATIENT = [
     )
 ]
 ALONE = [
-    f"tests/test_pressure.py::test_what_is_promised_holds_under_pressure[{name}]"
+    f"tests/test_chaos.py::test_what_is_promised_holds_under_pressure[{name}]"
     for name in ("load-tcp", "isolate-tcp", "drain-tcp", "sleep-tcp", "sleep-auto")
 ]
 NOTHING_FOUND = 5

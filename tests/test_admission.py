@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from asynckv import ConfigError, Overloaded
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core.flow import READING, WAITING, Admission
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.flow import READING, WAITING, Admission, FlowKey
+from asynckv.core.peer import PeerState
 from asynckv.core.pull import Pull, PullRequest, PullState
-from asynckv.core.types import Address, Reason
-from tests.lab.oracles import wrong_in_admission
+from asynckv.core.types import Address, PullId, Reason, TransferId
+from tests.lab.oracles import wrong_in, wrong_in_admission
 from tests.world import Rank, World, begin, make_layout, reason
 
 SMALL: dict[str, Any] = {"max_post_bytes": 64, "window_bytes": 256, "total_bytes": 512}
@@ -41,6 +43,12 @@ def ask(
     pull = begin(decode.core, PullRequest(f"d{number}", [(0, [number])], params, priority=priority), timeout, now)
     world.settle(decode)
     return pull
+
+
+def asking(number: int, *, lend: bool = True, timeout: float = 30, **pull: Any) -> tuple[World, Rank, Rank, Pull]:
+    """Return a world of two ranks and one request."""
+    world, (prefill,), decode = world_of(**pull)
+    return world, prefill, decode, ask(world, prefill, decode, number, lend=lend, timeout=timeout)
 
 
 def reading(decode: Rank) -> list[str]:
@@ -115,8 +123,7 @@ def test_cancelled_ones_leave_the_queue_at_once() -> None:
     pulls = [ask(world, prefill, decode, i) for i in range(20)]
     world.deliver_all()
     for pull in pulls[1:19]:
-        decode.core.decode.cancel(pull, world.time(decode))
-        world.settle(decode)
+        world.cancel(decode, pull)
     assert {p.reason for p in pulls[1:19]} == {Reason.CANCELLED}
     assert decode.core.decode.admission.num[WAITING] == 1
     assert len(decode.returned) == 18
@@ -132,8 +139,7 @@ def test_a_pull_larger_than_every_budget_still_runs_and_alone() -> None:
     world, (prefill,), decode = world_of(
         max_post_bytes=64, window_bytes=8, total_bytes=8, window_descriptors=1, total_descriptors=1
     )
-    params = world.params([prefill], "big", list(range(40)), 160, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "big", list(range(40)), written=True)
     pull = world.pull(decode, "d-big", list(range(40)), params)
     small = ask(world, prefill, decode, 100)
     world.deliver_all()
@@ -148,8 +154,7 @@ def test_a_pull_larger_than_every_budget_still_runs_and_alone() -> None:
 
 
 def test_what_waits_keeps_its_lease_for_longer_than_it_lasts() -> None:
-    world, (prefill,), decode = world_of(total_requests=1, window_requests=1, timeout_s=100.0)
-    first = ask(world, prefill, decode, 0, timeout=100)
+    world, prefill, decode, first = asking(0, timeout=100, total_requests=1, window_requests=1, timeout_s=100.0)
     queued = ask(world, prefill, decode, 1, timeout=100)
     world.deliver_all()
     for _ in range(60):
@@ -320,3 +325,175 @@ def test_any_order_of_calls_keeps_budgets_order_and_turns(total: int, window: in
         assert wrong_in_admission(admission, queued, reading) == []
         assert (admission.num[WAITING], admission.num[READING]) == (len(waiting), len(flying))
         assert len(counted) <= total
+
+
+def test_a_read_that_never_ends_takes_no_room_once_its_pull_has_failed() -> None:
+    world, prefill, decode, pull = asking(1, max_post_bytes=64, window_bytes=64, drain_s=1.0)
+    world.deliver_all()
+    (stuck,) = decode.reads
+    world.cancel(decode, pull)
+    other = ask(world, prefill, decode, 2)
+    world.deliver_all()
+    assert list(decode.reads) == [stuck]
+    world.advance(1.1)
+    world.deliver_all()
+    assert (reason(pull), len(decode.reads)) == (Reason.CANCELLED, 2)
+    while other.reason is None:
+        world.complete(decode, next(transfer for transfer in decode.reads if transfer != stuck))
+        world.deliver_all()
+    assert reason(other) is Reason.COMPLETE
+
+
+# -- which pulls and messages take room from others ------------------------------------------------------------
+
+
+def posted_at(decode: Rank, prefill: str) -> list[TransferId]:
+    return [t for t, read in decode.reads.items() if read.agent_name == f"agent-{prefill}"]
+
+
+def state(pull: Pull) -> PullState:
+    """Read anew: mypy would remember what it was before."""
+    return pull.state
+
+
+def test_who_hears_in_the_queue_that_its_request_is_not_lent_yet_makes_way_for_the_next() -> None:
+    world, prefill, decode, first = asking(1, total_requests=1, window_requests=1)
+    early, late = ask(world, prefill, decode, 2, lend=False), ask(world, prefill, decode, 3)
+    world.deliver_all()
+    assert [state(p) for p in (first, early, late)] == [PullState.READING, PullState.QUEUED, PullState.QUEUED]
+    admission = decode.core.decode.admission
+    assert [admission.waits(p.pull_id) for p in (early, late)] == [False, True]
+    world.complete(decode, next(iter(decode.reads)))
+    assert [state(p) for p in (early, late)] == [PullState.QUEUED, PullState.READING]
+    world.run()
+    assert reason(late) is Reason.COMPLETE
+    world.lend(prefill, early.params)
+    world.run()
+    assert reason(early) is Reason.COMPLETE
+    world.check()
+
+
+def test_whose_turn_comes_while_its_rank_is_silent_keeps_nobody_else_from_reading() -> None:
+    world, (healthy, silent), decode = world_of(2, total_requests=1, window_requests=1, heartbeat_s=0.25)
+    world.deliver_all()
+    first = ask(world, healthy, decode, 1)
+    waiting = ask(world, silent, decode, 2)
+    world.deliver_all()
+    assert [state(p) for p in (first, waiting)] == [PullState.READING, PullState.QUEUED]
+    assert decode.core.decode.admission.waits(waiting.pull_id)
+    del world.ranks["p1"]
+    last = ask(world, healthy, decode, 3)
+    for _ in range(8):  # nothing is heard of the one, and much of the other
+        world.advance(0.25)
+        world.deliver_all()
+    peers = {p.engine_id: p.state for p in decode.core.decode.peers.by_place.values()}
+    assert peers == {"prefill0": PeerState.READY, "prefill1": PeerState.SUSPECT}
+    while reason(first) is None:
+        world.complete(decode, posted_at(decode, "p0")[0])
+        world.deliver_all()
+    assert [state(p) for p in (waiting, last)] == [PullState.QUEUED, PullState.READING]
+    assert decode.core.inspect.check_integrity() + wrong_in(decode.core.decode) == []
+
+
+@pytest.mark.parametrize("when", ["it is set aside", "it is asked"])
+def test_who_reads_from_a_rank_that_sends_nothing_counts_for_nobody_else(when: str) -> None:
+    """Whether it was admitted before that was seen, or is admitted now."""
+    world, (stalled, healthy), decode = world_of(2, total_requests=2, window_requests=2)
+    ask(world, stalled, decode, 1)
+    world.deliver_all()
+    (peer,) = decode.core.decode.peers.by_place.values()
+    while not peer.line.is_set_aside:
+        world.advance(0.25)
+        world.deliver_all()
+    if when == "it is asked":
+        more = ask(world, stalled, decode, 2)
+        world.deliver_all()
+        assert state(more) is PullState.READING
+    pulls = [ask(world, healthy, decode, 200 + i) for i in range(2)]
+    world.deliver_all()
+    assert [state(pull) for pull in pulls] == [PullState.READING] * 2
+    world.check()
+
+
+def test_what_is_in_doubt_takes_no_room_again_when_its_rank_goes_on() -> None:
+    world, _, decode, pull = asking(1, max_post_bytes=64, window_bytes=256, total_bytes=512)
+    world.deliver_all()
+    (peer,) = decode.core.decode.peers.by_place.values()
+    doubted, *others = list(decode.reads)
+    while not peer.line.is_set_aside:
+        world.advance(0.25)
+        world.deliver_all()
+    world.tell(decode, TransferEnded(doubted, Ending.IN_DOUBT, "no disconnect"))
+    assert reason(pull) is None, "it drains what else runs"
+    world.complete(decode, others[0])
+    assert not peer.line.is_set_aside
+    in_flight = decode.core.decode.posting.in_flight
+    assert (len(in_flight), in_flight.num_bytes) == (2, 128)
+    world.check()
+
+
+def test_what_left_the_queue_is_not_kept_there() -> None:
+    """Ids of pulls that were cancelled while they waited, and tickets of flows that are gone, are swept up."""
+    admission = Admission(1, 1)
+    key: FlowKey = ((Address("tcp://a"), "start"),)
+    for number in range(3000):
+        name = PullId(f"{number}")
+        admission.ask(key, name, 0, number)
+        other: FlowKey = ((Address(f"tcp://{number}"), "start"),)
+        admission.ask(other, PullId(f"other-{number}"), 0, number)
+        if number:  # the first reads
+            admission.leave(name)
+            admission.leave(PullId(f"other-{number}"))
+        else:
+            assert admission.next() == name
+            admission.ask(key, PullId("waits"), 0, number)
+    (flow,) = [flow for flow in admission._flows.values() if flow.key == key]
+    assert len(flow.order) <= 2 * flow.num[WAITING] + 65
+    assert len(admission.turns) <= 2 * len(admission._flows) + 65
+
+
+def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_before() -> None:
+    """A rank that falls silent takes only those out of the budget that wait for it."""
+    config = EngineConfig(
+        engine_id="x",
+        lease=LeaseConfig(lease_s=60.0, grant_s=20.0),
+        pull=PullConfig(total_requests=1, window_requests=1, max_post_bytes=64),
+    )
+    world = World(config)
+    first, second = (world.add(f"p{r}", make_layout(r, 2, base=(r + 1) << 40), engine_id="prefill") for r in (0, 1))
+    other = world.add("q", make_layout(base=9 << 40), engine_id="other")
+    decode = world.add("d", make_layout(base=30 << 40), engine_id="decode")
+    params = world.params([first, second], "r", [3, 4, 5, 6], 16, written=True)
+    for rank in (first, second):
+        world.lend(rank, params)
+    pull = world.pull(decode, "d-r", [1, 2, 3, 4], params)
+    world.deliver_all()
+    while posted_at(decode, "p0"):
+        world.complete(decode, posted_at(decode, "p0")[0])
+        world.deliver_all()
+    assert [source.proven for source in pull.sources] == [True, False]
+    del world.ranks["p0"]
+    for _ in range(5):
+        # The other one lives, and something arrives from it now and then.
+        world.advance(decode.core.config.pull.suspect_s / 2)
+        world.complete(decode, posted_at(decode, "p1")[0])
+        world.deliver_all()
+    states = {p.tp_rank: p.state for p in decode.core.decode.peers.by_place.values() if p.engine_id == "prefill"}
+    assert states == {0: PeerState.SUSPECT, 1: PeerState.READY}
+    assert pull.state is PullState.READING
+    next_params, _ = world.lent(other, "r2", [3], written=True)
+    waiting = world.pull(decode, "d-r2", [6], next_params)
+    world.deliver_all()
+    assert state(waiting) is PullState.QUEUED, "the only place is taken"
+    while reason(pull) is None:
+        world.complete(decode, posted_at(decode, "p1")[0])
+        world.deliver_all()
+    assert state(waiting) is PullState.READING
+
+
+def test_a_pull_that_fails_while_others_of_its_reads_run_is_woken_when_it_has_drained_for_long() -> None:
+    world, _, decode, pull = asking(1, max_post_bytes=64, drain_s=0.25)
+    world.deliver_all()
+    world.advance(1.0)  # until the next renewal the pull need not be woken
+    world.tell(decode, TransferEnded(next(iter(decode.reads)), Ending.FAILED, "why"))
+    assert (state(pull), pull.scheduled_at) == (PullState.DRAINING, 1.25)

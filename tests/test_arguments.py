@@ -551,8 +551,7 @@ async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Benc
         if method in ("drain", "aclose"):
             return  # it takes nothing new any more
         # And then everything works.
-        params = group.make_params("last", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "last", [1], written=True)
         await pumped(sim, lambda: decode.engine.pull("last", [(0, [3])], params))
         assert decode.blocks([3]) == prefill.blocks([1])
         await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
@@ -625,8 +624,7 @@ async def test_params_that_a_caller_made_are_checked_as_those_that_were_sent(sim
 @pytest.mark.anyio
 async def test_a_pull_that_is_refused_has_not_consumed_its_request(bench: Bench) -> None:
     async with bench.pair() as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1, 4])], 20, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1, 4], num_tokens=20, written=True)
         for bad in (
             {"num_tokens": 20.5},
             {"num_tokens": True},
@@ -649,8 +647,7 @@ async def test_a_pull_that_is_refused_has_not_consumed_its_request(bench: Bench)
 @pytest.mark.anyio
 async def test_lists_that_can_be_read_once_serve_every_attempt(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         once = ((first, ids) for first, ids in [(0, [2])])
         await pumped(sim, lambda: decode.engine.pull("d", once, params, retries=1))  # type: ignore[arg-type]
         assert decode.blocks([2]) == prefill.blocks([1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.tools import cli
 from asynckv.tools.bench.offload_replay import Prompts, Tiers, replay
 from asynckv.tools.bench.workload import Workload
+from scripts.bench import offload as bench_offload
+from scripts.bench import offload_copies
+from scripts.bench.offload_copies import ABOUT
 
 GROUP = StoredGroup(name="attention", block_size=16, record_bytes=4096)
 SMALL = ["bench", "offload", "--layers", "2", "--kv-heads", "1", "--requests", "12", "--prompt-tokens", "128:200"]
@@ -107,3 +111,62 @@ def test_bad_input_is_refused_with_its_remedy(
 ) -> None:
     assert asynckv(monkeypatch, "bench", "offload", *argv) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+# -- the bench of stores and loads -----------------------------------------------------------------------------
+
+
+ROUNDED = 0.0006
+"""Error of a figure that is told with three digits."""
+
+SMALLEST = ["--blocks", "2", "--layers", "3", "--heads", "1", "--rounds", "3"]
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    ("order", "descriptors", "least", "status"), [("nhd", 6.0, 0.0, 0), ("cross-nhd", 0.5, math.inf, 1)]
+)
+def test_every_way_is_measured(
+    order: str,
+    descriptors: float,
+    least: float,
+    status: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However fast this machine is: all of it is enough if nothing is asked for, and nothing if all is."""
+    monkeypatch.setattr(offload_copies, "LEAST", least)
+    options = [*SMALLEST, "--order", order, "--runs", "--folder", str(tmp_path), "--json", "-"]
+    assert bench_offload.main(options) == status
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["ways"]) == list(ABOUT)
+    moved = report["blocks"] * report["block_bytes"]
+    for each in report["ways"].values():
+        for name in ("gb_per_s", "raw_gb_per_s", "of_raw", "request_ms"):
+            assert each[name]["rounds"] == 3
+            # On a busy machine these few bytes may take so long that three digits of a speed are 0.
+            assert 0 <= each[name]["low"] <= each[name]["median"] <= each[name]["high"]
+        speed, took = each["gb_per_s"]["median"], each["request_ms"]["median"]
+        assert speed * took == pytest.approx(moved / 1e6, abs=ROUNDED * (speed + took + ROUNDED))
+    assert report["block_bytes"] == 2 * 3 * 16 * 256
+    assert report["descriptors_per_block"] == descriptors
+    assert 0 < report["lookup_us"]["low"] <= report["lookup_us"]["median"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nixl
+def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_copies, "LEAST", math.inf)
+    assert bench_offload.main([*SMALLEST, "--host-only"]) == 1
+    said = capsys.readouterr().out
+    assert "store" in said
+    assert "write" not in said
+    assert "6 descriptors and" in " ".join(said.split())
+    assert " no " in said
+    assert " yes " not in said
+
+
+@pytest.mark.parametrize(("low", "high", "said"), [(0.9, 1.1, "yes"), (0.8, 0.95, "maybe"), (0.7, 0.89, "no")])
+def test_less_than_the_floor_is_said_only_where_it_is_sure(low: float, high: float, said: str) -> None:
+    assert offload_copies.met({"low": low, "high": high}) == said

@@ -10,13 +10,14 @@ import math
 import re
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from asynckv.errors import ConfigError
-from asynckv.tools.bench import figures, rank, report, report_text
+from asynckv.tools.bench import figures, rank, report, report_text, ucx
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.options import Options
@@ -325,3 +326,35 @@ def test_a_stall_that_goes_on_is_counted_at_the_end() -> None:
 
     (lag,) = asyncio.run(stall())
     assert lag >= 0.003
+
+
+# -- what UCX says it used -------------------------------------------------------------------------------------
+
+
+LOG = """\
+[1.0] [vm:1:0]   +-------+--------+-------------+------------+
+[1.0] [vm:1:0]   | decode intra-node cfg#1                   |
+[1.0] [vm:1:0]   | remote memory read by ucp_get*(multi) into host memory from host |
+[1.0] [vm:1:0]   | Count | Range  | Description | Config     |
+[1.0] [vm:1:0]   |    40 | 0..inf | zero-copy   | cma/memory |
+[1.0] [vm:1:0]   | decode intra-node cfg#2                   |
+[1.0] [vm:1:0]   | active message by ucp_am_send             |
+[1.0] [vm:1:0]   |    70 | 0..8k  | short       | tcp/lo     |
+[1.0] [vm:1:0]   +-------+--------+-------------+------------+
+[1.0] [vm:1:0] mpool.c:40 UCX WARN something is amiss
+"""
+
+
+def test_reads_are_named_and_complaints_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ucx.1.log").write_text(LOG)
+    assert ucx.read(tmp_path) == {"cma/memory (zero-copy)": 40}
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()) == ("", ["[1.0] [vm:1:0] mpool.c:40 UCX WARN something is amiss"])
+
+
+def test_what_was_used_most_is_named_first() -> None:
+    assert ucx.named(Counter({"tcp/lo": 2, "cma/memory": 5})) == "cma/memory, tcp/lo"
+
+
+def test_without_a_table_nothing_is_claimed(tmp_path: Path) -> None:
+    assert ucx.named(ucx.read(tmp_path)).startswith("unknown")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynckv.tools.diagnose.axis import CLOCKS_S, LATE_S, Axis, Pair
+from asynckv.tools.diagnose.axis import CLOCKS_S, LATE_S, Axis, Offset, Pair
 from asynckv.tools.diagnose.join import Process, Service
 
 
@@ -105,7 +105,7 @@ def test_one_host_is_exact_and_exchanges_that_contradict_it_are_told() -> None:
     hosts = {"a": "localhost", "b": "localhost"}
     for shift in (0.0, 5.0):
         axis, processes = aligned({"a": 0.0, "b": shift}, talked("ab", random.Random(6)), hosts)
-        assert axis.offset(processes["b"]) == (0.0, 0.0)
+        assert axis.offset(processes["b"]) == Offset(0.0, 0.0)
         assert len(axis.references) == 1
         assert [x[:2] for x in axis.conflicts] == ([("localhost", "localhost")] if shift else [])
         assert any("two machines have one name" in x for x in axis.notes()) is bool(shift)

@@ -43,7 +43,6 @@ async def test_a_promise_is_cut_short_named_and_its_reader_fails(sim: Bench, cap
             await passing(sim, task)
         # It lands all the same: it is not believed, and the blocks are held until then.
         assert caught.value.held == {0: (6,)}
-        assert decode.data is not None
         decode.data.finish()
         await caught.value.returned()
         assert await prefill.engine.aclose() == (cut,)
@@ -68,7 +67,6 @@ async def test_what_ends_in_time_is_not_cut_short(sim: Bench, caplog: pytest.Log
         await until(lambda: lent._lease.grants)
         task_of_closing = closing(prefill, 2.0)
         await spin(sim, 0.2)
-        assert decode.data is not None
         decode.data.finish()
         assert (await passing(sim, task)).num_bytes
         assert await passing(sim, task_of_closing) == ()
@@ -105,10 +103,8 @@ async def test_a_later_call_has_less_time_and_all_return_the_same(sim: Bench) ->
 async def test_a_promise_that_is_longer_than_a_drain_is_kept_to_its_end(sim: Bench) -> None:
     times = {"lease": LeaseConfig(lease_s=20.0, grant_s=8.0), "pull": PullConfig(drain_s=0.5)}
     async with sim.pair(**times) as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=3000.0))
         await until(lambda: lent._lease.grants)
         until_s = max(grant.until for grant in lent._lease.grants.values())

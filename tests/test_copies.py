@@ -6,9 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -25,6 +23,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable
 from asynckv.ports import CopyOp, CopyPlane
+from tests.engines import open_files
 from tests.test_nixl_edge import HERE, TABLES, THERE, Meddler, contents, copied, request
 from tests.test_posters import Gate, while_the_loop_stands
 from tests.test_staged_reads import EVEN, STAGED, placed, rows
@@ -359,21 +358,13 @@ async def test_closing_ends_what_waits_and_another_start_works(make: Make, monke
     assert await tiers.heard(1) == [TransferEnded(TransferId(4), Ending.DONE)]
 
 
-def sockets() -> set[str]:
-    found = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            found.add(os.readlink(fd))
-    return {each for each in found if each.startswith("socket:")}
-
-
 async def test_what_is_set_for_the_network_is_not_for_copies(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
-    before = sockets()
+    before = open_files()
     tiers = make()
     tiers.plane.post(TransferId(1), CopyOp.READ, "pool", [move(0)])
     assert await tiers.heard(1) == [TransferEnded(TransferId(1), Ending.DONE)]
-    assert sockets() == before
+    assert not any("socket:" in each for each in open_files() - before)
     assert os.environ["UCX_TLS"] == "tcp"
 
 

@@ -76,10 +76,8 @@ async def test_after_its_discharge_a_request_is_used_up(bench: Bench) -> None:
 
 async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, is_last=False))
         await until(lambda: decode.data is not None and decode.data.running)
         decode.data.fail(next(iter(decode.data.running)))
@@ -94,10 +92,8 @@ async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: 
 @pytest.mark.parametrize("is_retried", [False, True])
 async def test_what_is_pulled_or_retried_is_cancelled_with_params_as_well(sim: Bench, is_retried: bool) -> None:
     async with sim.pair(pull=PullConfig(retries=3, retry_s=1.0)) as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
         await until(lambda: decode.data is not None and decode.data.running)
         if is_retried:
@@ -146,8 +142,7 @@ async def test_a_draining_engine_discharges_and_a_sleeping_one_cannot(bench: Ben
 async def test_an_unreachable_rank_is_given_up_and_nothing_is_left(sim: Bench, is_announced: bool) -> None:
     pull = PullConfig(release_timeout_s=5.0, handshake_s=2.0)
     async with sim.pair(pull=pull, lease=LeaseConfig(lease_s=4.0, grant_s=1.0)) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True, lease_s=4.0)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True, lease_s=4.0)
         honest, sim.network.fate = sim.network.fate, lambda *_: "drop"
         if is_announced:
             decode.engine.announce("d", params)
@@ -172,12 +167,10 @@ def test_every_rank_hears_of_it_the_ones_that_nobody_reads_as_well(prefill: int,
     leases = [] if is_ahead else [world.lend(owner, params) for owner in owners]
     for number, reader in enumerate(readers):
         if number % 2:  # siblings of one cohort need not do the same before
-            reader.core.announce("d", params, "", 60.0, world.time(reader))
-            world.settle(reader)
+            world.announce(reader, "d", params, 60.0)
             world.deliver_all()
         assert not any(lease.is_over for lease in leases) or number
-        reader.core.discharge("d", params, "", world.time(reader))
-        world.settle(reader)
+        world.discharge(reader, "d", params)
         world.deliver_all()
     leases = leases or [world.lend(owner, params) for owner in owners]
     assert [lease.state.value for lease in leases] == ["released"] * prefill
@@ -192,13 +185,11 @@ def test_an_early_discharge_is_remembered_for_all_of_its_time() -> None:
     world = World()
     owner, reader = world.add("p", make_layout()), world.add("d", make_layout())
     params = world.params([owner], "r", [1], 4)
-    reader.core.announce("d", params, "", 60.0, world.time(reader))
-    world.settle(reader)
+    world.announce(reader, "d", params, 60.0)
     world.deliver_all()
     assert owner.core.prefill.num_parked == 1
     world.now = owner.core.config.lease.parked_s - 1.0
-    reader.core.discharge("d", params, "", world.time(reader))
-    world.settle(reader)
+    world.discharge(reader, "d", params)
     world.deliver_all()
     world.now += 5.0
     owner.core.tick(world.time(owner))
@@ -211,12 +202,10 @@ def test_what_was_discharged_early_and_never_lent_is_forgotten() -> None:
     world = World()
     owner, reader = world.add("p", make_layout()), world.add("d", make_layout())
     params = world.params([owner], "r", [1], 4)
-    reader.core.announce("d", params, "", 60.0, world.time(reader))
-    world.settle(reader)
+    world.announce(reader, "d", params, 60.0)
     world.deliver_all()
     world.now = 10.0
-    reader.core.discharge("d", params, "", world.time(reader))
-    world.settle(reader)
+    world.discharge(reader, "d", params)
     world.deliver_all()
     world.now += owner.core.config.lease.parked_s
     owner.core.tick(world.time(owner))

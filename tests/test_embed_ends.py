@@ -102,7 +102,18 @@ def test_a_loan_of_which_no_end_is_told_is_told_as_closed_once() -> None:
 def test_what_is_handed_over_while_orders_are_carried_out_wakes_the_loop_again(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = EngineThread(EngineConfig(engine_id="prefill"), memory(1)[0])
     thread._wake()
-    monkeypatch.setattr(thread._desk, "carry_out", thread._wake)
-    for _ in range(2):
-        thread._on_bell()
-        assert select.select([thread._bell.fileno()], [], [], 0)[0], "else what was handed over just now waits for ever"
+    with monkeypatch.context() as patch:
+        patch.setattr(thread._desk, "carry_out", thread._wake)
+        for _ in range(2):
+            thread._on_bell()
+            assert select.select([thread._bell.fileno()], [], [], 0)[0], "else what was handed over waits for ever"
+    silence = thread._bell.silence
+
+    def silence_late() -> None:
+        thread._wake()  # just before
+        silence()
+
+    monkeypatch.setattr(thread._bell, "silence", silence_late)
+    thread._on_bell()
+    thread._wake()
+    assert select.select([thread._bell.fileno()], [], [], 0)[0], "else no later order wakes the loop"

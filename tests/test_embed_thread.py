@@ -180,6 +180,53 @@ def test_whoever_waits_is_woken(thread: EngineThread) -> None:
         assert waiting[0].result(PATIENCE_S) is False
 
 
+@pytest.mark.parametrize("what", ["news", "the end"])
+def test_all_threads_that_wait_return_when_there_is_news(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """One thread is about to poll. Then another silences the bell, just after it was rung."""
+    thread.fileno()
+    bell, others = thread._news_bell, threading.Event()
+    silence, at_poll, found = bell.silence, threading.Event(), list[list[tuple[int, int]]]()
+
+    class Poll:
+        def __init__(self) -> None:
+            self._poll = poll()
+            self.register = self._poll.register
+
+        def poll(self, _: float) -> None:
+            at_poll.set()
+            assert others.wait(PATIENCE_S)
+            found.append(self._poll.poll(0))
+
+    def silence_late() -> None:
+        if at_poll.is_set():
+            thread.submit([Lend({})]) if what == "news" else thread.close(PATIENCE_S)
+            deadline = time.monotonic() + PATIENCE_S
+            while not (thread._has_news or thread._is_over) and time.monotonic() < deadline:
+                time.sleep(0)
+        silence()
+
+    poll = select.poll
+    monkeypatch.setattr(select, "poll", Poll)
+    monkeypatch.setattr(bell, "silence", silence_late)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(thread.wait, PATIENCE_S)
+        assert at_poll.wait(PATIENCE_S)
+        assert thread.wait(PATIENCE_S) is (what == "news")
+        others.set()
+        assert waits.result(PATIENCE_S) is (what == "news")
+    assert found[0]
+
+
+def test_news_that_came_before_a_thread_listened_are_signalled(thread: EngineThread) -> None:
+    thread.submit([Lend({})])
+    deadline = time.monotonic() + PATIENCE_S
+    while not thread._has_news and time.monotonic() < deadline:
+        time.sleep(0)
+    assert select.select([thread.fileno()], [], [], 0)[0]
+
+
 def test_all_who_ask_first_at_once_hear_the_same_bell(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     others: list[int] = []
 
@@ -275,6 +322,17 @@ def test_whoever_closes_as_the_thread_begins_waits_for_its_end(
     with pytest.raises(EngineClosed, match="closed while it started"):
         made.start(PATIENCE_S)
     assert not made._thread.is_alive()
+
+
+def test_a_close_that_comes_before_the_thread_has_a_loop_ends_the_start() -> None:
+    def make_loop() -> asyncio.AbstractEventLoop:
+        closed.close()
+        return asyncio.new_event_loop()
+
+    closed = EngineThread(CONFIG, memory(1)[0], loop_factory=make_loop)
+    with pytest.raises(EngineClosed, match="closed while it started"):
+        closed.start(PATIENCE_S)
+    assert not closed._thread.is_alive()
 
 
 def test_nothing_runs_before_the_start_and_after_a_close_there_is_none(made: EngineThread) -> None:
@@ -502,6 +560,21 @@ def test_whoever_waits_for_a_call_that_the_loop_never_came_to_is_told(thread: En
     thread._calls.add(waiting)
     thread.close(PATIENCE_S)
     assert isinstance(waiting.exception(0), EngineClosed)
+
+
+def test_a_call_that_is_handed_over_as_the_thread_ends_is_told(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread has failed the calls that it knew, before it knew this one."""
+
+    def too_late(work: Any, _: asyncio.AbstractEventLoop) -> Future[None]:
+        work.close()
+        thread.close(PATIENCE_S)
+        return Future()
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", too_late)
+    with pytest.raises(EngineClosed, match="ended meanwhile: it was closed"):
+        thread.call(asyncio.sleep(0), 1.0)
 
 
 def test_many_may_close_at_once_and_again(thread: EngineThread) -> None:

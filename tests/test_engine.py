@@ -150,7 +150,6 @@ async def test_a_cancelled_caller_leaves_no_hold_behind(bench: Bench) -> None:
 @pytest.mark.parametrize("turns", range(1, 13))
 async def test_cancel_at_every_turn_of_the_loop(sim: Bench, turns: int) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
         params = group.make_params("r", [(0, [1])], 16, written=True)
         prefill.engine.lend(params)
@@ -186,7 +185,6 @@ async def test_a_stuck_read_fails_in_time_and_names_its_blocks(sim: Bench) -> No
 
 async def test_a_block_in_use_is_refused_and_the_request_can_be_pulled_into_others(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
         first, second = (group.make_params(f"r{i}", [(0, [i])], 16, written=True) for i in (1, 2))
         prefill.engine.lend(first)
@@ -260,7 +258,6 @@ async def test_one_bad_event_takes_no_others_along(
                 raise ZeroDivisionError("a bug")
             honest(self, news, detect_s, now)
 
-        assert decode.data is not None
         decode.data.deferred = True
         monkeypatch.setattr(DecodeSide, "ended", ended)
         tasks = []
@@ -305,7 +302,6 @@ async def test_a_bug_that_one_command_meets_keeps_no_other_from_being_carried_ou
     """Two peers are forgotten in one turn, and the data plane fails over the first."""
     async with sim.pair() as (prefill, decode, group):
         data, second = decode.data, sim.side("second", 7)
-        assert data is not None
         async with second.engine:
             for number, (side, key) in enumerate(
                 [(prefill, group), (second, PrefillRanks("second", [second.engine.endpoint]))]
@@ -359,7 +355,6 @@ async def test_a_read_whose_posting_raised_may_have_been_posted_and_holds_its_bl
 ) -> None:
     async with sim.pair() as (prefill, decode, group):
         data = decode.data
-        assert data is not None
         data.deferred, honest = True, data.post_read
 
         def post_read(*args: Any) -> None:

@@ -37,6 +37,14 @@ def test_every_event_and_every_field_says_what_it_is() -> None:
             ), (name, field.name)
 
 
+def test_every_warning_says_what_ends_it() -> None:
+    for name, event in EVENTS.items():
+        may_warn = not {"warning", "error"}.isdisjoint(event.levels)
+        assert may_warn is bool(event.until), f"{name}: say `until` of an event that may be a warning, and of no other"
+        assert not event.only_with or {event.only_with} <= set(event.__struct_fields__), name
+    assert set(told.ENDS) == {x.event for x in EVENTS.values() if x.until not in ((), told.ITSELF, told.ADVICE)}
+
+
 def test_the_name_of_an_event_is_written_nowhere_by_hand() -> None:
     names = set(EVENTS) - {"refused", "drained"}  # which are words of other things, too
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -89,8 +97,7 @@ async def test_what_real_engines_log_is_documented(tmp_path: Path) -> None:
     config = asynckv.LogConfig(file=tmp_path / "all.jsonl", level="debug")
     async with Bench(True).pair(log=config) as (prefill, decode, group):
         for i in range(3):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i], written=True)
             await decode.engine.pull(f"d{i}", [(0, [i])], params)
             await lent.wait_released()
         lent.withdraw()

@@ -224,8 +224,8 @@ async def test_a_place_holds_what_was_put_there_last(make: Make, tmp_path: Path)
     old, new = records(1, 2, word="old"), records(1, word="new")
     await tier.store(old)
     await tier.store(new)
-    ended = await tier.load([*old, *new])
-    assert (ended.ending, ended.lost) == (Ending.FAILED, (0,))
+    ended = await tier.load([*old, *new, *records(5)])
+    assert (ended.ending, ended.lost) == (Ending.FAILED, (0, 3))  # whose first cause is told
     number, offset = divmod(old[0].far, SEGMENT)
     name = tmp_path / "tier" / f"segment-{number:05}.kv"
     assert ended.cause == f"group 'group', hash {b'old-1'.hex()}..., at {offset} of {name}: it is not stored there"
@@ -1014,6 +1014,8 @@ async def test_closing_under_a_disk_that_does_not_answer_says_so_and_may_be_trie
     if where == "submit":
         assert stuck.entered.wait(PATIENCE_S)
     await tier.plane.quiesce()
+    late = tier.post(READ, records(1))
+    assert await tier.heard() == [RecordsEnded(late, Ending.FAILED, "closed")]
     with pytest.raises(BackendError, match="call close"):
         tier.plane.close()
     with pytest.raises(BackendError, match="belongs to process"):

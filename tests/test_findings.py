@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from asynckv.core.account import Account, Facts
+from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.leaks_live import records_of, tell
 from asynckv.tools.diagnose.leaks_request import find_requests
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from asynckv.tools.diagnose.timeline_model import ground, stories
@@ -87,7 +93,7 @@ class Balanced(HTMLParser):
 
 def test_of_a_service_that_is_well_nothing_is_said() -> None:
     found, page = screen(well())
-    assert (found.wrong, found.limits) == ([], [])
+    assert (found.wrong, found.limits, found.notes) == ([], [], [])
     assert "<p>All is well.</p>" in page
 
 
@@ -118,7 +124,7 @@ def test_what_is_wrong_comes_worst_first_with_what_to_do() -> None:
     assert away.what == f"the event loop of {DECODE} was away: 2 times, at most 22.0 s"
     assert away.evidence == "until 2027-01-15 08:00:50.000000Z; open: 0 leases, 5 pulls"
     assert error.what == f"1 error internal_error on {PREFILL}"
-    assert [(x.code, x.evidence) for x in found.limits] == [("setup_doubtful", "a name that two have")]
+    assert [(x.code, x.evidence) for x in found.notes] == [("setup_doubtful", "a name that two have")]
     assert "5 things went wrong, the worst first." in page
 
 
@@ -182,19 +188,165 @@ def test_what_could_not_be_judged_is_said_and_is_no_fault() -> None:
     found, page = screen([*well(), lent, over])
     assert found.wrong == []
     assert [x.what for x in found.limits] == ["there is no log of other/tp0@bbbbbbbb, which others name"]
-    assert "<p>All is well.</p>" in page
+    assert "<p>Nothing wrong was found, but not all could be judged.</p>" in page
     found, _ = screen([ended(0.0, "timeout")])
     assert "logged warnings and errors alone" in found.limits[-1].what
 
 
-def test_a_process_that_died_is_told_before_all_that_came_of_it() -> None:
+def test_a_process_that_died_is_told_with_all_that_came_of_it() -> None:
     died = [x for x in well() if not (x.rank == PREFILL and x.event == "engine_stopped")]
     lost = say(30.0, "peer_changed", DECODE, "warning", peer=PREFILL, peer_incarnation="aaaaaaaa" * 4, state="gone",
                cause="peer_lost", detail="its process has ended")  # fmt: skip
-    gone, failed = screen([*died, lost, ended(31.0, "peer_lost", peer_ranks=[PREFILL])])[0].wrong
+    [gone] = screen([*died, lost, ended(31.0, "peer_lost", peer_ranks=[PREFILL], prefill_request_id="x")])[0].wrong
     assert (gone.code, gone.what.startswith(f"{PREFILL} died")) == ("died", True)
-    assert (failed.heading, failed.code) == (HEADING.GONE, "prefill_died")
-    assert failed.what.startswith(f"pulls of {DECODE} from {PREFILL} failed (1 peer_lost): ")
+    assert gone.requests == ("x",)
+    assert gone.evidence.startswith(f"pulls of {DECODE} from {PREFILL} failed (1 peer_lost): ")
+
+
+def start_of(rank: str, at: float, start: str, **more: Any) -> Record:
+    return say(at, "engine_started", f"{rank}@{start * 8}", host="h", address=f"tcp://h:{start}", lease_s=30.0, **more)
+
+
+def signs(rank: str, start: str, *times: float) -> list[Record]:
+    return [say(at, "engine_alive", f"{rank}@{start * 8}") for at in times]
+
+
+def test_a_crash_loop_is_one_finding_that_says_how_often_and_from_when_to_when() -> None:
+    loop = [start_of("decode/tp0", 100.0 + 40 * i, f"{i}", pid=100 + i) for i in range(6)]
+    goes_on = signs("decode/tp0", "5", 315.0, 330.0, 345.0)
+    failed = [
+        ended(102.0 + 40 * i, "peer_lost", peer_ranks=[f"decode/tp0@{f'{i}' * 8}"], peer="decode") for i in range(5)
+    ]
+    [gone] = screen([*well(), *loop, *failed, *goes_on])[0].wrong
+    said = "decode/tp0 died 5 times, from 08:01:40.000 to 08:04:20.000; decode/tp0@44444444 died: "
+    assert (gone.heading, gone.code, gone.what[: len(said)]) == (HEADING.GONE, "died", said)
+    assert len(gone.requests) == 5
+    bugs = [say(101.0 + 40 * i, "internal_error", f"decode/tp0@{f'{i}' * 8}", "error", error="x") for i in range(5)]
+    gone, bug = screen([*well(), *loop, *bugs, *goes_on])[0].wrong
+    assert bug.what == "5 errors internal_error on decode/tp0"
+    [gone] = screen([*well(), *loop[-2:], *goes_on])[0].wrong
+    assert gone.what.startswith("decode/tp0@44444444 died: ")
+
+
+def test_two_engines_with_one_id_are_two() -> None:
+    """Neither is dead because the other one started later, whatever their logs have said by then."""
+    one, other = start_of("decode/tp0", 100.0, "1", pid=7), start_of("decode/tp0", 110.0, "2", pid=8)
+    for more in (
+        [],
+        signs("decode/tp0", "1", 115.0),
+        [*signs("decode/tp0", "1", 115.0), *signs("decode/tp0", "2", 125.0)],
+    ):
+        assert screen([*well(), one, other, *more])[0].wrong == []
+    # A restart takes its pid or its port; and a living process writes a line every half lease.
+    port = start_of("decode/tp0", 110.0, "2", pid=8)
+    port.said = {**port.fields, "address": "tcp://h:1"}
+    same = {"pid_namespace": 1, "boot_id": "boot"}
+    first, again = start_of("decode/tp0", 100.0, "1", pid=1, **same), start_of("decode/tp0", 110.0, "2", pid=1, **same)
+    apart = [
+        start_of("decode/tp0", at, f"{i}", pid=1, **same | {"pid_namespace": i}) for i, at in ((1, 100.0), (2, 110.0))
+    ]
+    for records, is_dead in (
+        ([one, port], True),
+        ([first, again], True),
+        (apart, False),
+        ([one, other, *signs("decode/tp0", "2", 121.0)], True),
+        ([one, other, *signs("decode/tp0", "2", 119.0)], False),
+        ([one, *signs("decode/tp0", "1", 111.0), other, *signs("decode/tp0", "2", 121.0)], False),
+    ):
+        found = screen([*well(), *records])[0].wrong
+        assert [x.code for x in found] == ["died"] * is_dead
+    # They harm each other where both take one request.
+    said = {"cause": "wrong_cohort", "prefill_request_id": "x", "sequence": 9, "peer": "prefill", "seconds": 0.1}
+    both = [
+        say(117.0, "pull_ended", f"decode/tp0@{x * 8}", "warning", request_id="d", pull_id=f"{x * 16}-1", **said)
+        for x in "12"
+    ]
+    found = screen([*well(), one, other, *both])[0].wrong
+    assert [x.code for x in found if x.code == "one_id_twice"] == ["one_id_twice"]
+
+
+@pytest.mark.parametrize(("made_at", "is_dead"), [(50.0, False), (math.nan, False), (150.0, True)])
+def test_a_socket_that_is_younger_than_the_engine_that_answers_is_of_another_one(made_at: float, is_dead: bool) -> None:
+    """It is no socket that an earlier start of the rank left."""
+    lives = Account(rank="decode/tp0@11111111", incarnation="1" * 32, facts=Facts(uptime_s=100.0))
+    answers = [
+        Answer(address="/a.sock", account=lives, at=200.0),
+        Answer(address="/b.sock", account=Account(rank="decode/tp0@22222222"), error="ended", trouble=Trouble.GONE,
+               at=200.0, made_at=made_at),
+    ]  # fmt: skip
+    service = join(list(records_of(answers, 200.0)))
+    tell(service, answers, 200.0)
+    axis = make_axis(service)
+    found = find(Seen(Logs(), axis, ground(axis), find_leaks(service), answers=answers))
+    assert [x.code for x in found.wrong] == ["no_answer"] * is_dead
+
+
+def test_times_have_a_date_if_the_logs_are_not_of_one_day() -> None:
+    died = [x for x in well() if not (x.rank == PREFILL and x.event == "engine_stopped")]
+    lost = say(30.0, "peer_changed", DECODE, "warning", peer=PREFILL, peer_incarnation="aaaaaaaa" * 4, state="gone",
+               cause="peer_lost", detail="its process has ended")  # fmt: skip
+    [gone] = screen([*died, lost])[0].wrong
+    assert "its log ends at 08:00:00.000 without" in gone.what
+    for day in (-86400.0, 86400.0, 57600.0):
+        [gone] = screen([*died, lost, say(day, "engine_stopped", "other/tp0@cccccccc")])[0].wrong
+        assert "its log ends at 2027-01-15 08:00:00.000 without" in gone.what
+
+
+def away(at: float, seconds: float, rank: str = DECODE, **more: Any) -> Record:
+    held = {"leases": 0, "pulls": 1} | more
+    return say(at, "loop_was_away", rank, "warning", seconds=seconds, **held)
+
+
+def slow(at: float, seconds: float = 3.0) -> Record:
+    """A pull that failed for a loop that was away until just before."""
+    return ended(at, "lease_lost", prefill_request_id="x", seconds=seconds, peer_ranks=[PREFILL])
+
+
+def test_a_pause_without_a_late_request_is_no_finding() -> None:
+    found, _ = screen([*well(), away(40.0, 1.0), away(50.0, 4.0), away(55.0, 30.0, pulls=0)])
+    assert found.wrong == found.limits == []
+    [also] = found.notes
+    assert also.what == "event loops of 1 process were away: 3 times, at most 30.0 s, and nothing was late by it"
+    found, _ = screen([*well(), away(40.0, 1.0), slow(40.1)])
+    [late] = found.wrong
+    assert (late.heading, late.code) == (HEADING.STOPPED, "decode_loop_away")
+    assert "nothing was late by it" not in str(found)
+    [long] = screen([*well(), away(40.0, 12.0)])[0].wrong
+    assert (long.heading, long.code) == (HEADING.STOPPED, "loop_was_away")
+
+
+def test_pauses_of_all_processes_at_once_are_their_machine() -> None:
+    apart = [
+        replace(x, said={**x.fields, "pid": i}) if x.event == "engine_started" else x for i, x in enumerate(well(), 1)
+    ]
+    both = [away(40.0, 3.0), away(40.2, 2.9, PREFILL)]
+    found, _ = screen([*apart, *both])
+    assert found.wrong == []
+    assert "stood still at once, so their machine had no processor time, or was suspended" in found.notes[0].what
+    [late] = screen([*apart, *both, slow(40.5)])[0].wrong
+    assert (late.code, late.requests) == ("no_processor_time", ("x",))
+    assert late.what.startswith("2 processes of h stood still at once")
+    # One of them was not away, they were away one after the other, or they are one process.
+    for records in ([*apart, both[0]], [*apart, both[0], away(36.9, 2.0, PREFILL)], [*well(), *both]):
+        [late] = screen([*records, slow(40.5)])[0].wrong
+        assert late.code in ("decode_loop_away", "prefill_loop_away")
+
+
+@pytest.mark.parametrize(
+    ("waited", "says", "remedy"),
+    [
+        ({"waited_s": 2.8}, "had no processor time: 1 time", "cores"),
+        ({"waited_s": 2.8, "throttled_s": 2.7}, "because a CPU limit of their cgroup stopped them: 1 time", "cpu.max"),
+        ({"waited_s": 2.8, "throttled_s": 0.2}, "had no processor time: 1 time", "cores"),
+    ],
+)
+def test_a_process_without_a_processor_is_told_so(waited: dict[str, float], says: str, remedy: str) -> None:
+    [late] = screen([*well(), away(40.0, 3.0, DECODE, **waited), slow(40.5)])[0].wrong
+    assert late.code == "no_processor_time"
+    assert says in late.what
+    assert remedy in late.remedy
+    [late] = screen([*well(), away(40.0, 3.0, waited_s=0.3), slow(40.5)])[0].wrong
+    assert late.code == "decode_loop_away"
 
 
 def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from asynckv import ConfigError, KeysConfig, LayoutError, LeaseConfig, PrefillRa
 from asynckv.core import wire as m
 from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
+from asynckv.core.told import StepWait
 from asynckv.core.types import Address, Cohort, KVTransferParams, decode_params
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.geometry.check import check_layout
@@ -189,6 +190,7 @@ ACCOUNT = Account(
     num_peers={"ready": 1},
     peers=(PeerStatus(rank="x", address="tcp://x:1", state="ready"),),
     budgets={"parked": (0, 4096)},
+    waits_for_step={"claim": StepWait(1, 2.0)},
 )
 ACCOUNT_BYTES = encode_account(ACCOUNT)
 

@@ -158,9 +158,9 @@ def test_every_byte_is_where_it_belongs_and_no_other_is_touched_for_long(data: s
 KV = (PartSpec("k", (("head", 12), ("dim", 2)), "head"), PartSpec("v", (("head", 12), ("dim", 2)), "head"))
 
 
-def attention(heads: int = 12, name: str = "attn", window: int = 0, dim: int = 2) -> LayerSpec:
+def attention(heads: int = 12, name: str = "attn", window: int = 0, dim: int = 2, parts: str = "kv") -> LayerSpec:
     dims = (("head", heads), ("dim", dim))
-    return LayerSpec(name, (PartSpec("k", dims, "head"), PartSpec("v", dims, "head")), window=window)
+    return LayerSpec(name, tuple(PartSpec(part, dims, "head") for part in parts), window=window)
 
 
 def latent(name: str = "mla") -> LayerSpec:
@@ -201,6 +201,22 @@ def transfer(
         oracle.fill(remote, real, cache, tokens)
     locals_ = [Rank(decode, r, s) for s in range(decode.pp_size) for r in range(decode.tp_size)]
     return [check_transfer(rank, remotes, mine, theirs, cache, tokens, wanted=wanted) for rank in locals_]
+
+
+@pytest.mark.parametrize("mine", [[2, 3], [3, 2], [4, 2, 3]], ids=str)
+@pytest.mark.parametrize("theirs", [[5, 6, 7], [7, 6, 5]], ids=str)
+@pytest.mark.parametrize(("here", "there"), [("layers", "layers"), ("layers", "cross"), ("split", "layers")])
+def test_blocks_in_any_order_arrive_in_layers_that_lie_in_separate_memories(
+    here: str, there: str, mine: list[int], theirs: list[int]
+) -> None:
+    """In one memory, the last of blocks 3 and 2 would end where the next layer's first block begins."""
+    orders = dict.fromkeys("kv", ("token", "head", "dim"))
+    layers = tuple(attention(name=f"l{i}", parts="k" if here == "layers" else "kv") for i in range(3))
+    prefill, decode = (
+        Engine(layers, (GroupSpec((0, 1, 2), 4),), tp, style=style, orders=orders)
+        for tp, style in ((1, there), (3, here))
+    )
+    transfer(prefill, decode, [(0, theirs[: len(mine)])], [(0, mine)], 4 * len(mine))
 
 
 def pairs(plan: Any, group: int = 0) -> list[tuple[int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import msgspec
@@ -12,11 +14,12 @@ from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry import tables
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.check import check_layout
+from asynckv.geometry.gather import Ranges, Recipe, check_recipe
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, attention_view, shard
 from asynckv.geometry.match import compare
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.tables import GroupPair, PeerTables, Span
-from tests.world import make_layout, peer_map
+from tests.world import Buffers, make_layout, peer_map
 
 change = msgspec.structs.replace
 
@@ -104,6 +107,32 @@ def test_pieces_that_are_side_by_side_in_different_memories_are_two(apart: int) 
     assert [table.local.tolist(), table.remote.tolist()] == [both[apart == 0], both[apart == 1]]
     [merged] = peer_map(layout(0, False), layout(1 << 40, False)).regular
     assert (merged.length.tolist(), merged.local.tolist()) == ([16], [[0, 0, 16]])
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_a_recipe_of_pieces_in_the_gaps_of_other_blocks_reads_its_own_block_alone(step: int) -> None:
+    """Every recipe of a few bytes is tried; at the start of the second memory lie bytes of no block."""
+    found = meshed(3, (0, 4, 12), (1, step, 12))
+    views = (*found.views, change(found.views[0], layer="l2", memory=1, offset=6))
+    layout = change(found, views=views, memories=(Memory(0, 64), Memory(64, 64)))
+    check_layout(layout)
+    owners = np.full((2, 64), -1)
+    for block in range(3):
+        for memory, start, length in Buffers(layout, 0).block_spans(block):
+            owners[memory, start : start + length] = block
+    ranges, taken = Ranges(layout), 0
+    shapes = [(), *(((size, by),) for size in (2, 3) for by in (1, 4, 8, 12))]
+    for memory, offset, piece, dims in itertools.product((0, 1), range(40), (1, 2), shapes):
+        asked = Recipe(0, ((piece, dims),), ((memory, offset, 0),), ((1, 1),))
+        with contextlib.suppress(LayoutError):
+            (row,) = check_recipe(asked, ranges, np.arange(3), 64).rows
+            each = [offset + row[2] + sum(at) for at in itertools.product(*(range(0, n * by, by) for n, by in dims))]
+            own = np.flatnonzero(owners[memory] == 1)
+            for at in each:
+                assert {*owners[memory, at : at + piece].tolist()} <= {-1, 1}, asked
+                assert own[0] <= at <= at + piece - 1 <= own[-1], asked
+            taken += 1
+    assert taken > 6
 
 
 # -- what layouts say --------------------------------------------------------------------------------------

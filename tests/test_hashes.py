@@ -104,8 +104,7 @@ def lent(world: World, **changed: Any) -> tuple[KVTransferParams, Any]:
     """A prompt of 8 tokens, lent with its chain; the decode rank."""
     prefill = world.add("prefill", make_layout())
     chain = token_hashes(range(8), 3)
-    params = world.params([prefill], "request", [3, 4], 8, written=True, hashes=chain, hash_tokens=3)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "request", [3, 4], written=True, hashes=chain, hash_tokens=3)
     return msgspec.structs.replace(params, **changed), world.add("decode", make_layout(), seed=1)
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import io
 import itertools
 import json
 import math
 import pickle
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import structlog
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +33,6 @@ from asynckv.core.pull import PullRequest
 from asynckv.core.types import Outcome, Reason, rank_name
 from asynckv.core.watch import GATHER_S, PAUSE_S
 from asynckv.observe.log import phases
-from asynckv.observe.setup import configure_logging
 from tests.engines import Bench, until
 from tests.world import BLOCK, NUM_BLOCKS, Rank, World, begin, make_layout
 
@@ -59,28 +55,13 @@ def running(world: World, seconds: float, *, step: float = 0.5) -> None:
         world.deliver_all()
 
 
-@pytest.fixture
-def events() -> Iterator[list[dict[str, Any]]]:
-    stream = io.StringIO()
-    configure_logging("info", stream=stream)
-
-    class Lines(list[dict[str, Any]]):
-        def __iter__(self) -> Iterator[dict[str, Any]]:
-            return iter([json.loads(line) for line in stream.getvalue().splitlines()])
-
-    yield Lines()
-    structlog.reset_defaults()
-
-
 # -- the list ----------------------------------------------------------------------------------------
 
 
 def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4)
-    world.lend(prefill, params)
-    decode.core.announce("d-req", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    params, _ = world.lent(prefill, "req", [3])
+    world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
     running(world, 60.0)
     assert decode.core.inspect.holds(world.time(decode)) == ()
@@ -109,12 +90,10 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
 def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
     """A lease is overdue unclaimed, and claimed before it is said."""
     world, prefill, decode = pair(lease=LeaseConfig(lease_s=30.0))
-    params = world.params([prefill], "req", [3], 4)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3])
     running(world, 10.0)
     assert prefill.core.watch.next_at < math.inf
-    decode.core.announce("d-req", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
     world.settle(decode)
     world.deliver_all()
@@ -141,7 +120,7 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
     for transfer_id in list(decode.reads):
         world.complete(decode, transfer_id)
     state_then, rank_then, landed = state()
-    assert (state_then, rank_then, landed > 0) == ("confirming", "landed", True)
+    assert (state_then, rank_then, landed > 0) == ("confirming", "not_lent", True)
     (request,) = decode.core.inspect.requests(world.time(decode))
     assert request.ranks[0].bytes_planned == landed
     world.lend(prefill, params)
@@ -205,11 +184,9 @@ def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
     lease_s: float, fraction: float, renewals: int
 ) -> None:
     world, prefill, decode = pair(log=LogConfig(held_fraction=fraction), lease=LeaseConfig(grant_s=1000.0))
-    params = world.params([prefill], "req", [3], 4, lease_s=lease_s)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3], lease_s=lease_s)
     if renewals:
-        decode.core.announce("d", params, "", 1e6, world.time(decode))
-        world.settle(decode)
+        world.announce(decode, "d", params, 1e6)
         world.deliver_all()
         for _ in range(3 * renewals):  # three times in each promise
             world.advance(min(decode.core.next_at - decode.epoch - world.now, lease_s / 4))
@@ -230,20 +207,16 @@ def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
 def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
     for log, seconds in ((LogConfig(held_fraction=0), 100.0), (LogConfig(), 9.0)):
         world, prefill, decode = pair(log=log)
-        params = world.params([prefill], "req", [3], 4)
-        world.lend(prefill, params)
-        decode.core.announce("d", params, "", 300.0, world.time(decode))
-        world.settle(decode)
+        params, _ = world.lent(prefill, "req", [3])
+        world.announce(decode, "d", params, 300.0)
         running(world, seconds)
         assert prefill.said == decode.said == []
 
 
 def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4)
-    world.lend(prefill, params)
-    decode.core.announce("d", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    params, _ = world.lent(prefill, "req", [3])
+    world.announce(decode, "d", params, 300.0)
     world.deliver_all()
     running(world, 50.0, step=0.05)
     for side in (prefill, decode):
@@ -257,8 +230,7 @@ def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
 def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4, written=True)
-    decode.core.announce("d", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d", params, 300.0)
     world.deliver_all()
     running(world, 9.0)
     world.lend(prefill, params)
@@ -275,8 +247,7 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
 
 def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() -> None:
     world, prefill, decode = pair(pull=PullConfig(gone_s=1000.0))
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [9], params)
     for _ in range(4):
         world.deliver_all()
@@ -325,8 +296,7 @@ def test_what_is_held_for_twice_as_long_before_it_was_said_is_counted_once() -> 
 def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
     world, prefill, decode = pair()
     for i in range(12):
-        params = world.params([prefill], f"r{i}", [i], BLOCK)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, f"r{i}", [i])
         for _ in range(2 if i == 11 else 1):
             begin(
                 decode.core, PullRequest(f"d{i}", [(0, [i])], params, f"cohort-{i}"), 5.0, world.time(decode)
@@ -360,11 +330,9 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
     errors: list[Exception] = []
     texts: list[str] = []
     async with sim.pair(lease=LeaseConfig(lease_s=6.0, grant_s=2.0)) as (prefill, decode, group):
-        assert decode.data is not None
         for how in ("good", "fails", "stuck"):
             decode.data.deferred = how != "good"
-            params = group.make_params(how, [(0, [1])], 16, written=True, lease_s=6.0)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, how, [1], written=True, lease_s=6.0)
             task = asyncio.create_task(decode.engine.pull(how, [(0, [len(how)])], params, timeout_s=4.0))
             await until(lambda: decode.data is not None and (decode.data.running or not decode.data.deferred))
             await until(lambda: prefill.engine.requests())
@@ -398,8 +366,7 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
 
 def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3], written=True)
     world.pull(decode, "d", [9], params)
     world.run()
     ((reader, discharge),) = lease.discharged.items()
@@ -419,8 +386,7 @@ async def test_a_lease_that_ends_well_is_logged_as_a_whole_or_not_at_all(
 ) -> None:
     async with sim.pair(log=LogConfig(successes_per_s=3.0)) as (prefill, decode, group):
         for i in range(9):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i], written=True)
             await decode.engine.pull(f"d{i}", [(0, [i])], params)
             await lent.wait_released()
         expired = prefill.engine.lend(group.make_params("never", [(0, [30])], 16))
@@ -439,8 +405,7 @@ async def test_a_lease_that_ends_well_is_logged_as_a_whole_or_not_at_all(
 
 async def test_what_waits_in_order_is_no_warning(sim: Bench, events: list[dict[str, Any]]) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("waits", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "waits", [1], written=True)
         decode.engine.announce("d", params)
         prefill.engine.lend(group.make_params("lone", [(0, [2])], 16))
         await until(lambda: [x.state for x in decode.engine.requests()[0].ranks] == ["granted"])
@@ -472,8 +437,7 @@ async def test_a_pull_that_is_refused_here_is_logged_with_what_joins_it(
     sim: Bench, events: list[dict[str, Any]]
 ) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("p", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "p", [1], written=True)
         for groups in ([(0, [999])], [(0, [1]), (0, [2])]):
             with pytest.raises(AsyncKVError):
                 await decode.engine.pull("d", groups, params)
@@ -533,11 +497,9 @@ async def test_seconds_inside_a_read_are_a_read_and_those_after_it_are_drained(
     sim: Bench, events: list[dict[str, Any]]
 ) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
         for i, (how, seconds) in enumerate({"timeout": 6.0, "cancelled": 7.5}.items()):
-            params = group.make_params(how, [(0, [i])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, how, [i], written=True)
             pull = decode.engine.pull(how, [(0, [i])], params, timeout_s=6.0 if how == "timeout" else 60.0)
             task = asyncio.create_task(pull)
             await until(lambda: decode.data and decode.data.running)
@@ -559,14 +521,11 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
     sim: Bench, events: list[dict[str, Any]], takes: bool
 ) -> None:
     async with sim.pair(lease=LeaseConfig(lease_s=2.0, grant_s=0.5)) as (prefill, decode, group):
-        assert decode.data is not None
-        params = group.make_params("r", [(0, [1])], 16, written=True, lease_s=2.0)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True, lease_s=2.0)
         await decode.engine.pull("d", [(0, [1])], params)
         await lent.wait_released()
         if takes:
-            other = group.make_params("s", [(0, [2])], 16, lease_s=2.0)
-            prefill.engine.lend(other)
+            other, _ = prefill.lent(group, "s", [2], lease_s=2.0)
             decode.engine.announce("e", other)
             await until(lambda: decode.engine.requests()[0].ranks[0].state == "granted")
         prefill.engine._core.readers.say_goodbye()
@@ -577,14 +536,15 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
         sim.clock.advance(3.0)
     (gone,) = [e for e in events if e["event"] == "peer_changed" and e["state"] == "gone"]
     assert (gone["level"], gone.get("pulls_failed", 0)) == (("warning", 1) if takes else ("info", 0))
-    assert gone["detail"].endswith("said goodbye")
+    assert (gone["how"], gone["detail"].endswith("said goodbye")) == ("goodbye", True)
+    failed = [(e["how"], e["failed_with"]) for e in events if e["event"] == "pull_ended" and e["cause"] == "peer_lost"]
+    assert failed == [("goodbye", [gone["peer"]])] * takes
 
 
 def test_phases_of_a_pull_that_was_never_pulled_are_its_announcement() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
-    pull = decode.core.announce("d", params, "", 20.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "d", params, 20.0)
     running(world, 25.0)
     assert (pull.reason, pull.failed_in) == (Reason.TIMEOUT, "announced")
     assert phases(pull)["announced"] == pytest.approx(20.0)

@@ -64,8 +64,7 @@ def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
     world.lend(prefill, first)
     world.now = 2.0
     world.lend(prefill, second)
-    decode.core.announce("d2", second, "", 30.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d2", second, 30.0)
     world.deliver_all()
     world.now = 3.0
     seen = account(world, prefill)
@@ -108,8 +107,7 @@ def test_of_one_request_all_is_told() -> None:
     """Its history, and the messages about it that were turned down."""
     world = World()
     prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
-    params = world.params([prefill], "p1", [1], 4)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "p1", [1])
     world.now = 1.0
     claim = Claim(params.key, "p1", decode.core.cohort, "d-1", 1, bytes(16), 5.0)
     prefill.core.receive(ReplyTo(b"way"), encode_packet("d-1", "", [claim]), world.time(prefill))

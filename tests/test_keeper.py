@@ -7,7 +7,6 @@ and do what the test asks of each by its number. A remote agent's name says what
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import re
 import signal
@@ -32,7 +31,7 @@ from asynckv.edges.taster import Taster
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
 from asynckv.testing import SimData, SimNetwork
-from tests.engines import until
+from tests.engines import open_files, until
 
 pytestmark = pytest.mark.anyio
 
@@ -128,6 +127,12 @@ class Kept:
     def orders(self, name: str) -> list[Any]:
         """The orders that it was given."""
         return [msgspec.msgpack.decode(bytes.fromhex(line)) for line in self.lines(name)[1:]]
+
+    async def obeys_only_the_next_order(self) -> None:
+        """Check that the child that serves was ordered nothing before."""
+        self.keeper.order(wire.Drop("next"))
+        await until(lambda: self.orders(self.keeper.name))
+        assert self.orders(self.keeper.name) == [[2, "next"]]
 
     def news(self) -> list[Any]:
         return [each for each in self.told if isinstance(each, str | tuple)]
@@ -268,12 +273,11 @@ async def test_a_start_that_is_given_up_leaves_no_child(kept: Callable[..., Kept
 
 async def test_no_interpreter_is_no_process(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
     each = kept("serve")
-    gc.collect()  # what tests before this one have left
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(BackendError, match=r"the data plane's process cannot be started: .*nowhere"):
         await each.start()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() <= before
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(BackendError, match="does not know its own path"):
         keeper.check_processes()
@@ -291,10 +295,23 @@ async def test_the_one_that_stands_by_serves_at_once_and_another_stands_by_then(
         follows = each.standing_by
         each.told.clear()
         os.kill(each.keeper.pid, signal.SIGKILL)
+        each.keeper.order(wire.Drop("of the child that died"))
         await until(each.news)
         assert each.news() == [("the data plane's process was ended by SIGKILL", 0.0), f"kept-{number}"]
         assert each.keeper.pid == follows
         assert each.keeper.agent.name == f"agent of kept-{number}"
+        await each.obeys_only_the_next_order()
+
+
+async def test_the_last_words_of_a_child_are_heard_before_its_end(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", SETTLE_S=60.0)
+    await each.start()
+    assert each.keeper._current is not None
+    asyncio.get_running_loop().remove_reader(each.keeper._current.link.fileno())  # its end is noticed first
+    each.keeper.order(wire.Beat())
+    each.keeper.order(wire.Close())
+    await until(lambda: len(each.news()) > 1)
+    assert each.told[1:3] == [wire.Stats({"beats": 1}), ("the data plane's process exited with status 0", 0.0)]
 
 
 async def test_without_one_that_stands_by_one_is_started(kept: Callable[..., Kept]) -> None:
@@ -304,11 +321,10 @@ async def test_without_one_that_stands_by_one_is_started(kept: Callable[..., Kep
     await until(lambda: len(each.news()) > 1)
     assert each.news()[1:] == [("the data plane's process was ended by SIGKILL", 0.0)]
     assert (each.keeper.is_serving, each.keeper.pid, each.keeper.name) == (False, 0, "kept")
-    each.keeper.order(wire.Drop("x"))  # nobody is there to obey
+    each.keeper.order(wire.Drop("x"))  # no child is there to obey
     await until(lambda: len(each.news()) > 2)
     assert each.news()[2:] == ["kept-2"]
-    await until(each.keeper.stands_by)
-    assert each.orders("kept-2") == []
+    await each.obeys_only_the_next_order()
 
 
 async def test_the_first_to_stand_by_waits_until_the_engine_has_settled(
@@ -426,10 +442,14 @@ async def test_a_follower_that_is_too_late_is_killed_and_followed(kept: Callable
     assert "process did not serve, and made no progress for 1 s" in each.news()[2][0]
 
 
-async def test_who_is_watched_is_asked_and_killed_when_it_does_not_answer(kept: Callable[..., Kept]) -> None:
+async def test_who_is_watched_is_asked_and_killed_when_it_does_not_answer(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
     each = kept("deaf serve", BEAT_S=0.05, HUNG_S=0.2, SETTLE_S=60.0)
     await each.start()
     each.keeper.watch(True)
+    await until(lambda: len(each.news()) > 1)
+    monkeypatch.setattr(keeper, "HUNG_S", 60.0)  # on a busy machine its successor may take long to answer
     await until(lambda: len(each.news()) > 2)
     assert each.news() == ["kept", ("the data plane's process did not answer for 0.2 s", 0.0), "kept-2"]
     # Its successor is watched as well, and answers.
@@ -439,6 +459,19 @@ async def test_who_is_watched_is_asked_and_killed_when_it_does_not_answer(kept: 
     assert said[1:] == [[8]] * (len(said) - 1)
     assert wire.Stats({"beats": 1}) in each.told
     assert len(each.news()) == 3
+
+
+async def test_a_loop_that_was_away_waits_for_the_answer_anew(kept: Callable[..., Kept]) -> None:
+    each = kept("deaf", BEAT_S=60.0, HUNG_S=10.0, SETTLE_S=60.0)
+    await each.start()
+    each.keeper.watch(True)
+    process = each.keeper._current
+    assert process is not None
+    for away_s in (1000.0, 0.0):
+        process.asked_at -= 1000.0
+        each.keeper._beat_at -= away_s
+        each.keeper._beat()
+        assert bool(process.cause) is not bool(away_s)
 
 
 async def test_who_is_not_watched_is_left_alone(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,9 +544,31 @@ async def test_who_does_not_end_in_time_is_killed(kept: Callable[..., Kept]) -> 
     assert (each.keeper.num_processes, each.news()) == (0, ["kept"])
 
 
+@pytest.mark.parametrize("plan", ["deaf", "serve"])
+async def test_closing_raises_and_keeps_the_memory_while_the_child_that_served_lives(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch, plan: str
+) -> None:
+    """A process that is stuck in the kernel ends neither by an order nor by a signal."""
+    each = kept(plan, SETTLE_S=60.0, CLOSE_S=0.0, KILL_S=0.0)
+    await each.start()
+    os.kill(each.keeper.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper._Process, "kill", lambda _: None)
+        await each.keeper.quiesce()
+        for _ in range(2):
+            with pytest.raises(BackendError, match=rf"process {each.keeper.pid} does not end.* may still be written"):
+                each.keeper.close()
+            assert each.keeper._shares is not None
+            assert each.keeper._shares.fds
+            with pytest.raises(BackendError, match="serves already"):
+                await each.start()
+    monkeypatch.setattr(keeper, "KILL_S", 5.0)
+    each.keeper.close()
+    assert (each.keeper.num_processes, each.keeper._shares) == (0, None)
+
+
 async def test_nothing_begins_after_the_end(kept: Callable[..., Kept]) -> None:
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     each = kept("serve", SETTLE_S=0.05, deaths=0, DEATHS_S=0.2, BEAT_S=0.05)
     await each.start()
     each.keeper.watch(True)
@@ -525,7 +580,7 @@ async def test_nothing_begins_after_the_end(kept: Callable[..., Kept]) -> None:
     await until(lambda: loop.time() > later)
     assert (each.keeper.num_processes, each.keeper.is_serving) == (0, False)
     assert len(each.news()) == 2
-    assert len(os.listdir("/proc/self/fd")) == before + 1  # its memory's
+    assert len(open_files() - before) == 1  # its memory's
 
 
 # -- the planes that are made of it --------------------------------------------------------------------
@@ -590,9 +645,10 @@ async def test_a_peer_that_kills_what_tries_it_is_refused_and_no_other(
     kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = kept("serve")
-    monkeypatch.setattr(taster, "TRY_S", 0.3)
-    each = Taster(NixlConfig(), "tries", None)
-    said = await tried(each, "good", "deadly", "good", "refused", "silent", "good", "deadly")
+    each, said = Taster(NixlConfig(), "tries", None), list[str]()
+    for names in (["good", "deadly", "good", "refused"], ["silent"], ["good", "deadly"]):
+        monkeypatch.setattr(taster, "TRY_S", 0.3 if names == ["silent"] else 60.0)
+        said += await tried(each, *names)
     of_death = "NIXL refuses the metadata of {}: it ends a process inside NIXL, as a trial in a separate process"
     assert [said[number] for number in (0, 2, 5)] == [""] * 3
     for number, name, how in ((1, "deadly", "SIGSEGV"), (4, "silent", "it hung"), (6, "deadly", "SIGSEGV")):

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asynckv.core import told
+from asynckv.edges.kernel import identity, processor_waits
+from asynckv.engine.lag import LoopLag
+from asynckv.tools.diagnose.join import Service, join
+from asynckv.tools.diagnose.leaks_live import look_here
 from asynckv.tools.diagnose.process import Seen, look, verdict
+from asynckv.tools.diagnose.records import Record
 
 
 @pytest.mark.parametrize(
@@ -58,3 +72,83 @@ def test_a_process_is_found_whatever_it_is_called(tmp_path: Path) -> None:
     assert seen.cpu_s == (14 + 15) / os.sysconf("SC_CLK_TCK")
     assert look(8, tmp_path) == Seen(8)
     assert look(os.getpid()).state == "R"
+
+
+IDENTITY = """
+import json, os
+from asynckv.edges.kernel import identity
+print(json.dumps({"pid": os.getpid()} | identity()), flush=True)
+input()
+"""
+
+
+@contextmanager
+def process(*wrapped: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that says what it is, and lives until this is over."""
+    command = [*wrapped, sys.executable, "-c", IDENTITY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def looked(*processes: dict[str, Any]) -> Service:
+    """Look for engines of this host that said so as they started."""
+    records = []
+    for i, said in enumerate(processes):
+        start = f"{i:x}" * 32
+        rank = f"engine{i}/tp0@{start[:8]}"
+        fields = {"host": socket.gethostname(), **said}
+        records.append(Record(1e9, told.EngineStarted.event, "info", f"engine{i}", rank, start, fields))
+    look_here(service := join(records))
+    return service
+
+
+def test_the_pids_of_two_containers_are_not_those_of_their_host() -> None:
+    if os.geteuid() or not shutil.which("unshare"):
+        pytest.skip("PID namespaces were not tried: unshare --pid needs root")
+    unshare = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    me = {"pid": os.getpid()} | identity()
+    with ExitStack() as stack:
+        children = [stack.enter_context(process(*x)) for x in (unshare, unshare, ())]
+        one, two, here = (json.loads(x.stdout.readline()) for x in children if x.stdout is not None)
+        assert one["pid"] == two["pid"] == 1
+        assert one["boot_id"] == two["boot_id"] == here["boot_id"]
+        assert len({x["pid_namespace"] for x in (one, two, here)}) == 3
+        service = looked(one, two, here, me)
+        assert not any(x.gone or x.halted or x.is_elsewhere for x in service.processes.values())
+        children[2].kill()
+        children[2].wait()
+        service = looked(one, two, here, me)
+        assert {x.start: x.gone for x in service.processes.values() if x.gone} == {
+            "22222222": f"pid {here['pid']} is not there any more"
+        }
+
+
+def test_the_kernel_says_for_how_long_there_was_no_processor(tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "thread-self").mkdir(parents=True)
+    (proc / "self").mkdir()
+    (proc / "self/cgroup").write_text("4:cpu,cpuacct:/old\n0::/pod/engine\n")
+    assert processor_waits(proc, cgroups)() == {}
+    (proc / "thread-self/schedstat").write_text("5000000000 1500000000 7\n")
+    assert processor_waits(proc, cgroups)() == {"waited_s": 1.5}
+    for path, text in (
+        ("pod", "throttled_usec 2250000"),
+        ("pod/engine", "usage_usec 1"),
+        ("cpu/old", "throttled_time 9"),
+    ):
+        (cgroups / path).mkdir(parents=True)
+        (cgroups / path / "cpu.stat").write_text(f"nr_periods 1\n{text}\n")
+    assert processor_waits(proc, cgroups)() == {"waited_s": 1.5, "throttled_s": 2.25}
+    assert set(processor_waits()()) <= {"waited_s", "throttled_s"}
+
+
+def test_a_pause_says_how_much_of_it_had_no_processor() -> None:
+    counted = {"waited_s": 1.0, "throttled_s": 0.5}
+    lag = LoopLag(1.0, lambda: dict(counted))
+    assert lag.note(10.0) == {}, "there is no earlier reading"
+    counted["waited_s"] = 3.25
+    assert lag.note(13.0) == {"waited_s": 2.25, "throttled_s": 0.0}
+    assert LoopLag(1.0).note(0.0) == {}

@@ -22,8 +22,7 @@ WITHIN_S = 20.0
 async def test_an_engine_whose_packets_cannot_be_sent_is_noticed() -> None:
     bench = Bench(False)
     async with bench.pair(lease=LeaseConfig(lease_s=LEASE_S, grant_s=GRANT_S)) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [3])], 16)
-        lease = prefill.engine.lend(params)
+        params, lease = prefill.lent(group, "r", [3])
         decode.engine.announce("d", params)
         await until(lambda: lease._lease.grants)
         (grant,) = lease._lease.grants.values()

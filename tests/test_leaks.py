@@ -22,13 +22,14 @@ from typer.testing import CliRunner
 from asynckv.core import told
 from asynckv.core.account import Account, Facts
 from asynckv.core.inspect import RankStatus, RequestStatus
+from asynckv.edges.kernel import identity
 from asynckv.errors import ConfigError
 from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import why_text
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, Owner, remedy_of
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, OwnerView, remedy_of
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -91,12 +92,17 @@ def pull_ended(at: float, cause: str, **fields: Any) -> Record:
     return say(at, told.PullEnded, D, **{**said, **fields})
 
 
+def waits(start: str, at: float, **seconds: float) -> Record:
+    """A sign of life of an engine that something waits for, by its kind."""
+    return say(at, told.EngineAlive, start, waits_for_step={k: {"number": 2, "seconds": s} for k, s in seconds.items()})
+
+
 def alive(start: str, at: float) -> Record:
     return say(at, told.EngineAlive, start)
 
 
-def unanswered(at: float = 60.0, cause: str = "timeout") -> Record:
-    return say(at, told.ReleaseUnanswered, D, **NAMES, cause=cause, ranks=[RANK[P]], seconds=30.0, outcome="complete")
+def unanswered(at: float = 60.0, cause: str = "timeout", outcome: str = "complete") -> Record:
+    return say(at, told.ReleaseUnanswered, D, **NAMES, cause=cause, ranks=[RANK[P]], seconds=30.0, outcome=outcome)
 
 
 def away(start: str, at: float, seconds: float) -> Record:
@@ -170,6 +176,10 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "died before claim": (C.READER_DIED, [*DIED, expired(False), RESTARTED]),
     "died before claim, or was cut off": (C.NEVER_CLAIMED, [*DIED, expired(False)]),
     "never heard of": (C.NEVER_HEARD_OF, [*BOTH, expired(False)]),
+    "never heard of, without a step": (
+        C.NO_STEP,
+        [*BOTH, expired(False), say(45, told.EngineAlive, D, step_s=40.0, waits_for_step={})],
+    ),
     "never shook hands": (
         C.NEVER_SHOOK_HANDS,
         [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(16, "peer_unreachable")],
@@ -422,6 +432,10 @@ SECOND = "dddddddd" + "4" * 24
 RANK[SECOND] = "prefill/tp1@dddddddd"
 UNFIT = pull_ended(15, "geometry_refused", failed_in="handshake", detail=f"{RANK[P]}: layouts differ: dtype")
 SECOND_GONE = gone(45, "it was silent for 4.0 s", peer=RANK[SECOND], peer_incarnation=SECOND)
+UNLISTED = pull_ended(16, "peer_unreachable", failed_in="handshake", detail="its key", how="unlisted_listener")
+RETURNED = say(15.3, told.BlocksReturned, D, **NAMES, seconds_after_failure=0.3)
+AGAIN = {"pull_id": f"{D[:16]}-2", "prefill_request_id": "b", "peer": "other", "sequence": 3}
+ELSEWHERE = pull_ended(14, "complete", **AGAIN, seconds=1.0, peer_ranks=[RANK[OTHER]], read_ranks=[RANK[OTHER]])
 CELLS: list[list[Record]] = [
     *([*BOTH, expired(claimed), FORGOTTEN] for claimed in (True, False)),
     retrying([*BOTH, expired(), FORGOTTEN]),
@@ -435,7 +449,6 @@ CELLS: list[list[Record]] = [
     *([*BOTH, expired(refused=[[3.0, "claim", x, RANK[D], ""]])] for x in ("wrong_request", "restarted")),
     [*CLOSED, expired(False), pull_ended(39, "cancelled", seconds=28), unanswered(41, "engine_closed")],
     *(of_decode([*BOTH, refused(x)]) for x in ("parked_too_long", "wrong_request", "restarted", "wrong_cohort")),
-    of_decode([*BOTH, refused("expired", "lent for longer than max_lease_s 30.0")]),
     of_decode(CASES["release lost"][1]),
     *(of_decode([*BOTH, pull_ended(15, x), unanswered()]) for x in ("peer_unreachable", "wrong_target")),
     of_decode([*CASES["keys, in the detail alone"][1], unanswered()]),
@@ -446,6 +459,13 @@ CELLS: list[list[Record]] = [
     of_decode([*BOTH, UNFIT, unanswered(cause="geometry_refused")]),
     [*BOTH, begun(SECOND), expired(), pull_ended(45, "peer_lost", peer_ranks=[RANK[P], RANK[SECOND]]), SECOND_GONE],
     [*RUNNING, PROMISE, unanswered(), gone(20, "it was silent for 4.0 s"), say(90, "of_later", D)],
+    [begun(P), begun(D), stopped(P), stopped(D), expired(False), UNLISTED],
+    of_decode([*BOTH, UNLISTED, unanswered()]),
+    retrying([*BOTH, expired(), pull_ended(12, "read_failed"), ELSEWHERE]),
+    [*BOTH, expired(), pull_ended(12, "read_failed"), unanswered(60.0, outcome="retry"), ELSEWHERE],
+    [*BOTH, pull_ended(15, "timeout", **KEPT), RETURNED],
+    [*BOTH, pull_ended(15, "timeout", **KEPT), RETURNED, away(D, 15, 4.5)],
+    [begun(P), begun(D), *met(), stopped(D, 9.0), stopped(P), expired(False)],
 ]
 """What, with `CASES`, puts a request into each cell of the table."""
 
@@ -453,7 +473,7 @@ CELLS: list[list[Record]] = [
 def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
     leaks = [leak for records in (*CELLS, *(x for _, x in CASES.values())) for leak in found(records)]
     hangs = join([*RUNNING, expired(), say(500, "of_later")])
-    hangs.unanswered = [RANK[D]]
+    hangs.processes[D].hangs = True
     leaks += find_leaks(hangs)
     for leak in leaks:
         owner, reader = leak.cell
@@ -509,7 +529,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     [leak] = found([*RUNNING, expired(), say(42, "of_later")])
     assert leak.cause is C.READER_SILENT
     [leak] = found([*RUNNING, expired(), say(75, "of_later")])
-    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.CLAIMED)
+    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, OwnerView.CLAIMED)
     [leak] = found([*RUNNING, alive(D, 40.0), expired(False), say(42, "of_later")])
     assert leak.cause is C.NEVER_CLAIMED
     # Its release may still be answered, or given up.
@@ -534,13 +554,13 @@ def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     # One that is restarted late is known to be dead only then.
     again = replace(begun(E, 900.0), rank="decode/tp0@cccccccc", engine_id="decode")
     [leak] = found([*RUNNING, again, stopped(E, 1900.0), *ended, expired(False, at=800.0)])
-    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.UNCLAIMED)
+    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, OwnerView.UNCLAIMED)
 
 
 OWNERS = {
-    C.READER_DIED: {"died after claim": Owner.CLAIMED},
-    C.LEASE_TOO_SHORT: {"too short": Owner.CLAIMED, "another attempt came too late": Owner.CLAIMED},
-    C.PREFILL_DIED: {"read from the dead": Owner.READ, "owner died": Owner.DIED},
+    C.READER_DIED: {"died after claim": OwnerView.CLAIMED},
+    C.LEASE_TOO_SHORT: {"too short": OwnerView.CLAIMED, "another attempt came too late": OwnerView.CLAIMED},
+    C.PREFILL_DIED: {"read from the dead": OwnerView.READ, "owner died": OwnerView.DIED},
 }
 """What the owner knows: within one cause it tells whether a reader had claimed. It had not, where no case says so."""
 
@@ -551,7 +571,7 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     [leak] = found(records)
     assert leak.cause is cause
     if cause in OWNERS:
-        assert leak.cell[0] is OWNERS[cause].get(name, Owner.UNCLAIMED)
+        assert leak.cell[0] is OWNERS[cause].get(name, OwnerView.UNCLAIMED)
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
     assert not re.search("(Prefill|Decode)/tp", shown(records)), "names are as they were logged"
@@ -649,7 +669,7 @@ def test_files_in_the_wrong_order_are_no_clock_that_was_put_back() -> None:
     records = sorted(CASES["release lost"][1], key=lambda x: x.at)
     for order in (records[::-1], [*records[5:], *records[:5]]):
         service = join(in_order(order))
-        assert not service.put_back
+        assert not any(x.put_back for x in service.processes.values())
         assert [x.cause for x in find_leaks(service)] == [C.RELEASE_LOST]
 
 
@@ -683,13 +703,12 @@ def test_pulls_that_a_blocked_loop_made_fail_are_told_though_nothing_was_late() 
         ("unplannable", "give every cache group the blocks"),
         ("remote_too_short", "`num_tokens`"),
         ("queue_full", "`pull.max_queued`"),
-        ("standstill", "`take_finished`"),
         ("blocks_differ", "pass on params unchanged"),
     ],
 )
 def test_each_refusal_by_the_reader_has_a_remedy_of_its_own(cause: str, remedy: str) -> None:
     ended = pull_ended(15, cause, failed_in="handshake", detail="of one kind")
-    other = pull_ended(16, "queue_full" if cause != "queue_full" else "standstill", pull_id=f"{D[:16]}-2")
+    other = pull_ended(16, "queue_full" if cause != "queue_full" else "unplannable", pull_id=f"{D[:16]}-2")
     told_of = {each.remedy for each in failed([*BOTH, ended, other])}
     assert len(told_of) == 2, "one finding each"
     assert any(remedy in each for each in told_of)
@@ -716,6 +735,11 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
         [*BOTH, pull_ended(15, "read_failed"), say(14, told.DataPlaneRestarted, P, cause="signal 6")],
     ),
     "another id": (C.OTHER_REQUEST_ID, [*BOTH, pull_ended(15, "wrong_request")]),
+    "no step of the reader's engine": (C.SCHEDULER_STUCK, [*BOTH, pull_ended(15, "standstill")]),
+    "no step of the lender's engine": (
+        C.SCHEDULER_STUCK,
+        [*BOTH, pull_ended(35, "not_lent_yet", seconds=20.0), waits(P, 30, claim=20.0)],
+    ),
     "keys": (
         C.KEYS_REFUSED,
         [*BOTH, pull_ended(15, "peer_unreachable", detail="it seems to turn our connection away")],
@@ -723,12 +747,21 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
     "unreachable": (C.NEVER_SHOOK_HANDS, [*BOTH, pull_ended(15, "peer_unreachable")]),
     "broken": (C.CONNECTION_LOST, [*BOTH, pull_ended(15, "read_failed")]),
     "queued": (C.LEASE_TOO_SHORT, [*BOTH, pull_ended(15, "timeout", failed_in="queue")]),
+    "its caller's time was up": (C.TIMEOUT_TOO_SHORT, [*BOTH, pull_ended(15, "timeout", failed_in="read")]),
+    "announced": (C.ANNOUNCED_AND_FORGOTTEN, [*BOTH, pull_ended(15, "timeout", failed_in="announced")]),
+    "the listener's key": (C.LISTENER_UNLISTED, [*BOTH, UNLISTED]),
+    "nothing was lent": (C.PREFILL_LENDS_NOTHING, [*BOTH, pull_ended(15, "not_lent_yet", failed_in="queue")]),
+    "others were lent": (
+        C.NOT_LENT_IN_TIME,
+        [*BOTH, lent(12.0, request_id="b", sequence=5), pull_ended(15, "not_lent_yet", failed_in="queue")],
+    ),
+    "another size": (C.RELEASE_REFUSED, [*BOTH, pull_ended(15, "wrong_cohort")]),
     "closed": (C.READER_CLOSED, [*BOTH, pull_ended(15, "engine_closed")]),
     "of an earlier start": (C.STALE_PARAMS, [*RUNNING, stopped(P), pull_ended(15, "engine_closed")]),
     "at a wrong address": (C.WRONG_TARGET, [*BOTH, pull_ended(15, "wrong_target")]),
     "refused here": (C.REFUSED_LOCALLY, [*BOTH, pull_ended(15, "queue_full", detail="1,000 wait")]),
     "refused at the handshake": (C.REFUSED_LOCALLY, [*BOTH, pull_ended(15, "geometry_refused", failed_in="handshake")]),
-    "sent to two readers": (C.RELEASE_REFUSED, [*BOTH, pull_ended(15, "consumed")]),
+    "sent to two readers": (C.PARAMS_GIVEN_TWICE, [*BOTH, pull_ended(15, "consumed")]),
     "said goodbye": (C.PREFILL_CLOSED, [*BOTH, pull_ended(15, "peer_lost"), gone(15, f"{RANK[P]} said goodbye")]),
     "not known": (C.NOT_KNOWN, of_decode([*BOTH, pull_ended(15, "peer_lost"), gone(15, "it was silent for 4.0 s")])),
     "queued behind it": (
@@ -743,7 +776,7 @@ def test_why_a_pull_failed_is_told(name: str) -> None:
     cause, records = FAILURES[name]
     [failure] = failed(records)
     assert failure.verdict.cause is cause
-    itself = cause in (C.DECODE_LOOP_AWAY, C.READER_CLOSED, C.REFUSED_LOCALLY)
+    itself = cause in (C.DECODE_LOOP_AWAY, C.READER_CLOSED, C.REFUSED_LOCALLY) or "reader's engine" in name
     assert failure.verdict.names["by"] == RANK[D if itself else P]
     assert "?" not in failure.sentence
 
@@ -862,7 +895,7 @@ def test_two_at_once_are_both_named() -> None:
     second = [other(expired(False)), other(pull_ended(45, "expired", seconds=0.1))]
     leaks = found([*BOTH, *first, *second])
     assert {x.request_id: x.cause for x in leaks} == {"a": C.RELEASE_LOST, "b": C.LEASE_TOO_SHORT}
-    assert {x.request_id: x.cell[0] for x in leaks} == {"a": Owner.CLAIMED, "b": Owner.UNCLAIMED}
+    assert {x.request_id: x.cell[0] for x in leaks} == {"a": OwnerView.CLAIMED, "b": OwnerView.UNCLAIMED}
 
 
 PREFILL = ("prefill", "other", "guarded", "short", "closing")
@@ -1026,7 +1059,7 @@ def shown(records: list[Record], *, width: int = 0, logs: Logs | None = None) ->
     out = io.StringIO()
     console = Console(file=out, force_terminal=bool(width), width=width or None)
     why_text.show_findings(report(find(seen), seen), console)
-    why_text.show_late(seen.late, console)
+    why_text.show_late(seen.axis, seen.late, console)
     return out.getvalue()
 
 
@@ -1090,7 +1123,7 @@ def test_a_closed_pipe_is_no_error_of_ours(argv: list[str], monkeypatch: pytest.
 def test_one_sides_logs_are_told_to_be_that() -> None:
     theirs = [begun(D), *met()[::2], stopped(D), pull_ended(15, "complete")]
     assert f"there is no log of {RANK[P]}" in shown(theirs)
-    assert "All is well, as far as these logs tell: " in shown(theirs)
+    assert "Nothing wrong was found, but not all could be judged: " in shown(theirs)
 
 
 def test_who_answers_lives_and_who_does_not_is_told(tmp_path: Path) -> None:
@@ -1155,7 +1188,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert judged([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE
     # It had claimed.
     leak = judged([*RUNNING, expired(), now], RANK[D])
-    assert (leak.cause, leak.cell[0]) == (C.DECODE_UNRESPONSIVE, Owner.CLAIMED)
+    assert (leak.cause, leak.cell[0]) == (C.DECODE_UNRESPONSIVE, OwnerView.CLAIMED)
     assert "and then: it does not answer (its log ends at " in leak.sentence
     # Of an engine of which others have spoken, it is known that it was given it.
     owed = expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})
@@ -1167,7 +1200,8 @@ def test_who_was_asked_in_vain_is_named_as_in_the_logs() -> None:
     def told_of(records: list[Record], *answers: Answer) -> tuple[list[str], list[str]]:
         service = join(records)
         tell(service, answers, 2e9)
-        return service.unanswered, sorted(service.gone)
+        every = service.processes.values()
+        return [x.rank for x in every if x.hangs], [x.start for x in every if x.gone]
 
     by_socket = Answer(address="/run/d.sock", error="no answer", trouble=Trouble.AWAY, account=Account(rank=RANK[E]))
     by_address = Answer(address="tcp://10.0.0.1:1", error="no answer", trouble=Trouble.AWAY)
@@ -1198,36 +1232,76 @@ def test_a_reader_that_was_asked_and_is_gone_has_died_though_no_log_of_it_is_the
     assert "it does not answer (there is no log of it)" in leak.sentence, leak.sentence
 
 
-def test_a_pid_that_is_not_there_any_more_is_a_death_if_the_logs_are_of_this_host(tmp_path: Path) -> None:
-    start = {"host": socket.gethostname(), "version": "1"}
-    (tmp_path / "stat").write_text(f"btime {2_000_000_000 - 60}\n")
-    (tmp_path / "7").mkdir()
-    fields = ["S", *["0"] * 18, "500", *["0"] * 5]
-    (tmp_path / "7" / "stat").write_text(f"7 (python) {' '.join(fields)}\n")
+def test_a_pid_is_evidence_in_its_own_namespace_and_boot_alone(tmp_path: Path) -> None:
+    def process(pid: int, state: str = "S", began: int = 500) -> Path:
+        (tmp_path / f"{pid}/ns").mkdir(parents=True)
+        (tmp_path / f"{pid}/stat").write_text(f"{pid} (a) b) {state} {'0 ' * 18}{began} {'0 ' * 5}\n")
+        return tmp_path / f"{pid}/ns/pid"
 
-    def gone(*said: Record) -> dict[str, str]:
-        service = join(said)
-        look_here(service, tmp_path)
-        return service.gone
+    process(1)
+    process(7)
+    process(9, "T", 700)
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text("boot-1\n")
+    (me := process(os.getpid())).touch()
+    (tmp_path / "self").symlink_to(str(os.getpid()))
+    here = {"boot_id": "boot-1", "pid_namespace": me.stat().st_ino, "host": socket.gethostname()}
+    assert identity(tmp_path) == {"boot_id": "boot-1", "pid_namespace": me.stat().st_ino, "pid_began": 500}
 
-    def begins(process: str, pid: int, at: float = 1e9, **more: Any) -> Record:
-        return say(at, told.EngineStarted, process, pid=pid, **start | more)
+    def looked(*said: Record, proc: Path = tmp_path) -> tuple[dict[str, str], list[str], list[str]]:
+        look_here(service := join(said), proc)
+        every = service.processes.values()
+        gone = {x.start: x.gone for x in every if x.gone}
+        return gone, [x.start for x in every if x.halted], [x.rank for x in every if x.is_elsewhere]
+
+    def begins(process: str, pid: int, pid_began: int = 500, at: float = 0.0, **more: Any) -> Record:
+        return say(at, told.EngineStarted, process, **here | {"pid": pid, "pid_began": pid_began} | more)
 
     there, ended = begins(P, 7), begins(D, 8)
-    assert gone(there, ended) == {"bbbbbbbb": "pid 8 is not there any more"}
-    assert gone(ended) == {}, "nothing shows that these logs are of this host"
-    assert gone(begins(P, 7, answers=True), ended) == {"bbbbbbbb": "pid 8 is not there any more"}
-    service = join([ended])
-    look_here(service, tmp_path)
-    assert service.not_here == [RANK[D]]
-    # A process of this number began long before the engine, as the first of a host or of a container does.
-    assert gone(begins(P, 7, 1e9 + 1e6), ended) == {}
-    assert gone(there, begins(D, 8, host="elsewhere")) == {}
-    assert gone(there, say(1e9, told.EngineStarted, D, **start)) == {}, "it does not say its pid"
-    assert gone(there, ended, say(2e9, told.EngineStopped, D)) == {}
-    assert gone(there, begins(D, 8, answers=True)) == {}, "it answers"
-    # Another process has its pid: it began later than the engine.
-    assert gone(there, begins(E, 7, 1e9 - 100)) == {"cccccccc": "pid 7 is not there any more"}
+    died = {"bbbbbbbb": "pid 8 is not there any more"}
+    assert looked(there, ended)[0] == died
+    assert looked(begins(P, 7, answers=True), ended)[0] == died
+    assert looked(there, begins(D, 7, 400))[0] == {"bbbbbbbb": "pid 7 is not there any more"}, "another has its pid"
+    assert looked(there, ended, begins(E, 7))[0] == died, "also if a later start of its rank runs"
+    assert looked(there, ended, say(2e9, told.EngineStopped, D))[0] == {}
+    assert looked(there, begins(D, 8, answers=True))[0] == {}, "it answers"
+    assert looked(begins(D, 9, 700))[1] == ["bbbbbbbb"]
+    # The logs may have been copied before their goodbyes.
+    assert looked(ended) == ({}, [], [RANK[D]])
+    # Containers of a pod, pods in their host's network, hosts of one name, and logs of older versions.
+    for other in (
+        {"pid_namespace": 1},
+        {"boot_id": "boot-2"},
+        {"pid_namespace": None},
+        {"boot_id": None},
+        {"pid_began": None, "boot_id": None, "pid_namespace": None},
+    ):
+        assert looked(there, begins(D, 8, **other), begins(E, 9, **other)) == ({}, [], [])
+        assert looked(begins(P, 8, **other), begins(D, 9, **other)) == ({}, [], [])
+    # It hides processes, is of another namespace, or is not there.
+    (tmp_path / "1/stat").write_text("")
+    assert looked(there, ended)[0] == {}
+    (tmp_path / "1/stat").write_text((tmp_path / "7/stat").read_text())
+    (tmp_path / "self").unlink()
+    (tmp_path / "self").symlink_to("1")
+    assert looked(there, ended)[0] == {}
+    assert looked(there, ended, proc=tmp_path / "nothing") == ({}, [], [])
+
+
+def test_a_process_that_is_there_has_not_died_but_may_hang() -> None:
+    claimed = say(5.1, told.LeaseGranted, **LEASE, reader=RANK[D], pull_id=PULL, seconds=10.0, after_s=0.1)
+    records = [begun(P), begun(D), *met(), claimed, expired(at=40.0), alive(P, 120.0)]
+
+    def judged(is_there: bool) -> tuple[CAUSE, list[str], list[str]]:
+        service = join(records)
+        service.processes[D].is_here = is_there
+        axis = make_axis(service)
+        found = find(Seen(Logs(), axis, ground(axis), find_leaks(service)))
+        [late] = found.late
+        return late.cause, [x.code for x in found.wrong], [x.code for x in found.limits]
+
+    assert judged(False) == (C.READER_DIED, ["died or was cut off"], [])
+    assert judged(True) == (C.DECODE_UNRESPONSIVE, ["decode_unresponsive"], ["ends_early"])
 
 
 def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:

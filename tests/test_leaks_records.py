@@ -230,10 +230,11 @@ def test_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_progress_and_choice(tmp_path: Path) -> None:
     seen: list[str] = []
-    path = write(tmp_path / "a.log", *[row(request_id=str(i)) for i in range(9000)], row("pull_ended"))
-    logs = read_logs([path], seen.append, keep=lambda event: event == "pull_ended")
-    assert [x.event for x in logs.records] == ["pull_ended"]
+    path = write(tmp_path / "a.log", *[row(request_id=str(i)) for i in range(9000)], row("pull_transition"))
+    logs = read_logs([path], seen.append)
+    assert "pull_transition" not in {x.event for x in logs.records}, "only for a request"
     assert seen == [f"{path}, {i + 1} MiB" for i in range(path.stat().st_size >> 20)]
+    assert "pull_transition" in {x.event for x in read_logs([path], request="0").records}
 
 
 JSON = st.recursive(

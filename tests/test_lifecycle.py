@@ -44,7 +44,6 @@ async def passing(bench: Bench, task: asyncio.Task[Any], step: float = 0.02) -> 
 
 
 def running(side: Side) -> int:
-    assert side.data is not None
     return len(side.data.running)
 
 
@@ -52,7 +51,6 @@ def running(side: Side) -> int:
 async def reading(sim: Bench, **how: Any) -> AsyncIterator[tuple[Side, Side, Any, asyncio.Task[Any], Any]]:
     """A pull whose read is under way."""
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
         params = group.make_params("r", [(0, [1])], 16, written=True)
         lent = prefill.engine.lend(params)
@@ -67,7 +65,6 @@ async def reading(sim: Bench, **how: Any) -> AsyncIterator[tuple[Side, Side, Any
 @pytest.mark.parametrize("peer_lost", [False, True])
 async def test_a_failed_read_is_tried_again_within_the_deadline(sim: Bench, peer_lost: bool) -> None:
     async with reading(sim, retries=2) as (prefill, decode, lent, task, _):
-        assert decode.data is not None
         decode.data.fail(next(iter(decode.data.running)), peer_lost=peer_lost)
         await until(lambda: not running(decode))
         while not running(decode):
@@ -84,7 +81,6 @@ async def test_a_failed_read_is_tried_again_within_the_deadline(sim: Bench, peer
 
 async def test_without_retries_a_failure_is_the_end(sim: Bench) -> None:
     async with reading(sim) as (_, decode, lent, task, _):
-        assert decode.data is not None
         decode.data.fail(next(iter(decode.data.running)))
         with pytest.raises(ReadFailed) as caught:
             await task
@@ -94,7 +90,6 @@ async def test_without_retries_a_failure_is_the_end(sim: Bench) -> None:
 
 async def test_no_attempt_begins_while_an_earlier_one_may_still_write(sim: Bench) -> None:
     async with reading(sim, retries=2, timeout_s=10.0) as (prefill, decode, _, task, _):
-        assert decode.data is not None
         first = next(iter(decode.data.running))
         decode.data.doubt(first)
         for _ in range(50):
@@ -115,7 +110,6 @@ async def test_no_attempt_begins_while_an_earlier_one_may_still_write(sim: Bench
 
 async def test_blocks_that_stay_held_end_the_retries_with_the_deadline(sim: Bench) -> None:
     async with reading(sim, retries=5, timeout_s=3.0) as (_, decode, _, task, _):
-        assert decode.data is not None
         first = next(iter(decode.data.running))
         decode.data.doubt(first)
         begun = sim.clock.now()
@@ -132,7 +126,6 @@ async def test_blocks_that_stay_held_end_the_retries_with_the_deadline(sim: Benc
 async def test_each_attempt_has_the_time_that_is_left_of_its_request(sim: Bench) -> None:
     async with reading(sim, retries=1, timeout_s=3.0) as (_, decode, _, task, _):
         data, begun = decode.data, sim.clock.now()
-        assert data is not None
         while sim.clock.now() < begun + 2.0:
             await asyncio.sleep(0)
             sim.clock.advance(0.02)
@@ -146,7 +139,6 @@ async def test_each_attempt_has_the_time_that_is_left_of_its_request(sim: Bench)
 
 async def test_the_last_failure_discharges_the_reader(sim: Bench) -> None:
     async with reading(sim, retries=1) as (_, decode, lent, task, _):
-        assert decode.data is not None
         for _ in range(2):
             await until(lambda: True)
             while not running(decode):
@@ -180,7 +172,6 @@ async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Benc
 
 async def test_a_cancelled_task_between_two_attempts_discharges(sim: Bench) -> None:
     async with reading(sim, retries=3) as (_, decode, lent, task, _):
-        assert decode.data is not None
         decode.data.fail(next(iter(decode.data.running)))
         await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
         task.cancel()
@@ -203,7 +194,6 @@ async def test_what_no_retry_can_cure_is_told_at_once(sim: Bench) -> None:
 
 async def test_a_drain_completes_a_reader_in_the_middle_of_its_pull(sim: Bench) -> None:
     async with reading(sim) as (prefill, decode, lent, task, _):
-        assert decode.data is not None
         draining = asyncio.create_task(prefill.engine.drain(5.0))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -217,7 +207,6 @@ async def test_a_drain_completes_a_reader_in_the_middle_of_its_pull(sim: Bench) 
 
 async def test_a_drain_names_the_stragglers_at_its_deadline_and_cancels_nothing(sim: Bench) -> None:
     async with reading(sim) as (prefill, decode, lent, task, _):
-        assert decode.data is not None
         draining = asyncio.create_task(prefill.engine.drain(1.0))
         (straggler,) = await passing(sim, draining)
         assert (straggler.request_id, straggler.reason, straggler.blocks) == ("r", "lent", {0: (1,)})
@@ -274,7 +263,6 @@ async def test_a_read_that_does_not_end_is_told_at_the_deadline_or_drain_s_after
     sim: Bench, timeout_s: float, cancelled_at: float, ended_at: float, outcome: type[BaseException]
 ) -> None:
     async with reading(sim, timeout_s=timeout_s) as (_, decode, _, task, _):
-        assert decode.data is not None
         began, passed = sim.clock.now(), 0.0
         while not task.done():
             if not task.cancelling() and passed >= cancelled_at:
@@ -363,7 +351,6 @@ async def test_waking_with_memory_that_cannot_be_registered_leaves_it_asleep() -
         with pytest.raises(LocalProtocolError, match="not suspended"):
             await prefill.engine.resume()
         await passing(bench, asyncio.create_task(prefill.engine.suspend()))
-        assert prefill.data is not None
         start = prefill.data.start
 
         async def refuse(memories: Any, on_ready: Any) -> None:
@@ -394,13 +381,11 @@ async def test_an_engine_may_be_closed_in_its_sleep_and_a_second_time(bench: Ben
 
 async def test_a_lost_peer_and_a_timeout_say_whether_to_try_again(sim: Bench) -> None:
     async with reading(sim, timeout_s=2.0) as (_, decode, _, task, _):
-        assert decode.data is not None
         with pytest.raises(PullTimeout) as caught:
             await passing(sim, task, 0.1)
         assert not caught.value.is_retryable
         decode.data.finish()
     async with reading(sim) as (_, decode, _, task, _):
-        assert decode.data is not None
         decode.data.fail(next(iter(decode.data.running)), peer_lost=True)
         with pytest.raises(PeerLost) as lost:
             await task
@@ -412,7 +397,6 @@ async def test_a_lost_peer_and_a_timeout_say_whether_to_try_again(sim: Bench) ->
 
 def refuse_to_close(side: Side, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """Something stays inside the back end, for so many tries; returns the tries."""
-    assert side.data is not None
     close, tries = side.data.close, list[int]()
 
     def planted() -> None:
@@ -429,7 +413,6 @@ def refuse_to_close(side: Side, monkeypatch: pytest.MonkeyPatch, times: int) -> 
 async def in_doubt(sim: Bench) -> AsyncIterator[tuple[Side, list[asyncio.Task[None]]]]:
     """A pull whose task was cancelled, while one of its reads may still write; and who waits for its blocks."""
     async with reading(sim) as (_, decode, _, task, _):
-        assert decode.data is not None
         decode.data.doubt(next(iter(decode.data.running)))
         with pytest.raises(ReadFailed) as caught:
             await passing(sim, task)
@@ -494,7 +477,6 @@ async def test_the_data_plane_is_let_go_of_only_when_its_threads_have_come_out(
     sim: Bench, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     async with in_doubt(sim) as (decode, waiting):
-        assert decode.data is not None
         came, out, closed = asyncio.Event(), asyncio.Event(), refuse_to_close(decode, monkeypatch, 0)
 
         async def quiesce() -> None:

@@ -69,8 +69,7 @@ def test_a_flood_is_dropped_and_others_are_served() -> None:
     assert core.outbox.counters["dropped.too_many"] == 100
     assert core.outbox.counters["sent.pong"] == burst
     list(core.outbox.take_packets())
-    params = world.params([prefill], "r", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [3], written=True)
     pull = world.pull(decode, "d", [4], params)
     world.run()
     assert pull.reason is Reason.COMPLETE

@@ -17,6 +17,8 @@ from asynckv import LeaseConfig, PullConfig, PullError, PullTimeout
 from asynckv.core.lease import MAX_REFUSALS
 from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Hello, Message, Release, blocks_digest, decode_packet, encode_packet
+from asynckv.edges.kernel import identity
+from asynckv.engine.lag import LoopLag
 from asynckv.observe.setup import configure_logging
 from tests.engines import Bench, Side, until
 
@@ -66,6 +68,8 @@ async def test_a_start_says_where_it_runs_and_how_long_things_last(sim: Bench, l
         pass
     started = logs.one("engine_started", "decode")
     assert (started["host"], started["pid"]) == (socket.gethostname(), os.getpid())
+    assert identity().items() <= started.items()
+    assert set(identity()) == {"boot_id", "pid_namespace", "pid_began"}
     lease, pull = LeaseConfig(), PullConfig()
     said = {name: started[name] for name in ("lease_s", "grant_s", "timeout_s", "announce_s", "held_s")}
     assert said == {
@@ -169,8 +173,8 @@ async def test_a_release_under_another_id_is_seen_on_both_sides(sim: Bench, logs
     assert (said["peer"], said["ranks"], said["cause"]) == ("prefill", [name_of(prefill)], "wrong_request")
     assert said["rank"] == name_of(decode)
     for entry in (logs.one("lease_ended", "prefill"), logs.of("lease_held", "prefill")[0]["oldest"][0]):
-        ((after, what, reason, who, detail),) = entry["refused"]
-        assert (after, what, reason, who) == (0.0, "release", "wrong_request", name_of(decode))
+        ((after, what, reason, who, detail, limit),) = entry["refused"]
+        assert (after, what, reason, who, limit or "none") == (0.0, "release", "wrong_request", name_of(decode), "none")
         assert "another prefill request id" in detail
     assert logs.one("lease_ended", "prefill")["owed"] == ["*"]
 
@@ -248,7 +252,7 @@ async def test_a_release_that_came_too_early_is_told_when_its_request_is_lent(si
         lent = prefill.engine.lend(params)
         sim.clock.advance(31.0)
         await lent.wait_released()
-    ((after, what, reason, who, detail),) = logs.one("lease_ended")["refused"]
+    ((after, what, reason, who, detail, _),) = logs.one("lease_ended")["refused"]
     assert (what, reason, who) == ("release", "parked_too_long", name_of(decode))
     assert after <= 0
     assert "parked_s 5" in detail
@@ -272,15 +276,19 @@ async def test_a_lease_that_was_taken_back_says_by_whom(sim: Bench, logs: Lines,
 
 async def test_a_lease_that_was_looked_at_too_late_says_how_late(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, _, group):
+        prefill.engine._driver.lag = lag = LoopLag(1.0, lambda: {"waited_s": sim.clock.now() / 4})
+        lag.note(sim.clock.now() + 28.0)
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16, written=True))
         sim.clock.advance(29.0)
         await asyncio.sleep(0)
+        assert lag.note(sim.clock.now())
         sim.clock._now += 12.0  # the loop is away
         sim.clock.advance(0.0)
         await lent.wait_released()
     assert (logs.one("lease_ended")["cause"], logs.one("lease_ended")["late_s"]) == ("expired", 11.0)
     away = logs.of("loop_was_away", "prefill")[0]
     assert away["seconds"] > 11
+    assert away["waited_s"] == 12.0 / 4
 
 
 async def test_what_a_reader_repeats_is_kept_once(sim: Bench, logs: Lines) -> None:

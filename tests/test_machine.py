@@ -158,8 +158,7 @@ class Machine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 1000))
     def cancel(self, i: int) -> None:
         rank, pull, _, _ = self.pulls[i % len(self.pulls)]
-        rank.core.decode.cancel(pull, self.world.time(rank))
-        self.world.settle(rank)
+        self.world.cancel(rank, pull)
 
     @precondition(lambda self: self.leases)
     @rule(i=st.integers(0, 1000))

@@ -98,8 +98,7 @@ def test_mutated_packets_are_values_or_protocol_errors(data: st.DataObject) -> N
 def test_a_core_survives_mutated_packets(data: st.DataObject) -> None:
     world = World()
     prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
-    params = world.params([prefill], "req", [1, 2], 8)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [1, 2])
     pull = world.pull(decode, "d-req", [3, 4], params)
     while world.letters:
         letter = world.letters[0]
@@ -322,8 +321,7 @@ def test_a_reader_refuses_a_layout_for_good_and_says_why(change: dict[str, objec
     world = World()
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
     prefill.core.readers._layout = msgspec.Raw(msgspec.msgpack.encode({**msgspec.to_builtins(make_layout()), **change}))
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [5], params)
     world.run()
     assert pull.reason is Reason.GEOMETRY

@@ -111,8 +111,7 @@ async def test_every_counter_of_an_engine_is_shown_or_known(bench: Bench) -> Non
     """What another counter would be shown as has to be said in `observe/metrics.toml`, or here that it is not."""
     async with bench.pair(**QUICK) as (prefill, decode, group):
         if bench.real:
-            params = group.make_params("r", [(0, [1])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, "r", [1], written=True)
             await decode.engine.pull("d", [(0, [1])], params)
         else:
             await story(bench, prefill, decode, group)
@@ -124,6 +123,7 @@ async def test_every_counter_of_an_engine_is_shown_or_known(bench: Bench) -> Non
 
 
 HIDDEN = {
+    "blocks.kept",  # counts pulls for `asynckv why`; `blocks` has what is kept now
     "blocks.retired",  # counts pulls; blocks_given_up counts blocks
     "control.bytes_in",
     "control.bytes_out",
@@ -214,8 +214,7 @@ async def test_durations_are_counted_as_the_log_tells_them(sim: Bench) -> None:
         kept, tally = Kept(), Tally()
         for observer in (kept, tally):
             decode.engine.observation.observe(observer)
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         result = await decode.engine.pull("d", [(0, [1])], params)
         counted = {name: durations.total_s for name, durations in tally.phases.items() if sum(durations.counts)}
         assert {**counted, "release": 0.0} == result.phases
@@ -335,8 +334,7 @@ async def test_what_an_observer_raises_is_counted_and_changes_nothing(
         decode.engine.observation.observe(broken)
         decode.engine.observation.observe(tally)
         for i in range(3):
-            params = group.make_params(f"r{i}", [(0, [1])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [1], written=True)
             await decode.engine.pull(f"d{i}", [(0, [1])], params)
             await lent.wait_released()
         counters = decode.engine.statistics().counters
@@ -393,8 +391,7 @@ async def test_a_scrape_from_another_thread_reads_what_is_true_there() -> None:
         with pytest.raises(WrongThread):
             await asyncio.to_thread(decode.engine.observation.reading)
         for i in range(40):
-            params = group.make_params(f"r{i}", [(0, [i % 32])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i % 32], written=True)
             scraping = asyncio.ensure_future(asyncio.to_thread(scrape)) if i % 4 == 0 else None
             await decode.engine.pull(f"d{i}", [(0, [i % 32])], params)
             await lent.wait_released()
@@ -504,8 +501,9 @@ def test_clients_are_bounded_in_number_and_in_time(sim: Bench, monkeypatch: pyte
         slow[0].settimeout(5.0)
         assert slow[0].recv(1) == b""
         slow[1].settimeout(5.0)  # a client that says a letter now and then is hung up on all the same
-        slow[1].sendall(b"/")
-        assert slow[1].recv(1) == b""
+        with contextlib.suppress(ConnectionError):  # on a busy machine it was, before it said so
+            slow[1].sendall(b"/")
+            assert slow[1].recv(1) == b""
         assert get(endpoint.url, "/readyz")[0] == 503
 
 
@@ -599,7 +597,6 @@ def test_an_endpoint_ends_with_an_engine_that_could_not_be_started() -> None:
 
 async def test_a_data_plane_that_dies_is_seen_until_another_serves(sim: Bench) -> None:
     async with sim.pair() as (_, decode, _):
-        assert decode.data is not None
         registry = CollectorRegistry()
         registry.register(Metrics(decode.engine))
         with MetricsEndpoint(Metrics(decode.engine), wait_s=5.0) as endpoint:
@@ -624,8 +621,7 @@ async def test_counters_go_on_over_a_sleep_and_the_state_is_told(sim: Bench) -> 
         registry.register(Metrics(decode.engine))
         incarnations = set()
         for turn in range(2):
-            params = group.make_params(f"r{turn}", [(0, [1])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{turn}", [1], written=True)
             await decode.engine.pull(f"d{turn}", [(0, [1])], params)
             await lent.wait_released()
             samples = parsed(generate_latest(registry).decode())

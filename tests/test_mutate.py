@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import mutate
+from scripts import mutate, tests_of
 from scripts.mutate import ROOT, Mutant, Reach, mutants
 from scripts.tests_of import RECORD, kept, known_tests
 
@@ -126,11 +126,17 @@ def test_a_bug_that_no_test_is_seen_to_run_is_judged_by_those_of_its_file_and_of
     assert Reach({}).stages(LEASE, "Lease.renew") == []
 
 
-def test_only_the_test_files_that_run_something_more_are_kept_for_a_file() -> None:
+def test_only_the_test_files_that_run_something_more_or_often_are_kept_for_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     others = {f"tests/test_{i}.py::test_it": (60.0, frozenset({f"{LEASE}:Lease.renew"})) for i in range(4)}
-    assert kept(Reach({**MEASURED.tests, **others}), [LEASE]) == {
-        LEASE: ["tests/test_all.py", "tests/test_lease.py", "tests/test_0.py"]
-    }
+    monkeypatch.setattr(tests_of, "MOST", 0)
+    some = ["tests/test_all.py", "tests/test_lease.py", "tests/test_0.py"]
+    assert kept(Reach({**MEASURED.tests, **others}), [LEASE]) == {LEASE: some}
+    # One of another room runs the function in many tests.
+    others |= {f"tests/test_3.py::test_{i}": (1.0, frozenset({f"{LEASE}:Lease.renew"})) for i in range(300)}
+    monkeypatch.setattr(tests_of, "MOST", 1)
+    assert kept(Reach({**MEASURED.tests, **others}), [LEASE]) == {LEASE: [*some, "tests/test_3.py"]}
 
 
 def test_tests_inside_vllm_are_kept_for_the_connector_alone() -> None:

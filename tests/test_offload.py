@@ -47,14 +47,13 @@ from asynckv.tools.cli import app
 from tests.engines import until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk
-from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of
+from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, offloading
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_what_is_stored_is_loaded_into_other_blocks() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         before = rank.block(3, 4, 9)
         stored = await offload.store("a", [(0, [3, 4, 9])], chain("p", 3))
         assert (stored.num_blocks, stored.num_new, stored.num_missed, stored.num_bytes) == (3, 3, 0, 3 * RECORD)
@@ -67,8 +66,7 @@ async def test_what_is_stored_is_loaded_into_other_blocks() -> None:
 
 
 async def test_only_what_is_missing_is_loaded_and_nothing_else_is_written() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         before = rank.block(3, 4, 9)
         await offload.store("a", [(0, [3, 4, 9])], chain("p", 3))
         rank.scribble(range(32))
@@ -82,8 +80,7 @@ async def test_only_what_is_missing_is_loaded_and_nothing_else_is_written() -> N
 
 
 async def test_a_block_that_ends_after_the_last_hash_is_not_stored() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (_, offload):
         stored = await offload.store("a", [(0, [1, 2, 3])], chain("p", 2))
         assert (stored.num_blocks, stored.num_missed) == (2, 0)
         assert (await offload.store("b", [(0, [None, 2])], chain("q", 2))).num_blocks == 1
@@ -91,8 +88,7 @@ async def test_a_block_that_ends_after_the_last_hash_is_not_stored() -> None:
 
 
 async def test_a_miss_is_no_error_and_writes_nothing() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         before = rank.block(5, 6, 7)
         loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
         assert (loaded.num_tokens, loaded.num_blocks) == (0, 0)
@@ -100,8 +96,7 @@ async def test_a_miss_is_no_error_and_writes_nothing() -> None:
 
 
 async def test_what_precedes_a_block_that_is_gone_is_loaded() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1, 2, 3, 4])], chain("p", 4))
         offload.evict(chain("p", 4)[2:3])
         before = rank.block(1, 2) + rank.block(7, 8)
@@ -133,8 +128,7 @@ async def test_what_precedes_a_rotten_record_is_loaded(tmp_path: Path) -> None:
 
 async def test_who_gives_up_a_load_ends_it_whatever_was_lost() -> None:
     disk = SimDisk(64 * RECORD)
-    rank = Rank(layout_of(), disk=disk, policy="lru")
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
         await store_in_files(rank, offload, "p", [1, 2, 3])
         assert rank.records is not None
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
@@ -152,8 +146,7 @@ async def test_who_gives_up_a_load_ends_it_whatever_was_lost() -> None:
 
 
 async def test_stores_that_are_in_flight_twice_are_one() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         rank.copies.deferred = True
         first = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
         second = asyncio.create_task(offload.store("b", [(0, [8, 9])], chain("p", 2)))
@@ -166,8 +159,7 @@ async def test_stores_that_are_in_flight_twice_are_one() -> None:
 
 
 async def test_a_load_of_what_is_being_stored_waits_for_it() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         rank.copies.deferred = True
         before = rank.block(1)
         storing = asyncio.create_task(offload.store("a", [(0, [1])], chain("p", 1)))
@@ -185,8 +177,7 @@ async def test_a_load_of_what_is_being_stored_waits_for_it() -> None:
 
 
 async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_are_written() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         rank.copies.deferred = True
         storing = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
         await until(lambda: rank.copies.moves)
@@ -218,8 +209,7 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
 
 
 async def test_whoever_inspects_the_engine_hears_of_stores_and_loads() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         rank.copies.deferred = True
         storing = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
         await until(lambda: rank.copies.moves)
@@ -239,8 +229,7 @@ async def test_whoever_inspects_the_engine_hears_of_stores_and_loads() -> None:
 
 
 async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> None:
-    rank = Rank(layout_of(), max_post_bytes=RECORD)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), max_post_bytes=RECORD) as (rank, offload):
         await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
         rank.copies.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
@@ -260,8 +249,7 @@ async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> 
 
 
 async def test_a_cancelled_store_is_finished_for_whoever_else_waits() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         rank.copies.deferred = True
         first = asyncio.create_task(offload.store("a", [(0, [1])], chain("p", 1)))
         await until(lambda: rank.copies.moves)
@@ -278,8 +266,7 @@ async def test_a_cancelled_store_is_finished_for_whoever_else_waits() -> None:
 
 
 async def test_a_step_looks_up_by_orders() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         desk = EngineDesk(rank.engine)
         desk.submit(
             [
@@ -360,8 +347,7 @@ async def test_a_store_that_fails_is_told_as_loads_are_and_so_are_its_blocks(way
 
 
 async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
         rank.copies.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
@@ -377,8 +363,7 @@ async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
 
 
 async def test_a_load_in_doubt_names_its_blocks_until_there_is_evidence() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
         rank.copies.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
@@ -406,8 +391,7 @@ async def test_copies_that_are_in_time_are_not_looked_at_in_every_turn() -> None
             self.walks += 1
             return super().items()
 
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
         rank.copies.deferred = True
         posted = offload._mover.posted = Counting(offload._mover.posted)
@@ -423,8 +407,7 @@ async def test_copies_that_are_in_time_are_not_looked_at_in_every_turn() -> None
 
 
 async def test_blocks_of_a_copy_that_never_ends_are_retired() -> None:
-    rank = Rank(layout_of(), held_s=60.0)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), held_s=60.0) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
         rank.copies.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
@@ -439,8 +422,7 @@ async def test_blocks_of_a_copy_that_never_ends_are_retired() -> None:
 
 
 async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow() -> None:
-    rank = Rank(layout_of(), held_s=60.0)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), held_s=60.0) as (rank, offload):
         before = rank.block(1, 2)
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
         rank.copies.deferred = True
@@ -457,6 +439,9 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
             assert told.value.held == {0: tuple(blocks)}
             assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
             assert [each.is_cancelled for each in rank.copies.moves.values()] == [True]
+            rank.copies.doubt(next(iter(rank.copies.moves)))  # the plane has its doubts as well
+            await asyncio.sleep(0)
+            assert offload.statistics().counters["moves_doubted"] == (1 if name == "back" else 2)
             rank.engine.check_integrity()
             check_offload(offload)
             if name == "back":
@@ -464,7 +449,10 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
                 await told.value.returned()
                 assert rank.block(5, 6) == before
                 assert not rank.engine.holds()
-        rank.clock.advance(61.0)
+        rank.clock.advance(59.0)  # 61 s after the beginning
+        await asyncio.sleep(0)
+        assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
+        rank.clock.advance(2.0)
         with pytest.raises(BlocksRetired):
             await told.value.returned()
         rank.copies.deferred = False
@@ -472,8 +460,7 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
 
 
 async def test_a_store_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow() -> None:
-    rank = Rank(layout_of(), timeout_s=2.0, held_s=60.0)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), timeout_s=2.0, held_s=60.0) as (rank, offload):
         rank.copies.deferred = True
         for name, blocks in (("back", [1, 2]), ("lost", [3, 4])):
             storing = [
@@ -495,7 +482,10 @@ async def test_a_store_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follo
                 rank.copies.finish()
                 await told.value.returned()
                 assert not rank.engine.holds()
-        rank.clock.advance(61.0)
+        rank.clock.advance(59.0)  # 61 s after the beginning
+        await asyncio.sleep(0)
+        assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
+        rank.clock.advance(2.0)
         with pytest.raises(BlocksRetired):
             await told.value.returned()
         rank.copies.deferred = False
@@ -505,8 +495,7 @@ async def test_a_store_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follo
 
 
 async def test_what_a_store_has_not_begun_in_its_time_is_not_stored_and_what_it_has_begun_has_as_long_again() -> None:
-    rank = Rank(layout_of(), timeout_s=2.0, max_bytes=RECORD)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), timeout_s=2.0, max_bytes=RECORD) as (rank, offload):
         rank.copies.deferred = True
         first, second, third = (
             asyncio.create_task(offload.store(f"r{i}", [(0, [i])], chain(f"p{i}", 1))) for i in range(3)
@@ -524,8 +513,7 @@ async def test_what_a_store_has_not_begun_in_its_time_is_not_stored_and_what_it_
 
 
 async def test_a_copy_that_was_just_begun_when_the_time_is_over_is_waited_for() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
         rank.copies.deferred = True
         groups = [(0, [5])]
@@ -539,8 +527,7 @@ async def test_a_copy_that_was_just_begun_when_the_time_is_over_is_waited_for() 
 
 async def test_what_a_copy_held_is_told_by_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    rank = Rank(layout_of(), held_s=60.0, engine={"log": LogConfig(file=str(log))})
-    async with rank.running() as offload:
+    async with offloading(layout_of(), held_s=60.0, engine={"log": LogConfig(file=str(log))}) as (rank, offload):
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
         rank.copies.fate = lambda move_id, op: "doubt"
         for name, block in (("back", 5), ("lost", 6)):
@@ -585,8 +572,7 @@ async def test_a_failed_copy_is_a_miss_from_its_first_gap_on() -> None:
 
 
 async def test_a_failed_store_is_not_found() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         rank.copies.fate = lambda move_id, op: "fail"
         stored = await offload.store("a", [(0, [1, 2])], chain("p", 2))
         assert (stored.num_blocks, stored.num_missed) == (0, 2)
@@ -602,8 +588,7 @@ async def test_a_failed_store_is_not_found() -> None:
 
 
 async def test_a_load_that_takes_too_long_is_a_miss() -> None:
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
         await store_in_files(rank, offload, "p", [1])
         assert rank.records is not None
         rank.records.deferred = True
@@ -628,8 +613,7 @@ async def store_in_files(rank: Rank, offload: Offload, name: str, blocks: list[i
 
 
 async def test_what_was_written_back_is_promoted_and_loaded() -> None:
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
         before = rank.block(1, 2)
         await store_in_files(rank, offload, "p", [1, 2])
         rank.scribble([1, 2])
@@ -643,8 +627,7 @@ async def test_what_was_written_back_is_promoted_and_loaded() -> None:
 async def test_what_is_written_over_what_was_given_up_is_kept() -> None:
     """A file tier that is full gives up a block for each that it takes: the old one is forgotten, not the new one."""
     disk = SimDisk(4 * RECORD)
-    rank = Rank(layout_of(), disk=disk, policy="lru", max_bytes=RECORD)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=disk, policy="lru", max_bytes=RECORD) as (_, offload):
         for name in "pqr":
             await offload.store(name, [(0, [1, 2, 3, 4])], chain(name, 4))
             await until(lambda: not offload.statistics().gauges["to_write_back"] and not offload._mover.posted)
@@ -654,12 +637,10 @@ async def test_what_is_written_over_what_was_given_up_is_kept() -> None:
 
 async def test_files_are_found_again_by_the_next_process() -> None:
     disk = SimDisk(64 * RECORD)
-    rank = Rank(layout_of(), disk=disk)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=disk) as (rank, offload):
         before = rank.block(1, 2)
         await store_in_files(rank, offload, "p", [1, 2])
-    rank = Rank(layout_of(), disk=disk, seed=7)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=disk, seed=7) as (rank, offload):
         assert offload.lookup(chain("p", 2)).tokens == 32
         await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
         assert rank.block(5, 6) == before
@@ -669,8 +650,7 @@ async def test_files_are_found_again_by_the_next_process() -> None:
 
 
 async def test_rotten_records_are_dropped_and_never_served() -> None:
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
         before = rank.block(1, 2, 3)
         await store_in_files(rank, offload, "p", [1, 2, 3])
         disk = rank.records.disk if rank.records is not None else SimDisk(0)
@@ -686,8 +666,7 @@ async def test_rotten_records_are_dropped_and_never_served() -> None:
 
 
 async def test_blocks_that_a_slow_disk_was_late_with_are_still_there() -> None:
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
         await store_in_files(rank, offload, "p", [1, 2])
         records = rank.records
         assert records is not None
@@ -702,8 +681,7 @@ async def test_blocks_that_a_slow_disk_was_late_with_are_still_there() -> None:
 
 async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
     """It is full of blocks: none is given up for one that could not be written."""
-    rank = Rank(layout_of(), disk=SimDisk(4 * RECORD), policy="lru")
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=SimDisk(4 * RECORD), policy="lru") as (rank, offload):
         await offload.store("p", [(0, [1, 2, 3, 4])], chain("p", 4))
         await until(lambda: offload.statistics().counters["blocks.write_back"] == 4)
         assert rank.records is not None
@@ -721,8 +699,7 @@ async def test_who_closes_writes_to_files_what_is_in_memory_alone(tmp_path: Path
     log = tmp_path / "log"
     disk = SimDisk(64 * RECORD)
     for seconds, blocks in ((0.0, 0), (5.0, 2)):
-        rank = Rank(layout_of(), disk=disk, engine={"log": LogConfig(file=str(log))})
-        async with rank.running() as offload:
+        async with offloading(layout_of(), disk=disk, engine={"log": LogConfig(file=str(log))}) as (rank, offload):
             assert rank.records is not None
             rank.records.deferred = True
             await offload.store("a", [(0, [1, 2])], chain("p", 2))
@@ -743,8 +720,7 @@ async def test_who_closes_writes_to_files_what_is_in_memory_alone(tmp_path: Path
 
 
 async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
         assert rank.records is not None
         rank.records.deferred = True
         await offload.store("a", [(0, list(range(16)))], chain("p", 16))
@@ -754,8 +730,7 @@ async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
 
 async def test_who_closes_writes_to_files_what_still_arrives() -> None:
     disk = SimDisk(64 * RECORD)
-    rank = Rank(layout_of(), disk=disk)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=disk) as (rank, offload):
         rank.copies.deferred = True
         storing = asyncio.create_task(offload.store("a", [(0, [1, 2, 3])], chain("p", 3)))
         await until(lambda: rank.copies.moves)
@@ -771,8 +746,7 @@ async def test_who_closes_writes_to_files_what_still_arrives() -> None:
 
 
 async def test_who_closes_and_waits_for_a_copy_takes_no_turns_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
         assert rank.records is not None
         rank.records.deferred = True
         await offload.store("a", [(0, list(range(8)))], chain("p", 8))
@@ -798,8 +772,7 @@ async def test_who_closes_and_waits_for_a_copy_takes_no_turns_meanwhile(monkeypa
 
 
 async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(layout_of(), held_s=1.0, engine={"pull": PullConfig(held_s=1.0)})
-    async with rank.running() as offload:
+    async with offloading(layout_of(), held_s=1.0, engine={"pull": PullConfig(held_s=1.0)}) as (rank, offload):
         copying = rank.offload._mover.copying[offload._own]
         pieces = copying.pieces
 
@@ -824,8 +797,7 @@ async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch:
 
 
 async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_the_other_out() -> None:
-    rank = Rank(layout_of(), max_jobs=2)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), max_jobs=2) as (rank, offload):
         await offload.store("before", [(0, [8])], chain("q", 1))
         rank.copies.deferred = True
         running: list[asyncio.Task[Any]] = []
@@ -848,8 +820,7 @@ async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_th
 
 
 async def test_an_engine_lives_when_its_disk_does_not() -> None:
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
         await store_in_files(rank, offload, "p", [1])
         assert rank.records is not None
         rank.records.lose()
@@ -1007,8 +978,7 @@ async def test_larger_blocks_of_others_are_written_only_where_it_was_wanted() ->
 
 async def test_what_does_not_fit_is_left_alone() -> None:
     disk = SimDisk(64 * RECORD)
-    rank = Rank(layout_of(0, 2), disk=disk)
-    async with rank.running() as offload:
+    async with offloading(layout_of(0, 2), disk=disk) as (_, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
         await until(lambda: offload.statistics().counters["blocks.write_back"] == 1)
     one = Rank(layout_of(), left=[disk])  # the other rank's heads are missing
@@ -1021,8 +991,7 @@ async def test_what_does_not_fit_is_left_alone() -> None:
 
 
 async def test_what_is_pinned_is_not_given_up() -> None:
-    rank = Rank(layout_of(), host_bytes=4 * RECORD, policy="lru")
-    async with rank.running() as offload:
+    async with offloading(layout_of(), host_bytes=4 * RECORD, policy="lru") as (rank, offload):
         before = rank.block(1, 2)
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
         with offload.pin(chain("p", 2)):
@@ -1040,8 +1009,7 @@ async def test_what_is_pinned_is_not_given_up() -> None:
 
 
 async def test_a_pin_of_a_longer_prompt_keeps_what_a_lookup_of_it_finds() -> None:
-    rank = Rank(hybrid(), host_bytes=1 << 20)
-    async with rank.running() as offload:
+    async with offloading(hybrid(), host_bytes=1 << 20) as (_, offload):
         await offload.store("a", [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])], chain("p", 4))
         with offload.pin(chain("p", 12)):
             assert offload.evict().num_pinned == 4 + 3 + 1
@@ -1077,8 +1045,7 @@ async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path
 
 
 async def test_a_prompt_that_is_larger_than_host_memory_is_found_as_far_as_it_fits() -> None:
-    rank = Rank(hybrid(), host_bytes=40 * RECORD)
-    async with rank.running() as offload:
+    async with offloading(hybrid(), host_bytes=40 * RECORD) as (_, offload):
         blocks = [(0, list(range(count))) for count in (32, 32, 16)]
         stored = await offload.store("a", blocks, chain("p", 32))
         assert stored.num_missed > 0
@@ -1091,8 +1058,7 @@ async def test_a_prompt_that_is_larger_than_host_memory_is_found_as_far_as_it_fi
 
 async def test_what_is_pinned_is_not_evicted() -> None:
     disk = SimDisk(64 * RECORD)
-    rank = Rank(layout_of(), disk=disk, policy="lru")
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
         before = rank.block(1, 2, 3)
         await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
         await offload.store("b", [(0, [4])], chain("q", 1))
@@ -1110,8 +1076,7 @@ async def test_what_is_pinned_is_not_evicted() -> None:
 
 async def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block() -> None:
     disk = SimDisk(8 * RECORD)
-    rank = Rank(layout_of(), host_bytes=8 * RECORD, disk=disk)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), host_bytes=8 * RECORD, disk=disk) as (_, offload):
         for i in range(12):
             await offload.store("a", [(0, [1, 2, 3])], chain(f"p{i}", 3))
             await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
@@ -1120,8 +1085,7 @@ async def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block() -> 
 
 
 async def test_what_is_evicted_under_a_load_still_arrives() -> None:
-    rank = Rank(layout_of(), host_bytes=4 * RECORD)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), host_bytes=4 * RECORD) as (rank, offload):
         before = rank.block(1, 2)
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
         rank.copies.deferred = True
@@ -1249,8 +1213,7 @@ async def test_what_is_given_up_while_it_is_brought_says_so_to_whoever_lends_it(
 
 async def test_an_offload_that_has_started_has_all_of_its_memory() -> None:
     """Else a lack of memory would be found out by a signal, and copies would wait for pages."""
-    rank = Rank(layout_of(), host_bytes=8 << 20)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), host_bytes=8 << 20) as (_, offload):
         pool = offload._own.memory
         assert pool is not None
         pages = (ctypes.c_ubyte * (pool.memory.length // mmap.PAGESIZE))()
@@ -1460,8 +1423,7 @@ async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> 
 
 
 async def test_what_was_kept_survives_a_sleep_of_the_engine() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         before = rank.block(1, 2)
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
         await rank.engine.suspend()
@@ -1478,8 +1440,7 @@ async def test_what_was_kept_survives_a_sleep_of_the_engine() -> None:
 
 
 async def test_nothing_is_found_where_nothing_can_be_loaded_any_more() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
         await rank.engine.suspend()
         other = Rank(layout_of(head_dim=16))
@@ -1544,8 +1505,7 @@ def test_a_configuration_is_checked() -> None:
 
 
 async def test_text_is_its_utf_8_bytes_and_hex_of_bytes_is_another_hash() -> None:
-    rank = Rank(layout_of())
-    async with rank.running() as offload:
+    async with offloading(layout_of()) as (_, offload):
         await offload.store("a", [(0, [1])], ["ab12"])
         assert offload.lookup([b"ab12"]).tokens == SIZE
         assert offload.lookup([bytes.fromhex("ab12")]).tokens == 0

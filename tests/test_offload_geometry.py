@@ -16,7 +16,7 @@ from asynckv.offload import Offload
 from asynckv.offload.keys import needed
 from tests.engines import until
 from tests.lab.tiers import SimDisk
-from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
+from tests.offloads import RECORD, SIZE, Rank, chain, layout_of, offloading
 
 WIDTHS, TOKENS, COUNT = (32, 64, 96), 384, 64
 """Bytes per token, or per state, of three groups: attention, a window, states; and how many blocks each has."""
@@ -99,8 +99,7 @@ async def stored(rank: Rank, offload: Offload, given: Sequence[list[int | None]]
 async def test_what_was_loaded_and_stored_again_is_right_in_every_byte(left: int, own: int, window: int) -> None:
     """A block that is loaded is loaded whole, though the other geometry's window begins inside of it."""
     rng, disks = random.Random(f"{left}{own}{window}"), [SimDisk(1 << 21) for _ in range(2)]
-    rank = Rank(layout_with(left, window), disk=disks[0], host_bytes=1 << 21)
-    async with rank.running() as offload:
+    async with offloading(layout_with(left, window), disk=disks[0], host_bytes=1 << 21) as (rank, offload):
         given = lists(rank, rng, 0, TOKENS)
         for at, ids in enumerate(given):
             for place, block in enumerate(ids):
@@ -122,8 +121,7 @@ async def test_what_was_loaded_and_stored_again_is_right_in_every_byte(left: int
         tokens, given = await load(rank, offload, rng, 0, TOKENS)
         await stored(rank, offload, given, 0, tokens)
         assert tokens
-    rank = Rank(layout_with(own, window), seed=3, disk=disks[1], host_bytes=1 << 21)
-    async with rank.running() as offload:
+    async with offloading(layout_with(own, window), seed=3, disk=disks[1], host_bytes=1 << 21) as (rank, offload):
         found = {(await load(rank, offload, rng, 0, most))[0] for most in range(0, TOKENS + 1, own)}
         assert tokens in found
 
@@ -131,8 +129,7 @@ async def test_what_was_loaded_and_stored_again_is_right_in_every_byte(left: int
 async def left_by_another(tokens: int = 128) -> SimDisk:
     """Leave a prompt in blocks of 64 tokens."""
     disk = SimDisk(64 * RECORD)
-    rank = Rank(layout_of(block_size=64), disk=disk, host_bytes=64 * RECORD)
-    async with rank.running() as offload:
+    async with offloading(layout_of(block_size=64), disk=disk, host_bytes=64 * RECORD) as (_, offload):
         await offload.store("store", [(0, list(range(tokens // 64)))], chain("p", tokens // SIZE))
         await until(lambda: not offload.statistics().gauges["to_write_back"])
     return disk
@@ -159,8 +156,7 @@ async def test_what_another_has_left_is_given_up_in_memory_and_not_in_its_files(
 
 
 async def test_less_than_was_found_is_loaded_as_far_as_whole_blocks_of_all_reach() -> None:
-    rank = Rank(layout_of(), left=[await left_by_another()], host_bytes=1 << 20)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), left=[await left_by_another()], host_bytes=1 << 20) as (rank, offload):
         before = rank.block(*range(8))
         loaded = await offload.load("a", [(0, list(range(7)))], chain("p", 8), num_tokens=112)
         assert loaded.num_tokens == 64
@@ -189,13 +185,11 @@ async def test_what_several_have_left_is_as_long_as_all_of_them_can_give() -> No
     disks = []
     for tp_rank, lost in ((0, 3), (1, 6)):
         disks.append(SimDisk(64 * RECORD))
-        rank = Rank(windowed(tp_rank, 2), disk=disks[-1], host_bytes=64 * RECORD)
-        async with rank.running() as offload:
+        async with offloading(windowed(tp_rank, 2), disk=disks[-1], host_bytes=64 * RECORD) as (_, offload):
             given = [block if block != lost else None for block in range(8)]
             await offload.store("store", [(0, given)], chain("p", 8))
             await until(lambda: not offload.statistics().gauges["to_write_back"])
-    rank = Rank(windowed(0, 1), left=disks, host_bytes=1 << 20)
-    async with rank.running() as offload:
+    async with offloading(windowed(0, 1), left=disks, host_bytes=1 << 20) as (_, offload):
         found = offload.lookup(chain("p", 8))
         assert (found.tokens, found.ready_tokens) == (48, 0)
         (group,) = found.groups

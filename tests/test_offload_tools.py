@@ -19,7 +19,7 @@ from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks_copies import late_copies
 from asynckv.tools.diagnose.leaks_live import records_of
 from tests.engines import until
-from tests.offloads import SIZE, Rank, chain, hybrid, layout_of
+from tests.offloads import SIZE, Rank, chain, hybrid, layout_of, offloading
 
 pytestmark = pytest.mark.anyio
 
@@ -41,8 +41,7 @@ def leaks(log: Path, *argv: str) -> tuple[int, str, dict[str, Any]]:
 
 
 async def test_running_engines_tell_of_copies_that_do_not_end() -> None:
-    rank = Rank(layout_of(), held_s=60.0)
-    async with rank.running() as offload:
+    async with offloading(layout_of(), held_s=60.0) as (rank, offload):
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
         rank.copies.fate = lambda move_id, op: "doubt"
         for name, block in (("back", 5), ("lost", 6)):
@@ -68,8 +67,7 @@ async def test_running_engines_tell_of_copies_that_do_not_end() -> None:
 
 async def test_a_request_that_only_stored_or_loaded_is_found_by_its_id(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
-    rank = Rank(layout_of(), engine={"log": LogConfig(file=str(log))})
-    async with rank.running() as offload:
+    async with offloading(layout_of(), engine={"log": LogConfig(file=str(log))}) as (rank, offload):
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
         rank.copies.fate = lambda move_id, op: "fail"
         assert (await offload.load("missed", [(0, [5])], chain("p", 1), num_tokens=SIZE)).num_tokens == 0
@@ -96,8 +94,7 @@ async def test_an_ended_lease_counts_the_blocks_that_it_held(tmp_path: Path) -> 
     """A window's lease has places without a block."""
     log = tmp_path / "host.log"
     network = EngineConfig(engine_id="worker-host", log=LogConfig(file=str(log)))
-    rank = Rank(hybrid(), network_=network, host_bytes=1 << 20)
-    async with rank.running() as offload:
+    async with offloading(hybrid(), network_=network, host_bytes=1 << 20) as (_, offload):
         blocks = [(0, [1, 2, 3, 4, 5, 6]), (0, [1, 2, 3, 4, 5, 6]), (0, [1, 2, 3])]
         await offload.store("a", blocks, chain("p", 6))
         assert offload.network is not None
@@ -110,8 +107,7 @@ async def test_an_ended_lease_counts_the_blocks_that_it_held(tmp_path: Path) -> 
 
 async def test_what_was_moved_is_logged_soon_and_then_ever_more_rarely(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
-    rank = Rank(layout_of(), host_bytes=1 << 20, engine={"log": LogConfig(file=str(log))})
-    async with rank.running() as offload:
+    async with offloading(layout_of(), host_bytes=1 << 20, engine={"log": LogConfig(file=str(log))}) as (rank, offload):
         for second in range(300):
             rank.clock.advance(1.0)
             await offload.store("a", [(0, [1])], chain(f"p{second}", 1))

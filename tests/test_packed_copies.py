@@ -442,6 +442,14 @@ def test_a_copy_is_made_once_and_named_once_it_is_made() -> None:
     assert owner.is_clean()
 
 
+def test_blocks_that_are_lent_in_any_order_are_packed() -> None:
+    owner = Owner()
+    params, _ = owner.world.lent(owner.rank, "other", [7, 3, 5], written=True)
+    owner.claim("other", params=params)
+    assert owner.pack(7, "other", params) == []
+    assert len(owner.making) == 1
+
+
 @pytest.mark.parametrize(
     "how",
     ["no grant", "another sender", "another pull", "no such key", "released", "lapsed", "another key", "no memory"],
@@ -1043,8 +1051,7 @@ def test_a_pull_that_is_cancelled_while_it_waits_for_copies_returns_its_blocks_a
     pair.deliver_until(Pack)
     if when != "nothing was heard":
         pair.world.deliver()
-    pair.reader.core.decode.cancel(pair.pull, pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair.world.cancel(pair.reader, pair.pull)
     assert pair.pull.reason is Reason.CANCELLED
     assert pair.reader.returned == [pair.pull]
     assert not pair.reader.posts
@@ -1099,8 +1106,7 @@ def test_a_pull_that_is_cancelled_while_a_copy_is_read_waits_for_the_read() -> N
     pair.world.deliver()
     running = list(pair.reader.reads)
     assert len(running) == MAX_ASKED
-    pair.reader.core.decode.cancel(pair.pull, pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair.world.cancel(pair.reader, pair.pull)
     assert pair.pull.state is PullState.DRAINING
     assert not pair.reader.returned
     assert list(pair.reader.reads) == running, "what was only asked for is not posted"
@@ -1117,8 +1123,7 @@ def test_another_pull_asks_when_one_is_cancelled() -> None:
     pair.lose(Pack)
     lease, pull = pair.begin([5, 6], [7, 8])
     assert pair.asked == MAX_ASKED
-    pair.reader.core.decode.cancel(pair.pull, pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair.world.cancel(pair.reader, pair.pull)
     assert pair.asked == 2 * MAX_ASKED
     pair.world.run()
     assert pull.reason is Reason.COMPLETE
@@ -1179,8 +1184,7 @@ def test_a_peer_that_is_lost_while_it_is_asked_fails_its_pulls_and_is_asked_no_m
         pulls.append(pair.begin([5, 6], [7, 8])[1])
     pair.world.letters.clear()
     asked = pair.asked
-    pair.reader.core.decode.forget(pair.owner.address, pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair.world.forget(pair.reader, pair.owner.address)
     assert [pull.reason for pull in pulls] == [Reason.PEER_LOST] * len(pulls)
     assert len(pair.reader.returned) == len(pulls)
     assert pair.asked == asked, "a lost rank is asked for nothing"
@@ -1253,8 +1257,7 @@ def test_an_owner_of_an_earlier_version_is_not_asked() -> None:
     world = World(config(), reuse=False)
     owner = world.add("p", make_layout(**SIDES))
     reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
-    params = world.params([owner], "r", [1, 2], 8, written=True)
-    world.lend(owner, params)
+    params, _ = world.lent(owner, "r", [1, 2], written=True)
     pull = world.pull(reader, "q", [3, 4], params)
     world.run()
     assert pull.reason is Reason.COMPLETE

@@ -18,12 +18,13 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core import peers
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
+from asynckv.core.outbox import PeerChanged
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.routes import MAX_SOURCES
 from asynckv.core.told import ReleaseUnanswered
-from asynckv.core.types import Address, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo
+from asynckv.core.types import Address, Endpoint, How, KVTransferParams, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -47,8 +48,8 @@ from asynckv.scheduler import PrefillRanks
 from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
 from tests.engines import Bench
-from tests.test_admission import ask, world_of
-from tests.world import Rank, World, begin, make_layout, reason
+from tests.test_admission import ask, asking, world_of
+from tests.world import Rank, World, begin, make_layout, opened, reason
 
 
 def said(world: World, rank: Rank) -> list[Message]:
@@ -162,8 +163,7 @@ def test_a_hello_that_is_not_answered_is_repeated_ever_more_seldom() -> None:
 def silent(**config: Any) -> tuple[World, Rank, Rank, Pull]:
     """A rank has fallen silent while one read of many runs."""
     world, (prefill,), decode = world_of(max_post_bytes=64, window_bytes=64, total_bytes=128, **config)
-    params = world.params([prefill], "big", list(range(300, 304)), 16, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "big", list(range(300, 304)), written=True)
     pull = world.pull(decode, "big", list(range(300, 304)), params)
     world.deliver_all()
     assert len(decode.reads) == 1
@@ -201,8 +201,7 @@ def test_nobody_is_admitted_to_read_from_a_rank_that_has_fallen_silent() -> None
     """A place among those who read would be taken from others for nothing."""
     world, prefill, decode, pull = silent(total_requests=1, window_requests=1)
     queued = ask(world, prefill, decode, 1)
-    decode.core.decode.cancel(pull, world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, pull)
     world.complete_all()
     assert pull.reason is Reason.CANCELLED
     assert (queued.state, decode.reads) == (PullState.QUEUED, {})
@@ -272,6 +271,9 @@ def test_only_the_connection_to_a_peer_that_was_idle_is_kept(how: str, monkeypat
         world.advance(20.0)
     world.settle(decode)
     assert removed == [how == "is idle"]
+    told_as = {"says goodbye": How.GOODBYE, "is forgotten": How.FORGOTTEN, "falls silent": How.SILENT}
+    [peer] = decode.core.decode.peers.by_place.values()
+    assert peer.how == told_as.get(how, How.IDLE)
 
 
 def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None:
@@ -287,8 +289,7 @@ def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None
 
 def test_our_own_absence_is_no_silence_of_theirs() -> None:
     """A process that was stopped for longer than `gone_s` has their answers yet to read, and has yet to ask."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, _, decode, pull = asking(0)
     world.deliver_all()
     world.letters.clear()
     world.now += 20.0
@@ -309,8 +310,7 @@ def test_our_own_absence_is_no_silence_of_theirs() -> None:
 )
 def test_answers_that_are_meant_for_another_change_nothing(how: dict[str, str], token: str) -> None:
     """Whatever they say: a promise, a refusal, that it is not lent, that a release was heard."""
-    world, (prefill,), decode = world_of(claim_retry_s=60.0)
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0, claim_retry_s=60.0)
     world.deliver()
     world.deliver()
     (claim,) = (message for message in said(world, decode) if isinstance(message, Claim))
@@ -336,8 +336,7 @@ def test_answers_that_are_meant_for_another_change_nothing(how: dict[str, str], 
 
 def test_who_was_not_released_yet_has_nothing_to_acknowledge() -> None:
     """An acknowledgement that comes before the release would leave its lease to run out."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     world.deliver_all()
     say(world, prefill, decode, Ack(pull.params.key, pull.pull_id))
     world.run()
@@ -375,8 +374,7 @@ def welcome(world: World, rank: Rank, hello: Hello) -> Message:
     ("sender", "target", "is_over"), [("", "", True), ("another start", "", False), ("", "another start", False)]
 )
 def test_a_goodbye_ends_the_start_that_says_it_to_whom_it_says_it(sender: str, target: str, is_over: bool) -> None:
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     world.deliver_all()
     say(world, prefill, decode, Goodbye(), sender, target)
     world.complete_all()
@@ -387,8 +385,7 @@ def test_a_goodbye_ends_the_start_that_says_it_to_whom_it_says_it(sender: str, t
 @pytest.mark.parametrize("nonce", [0, 1])
 def test_that_a_process_was_started_anew_is_believed_as_an_answer_only(nonce: int) -> None:
     """Whoever listens at an address may say so; a nonce that was never used, or no release, makes it hearsay."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     world.deliver_all()
     say(world, prefill, decode, Refused(pull.params.key, pull.pull_id, nonce, Reason.RESTARTED), "another start")
     world.run()
@@ -398,8 +395,7 @@ def test_that_a_process_was_started_anew_is_believed_as_an_answer_only(nonce: in
 @pytest.mark.parametrize("answer", ["a welcome", "a refusal"])
 def test_an_answer_from_another_start_says_that_the_one_that_was_asked_is_gone(answer: str) -> None:
     """Whoever reads from it fails at once: what it had lent is gone with it."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     if answer == "a welcome":
         (hello,) = said(world, decode)
         assert isinstance(hello, Hello)
@@ -414,11 +410,15 @@ def test_an_answer_from_another_start_says_that_the_one_that_was_asked_is_gone(a
     assert pull.reason is Reason.RESTARTED
 
 
-def test_one_address_serves_one_start_of_a_process_at_a_time() -> None:
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_one_address_serves_one_start_of_a_process_at_a_time(is_suspect: bool) -> None:
     """Once another start is met there, the one before it has ended, and so has what reads from it."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0, heartbeat_s=0.25, suspect_s=1.0)
     world.deliver_all()
+    (peer,) = decode.core.decode.peers.by_place.values()
+    while is_suspect and peer.state is not PeerState.SUSPECT:
+        world.advance(0.25)
+        world.letters.clear()
     again = world.add("p0", prefill.buffers.layout, engine_id="prefill0")
     assert again.address == prefill.address
     other = ask(world, again, decode, 1)
@@ -451,8 +451,7 @@ def test_a_rank_that_was_lost_is_left_in_peace_for_a_moment_and_then_met_anew() 
 
 def dead(**pull: Any) -> tuple[World, Rank, Rank]:
     """A reader of a process that was killed while it was read, when the pause after that is over."""
-    world, (prefill,), decode = world_of(backoff_s=0.5, suspect_s=1.0, **pull)
-    lost = ask(world, prefill, decode, 0)
+    world, prefill, decode, lost = asking(0, backoff_s=0.5, suspect_s=1.0, **pull)
     world.deliver_all()
     (transfer_id,) = decode.reads
     del world.ranks["p0"]
@@ -486,16 +485,14 @@ def test_nobody_repeats_a_release_to_a_process_that_is_gone() -> None:
     assert (reason(pull), pull.is_over) == (Reason.PEER_LOST, True)
     world.run(2.0)
     params = world.params([prefill], "r2", [2], 4, written=True)
-    announced = decode.core.announce("d2", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    announced = world.announce(decode, "d2", params, 300.0)
     world.run(1.1)
     decode.core.cancel("d2", world.time(decode))
     world.settle(decode)
     world.run(1.1)
     assert announced.is_over
     world.run(5.0)
-    decode.core.discharge("d3", world.params([prefill], "r3", [3], 4, written=True), "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "d3", world.params([prefill], "r3", [3], 4, written=True))
     assert not decode.core.is_idle  # it may live after all: another word is worth a second
     world.run(1.1)
     assert decode.core.is_idle
@@ -581,8 +578,7 @@ def test_a_wrong_name_for_a_rank_that_is_being_met_is_the_end_of_those_who_gave_
     world, (prefill,), decode = world_of()
     pulls: dict[str, Pull] = {}
     for number, name in enumerate(order):
-        params = world.params([prefill], name, [number], 4, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, name, [number], written=True)
         if name.startswith("wrong"):
             params = msgspec.structs.replace(params, engine_id=name)
         pulls[name] = world.pull(decode, name, [number], params)
@@ -594,8 +590,7 @@ def test_a_wrong_name_for_a_rank_that_is_being_met_is_the_end_of_those_who_gave_
 
 def test_metadata_that_was_changed_on_the_way_is_not_loaded() -> None:
     """It says where a data plane reaches: what is loaded is what its owner has summed up."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     (hello,) = said(world, decode)
     assert isinstance(hello, Hello)
     say(world, prefill, decode, msgspec.structs.replace(welcome(world, prefill, hello), metadata=b"elsewhere"))
@@ -605,8 +600,7 @@ def test_metadata_that_was_changed_on_the_way_is_not_loaded() -> None:
 
 def test_what_is_said_to_another_start_is_not_taken_by_its_successor() -> None:
     """It answers who it is, so that nobody waits; but it grants, strikes off and welcomes nothing."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 0)
+    world, prefill, decode, pull = asking(0)
     world.deliver()
     world.deliver()
     hello, claim = Hello(9, 1, 2, "prefill0", 0, decode.core.cohort), said(world, decode)[-1]
@@ -677,8 +671,7 @@ def lent(world: World, ranks: tuple[Rank, ...], number: int) -> KVTransferParams
 def test_a_rank_that_missed_a_handshake_is_read_again_by_those_who_come_later() -> None:
     """That another stood in for it is no rule: it is tried again when its pause is over."""
     world, first, second, decode = replicas(handshake_s=1.0)
-    decode.core.announce("long", lent(world, (first, second), 0), "", 300.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "long", lent(world, (first, second), 0), 300.0)
     away = world.ranks.pop("p0")
     for _ in range(12):
         world.run(0.25)
@@ -700,12 +693,10 @@ def announced_at_a_replaced_peer() -> tuple[World, Rank, Pull, KVTransferParams,
     """An announcement whose second rank was lost, and met anew by a request that has ended since."""
     world, first, second, decode = replicas(idle_s=30.0)
     params = lent(world, (first, second), 0)
-    pull = decode.core.announce("q", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "q", params, 300.0)
     world.run()
     address = next(source.address for source in pull.sources if not source.reads)
-    decode.core.decode.forget(address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, address)
     world.run(2.0)
     other = world.pull(decode, "q2", [7, 8], lent(world, (first, second), 1))
     world.run(1.0)
@@ -722,15 +713,13 @@ def test_who_owes_a_release_at_a_place_hears_when_whoever_was_met_there_anew_is_
     world.run()
     world.letters.clear()
     assert not pull.is_over
-    decode.core.decode.forget(address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, address)
     assert pull.is_over
 
 
 def test_a_rank_that_was_forgotten_long_ago_keeps_no_pull_from_beginning() -> None:
     world, decode, _, params, address = announced_at_a_replaced_peer()
-    decode.core.decode.forget(address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, address)
     for _ in range(100):
         world.run(1.0)
     pull = begin(decode.core, PullRequest("q", [(0, [5, 6])], params), 30.0, world.time(decode))
@@ -746,8 +735,7 @@ def test_a_pull_whose_blocks_are_given_up_leaves_its_peer_in_peace_once_its_rele
     """Acknowledged or given up: nothing is waited for any more, so nobody is asked whether he lives."""
     world = World(EngineConfig(engine_id="x", pull=PullConfig(held_s=3.0, release_timeout_s=20.0, idle_s=30.0)))
     prefill, decode = world.add("p", make_layout()), world.add("d", make_layout())
-    params = world.params([prefill], "r", [1, 2], 8)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [1, 2])
     pull = world.pull(decode, "q", [3, 4], params)
     world.deliver_all()
     (transfer,) = decode.reads
@@ -796,8 +784,7 @@ def test_a_rank_that_was_told_is_left_in_peace_while_another_may_still_write() -
 
 def test_a_table_that_is_refused_when_the_time_is_up_returns_the_blocks() -> None:
     """To prepare a table takes a while: its end, and the deadline, may be found in the same breath."""
-    world, (prefill,), decode = world_of(drain_s=1.0)
-    pull = ask(world, prefill, decode, 0, timeout=5.0)
+    world, prefill, decode, pull = asking(0, timeout=5.0, drain_s=1.0)
     others = [ask(world, prefill, decode, number) for number in (1, 2)]
     world.deliver_all()
     transfer_id = next(iter(decode.reads))
@@ -821,8 +808,7 @@ def made_up(world: World, prefill: Rank, number: int, tp_size: int, **changed: A
 
 
 def test_params_that_name_very_many_ranks_or_one_rank_twice_are_refused_before_anything_is_asked() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
     twice = Endpoint(0, "tcp://10.0.0.1:1", "start")
     for params, why in (
         (made_up(world, prefill, 1, MAX_SOURCES + 1), f"{MAX_SOURCES + 1} x 1 prefill ranks, more than {MAX_SOURCES}"),
@@ -835,10 +821,8 @@ def test_params_that_name_very_many_ranks_or_one_rank_twice_are_refused_before_a
 
 
 def test_ranks_of_one_engine_that_never_answered_keep_those_of_others_not_out() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
-    params = world.params([prefill], "honest", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, prefill, decode = opened()
+    params, _ = world.lent(prefill, "honest", [3], written=True)
     for number in range(1, 7):
         world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 128, engine_id="made up"))
     assert len(decode.core.decode.peers.by_place) == MAX_UNMET // 4
@@ -853,8 +837,7 @@ def test_what_is_left_of_an_engines_earlier_starts_is_none_of_its_share(monkeypa
     decode = world.add("decode", make_layout(), seed=1)
     for start in range(4):
         prefill = world.add(f"start {start}", make_layout(), engine_id="prefill")
-        params = world.params([prefill], f"r{start}", [3], 4, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, f"r{start}", [3], written=True)
         pull = world.pull(decode, f"d{start}", [9], params)
         world.run()
         assert pull.outcome is Outcome.COMPLETE
@@ -867,12 +850,10 @@ def places(decode: Rank) -> Counter[str]:
 
 
 def test_ranks_that_never_answered_are_bounded_in_all_and_the_oldest_of_the_engine_with_most_give_way() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
 
     def read(name: str, block: int) -> Pull:
-        params = world.params([prefill], name, [block], 4, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, name, [block], written=True)
         return world.pull(decode, name, [block], params)
 
     def name(request_id: str, block: int, number: int, size: int, engine_id: str) -> Pull:
@@ -909,8 +890,7 @@ def test_ranks_that_never_answered_are_bounded_in_all_and_the_oldest_of_the_engi
 @pytest.mark.parametrize("how", ["discharge", "let_go"])
 def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_told(how: str) -> None:
     """Whoever writes params chooses the engine id: 128 made-up ranks of the honest engine must not keep it away."""
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
     core, now = decode.core, world.time(decode)
     waits = world.pull(decode, "waits", [1], made_up(world, prefill, 1, 1))
     for number in (2, 3):
@@ -923,8 +903,7 @@ def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_tol
     told = [c for c in core.outbox.commands if isinstance(c, ReleaseUnanswered)]
     assert [c.request_id for c in told] == ["evil 2"] * 127
     assert set(core.outbox.unlinked) == {f"tcp://10.0.2.{r}:1" for r in range(127)}
-    params = world.params([prefill], "honest", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "honest", [3], written=True)
     honest = world.pull(decode, "honest", [9], params)
     world.settle(decode)
     world.deliver_all()
@@ -934,8 +913,7 @@ def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_tol
 
 
 def test_a_request_that_is_refused_displaces_no_rank() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
     pull = world.pull(decode, "same", [1], made_up(world, prefill, 1, 128))
     before = set(decode.core.decode.peers.by_place)
     with pytest.raises(LocalProtocolError, match="is being pulled already"):
@@ -945,8 +923,7 @@ def test_a_request_that_is_refused_displaces_no_rank() -> None:
 
 
 def test_a_rank_that_gave_way_before_it_was_needed_is_released_in_the_end_and_its_link_closed() -> None:
-    world = World()
-    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    world, prefill, decode = opened()
     core, now = decode.core, world.time(decode)
     params = made_up(world, prefill, 1, 1)
     pull = core.announce("announced", params, "", 300.0, now)
@@ -996,8 +973,7 @@ def test_unknown_ranks_are_greeted_a_few_at_a_time_and_those_of_the_request_with
     for number in range(14):
         world.pull(decode, f"tampered {number}", [number], made_up(world, prefill, number, 16, engine_id=f"e{number}"))
     assert num_greeted() == peers.GREETING_BURST
-    params = world.params([prefill], "honest", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "honest", [3], written=True)
     honest = world.pull(decode, "honest", [20], params)
     world.advance(1 / peers.GREETINGS_PER_S)
     world.run()
@@ -1061,3 +1037,56 @@ def test_requests_of_many_unknown_ranks_take_turns_and_few_ranks_wait_for_none()
     world.advance(400.0)
     world.check()
     assert not core.decode.pulls
+
+
+# -- an agent that has ended, and a rank that is said to be gone -----------------------------------------------
+
+
+def test_a_rank_whose_agent_has_ended_welcomes_nobody_until_it_has_another() -> None:
+    world, prefill, decode = opened()
+    params, _ = world.lent(prefill, "r", [3], written=True)
+    world.lose_agent(prefill)
+    pull = world.pull(decode, "d", [9], params)
+    for _ in range(3):
+        kinds = [type(message) for letter in world.letters for message in decode_packet(letter.data).messages]
+        assert set(kinds) == {Hello}
+        world.deliver_all()
+        assert world.letters == []
+        world.advance(decode.core.config.pull.hello_retry_s * 4)
+    world.replace_agent(prefill)
+    while not decode.reads:
+        world.deliver_all()
+        world.advance(1.0)
+    assert {peer.agent_name for peer in decode.core.decode.peers.by_place.values()} == {"agent-prefill-2"}
+    world.run()
+    assert pull.is_over
+
+
+def test_a_rank_that_a_router_says_is_gone_has_left_in_good_order() -> None:
+    world, prefill, decode = opened()
+    params, _ = world.lent(prefill, "r", [3], written=True)
+    world.pull(decode, "d", [9], params)
+    world.run()
+    decode.core.decode.forget(prefill.address, world.time(decode))
+    ((peer, before, after),) = [
+        (c.peer, c.before, c.after) for c in decode.core.outbox.commands if isinstance(c, PeerChanged)
+    ]
+    assert (peer.is_orderly, before, after) == (True, PeerState.READY, PeerState.GONE)
+
+
+def test_a_rank_that_was_never_greeted_takes_nobodys_handshake_along_when_it_goes() -> None:
+    world = World()
+    ranks = [world.add(f"p{r}", make_layout(r, 4, base=(r + 1) << 40, num_heads=2), engine_id="p") for r in range(4)]
+    decode = world.add("d", make_layout(base=30 << 40, num_heads=2), engine_id="d")
+    params = world.params(ranks, "r", [3], 4, written=True)
+    for rank in ranks:
+        world.lend(rank, params)
+    world.pull(decode, "d-r", [9], params)
+    greeted = {letter.to for letter in world.letters}
+    unmet = [rank for rank in ranks if rank.address not in greeted]
+    assert len(greeted) == len(unmet) == 2
+    for rank in unmet:
+        decode.core.decode.forget(rank.address, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    assert len(decode.reads) == 2

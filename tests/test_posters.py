@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -561,6 +563,63 @@ async def test_what_is_ordered_as_a_thread_breaks_is_refused_not_forgotten(
         poster.load(AgentInfo("somebody", b""), ()).result(0)
 
 
+@pytest.mark.parametrize("look", [1, 2, 3])
+async def test_an_order_that_comes_just_after_a_look_is_obeyed_without_another(sides: list[Side], look: int) -> None:
+    """The thread looks for the order that woke it, for one after it, and for the last time before it sleeps."""
+    sides.append(Side("reader", 1, ALL_BULK))  # without a peer, UCX has no events that would wake it too
+    (poster,) = sides[0].plane._posters
+    looks, late = itertools.count(1), list[Future[None]]()
+
+    class Looked(deque[Any]):
+        def __len__(self) -> int:
+            found = super().__len__()
+            if threading.current_thread() is poster._thread and next(looks) == look:
+                late.append(poster._change(lambda _: None))
+            return found
+
+    await until(lambda: poster._is_asleep)
+    poster._orders = Looked()
+    poster._change(lambda _: None).result(10)
+    await until(lambda: late and late[0].done())
+
+
+@pytest.mark.parametrize("last", [Ending.IN_DOUBT, Ending.DETACHED])
+async def test_a_read_that_may_still_write_as_the_thread_breaks_has_failed_when_its_agent_is_gone(
+    sides: list[Side], last: Ending
+) -> None:
+    sides.append(Side("reader", 1, ALL_BULK))
+    (poster,), told = sides[0].plane._posters, list[TransferEnded]()
+
+    def broken(_: Agent) -> None:
+        poster._mine[TransferId(1)] = 0
+        poster._news.append(TransferEnded(TransferId(1), last))  # it was found, and is not told yet
+        raise MemoryError("planted")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
+    poster._tell = told.extend
+    change = poster._change(broken)
+    await until(lambda: not poster._thread.is_alive())
+    with pytest.raises(BackendError, match=r"reader-poster1 ended by MemoryError\('planted'\)"):
+        change.result(0)
+    assert [ended.ending for ended in told] == [last, Ending.IN_DOUBT, Ending.FAILED]
+
+
+async def test_news_that_come_while_the_loop_is_told_of_others_are_told_as_well() -> None:
+    told: list[list[TransferEnded]] = []
+    ends = [TransferEnded(TransferId(number), Ending.DONE) for number in (1, 2)]
+
+    def take() -> None:
+        told.append(list(group.inbox))
+        group.inbox.clear()
+        if len(told) == 1:
+            group._hear(ends[1:])  # from a thread, just after the loop has taken what was there
+
+    group = posters.Posters(take, "a thread")
+    group._loop = asyncio.get_running_loop()
+    group._hear(ends[:1])
+    await until(lambda: told == [ends[:1], ends[1:]])
+
+
 async def test_reads_under_way_are_shared_out_among_threads(sides: list[Side]) -> None:
     reader, _ = await link(sides, NixlConfig(posting_threads=2, bulk_bytes=1))
     local, remote = pairs(TABLES[0], 0)
@@ -715,8 +774,7 @@ STUCK = {
 async def stuck_pull(gate: Gate) -> AsyncIterator[tuple[Engine, Poster, asyncio.Task[PullResult]]]:
     """A pull whose read is inside NIXL on a posting thread, until the gate opens."""
     async with Bench(True).pair(**STUCK) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1, 2, 3])], 48, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1, 2, 3], written=True)
         pulled = asyncio.create_task(decode.engine.pull("d", [(0, [4, 5, 6])], params))
         with anyio.fail_after(10):
             await anyio.to_thread.run_sync(gate.entered.wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
+from asynckv.core import prefill
 from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lease, LeaseState, Lent, Reader
 from asynckv.core.ledger import FEW
 from asynckv.core.prefill import _blocks_of
@@ -35,7 +37,7 @@ from asynckv.core.wire import (
     decode_packet,
     encode_packet,
 )
-from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError
+from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PlanRefused
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group
@@ -69,8 +71,7 @@ def say(rank: Rank, message: Claim | Renew | Release, now: float, reply_to: Repl
 def claimed_by(world: World, name: str, prefill: Rank, params: KVTransferParams) -> Rank:
     """A start of the decode rank's process, which has claimed."""
     reader = world.add(name, make_layout(), engine_id="decode")
-    reader.core.announce(f"by {name}", params, "", 600.0, world.time(reader))
-    world.settle(reader)
+    world.announce(reader, f"by {name}", params, 600.0)
     world.run()
     return reader
 
@@ -89,8 +90,7 @@ LONG = LeaseConfig(lease_s=30.0, grant_s=4.0)
 @pytest.mark.parametrize("grants", [1, 3])
 def test_a_lease_of_a_killed_reader_ends_with_its_last_grant(grants: int) -> None:
     world, prefill = prefill_rank(LONG)
-    params = world.params([prefill], "r", [3], 4)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "r", [3])
     reader = claimed_by(world, "d", prefill, params)
     for _ in range(grants):  # renewed a few times
         world.advance(1.5)
@@ -107,8 +107,7 @@ def test_a_lease_of_a_killed_reader_ends_with_its_last_grant(grants: int) -> Non
 def test_a_lease_of_a_stopped_reader_lasts_for_its_whole_time() -> None:
     """Its connection stands, so it may go on; it was sent pings, to find that out."""
     world, prefill = prefill_rank(LONG)
-    params = world.params([prefill], "r", [3], 4)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "r", [3])
     reader = claimed_by(world, "d", prefill, params)
     del world.ranks["d"]
     assert ended_after(world, lease) == pytest.approx(30.0, abs=0.5)
@@ -150,8 +149,7 @@ def test_with_keys_a_later_start_ends_what_the_one_before_let_lapse_and_another_
 def test_a_connection_that_answers_has_not_ended(answers: bool) -> None:
     """It was thought to have ended, and says that it has not."""
     world, rank = prefill_rank(LONG)
-    params = world.params([rank], "r", [3], 4)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3])
     say(rank, claim(params), 0.0)
     rank.core.prefill.unreachable(ONE)
     if answers:
@@ -168,8 +166,7 @@ def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
     """Renewed over a second connection, it pauses. Of a killed one both have ended."""
     for num_ended, is_gone in ((1, False), (2, True)):
         world, rank = prefill_rank(LONG)
-        params = world.params([rank], "r", [3], 4)
-        lease = world.lend(rank, params)
+        params, lease = world.lent(rank, "r", [3])
         say(rank, claim(params), 0.0)
         say(rank, Renew(params.key, "pull", 2, 600.0), 3.0, OTHER)
         for way in (ONE, OTHER)[:num_ended]:
@@ -178,16 +175,14 @@ def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
         assert lease.is_over is is_gone
     lease_ways = [ReplyTo(b"%d" % n) for n in range(9)]
     world, rank = prefill_rank(LONG)
-    params = world.params([rank], "r", [3], 4)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3])
     for n, way in enumerate(lease_ways):
         say(rank, claim(params, nonce=n), 0.1 * n, way)
     release = Release(params.key, params.request_id, READER, "pull", Outcome.RETRY)
     say(rank, release, 1.0, OTHER)
     (stray,) = lease.tick(5.0).strays
     assert stray.ways == (*lease_ways[6:], OTHER)
-    params = world.params([rank], "retried", [4], 4)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "retried", [4])
     say(rank, claim(params), 1.0)
     say(rank, msgspec.structs.replace(release, key=params.key, request_id=params.request_id), 2.0, OTHER)
     (stray,) = lease.tick(6.0).strays
@@ -196,8 +191,7 @@ def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
 
 def test_a_reader_whose_connection_broke_often_and_came_back_is_not_gone() -> None:
     world, rank = prefill_rank(LONG)
-    params = world.params([rank], "r", [3], 4)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3])
     ways = [ReplyTo(b"%d" % n) for n in range(6)]
     say(rank, claim(params), 0.0, ways[0])
     for n, way in enumerate(ways[1:], 1):
@@ -299,8 +293,7 @@ def test_of_those_who_answer_the_latest_are_remembered(monkeypatch: pytest.Monke
 def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> None:
     """It is there, whatever was thought of it before."""
     world, rank = prefill_rank(LONG)
-    params = world.params([rank], "r", [3], 4)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3])
     say(rank, claim(params), 0.0)
     rank.core.prefill.unreachable(ONE)
     say(rank, Renew(params.key, "pull", 2, 600.0), 1.0)
@@ -443,8 +436,7 @@ def test_reader_engines_that_are_remembered_are_bounded(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("lease_s", "seconds"), [(2.5, 2.5), (10.0, 10.0), (60.0, 10.0)])
 def test_no_grant_is_longer_than_its_request_is_lent_for(lease_s: float, seconds: float) -> None:
     world, rank = prefill_rank(LeaseConfig(lease_s=30.0, grant_s=10.0, max_lease_s=600.0))
-    params = world.params([rank], "r", [3], 4, lease_s=lease_s)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3], lease_s=lease_s)
     (answer,) = say(rank, claim(params), lease.lent_at + 1.0)
     assert isinstance(answer, Granted)
     assert answer.seconds == seconds
@@ -452,8 +444,7 @@ def test_no_grant_is_longer_than_its_request_is_lent_for(lease_s: float, seconds
 
 def test_nobody_holds_a_request_for_longer_than_any_lease_may_last() -> None:
     world, rank = prefill_rank(LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
-    params = world.params([rank], "r", [3], 4, lease_s=5.0)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3], lease_s=5.0)
     now = lease.lent_at
     say(rank, claim(params), now)
     while not lease.is_over:
@@ -488,8 +479,7 @@ def test_no_request_is_lent_for_longer_than_any_lease_may_last() -> None:
 def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
     """Two attempts of one reader: the one that is given up holds nothing for longer because the other goes on."""
     world, rank = prefill_rank(LeaseConfig(lease_s=30.0, grant_s=4.0))
-    params = world.params([rank], "r", [3], 4, lease_s=30.0)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3], lease_s=30.0)
     for pull_id in ("first", "second"):
         say(rank, claim(params, pull_id), 0.0)
     say(rank, Renew(params.key, "second", 2, 600.0), 2.0)
@@ -499,8 +489,7 @@ def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
     rank.core.tick(4.0)
     assert lease.is_over
     # What never held a promise has none to renew.
-    again = world.params([rank], "r2", [4], 4, lease_s=30.0)
-    world.lend(rank, again)
+    again, _ = world.lent(rank, "r2", [4], lease_s=30.0)
     say(rank, claim(again, "first"), 5.0)
     (answer,) = say(rank, Renew(again.key, "third", 2, 600.0), 6.0)
     assert isinstance(answer, Refused)
@@ -510,8 +499,7 @@ def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
 def test_a_release_is_final_for_its_attempt() -> None:
     """Said again it is acknowledged and changes nothing, whatever it says now: another attempt may be under way."""
     world, rank = prefill_rank(LeaseConfig())
-    params = world.params([rank], "r", [3], 4)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3])
     say(rank, claim(params, "first"), 0.0)
     for outcome in (Outcome.RETRY, Outcome.COMPLETE, Outcome.RETRY):
         (answer,) = say(rank, Release(params.key, "r", READER, "first", outcome), 1.0)
@@ -523,8 +511,7 @@ def test_a_release_is_final_for_its_attempt() -> None:
 def test_it_is_never_said_that_a_request_has_been_lent_for_longer_than_it_was() -> None:
     """A reader believes what it read since then: a microsecond too much is a read of somebody else's blocks."""
     world, rank = prefill_rank(LeaseConfig())
-    params = world.params([rank], "r", [3], 4)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3])
     for number in range(200):
         now = lease.lent_at + number * 0.0123456789
         (answer,) = say(rank, claim(params, nonce=number), now)
@@ -536,8 +523,7 @@ def test_it_is_never_said_that_a_request_has_been_lent_for_longer_than_it_was() 
 def test_what_one_request_remembers_of_its_readers_is_bounded(how: str) -> None:
     """Every attempt is another, and is remembered: who tries without end is refused, and what it says is not kept."""
     world, rank = prefill_rank(LeaseConfig(lease_s=3000.0, grant_s=2.0, max_lease_s=6000.0))
-    params = world.params([rank], "r", [3], 4, lease_s=3000.0)
-    lease = world.lend(rank, params)
+    params, lease = world.lent(rank, "r", [3], lease_s=3000.0)
     refusals = list[Refused]()
     for number in range(MAX_ATTEMPTS + 10):
         message: Claim | Release = Release(params.key, "r", READER, f"pull {number}", Outcome.RETRY)
@@ -791,3 +777,99 @@ def outcome(check: Callable[[int, Group, BlockRuns, Lent], Int64s], group: Group
         return check(0, group, offer, lent).tolist()
     except AsyncKVError as exc:
         return type(exc), str(exc)
+
+
+# -- what is remembered of requests that are not lent yet, or were lent once -----------------------------------
+
+
+PARKED = LeaseConfig(lease_s=10.0, grant_s=4.0, parked_s=5.0, max_parked=8)
+
+
+def release(params: KVTransferParams, pull_id: str = "pull") -> Release:
+    return Release(params.key, params.request_id, READER, pull_id, Outcome.COMPLETE)
+
+
+def many(world: World, rank: Rank, number: int) -> list[KVTransferParams]:
+    return [world.params([rank], f"r{i}", [3], 4) for i in range(number)]
+
+
+def test_nothing_is_kept_of_a_request_whose_messages_were_parked_for_too_long() -> None:
+    world, rank = prefill_rank(PARKED)
+    for params in many(world, rank, 4):
+        assert isinstance(say(rank, claim(params), 0.0)[0], NotYet)
+    side = rank.core.prefill
+    side.tick(4.9)
+    assert (len(side._parked), side.num_parked) == (4, 4)
+    side.tick(5.0)
+    assert (len(side._parked), side.num_parked, len(side._parked_order), side.next_at) == (0, 0, 0, math.inf)
+
+
+def test_a_release_that_takes_the_place_of_a_claim_has_all_of_its_own_time() -> None:
+    """It was acknowledged, so nobody repeats it: if it were forgotten with the claim the lease would have to expire."""
+    world, rank = prefill_rank(PARKED)
+    [params] = many(world, rank, 1)
+    say(rank, claim(params), 0.0)
+    assert isinstance(say(rank, release(params), 3.0)[0], Ack)
+    rank.core.prefill.tick(5.0)
+    assert rank.core.prefill.num_parked == 1
+    world.now = 7.9
+    assert world.lend(rank, params).is_over
+
+
+def test_what_is_remembered_of_what_was_parked_is_bounded_however_much_is_lent_meanwhile() -> None:
+    world, rank = prefill_rank(PARKED)
+    for params in many(world, rank, 300):
+        say(rank, release(params), 0.0)
+        assert world.lend(rank, params).is_over
+    assert len(rank.core.prefill._parked_order) <= 8 * PARKED.max_parked + 1
+
+
+def test_of_releases_that_were_given_up_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "MAX_FORGOTTEN", 3)
+    world, rank = prefill_rank(LeaseConfig(lease_s=10.0, grant_s=4.0, parked_s=5.0))
+    made = many(world, rank, 5)
+    for at, params in enumerate(made):
+        say(rank, release(params), 0.1 * at)
+    rank.core.prefill.tick(6.0)
+    world.now = 6.0
+    refused = [[(x.what, x.reason) for x in world.lend(rank, params).refused] for params in made]
+    assert refused == [[], [], *[[("release", "parked_too_long")]] * 3]
+
+
+def test_who_asks_late_hears_how_the_request_ended_though_the_memory_is_another_by_now() -> None:
+    world, rank = prefill_rank(PARKED)
+    ended, never = many(world, rank, 2)
+    world.lend(rank, ended)
+    say(rank, release(ended), 1.0)
+    rank.core.prefill.memory_epoch += 1
+    reasons = []
+    for params in (ended, never):
+        (answer,) = say(rank, claim(params), 2.0)
+        assert isinstance(answer, Refused)
+        reasons.append(answer.reason)
+    assert reasons == [Reason.CONSUMED, Reason.STALE_MEMORY]
+
+
+def test_nobody_is_woken_for_a_lease_that_is_over() -> None:
+    """Its time is far away, and a lease that waits for it is kept."""
+    world, rank = prefill_rank(PARKED)
+    [params] = many(world, rank, 1)
+    lease = world.lend(rank, params)
+    assert rank.core.timers.next_at == 4.0  # to see whether a grant has run out
+    say(rank, release(params), 1.0)
+    assert (lease.is_over, lease.scheduled_at, rank.core.timers.next_at) == (True, math.inf, math.inf)
+
+
+@pytest.mark.parametrize("blocks", [[3, 5], list(range(3, 9)), [3, 4, 6]])
+def test_a_placeholder_that_is_named_as_a_block_is_refused_however_few_there_are(blocks: list[int]) -> None:
+    """The engine's placeholder holds no KV: what it is lent as would be read as zeros, or as anything."""
+    layout = make_layout()
+    [group] = layout.groups
+    world = World()
+    rank = world.add("p", msgspec.structs.replace(layout, groups=(msgspec.structs.replace(group, null_block=5),)))
+    params = world.params([rank], "r", blocks, 4 * len(blocks))
+    if 5 in blocks:
+        with pytest.raises(PlanRefused, match="names block 5, which is its placeholder"):
+            world.lend(rank, params)
+    else:
+        world.lend(rank, params)

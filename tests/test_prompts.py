@@ -133,7 +133,7 @@ def counted(at: float, *values: Any, **fields: Any) -> Record:
 def found(*lines: Record) -> tuple[list[Finding], list[Finding]]:
     """Findings and shares, by what is logged."""
     everything, _ = screen([*well(), *lines])
-    return list(everything.wrong), list(everything.limits)
+    return list(everything.wrong), list(everything.notes)
 
 
 def test_an_engine_that_gets_no_params_is_found_with_the_share() -> None:
@@ -150,7 +150,7 @@ def test_a_row_that_began_after_good_times_is_found_too_and_not_once_it_is_repai
     logs = Logs(sorted([*well(), *lines], key=lambda x: x.at))
     axis = make_axis(join(logs))
     later = find(Seen(logs, axis, ground(axis), (), since=START + 70.0))
-    assert (later.wrong, later.limits) == ([], [])
+    assert (later.wrong, later.notes) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -234,5 +234,5 @@ async def test_a_running_engine_is_judged_by_the_same_rules_as_its_log(
     ended = CliRunner().invoke(app, ["why", str(log), "--json", str(out)])
     assert ended.exit_code == 1, ended.output
     logged = json.loads(out.read_text())["findings"]
-    assert [asdict(x) for x in live.wrong] == [{**x, "requests": (), "blocks": -1} for x in logged]
+    assert [asdict(x) for x in live.wrong] == [{**x, "requests": (), "blocks": -1, "ranks": ()} for x in logged]
     assert live.wrong[0].code == "without_params"

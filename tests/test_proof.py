@@ -324,8 +324,7 @@ def test_a_pull_that_has_failed_asks_for_nothing_and_reads_nothing_more(lands_at
     it = Reading(8, max_post_bytes=64, window_bytes=128, drain_s=1.0)
     it.grant(it.ask(), 20.0)
     first, second = it.decode.reads
-    it.decode.core.decode.cancel(it.pull, it.world.time(it.decode))
-    it.world.settle(it.decode)
+    it.world.cancel(it.decode, it.pull)
     it.wait(lands_at)
     assert it.outcome is (Reason.CANCELLED if lands_at > 1.0 else None)
     it.world.complete(it.decode, first)

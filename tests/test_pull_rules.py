@@ -12,11 +12,11 @@ from msgspec import structs
 
 from asynckv.core.flow import InFlight, Line, Posting
 from asynckv.core.pull import Effect, PullState
+from asynckv.core.source import UNBLAMED
 from asynckv.core.types import PullId, Reason, TransferId
 from asynckv.core.wire import Claim, NotYet
 from tests.lab.oracles import wrong_in
-from tests.test_admission import ask, world_of
-from tests.test_flow import state
+from tests.test_admission import ask, asking, state, world_of
 from tests.test_proof import Reading
 from tests.world import Rank, World, make_layout
 
@@ -30,8 +30,7 @@ def two(**pull: Any) -> tuple[World, Rank, Rank]:
 
 
 def test_a_state_ends_at_the_latest_when_its_own_bound_or_its_callers_has_passed() -> None:
-    world, prefill, decode = two(drain_s=2.0)
-    pull = ask(world, prefill, decode, 1, timeout=30.0)
+    world, prefill, decode, pull = asking(1, timeout=30.0, drain_s=2.0)
     world.deliver_all()
     assert (pull.state, pull.until) == (PullState.READING, 30.0)
     world.advance(1.0)
@@ -193,8 +192,7 @@ def test_what_was_said_before_a_grant_and_is_heard_after_it_holds_nothing_up() -
 def test_a_pull_that_was_given_up_asks_for_no_longer_than_it_drains() -> None:
     it = Reading(drain_s=2.0)
     it.grant(it.ask(), 1.0)
-    it.decode.core.decode.cancel(it.pull, it.world.time(it.decode))
-    it.world.settle(it.decode)
+    it.world.cancel(it.decode, it.pull)
     asked = [(at, ask.seconds) for at, ask in it.wait(1.9)]
     assert asked
     assert all(at + seconds == pytest.approx(2.0, abs=0.02) for at, seconds in asked)
@@ -213,20 +211,18 @@ def test_a_rank_of_which_nothing_is_needed_has_nothing_to_prove() -> None:
 
 
 def test_a_request_is_tried_again_when_the_last_of_its_ranks_may_be_and_fails_for_the_first() -> None:
-    world, prefill, decode = two()
-    pull = ask(world, prefill, decode, 1)
+    _, _, _, pull = asking(1)
     [source] = pull.sources
     for not_before in (3.0, 5.0, 4.0):
         pull.could_not_meet(not_before)
     for reason in (Reason.UNREACHABLE, Reason.PEER_LOST):
         pull.goes_without(source, reason, f"it is {reason}")
-    assert (pull.not_before, pull.unmet) == (5.0, (Reason.UNREACHABLE, "it is peer_unreachable"))
+    assert (pull.not_before, pull.unmet) == (5.0, (Reason.UNREACHABLE, "it is peer_unreachable", UNBLAMED))
 
 
 def test_a_rank_that_was_given_up_claims_anew_when_it_is_read_after_all() -> None:
     """It had claimed before, and another pull has met the rank anew: the old claim's grant would end unrenewed."""
-    world, prefill, decode = two()
-    pull = ask(world, prefill, decode, 1)
+    world, _, _, pull = asking(1)
     [source] = pull.sources
     for seen in range(2):
         assert pull.met(source, world.now) == [Effect.SEND]

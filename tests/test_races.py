@@ -25,8 +25,8 @@ from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullRequest, PullState
-from asynckv.core.types import Reason, decode_params
-from asynckv.core.wire import Claim, Goodbye, Release, decode_packet
+from asynckv.core.types import Reason, ReplyTo, decode_params
+from asynckv.core.wire import Claim, Goodbye, Release, decode_packet, encode_packet
 from asynckv.geometry.plan import Plan
 from tests.engines import Bench, Side, until
 from tests.test_admission import ask, world_of
@@ -45,7 +45,6 @@ async def spin(sim: Bench, seconds: float, step: float = 0.05) -> None:
 
 
 def fail(side: Side) -> None:
-    assert side.data is not None
     side.data.fail(next(iter(side.data.running)))
 
 
@@ -74,7 +73,6 @@ async def test_closing_ends_the_drain_of_a_suspension(sim: Bench) -> None:
 
 async def test_closing_ends_a_drain(sim: Bench) -> None:
     async with reading(sim, timeout_s=3000.0) as (_, decode, _, task, _):
-        assert decode.data is not None
         decode.data.doubt(next(iter(decode.data.running)))
         await spin(sim, 6.0)
         draining = asyncio.create_task(decode.engine.drain(3600.0))
@@ -99,7 +97,6 @@ async def test_cancelling_between_attempts_discharges_whatever_is_last_said(sim:
 
 async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> None:
     async with sim.pair() as (prefill, _, _):
-        assert prefill.data is not None
         await passing(sim, asyncio.create_task(prefill.engine.suspend()))
         before, start = prefill.engine.endpoint, prefill.data.start
 
@@ -119,7 +116,6 @@ async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> N
 @pytest.mark.parametrize("priority", [None, "urgent", float("nan"), 0.5, True, 1 << 60])
 async def test_a_priority_that_is_none_is_refused_and_harms_nobody(sim: Bench, priority: Any) -> None:
     async with reading(sim) as (_, decode, _, task, params):
-        assert decode.data is not None
         with pytest.raises(LocalProtocolError, match="priority is"):
             await decode.engine.pull("x", [(0, [7])], params, priority=priority)
         decode.data.finish()
@@ -156,7 +152,6 @@ def overheard(sim: Bench, *kinds: type) -> list[tuple[str, str, list[str]]]:
 async def test_a_claim_leaves_before_the_read_that_it_goes_beside(sim: Bench) -> None:
     """Posting may take long, and the promise that covers a read is under way meanwhile."""
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
-        assert decode.data is not None
         heard, honest = overheard(sim, Claim), decode.data.post_read
 
         def post_read(*args: Any) -> Any:
@@ -196,7 +191,6 @@ async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_p
             closing = asyncio.create_task(prefill.engine.aclose())
             await spin(sim, 0.3)
             assert (heard, lent.is_over) == ([], False)
-            assert decode.data is not None
             decode.data.finish()
             await passing(sim, task)
             await passing(sim, closing)
@@ -205,6 +199,21 @@ async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_p
             readers = sorted([decode.engine.endpoint.address, second.engine.endpoint.address])
             assert sorted(heard) == [(here, reader, ["Goodbye"]) for reader in readers]
             await passing(sim, asyncio.create_task(second.engine.aclose()))
+
+
+async def test_a_reader_that_closes_says_goodbye_too_and_a_stranger_is_not_counted(sim: Bench) -> None:
+    """So no alert takes a decode engine that is restarted in order for one that was killed."""
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        await decode.engine.pull("d", [(0, [6])], params)
+        prefill.engine._core.receive(ReplyTo(b"stranger"), encode_packet("stranger", "", [Goodbye()]), sim.clock.now())
+        assert prefill.engine.statistics().counters.get("readers.left", 0) == 0
+        heard = overheard(sim, Goodbye)
+        await passing(sim, asyncio.create_task(decode.engine.aclose()))
+        await spin(sim, 0.1)
+        assert [(to, said) for _, to, said in heard] == [(prefill.engine.endpoint.address, ["Goodbye"])]
+        assert prefill.engine.statistics().counters["readers.left"] == 1
 
 
 def test_what_waits_for_its_handshake_or_to_be_lent_counts_as_waiting() -> None:
@@ -406,7 +415,6 @@ def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_ha
 
 async def test_pauses_between_attempts_grow(sim: Bench) -> None:
     async with reading(sim, retries=4, timeout_s=20.0) as (_, decode, _, task, _):
-        assert decode.data is not None
         pauses = []
         for _ in range(4):
             fail(decode)
@@ -422,7 +430,6 @@ async def test_pauses_between_attempts_grow(sim: Bench) -> None:
 
 async def test_a_drain_waits_for_another_attempt(sim: Bench) -> None:
     async with reading(sim, retries=2, timeout_s=20.0) as (_, decode, _, task, _):
-        assert decode.data is not None
         fail(decode)
         draining = asyncio.create_task(decode.engine.drain(10.0))
         while not running(decode):
@@ -448,8 +455,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
     for i in range(3):
         ask(world, prefill, decode, i)
         world.deliver_all()
-    params = world.params([prefill], "r9", [9], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r9", [9], written=True)
     decode.core.announce("d9", params, "", 30.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
@@ -461,8 +467,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
 
 def test_who_greets_a_draining_engine_is_told_so() -> None:
     world, (prefill,), decode = world_of()
-    params = world.params([prefill], "r", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [3], written=True)
     prefill.core.shut()
     world.settle(prefill)
     pull = world.pull(decode, "d", [3], params)
@@ -495,7 +500,6 @@ async def storm(rng: random.Random) -> None:
     few = PullConfig(retries=2, timeout_s=3.0, total_requests=2, window_requests=2)
     prefill, decode = sim.side("prefill", 1, lease=QUICK), sim.side("decode", 100, lease=QUICK, pull=few)
     sides = [prefill, decode]
-    assert decode.data is not None
     for side in sides:
         await side.engine.start()
     decode.data.deferred = rng.random() < 0.5

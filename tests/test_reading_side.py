@@ -17,7 +17,7 @@ from asynckv.core.types import Address, Reason, TransferId
 from asynckv.core.wire import MINOR, Hello, Welcome
 from asynckv.errors import LocalProtocolError, Overloaded
 from asynckv.geometry import tables
-from tests.test_admission import ask, world_of
+from tests.test_admission import ask, asking, world_of
 from tests.test_peers import said, say, welcome
 from tests.test_sources import Pair
 from tests.world import World, begin, make_layout
@@ -29,8 +29,7 @@ def test_what_still_ran_of_a_rank_that_was_met_anew_keeps_nothing_loaded_once_it
     ask(world, prefill, decode, 1)
     world.deliver_all()
     [transfer] = decode.reads
-    decode.core.decode.forget(prefill.address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, prefill.address)
     for _ in range(40):
         world.advance(0.25)
         world.deliver_all()
@@ -66,9 +65,8 @@ def test_a_request_that_was_let_go_is_not_read_though_its_ranks_are_ready() -> N
     world, (prefill,), decode = world_of()
     ask(world, prefill, decode, 1)
     world.run()
-    params = world.params([prefill], "r", [2], 4, written=True)
-    world.lend(prefill, params)
-    decode.core.decode.abandoned[params.key] = "it was let go"
+    params, _ = world.lent(prefill, "r", [2], written=True)
+    decode.core.decode.abandoned[params.key] = (0.0, "it was let go")
     pull = world.pull(decode, "d", [2], params)
     assert (pull.reason, pull.detail, decode.reads) == (Reason.STANDSTILL, "it was let go", {})
     world.check()
@@ -86,8 +84,7 @@ def test_of_requests_that_were_let_go_the_newest_are_remembered(monkeypatch: pyt
 
 def test_nobody_is_woken_for_a_pull_that_is_over() -> None:
     """Its deadline is far away, and a pull that waits for it is kept, with all that it has read."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 1, timeout=500.0)
+    world, _, _, pull = asking(1, timeout=500.0)
     world.deliver_all()
     assert pull.scheduled_at < math.inf
     world.run()
@@ -117,8 +114,7 @@ def test_tables_of_odd_first_tokens_are_bounded_however_many_requests_have_one(m
     world = World()
     prefill, decode = (world.add(name, make_layout(block_size=16, base=n << 40)) for n, name in enumerate("pd", 1))
     for first in range(16):
-        params = world.params([prefill], f"r{first}", [3], 16, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, f"r{first}", [3], num_tokens=16, written=True)
         pull = world.pull(decode, f"d{first}", [9], params, first=first)
         world.run()
         assert pull.reason is Reason.COMPLETE
@@ -132,8 +128,7 @@ def test_a_rank_that_could_not_be_met_while_a_request_was_announced_is_tried_aga
     it = Pair(4, 1, heads=2)
     params, _ = it.lend([3], 4)
     world, [decode], away = it.world, it.decode, it.prefill[0]
-    pull = decode.core.announce("req-D", params, "", 30.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "req-D", params, 30.0)
     for _ in range(10):
         world.letters[:] = [letter for letter in world.letters if away not in (letter.sender, letter.receiver)]
         world.deliver_all()
@@ -152,16 +147,14 @@ def test_a_rank_that_was_lost_while_it_was_loaded_is_unloaded_when_that_is_done(
     ask(world, prefill, decode, 1)
     world.deliver_all()
     assert [peer.agent_name for peer in decode.loading] == ["agent-p0"]
-    decode.core.decode.forget(prefill.address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, prefill.address)
     world.load(decode)
     assert decode.nic.remotes == {}
 
 
 def test_what_a_rank_says_that_it_holds_is_checked_before_anything_is_read_of_it() -> None:
     """It lies: its blocks would end behind its memory."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 1)
+    world, prefill, decode, pull = asking(1)
     [hello] = said(world, decode)
     assert isinstance(hello, Hello)
     honest = welcome(world, prefill, hello)
@@ -176,8 +169,7 @@ def test_what_a_rank_says_that_it_holds_is_checked_before_anything_is_read_of_it
 @pytest.mark.parametrize("minor", [4, MINOR])
 def test_a_refused_layout_of_an_older_version_names_the_upgrade(minor: int) -> None:
     """An older one does not say what it guesses, so a newer one may fit."""
-    world, (prefill,), decode = world_of()
-    pull = ask(world, prefill, decode, 1)
+    world, prefill, decode, pull = asking(1)
     [hello] = said(world, decode)
     assert isinstance(hello, Hello)
     honest = welcome(world, prefill, hello)
@@ -231,8 +223,7 @@ def test_a_transfer_takes_room_once_and_gives_it_back_once() -> None:
 
 def test_what_fails_as_it_begins_fills_no_blocks_behind_its_callers_back(monkeypatch: pytest.MonkeyPatch) -> None:
     world, (prefill,), decode = world_of()
-    params = world.params([prefill], "r", [2], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "r", [2], written=True)
     with monkeypatch.context() as patch:
         patch.setattr(decode.core.decode, "_route", lambda *args, **more: 1 // 0)
         with pytest.raises(ZeroDivisionError):
@@ -246,8 +237,7 @@ def test_what_fails_as_it_begins_fills_no_blocks_behind_its_callers_back(monkeyp
 
 def test_a_request_of_which_no_attempt_follows_is_released_for_good_whatever_its_caller_had_in_mind() -> None:
     world, (prefill,), decode = world_of()
-    params = world.params([prefill], "r", [2], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "r", [2], written=True)
     request = PullRequest("d", [(0, [2])], params, is_last=False)
     decode.core.let_go(request, Reason.CANCELLED, world.time(decode))
     world.settle(decode)
@@ -288,15 +278,13 @@ def test_params_that_name_a_rank_wrongly_and_are_only_released_keep_no_others_fr
     world, (prefill,), decode = world_of()
     params = world.params([prefill], "r", [1], 4, written=True)
     wrong = structs.replace(params, engine_id="nobody")
-    decode.core.discharge("wrong", wrong, "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "wrong", wrong)
     world.run()
     pull = ask(world, prefill, decode, 2)
     world.run()
     assert pull.reason is Reason.COMPLETE
     # What has answered keeps its name, and only params that name another one fail.
-    decode.core.discharge("wrong again", wrong, "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "wrong again", wrong)
     failed = world.pull(decode, "wrong pull", [5], wrong)
     world.run()
     assert failed.reason is Reason.WRONG_TARGET
@@ -309,8 +297,7 @@ def test_a_rank_that_never_said_anything_is_forgotten_when_its_release_is_given_
     """Made-up ones would take the room of those that are waited for, for as long as a connection is kept."""
     world, (prefill,), decode = world_of()
     params = world.params([prefill], "r", [1], 4, written=True)
-    decode.core.discharge("made up", params, "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "made up", params)
     del world.ports[prefill.address]
     world.letters.clear()
     timeout_s = decode.core.config.pull.release_timeout_s
@@ -320,8 +307,7 @@ def test_a_rank_that_never_said_anything_is_forgotten_when_its_release_is_given_
     world.advance(2.0)
     assert not decode.core.decode.peers.by_place
     prefill.open()  # one that has answered is kept, for whoever comes next
-    decode.core.discharge("answered", structs.replace(params, request_id="s"), "", world.time(decode))
-    world.settle(decode)
+    world.discharge(decode, "answered", structs.replace(params, request_id="s"))
     world.run()
     world.advance(timeout_s + 60.0)
     world.run()

@@ -84,6 +84,8 @@ async def test_a_listener_that_is_not_listed_here_is_named_at_once(
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("refused")]
     assert any("unlisted_listener" in line for line in said)
     assert any("no_key" in line for line in said)
+    ended = [r.getMessage() for r in caplog.records if r.getMessage().startswith("pull_ended")]
+    assert ["how=unlisted_listener" in ended[0], "how=no_key" in ended[-1]] == [True, True]
 
 
 async def test_a_reader_that_is_not_listed_there_is_named_by_both(
@@ -98,6 +100,7 @@ async def test_a_reader_that_is_not_listed_there_is_named_by_both(
         key = decode.engine.endpoint.address.partition("#")[2]
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("refused")]
     assert any("unlisted_key" in line and key in line and "engine_id=prefill" in line for line in said)
+    assert any("how=turned_away" in r.getMessage() for r in caplog.records if r.getMessage().startswith("pull_ended"))
 
 
 async def test_an_address_with_a_key_needs_keys_here(tmp_path: Path) -> None:

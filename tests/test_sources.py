@@ -183,8 +183,7 @@ def test_a_rank_that_is_proven_may_go() -> None:
     it, pull, _ = half_read()
     [decode], sources = it.decode, {source.rank.tp_rank: source for source in pull.sources}
     assert sources[0].proven
-    decode.core.decode.forget(sources[0].address, it.world.time(decode))
-    it.world.settle(decode)
+    it.world.forget(decode, sources[0].address)
     assert reason(pull) is None
     it.world.run()
     assert pull.reason is Reason.COMPLETE
@@ -576,8 +575,7 @@ def test_a_proven_rank_that_goes_does_not_keep_the_others_from_being_read_again(
     world.deliver_all()
     world.complete_all()
     assert [source.proven for source in pull.sources] == [True, False]
-    decode.core.decode.forget(first.address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, first.address)
     world.lend(second, params)
     world.run(3)
     assert pull.reason == "complete"
@@ -619,14 +617,12 @@ def test_nothing_is_kept_of_ranks_that_are_gone() -> None:
     world = World()
     decode = world.add("d", make_layout())
     prefill = world.add("p", make_layout(base=1 << 41))
-    params = world.params([prefill], "r", [1], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [1], written=True)
     world.pull(decode, "x", [2], params)
     world.run()
     (route,) = decode.core.decode.routes._groups.values()
     assert route.ready
-    decode.core.decode.forget(prefill.address, world.time(decode))
-    world.settle(decode)
+    world.forget(decode, prefill.address)
     assert not route.ready
     # Nor of a handshake that was under way.
     world.advance(1.0)
@@ -644,8 +640,7 @@ def test_what_is_remembered_of_prefill_groups_is_bounded(what: str, monkeypatch:
     decode = world.add("d", make_layout())
     for i in range(9):
         prefill = world.add(f"p{i}", make_layout(base=(i + 2) << 41), engine_id=f"prefill{i}", seed=i)
-        params = world.params([prefill], "r", [1], 4, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, "r", [1], written=True)
         pull = world.pull(decode, f"x{i}", [2], params)
         world.run()
         assert pull.reason is Reason.COMPLETE
@@ -658,20 +653,17 @@ def test_a_rank_that_is_still_being_loaded_is_not_loaded_a_second_time() -> None
     decode, prefill = world.add("d", make_layout()), world.add("p", make_layout(base=1 << 41))
     world.auto_load = False
     for i in range(3):
-        params = world.params([prefill], f"r{i}", [1 + i], 4, written=True)
-        world.lend(prefill, params)
+        params, _ = world.lent(prefill, f"r{i}", [1 + i], written=True)
         pull = world.pull(decode, f"x{i}", [2 + i], params)
         world.deliver_all()
         assert len(decode.loading) == 1
-        decode.core.decode.forget(prefill.address, world.time(decode))
-        world.settle(decode)
+        world.forget(decode, prefill.address)
         assert reason(pull) is Reason.PEER_LOST
         world.advance(5.0)
         world.letters.clear()
     world.auto_load = True
     world.load(decode)
-    params = world.params([prefill], "again", [5], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "again", [5], written=True)
     pull = world.pull(decode, "again", [8], params)
     world.run()
     assert reason(pull) is Reason.COMPLETE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -93,6 +94,13 @@ async def test_pieces_are_placed_and_no_other_byte_is_written(
     for number, (first, count) in enumerate([(0, EVEN), (EVEN, 1), (0, 1), (1, 1)]):
         await check_read(reader, owner, number, *rows(first, count, number))
     assert slots(reader) == 0
+
+
+def test_block_ids_as_a_slice_name_the_same_blocks_in_the_same_order() -> None:
+    blocks = np.arange(5)
+    for size in range(1, 5):
+        for ids in itertools.permutations(range(5), size):
+            assert np.array_equal(blocks[staging.as_index(np.array(ids))], ids)
 
 
 async def test_costs_are_measured_where_reads_can_be_staged(sides: list[Side]) -> None:

@@ -67,6 +67,9 @@ def table(here: Layout, *there: Layout, costs: ReadCosts | None = LOCAL) -> Desc
         ),
         pytest.param(side(NHD, 1, 2), [side(NHD)], 32768, Box(1024, (16,), (1024,), (2048,), 1024), 2.0, id="1-to-2"),
         pytest.param(
+            side(HND, 1, 4), [side(NHD)], 32768, Box(256, (16, 2), (256, 4096), (2048, 256), 512), 4.0, id="1-to-4-hnd"
+        ),
+        pytest.param(
             side(HND, block_size=64), [side(HND)], 32768, Box(4096, (8,), (16384,), (4096,), 0), 1.0, id="16-to-64"
         ),
     ],
@@ -199,8 +202,7 @@ def reading(**config: Any) -> tuple[World, Rank, Rank, Pull]:
     world = World(EngineConfig(engine_id="x", pull=PullConfig(idle_s=30.0, **config)), reuse=False)
     prefill = world.add("p", make_layout(num_heads=8, head_dim=8))
     decode = world.add("d", make_layout(num_heads=8, head_dim=8, order=HND), seed=1, costs=STAGED)
-    params = world.params([prefill], "r", [1, 2], 8, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [1, 2], written=True)
     pull = world.pull(decode, "q", [3, 4], params, timeout=3.0)
     world.deliver_all()
     assert pull.state is PullState.READING
@@ -222,8 +224,7 @@ def test_blocks_return_with_the_outcome_and_the_peer_stays_until_the_reads_end(h
     before, running = decode.buffers.block(3), list(decode.reads)
     match how:
         case "cancelled":
-            decode.core.decode.cancel(pull, world.time(decode))
-            world.settle(decode)
+            world.cancel(decode, pull)
         case "timeout":
             world.advance(4.0)
         case _:
@@ -236,8 +237,7 @@ def test_blocks_return_with_the_outcome_and_the_peer_stays_until_the_reads_end(h
     world.deliver_all()
     assert pull.is_over
     # Another request may have the blocks, and the same peer is read for it.
-    params = world.params([prefill], "s", [5, 6], 8, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "s", [5, 6], written=True)
     other = world.pull(decode, "t", [3, 4], params)
     world.deliver_all()
     for transfer_id in [each for each in decode.reads if each not in running]:
@@ -267,8 +267,7 @@ def test_an_end_that_was_on_its_way_when_a_read_was_detached_concerns_its_peer_a
     for transfer_id in running:
         decode.reads[transfer_id].land()
         decode.reads[transfer_id].place()  # it is done, and nobody knows yet
-    decode.core.decode.cancel(pull, world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, pull)
     assert pull.reason is Reason.CANCELLED
     for transfer_id in running:
         world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
@@ -281,12 +280,10 @@ def test_an_end_that_was_on_its_way_when_a_read_was_detached_concerns_its_peer_a
 def test_a_direct_read_is_never_detached() -> None:
     world = World()
     prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(), seed=1, costs=STAGED)
-    params = world.params([prefill], "r", [1, 2], 8, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [1, 2], written=True)
     pull = world.pull(decode, "q", [3, 4], params)
     world.deliver_all()
-    decode.core.decode.cancel(pull, world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, pull)
     assert pull.state is PullState.DRAINING
     assert not decode.returned
     world.complete_all()

@@ -105,8 +105,7 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 @pytest.mark.anyio
 async def test_every_public_method_is_refused_from_another_thread_and_nothing_changes(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        lent_params = group.make_params("lent", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(lent_params)
+        lent_params, lent = prefill.lent(group, "lent", [1], written=True)
         announced = group.make_params("r", [(0, [3])], 16, written=True)
         decode.engine.announce("d", announced)
         await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
@@ -170,8 +169,7 @@ async def test_what_cannot_change_is_read_from_any_thread(sim: Bench) -> None:
 @pytest.mark.anyio
 async def test_an_error_that_holds_blocks_is_waited_for_on_the_engines_loop(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         assert decode.data is not None
         decode.data.deferred = True
         task = asyncio.create_task(decode.engine.pull("d", [(0, [2])], params, timeout_s=2.0))

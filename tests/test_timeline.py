@@ -20,7 +20,6 @@ from asynckv.tools.diagnose.axis import Axis, Offset, make_axis, shown_offset, s
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
-from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.records import Logs, read_logs
 from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Story, ground, stories
 from asynckv.tools.diagnose.why_page import make
@@ -214,7 +213,7 @@ def test_a_log_that_only_ends_early_is_no_death(tmp_path: Path) -> None:
     assert early is not None
     assert early.kind == "silent"
     # By the axis's clock: its own is five seconds ahead.
-    assert early.text.startswith(f"its log ends at {moment(BEGIN + 2.011)[:-1]}"), early.text
+    assert early.text.startswith(f"its log ends at {axis.moment(BEGIN + 2.011)[:-1]}"), early.text
     assert "it may live and have nothing to say" in early.text
     check_outputs(axis, stories(axis))
 
@@ -304,7 +303,7 @@ def check_outputs(axis: Axis, found: list[Story]) -> None:
     assert checked.tags["script"] == 2
     for each in (Console(file=io.StringIO(), width=80), Console(file=io.StringIO(), width=200, force_terminal=True)):
         why_text.show_findings(report(findings, seen), each)
-        why_text.show_late(findings.late, each)
+        why_text.show_late(axis, findings.late, each)
         for story in found[-4:]:
             json.dumps(report(findings, seen, story), allow_nan=False)
             why_text.show_story(axis, story, seen.grounds, each)

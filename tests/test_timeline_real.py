@@ -57,6 +57,7 @@ class Side:
     def _stamp(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         event["timestamp"] = datetime.fromtimestamp(time.time() + self.shift, UTC).isoformat()
         event.pop("host", None)  # as on two hosts
+        event.pop("boot_id", None)
         return event
 
     async def __aenter__(self) -> Self:

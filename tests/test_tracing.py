@@ -102,11 +102,9 @@ async def test_one_trace_over_both_sides_with_right_parents_and_times(bench: Ben
 
 async def test_a_lease_that_is_cut_short_has_its_span_and_is_counted(sim: Bench, spans: Spans) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         Tracing(prefill.engine, provider=spans.provider)
         metrics = Metrics(prefill.engine)
-        params = group.make_params("r", [(0, [1])], 16, trace={"traceparent": TRACEPARENT})
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], trace={"traceparent": TRACEPARENT})
         decode.data.deferred = True
         task = asyncio.create_task(decode.engine.pull("d", [(0, [3])], params))
         await until(lambda: prefill.engine.requests()[0].ranks[0].state == "granted")
@@ -125,10 +123,8 @@ async def test_a_lease_that_is_cut_short_has_its_span_and_is_counted(sim: Bench,
 
 async def test_durations_of_spans_are_those_of_the_log(sim: Bench, spans: Spans) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
         Tracing(prefill.engine, decode.engine, provider=spans.provider)
-        params = group.make_params("r", [(0, [1])], 16, written=True, trace={"traceparent": TRACEPARENT})
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True, trace={"traceparent": TRACEPARENT})
         decode.data.deferred = True
         task = asyncio.create_task(decode.engine.pull("d", [(0, [1])], params))
         await until(lambda: decode.data is not None and decode.data.running)
@@ -208,8 +204,7 @@ async def test_without_an_sdk_or_a_context_nothing_is_made(
         silent = Tracing(prefill.engine, decode.engine)  # nobody has set a provider
         asked = Tracing(prefill.engine, decode.engine, provider=spans.provider)
         for name, context in (("plain", trace_context()), ("traced", {"traceparent": TRACEPARENT})):
-            params = group.make_params(name, [(0, [1])], 16, written=True, trace=context)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, name, [1], written=True, trace=context)
             await decode.engine.pull(f"d-{name}", [(0, [1])], params)
             await lent.wait_released()
             await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)

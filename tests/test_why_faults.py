@@ -27,6 +27,8 @@ LEFT_TO_THE_COMMAND = [
     "params_that_a_router_garbled",
     "params_sent_to_two_engines",
     "params_sent_twice",
+    "a_listeners_key_that_is_not_known",
+    "the_only_decode_engine_closed_in_order",
     "a_decode_rank_that_never_pulls",
     "healthy_engines_that_idle",
     "cancelled_by_its_caller",

@@ -265,6 +265,13 @@ class World(Fabric):
         self.settle(rank)
         return lease
 
+    def lent(
+        self, rank: Rank, request_id: str, blocks: Sequence[int | None], num_tokens: int = 0, **kwargs: object
+    ) -> tuple[KVTransferParams, Lease]:
+        """Lend full blocks of one rank, or `num_tokens` in them."""
+        params = self.params([rank], request_id, blocks, num_tokens or BLOCK * len(blocks), **kwargs)
+        return params, self.lend(rank, params)
+
     def pull(
         self,
         rank: Rank,
@@ -278,6 +285,23 @@ class World(Fabric):
         pull = begin(rank.core, PullRequest(request_id, [(first, blocks)], params), timeout, self.time(rank))
         self.settle(rank)
         return pull
+
+    def announce(self, rank: Rank, request_id: str, params: KVTransferParams, seconds: float) -> Pull:
+        pull = rank.core.announce(request_id, params, "", seconds, self.time(rank))
+        self.settle(rank)
+        return pull
+
+    def discharge(self, rank: Rank, request_id: str, params: KVTransferParams) -> None:
+        rank.core.discharge(request_id, params, "", self.time(rank))
+        self.settle(rank)
+
+    def cancel(self, rank: Rank, pull: Pull) -> None:
+        rank.core.decode.cancel(pull, self.time(rank))
+        self.settle(rank)
+
+    def forget(self, rank: Rank, address: Address) -> None:
+        rank.core.decode.forget(address, self.time(rank))
+        self.settle(rank)
 
     # -- what the edges do -----------------------------------------------------------------------------
 
@@ -439,6 +463,12 @@ class World(Fabric):
                 assert lease.is_owed() == bool(lease.owed()), lease.owed()
             for lease in rank.leases_ended:
                 assert lease.state is not LeaseState.RELEASED or not lease.owed(), lease.owed()
+
+
+def opened(config: EngineConfig | None = None) -> tuple[World, Rank, Rank]:
+    """Return a world of a prefill and a decode rank."""
+    world = World(config)
+    return world, world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
 
 
 def reason(pull: Pull) -> Reason | None:

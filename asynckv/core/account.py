@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from asynckv.core.inspect import HeldBlocks, RequestStatus
+from asynckv.core.told import StepWait
 from asynckv.errors import RemoteProtocolError
 
 MAX_ACCOUNT = 4 * 1024 * 1024  # largest account in bytes that `decode_account` takes
@@ -41,7 +42,8 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
     """A prefill rank that this one reads from. `pulls` have something owed or held there, and `transfers` run or are in
-    doubt. `failures` counts failed handshakes in a row; `cause` says why the last one failed, or why the rank is gone.
+    doubt. `failures` counts failed handshakes in a row; `cause` says why the last one failed, or why the rank is gone;
+    `is_orderly` if it said goodbye.
     """
 
     rank: str
@@ -52,6 +54,7 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
     transfers: Count = 0
     bytes_in_flight: Count = 0
     is_draining: bool = False
+    is_orderly: bool = False
     failures: Count = 0
     cause: str = ""
 
@@ -99,6 +102,8 @@ class Account(Struct, frozen=True, kw_only=True):
         peers: Some of the peers, busy or troubled ones first.
         num_readers: Process starts that shook hands in order to read from this rank.
         budgets: Used and available amounts, by name.
+        waits_for_step, step_s: What waits for a step of the engine around this rank, and for how long it made none, as
+            in the log (`engine_alive`).
     """
 
     refused: str = ""
@@ -122,6 +127,8 @@ class Account(Struct, frozen=True, kw_only=True):
     peers: tuple[PeerStatus, ...] = ()
     num_readers: int = 0
     budgets: Mapping[str, tuple[int, int]] = {}
+    waits_for_step: Mapping[str, StepWait] = {}
+    step_s: float | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,9 +28,9 @@ from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
 from asynckv.core.routes import Ready, Routes
-from asynckv.core.source import RELEASE, ROLE, Source
+from asynckv.core.source import RELEASE, ROLE, UNBLAMED, Blame, Source
 from asynckv.core.timers import Timers
-from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, TransferId, members
+from asynckv.core.types import Address, Cohort, How, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
@@ -96,8 +96,8 @@ class DecodeSide:
         self.admission = Admission(config.total_requests, config.window_requests)
         self.alive_at = math.inf
         """When the embedder last gave a sign of life; infinite if the embedder itself runs this loop."""
-        self.abandoned: dict[Key, str] = {}
-        """Requests that were let go because the embedder stood still, with the text of their failure."""
+        self.abandoned: dict[Key, tuple[float, str]] = {}
+        """Requests that were let go because the embedder stood still: its last sign of life, and a text."""
         self.answered: deque[PostRead] = deque()  # reads that waited for a packed copy, and are to be posted
         self.entered: dict[Pull, None] = {}  # pulls that may read and never waited; their plans come after their claims
         self.posting = Posting(config.total_bytes, config.total_descriptors)
@@ -183,7 +183,7 @@ class DecodeSide:
         for source in pull.sources:
             self._attach(pull, source, now)
         if pull.params.key in self.abandoned and pull.kind in (KIND.PULL, KIND.ANNOUNCEMENT):
-            self.fail(pull, Reason.STANDSTILL, self.abandoned[pull.params.key], now)
+            self.fail(pull, Reason.STANDSTILL, self.abandoned[pull.params.key][1], now)
         for source in pull.sources:
             if source.role is ROLE.READ and pull.failure is None:
                 self._meet(pull, source, now)
@@ -196,8 +196,8 @@ class DecodeSide:
         pull.deadline = deadline
         self._carry_out(pull, [], now)
 
-    def fail(self, pull: Pull, reason: Reason, detail: str, now: float) -> None:
-        self._carry_out(pull, pull.fail(reason, detail, now), now)
+    def fail(self, pull: Pull, reason: Reason, detail: str, now: float, blame: Blame = UNBLAMED) -> None:
+        self._carry_out(pull, pull.fail(reason, detail, now, blame), now)
 
     def _make_way(self, pull: Pull, now: float) -> None:
         """Drop ranks that never answered, so that unmet ranks of a new pull have room; see `MAX_UNMET`."""
@@ -208,10 +208,10 @@ class DecodeSide:
                 if source is not None and source.reads and not source.proven and other.reason is None:
                     # Other ranks might hold the same, but meeting them would take the room that is needed here.
                     other.could_not_meet(now + self._config.backoff_s)
-                    self.fail(other, Reason.UNREACHABLE, text, now)
+                    self.fail(other, Reason.UNREACHABLE, text, now, Blame((source.name,), How.GAVE_WAY))
             if not peer.hellos:
                 peer.told_as = S.GONE  # nothing was said to it, so its end is none
-            self._lose(peer, Reason.UNREACHABLE, text, now)
+            self._lose(peer, Reason.UNREACHABLE, text, now, How.GAVE_WAY)
             self.peers.drop(peer)
 
     # -- posting -----------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class DecodeSide:
         if transfer.is_packed and ending is not ENDING.IN_DOUBT and pull.reason is None:  # else its release says it
             self._outbox.send(*peer.place, wire.Unpack(pull.params.key, pull.pull_id, transfer_id))
         if peer_lost:
-            self._lose(peer, Reason.PEER_LOST, cause, now)
+            self._lose(peer, Reason.PEER_LOST, cause, now, How.BROKEN)
         if peer.line.posters:
             self.posting.take_turn(peer.line)
         if peer.state is S.GONE:
@@ -363,12 +363,12 @@ class DecodeSide:
         if not self.peers.load_ended(peer, now, is_loaded=not failure):
             return
         if failure:
-            self._failed(peer, Reason.UNREACHABLE, failure, now)
+            self._failed(peer, Reason.UNREACHABLE, failure, now, How.NOT_LOADED)
             return
         for other in self.peers.at(peer.address):
             # One address serves one process start at a time.
             if other is not peer and other.state in (S.READY, S.SUSPECT):
-                self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now)
+                self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now, How.REPLACED)
         self._ready(peer, now)
 
     def destroyed(self, now: float) -> None:
@@ -382,21 +382,22 @@ class DecodeSide:
             # With keys an address ends in `#` and its key; a router may know only the part before the mark.
             if address in (peer.address, peer.address.partition("#")[0]):
                 peer.is_orderly = True
-                self._lose(peer, Reason.PEER_LOST, "forgotten by request", now)
+                self._lose(peer, Reason.PEER_LOST, "forgotten by request", now, How.FORGOTTEN)
 
     def leave(self, now: float, detail: str = "this side has closed its connections") -> None:
         """Lose all peers, because our memory, process or control plane is about to end."""
         for peer in [p for p in self.peers.by_place.values() if p.state is not S.GONE]:
             peer.is_orderly = True
-            self._lose(peer, Reason.ENGINE_CLOSED, detail, now)
+            self._lose(peer, Reason.ENGINE_CLOSED, detail, now, How.LEFT)
 
-    def hint(self, address: Address, text: str) -> None:
+    def hint(self, address: Address, how: How, text: str = "") -> None:
         for peer in self.peers.greeted(address):
-            peer.hint = text
+            peer.hint = how, text
 
     def refused(self, address: Address, detail: str, now: float) -> None:
         for peer in self.peers.greeted(address):
-            self._failed(peer, Reason.UNREACHABLE, f"{peer.where} cannot be asked: {detail}", now)
+            how = peer.hint[0] if peer.hint is not None else How.NO_ANSWER
+            self._failed(peer, Reason.UNREACHABLE, f"{peer.where} cannot be asked: {detail}", now, how)
 
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
         for peer in self.peers.greeted(address):
@@ -431,7 +432,7 @@ class DecodeSide:
                 peer = self.peers.by_place.get(source.rank.place)
                 asked = nonce in source.nonces or (nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT)
                 if peer is not None and asked:
-                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {message.detail}", now)
+                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {message.detail}", now, How.REPLACED)
                 return
             case _ if source.rank.place[1] != sender:
                 self._outbox.counters["dropped.foreign_answer"] += 1
@@ -471,7 +472,7 @@ class DecodeSide:
             case wire.Goodbye():
                 if peer is not None:
                     peer.is_orderly = True
-                    self._lose(peer, Reason.PEER_LOST, f"{peer.where} said goodbye", now)
+                    self._lose(peer, Reason.PEER_LOST, f"{peer.where} said goodbye", now, How.GOODBYE)
             case wire.Draining():
                 if peer is not None and not peer.is_draining:
                     peer.is_draining = True
@@ -510,23 +511,23 @@ class DecodeSide:
             match due:
                 case Due.UNREACHABLE if peer.is_doubted:
                     text = f"{peer.where} was lost before, and has said nothing since"
-                    self._lose(peer, Reason.PEER_LOST, text, now, pause_s=peer.take_pause(config))
+                    self._lose(peer, Reason.PEER_LOST, text, now, How.SILENT, pause_s=peer.take_pause(config))
                 case Due.UNREACHABLE:
+                    how, hint = peer.hint or (How.NO_ANSWER, "")
                     text = f"{peer.where} did not answer within {config.handshake_s:g} s"
-                    text += f"; {peer.hint}" if peer.hint else ""
-                    self._failed(peer, Reason.UNREACHABLE, text, now)
+                    self._failed(peer, Reason.UNREACHABLE, f"{text}; {hint}" if hint else text, now, how)
                 case Due.NOT_LOADED:
                     text = f"the metadata of {peer.where} was not loaded within {config.handshake_s:g} s"
-                    self._failed(peer, Reason.UNREACHABLE, text, now)
+                    self._failed(peer, Reason.UNREACHABLE, text, now, How.NOT_LOADED)
                 case Due.SILENT | Due.STALLED:
                     self._set_aside(peer)
                 case Due.LOST:
                     text = f"{peer.where} was silent for {peer.silent_s(now):.1f} s"
-                    self._lose(peer, Reason.PEER_LOST, text, now)
+                    self._lose(peer, Reason.PEER_LOST, text, now, How.SILENT)
                 case Due.IDLE:
                     peer.keep_connected = peer.is_orderly = True
                     text = f"nothing was read from {peer.where} for {config.idle_s:g} s"
-                    self._lose(peer, Reason.UNREACHABLE, text, now, pause_s=0.0)
+                    self._lose(peer, Reason.UNREACHABLE, text, now, How.IDLE, pause_s=0.0)
                 case _:
                     raise AssertionError(due)
             self.peers.wake(peer)
@@ -666,7 +667,7 @@ class DecodeSide:
             f"the embedder took no results and sent no commands for {now - self.alive_at:.0f} s, so the request was "
             f"let go; compute it or prefill it anew, and call take_finished in every step"
         )
-        remember(self.abandoned, pull.params.key, text, MAX_ABANDONED)
+        remember(self.abandoned, pull.params.key, (self.alive_at, text), MAX_ABANDONED)
         self.fail(pull, Reason.STANDSTILL, text, now)
 
     def _make_room(self, source: Source) -> None:
@@ -694,7 +695,7 @@ class DecodeSide:
                 if pull.kind in (KIND.HIT, KIND.DISCHARGE):
                     break
                 if not self._widen(pull, now):
-                    self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, "no prefill rank holds our data")), now)
+                    self._fail_unmet(pull, "no prefill rank holds our data", now)
                 continue
             known = [source for source in sources if self.peers.by_place[source.rank.place].is_loaded]
             for source in known:
@@ -715,7 +716,7 @@ class DecodeSide:
                     if len(known) < len(sources):
                         break
                     if not self._widen(pull, now):
-                        self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, f"layouts differ: {chosen}")), now)
+                        self._fail_unmet(pull, f"layouts differ: {chosen}", now)
                     continue
                 read_of = dict(zip([source.rank.place for source in known], chosen, strict=True))
                 tables = [read_of.get(source.rank.place) for source in pull.sources]
@@ -782,10 +783,16 @@ class DecodeSide:
         """Fail a pull because a rank cannot be read, unless others hold the same. A wrong geometry always fails it."""
         peer = self.peers.by_place.get(source.rank.place)
         pull.could_not_meet(peer.not_before if peer is not None else now)
+        blame = Blame((source.name,), peer.how if peer is not None else None)
         if source.tables is None and reason is not Reason.GEOMETRY:
-            pull.goes_without(source, reason, detail)
+            pull.goes_without(source, reason, detail, blame)
         elif not source.proven:
-            self.fail(pull, reason, detail, now)
+            self.fail(pull, reason, detail, now, blame)
+
+    def _fail_unmet(self, pull: Pull, detail: str, now: float) -> None:
+        """Fail a pull of ranks that do not hold what it needs, perhaps because one of them could not be met."""
+        reason, detail, blame = pull.unmet or (Reason.GEOMETRY, detail, UNBLAMED)
+        self.fail(pull, reason, detail, now, blame)
 
     def _pulls_of(self, peer: Peer) -> list[Pull]:
         """Return the pulls that owe or hold something at a peer, in order of arrival."""
@@ -802,13 +809,15 @@ class DecodeSide:
             if pull.is_queued:
                 self._queue(pull)
 
-    def _failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
-        self.peers.failed(peer, reason, detail, now)
+    def _failed(self, peer: Peer, reason: Reason, detail: str, now: float, how: How | None = None) -> None:
+        self.peers.failed(peer, reason, detail, now, how)
         self._fail_readers(peer, reason, detail, now)
 
-    def _lose(self, peer: Peer, reason: Reason, detail: str, now: float, *, pause_s: float | None = None) -> None:
+    def _lose(
+        self, peer: Peer, reason: Reason, detail: str, now: float, how: How | None = None, pause_s: float | None = None
+    ) -> None:
         pause_s = self._config.backoff_s if pause_s is None else pause_s
-        if self.peers.lost(peer, reason, detail, pause_s, now):
+        if self.peers.lost(peer, reason, detail, pause_s, now, how):
             self._fail_readers(peer, reason, detail, now)
             peer.line.clear()
             self.peers.reap(peer)

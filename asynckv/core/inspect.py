@@ -21,9 +21,11 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.source import ReleaseState, Source
+from asynckv.core.told import StepWait
 from asynckv.core.types import PullId
 
 MAX_DETAIL = 200
+LEAST_STEP_S = 1.0  # nothing is said to wait for a step before this time, because healthy engines compute between steps
 MAX_RANKS = 256
 """Ranks that are listed for one request. A claim alone says how many ranks its engine has, so thousands may be owed."""
 
@@ -105,6 +107,7 @@ class RequestStatus:
         refused: Messages about a lease that were refused: seconds ago, kind (`claim`, `renew`, `release`), reason,
             sender and words.
         history: Events and the seconds at which they happened after the begin; only if one request is asked for alone.
+        warn_s: Seconds in this state, or of being lent, after which the log says so; None if it never does.
     """
 
     kind: str
@@ -122,6 +125,7 @@ class RequestStatus:
     sequence: int | None = None
     refused: tuple[tuple[float, str, str, str, str], ...] = ()
     history: tuple[tuple[float, str], ...] = ()
+    warn_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -165,6 +169,8 @@ class Inspector:
         self.guests: dict[str, Guest] = {}  # other holders of blocks, by their name in the ledger
         self.beside: Callable[[], Mapping[str, int]] = dict
         """Function that returns the gauges of other users of the memory. The engine sets it."""
+        self.untaken: Callable[[], list[float]] = list
+        """Function that returns the times of results that wait to be taken. The engine sets it."""
 
     def gauges(self, tally: Tally | None = None) -> dict[str, int]:
         """Return counts of what is owed and held now. `tally` saves the count if every pull was counted already."""
@@ -191,6 +197,29 @@ class Inspector:
             "blocks_quarantined": tally.blocks_quarantined,
             **self.beside(),
         }
+
+    def step_s(self, now: float) -> float | None:
+        return None if self._decode.alive_at == math.inf else round(max(now - self._decode.alive_at, 0.0), 3)
+
+    def waits_for_step(self, now: float) -> dict[str, StepWait]:
+        """Return what only a step of the engine around this rank can take: `result`, `announcement` or `claim`.
+
+        A step is a call that gives orders or takes results. Where that engine runs this loop itself, it is a lend, and
+        a claim waits for one only after the time of a lease, because its prompt may be long.
+        Nothing waits in an engine that is idle, however long it makes no steps.
+        """
+        decode, prefill, step_at = self._decode, self._prefill, self._decode.alive_at
+        since = {"result": self.untaken(), "announcement": list[float](), "claim": prefill.claimed_at(now)}
+        if now - step_at >= LEAST_STEP_S:  # otherwise nothing is counted, because there may be very many
+            since["announcement"] = [x.called_at for x in decode.pulls.values() if x.is_to_be_pulled]
+            since["announcement"] += [at for at, _ in decode.abandoned.values() if at == step_at]
+        least = dict.fromkeys(since, LEAST_STEP_S)
+        if step_at == math.inf:
+            step_at, least["claim"] = prefill.lent_at, prefill.lease_s
+        waits = {
+            what: now - (min(at) if what == "result" else max(min(at), step_at)) for what, at in since.items() if at
+        }
+        return {what: StepWait(len(since[what]), round(s, 3)) for what, s in waits.items() if s >= least[what]}
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
         """Return the holders of blocks, and the requests that wait for another attempt at filling theirs."""
@@ -335,6 +364,7 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
         waits=lease.waits(now),
         ranks=tuple(ranks),
         sequence=lease.lent.key.sequence,
+        warn_s=_finite(lease.lent.warn_s),
         refused=tuple((now - x.at, x.what, x.reason, x.who, x.detail[:MAX_DETAIL]) for x in lease.refused),
     )
 
@@ -354,6 +384,7 @@ def _pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: i
         pull_id=pull.pull_id,
         attempt=pull.attempt,
         sequence=pull.params.key.sequence,
+        warn_s=_finite(pull.warn_s),
     )
 
 
@@ -380,8 +411,8 @@ def _rank_state(source: Source, peer: Peer | None, now: float) -> str:
         (met is PeerState.SUSPECT, "silent"),
         (met in (PeerState.CONNECTING, PeerState.LOADING), "connecting"),
         (met in (PeerState.NEW, PeerState.GONE), "unreachable"),
-        (source.has_landed, "landed"),
         (source.not_lent_yet, "not_lent"),
+        (source.has_landed, "landed"),
         (source.covered_until > now, "granted"),
     ]
     return next((word for is_so, word in words if is_so), "met")

@@ -175,6 +175,7 @@ class Refusal(Struct, frozen=True, gc=False):
     reason: str
     who: str
     detail: str = ""
+    limit: str = ""  # the setting that is the reason, if it is one: `max_lease_s`
 
 
 class BoundCohort(Struct, frozen=True, gc=False):
@@ -275,8 +276,9 @@ class Lease:
             answer = self._grant(message, reader, sender, now, reply_to)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
         if type(answer) is Refused and len(self.refused) < MAX_REFUSALS:
-            name = self.name_of(message, sender)
-            self.turned_down(Refusal(now, WHAT[type(message)], answer.reason, name, answer.detail))
+            is_too_long = answer.reason is Reason.EXPIRED and now > self.lent_at + self.lent.max_lease_s - 0.001
+            name, limit = self.name_of(message, sender), "max_lease_s" if is_too_long else ""
+            self.turned_down(Refusal(now, WHAT[type(message)], answer.reason, name, answer.detail, limit))
         if type(answer) is Granted and after is self.state and self.deadlines[0][0] > now:
             # No condition holds while this grant runs, so nothing else follows.
             return Effects(min(self.expires_at, self.look_at, self.warn_at), answer, first)

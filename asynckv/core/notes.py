@@ -9,8 +9,10 @@ from msgspec import Struct, structs
 from asynckv.core.types import Outcome, PullId, Reason
 
 
-class Note(Struct, frozen=True):
-    """An event in the life of a lease or a pull. `words` is its text, with the fields in braces."""
+class Note(Struct, frozen=True, tag_field="note", tag=str.lower):
+    """An event in the life of a lease or a pull. `words` is its text, with the fields in braces; a log has the fields,
+    and the name of the type as `note`.
+    """
 
     words: ClassVar[str]
 
@@ -87,3 +89,19 @@ class Settled(Note, frozen=True):
 
 class Retired(Note, frozen=True):
     words = "blocks retired"
+
+
+AnyNote = (
+    Granted
+    | Released
+    | Lapsed
+    | Gone
+    | Revoked
+    | Promised
+    | NotYet
+    | Unrenewed
+    | ReadAgain
+    | Failed
+    | Settled
+    | Retired
+)

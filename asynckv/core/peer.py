@@ -24,7 +24,7 @@ from asynckv.config import PullConfig
 from asynckv.core.asks import Asks
 from asynckv.core.flow import Line
 from asynckv.core.source import RemoteRank
-from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, impossible, members, rank_name
+from asynckv.core.types import Address, Cohort, How, Place, PullId, Reason, TransferId, impossible, members, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Layout
@@ -96,11 +96,12 @@ class Peer:
     word_by: float = math.inf  # time at which a probe fails without an answer
     retry_at: float = math.inf
     hellos: int = 0
-    hint: str = ""  # possible reason why the handshake under way is not answered
+    hint: tuple[How, str] | None = None  # possible reason why the handshake under way is not answered
     not_before: float = -math.inf
     failures: int = 0
     reason: Reason = Reason.UNREACHABLE
     detail: str = ""
+    how: How | None = None
 
     agent_name: str = ""
     layout: Layout | None = None
@@ -185,9 +186,9 @@ class Peer:
         self.receive(E.LOADED)
         self.is_loaded, self.failures, self.heard_at = True, 0, now
 
-    def failed(self, reason: Reason, detail: str, config: PullConfig, now: float) -> None:
+    def failed(self, reason: Reason, detail: str, config: PullConfig, now: float, how: How | None = None) -> None:
         self.receive(E.FAILED)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail, self.how = reason, detail, how
         self.not_before = now + self.take_pause(config)
 
     def take_pause(self, config: PullConfig) -> float:
@@ -196,9 +197,10 @@ class Peer:
         self.failures = min(self.failures + 1, 16)
         return pause_s
 
-    def lost(self, reason: Reason, detail: str, pause_s: float, now: float) -> None:
+    def lost(self, reason: Reason, detail: str, pause_s: float, now: float, how: How | None = None) -> None:
         self.receive(E.LOST)
-        self.reason, self.detail, self.gone_at, self.not_before = reason, detail, now, now + pause_s
+        self.reason, self.detail, self.how = reason, detail, how
+        self.gone_at, self.not_before = now, now + pause_s
 
     def heard(self, now: float) -> bool:
         self.heard_at = now

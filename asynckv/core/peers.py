@@ -26,7 +26,7 @@ from asynckv.core.peer import FINAL, Due, Peer, PeerEvent, PeerState
 from asynckv.core.routes import Routes
 from asynckv.core.source import RemoteRank
 from asynckv.core.timers import Timers
-from asynckv.core.types import Address, Cohort, Place, PullId, Reason, members, rank_name
+from asynckv.core.types import Address, Cohort, How, Place, PullId, Reason, members, rank_name
 from asynckv.core.wire import MAJOR, SETTLES, Message, Unwelcome, Welcome
 from asynckv.errors import LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
@@ -260,18 +260,18 @@ class Peers:
             self.wake(peer)
         return True
 
-    def failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
+    def failed(self, peer: Peer, reason: Reason, detail: str, now: float, how: How | None = None) -> None:
         self._hellos.pop(peer.nonce, None)
-        peer.failed(reason, detail, self._config, now)
+        peer.failed(reason, detail, self._config, now, how)
         self.wake(peer)
 
-    def lost(self, peer: Peer, reason: Reason, detail: str, pause_s: float, now: float) -> bool:
+    def lost(self, peer: Peer, reason: Reason, detail: str, pause_s: float, now: float, how: How | None = None) -> bool:
         """Mark a peer as lost; return False if it was already. The caller tells its pulls, then calls `reap`."""
         if peer.state is S.GONE:
             return False
         self._hellos.pop(peer.nonce, None)
         self.waiting.pop(peer, None)
-        peer.lost(reason, detail, pause_s, now)
+        peer.lost(reason, detail, pause_s, now, how)
         self.wake(peer)
         return True
 

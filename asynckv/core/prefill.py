@@ -35,7 +35,7 @@ from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.told import MAX_GRANTS, ReaderRefused, lease_granted, short
-from asynckv.core.types import Key, KVTransferParams, PullId, Reason, ReplyTo, RequestId
+from asynckv.core.types import Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import warn_after
 from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack
 from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
@@ -130,6 +130,9 @@ class PrefillSide:
         self.num_parked = 0  # room of all parked messages
         self._parked_by: Counter[str | ReplyTo] = Counter()
         """This room by key, or by connection without keys, because a peer chooses its own name."""
+        self._claimed: dict[Key, tuple[float, float]] = {}
+        """Times of the first and the last claim of each request that is not lent, because parked claims repeat."""
+        self.lent_at, self.lease_s = -math.inf, config.lease.lease_s  # time of the last lend, and what it lends for
         self._unparked: deque[ParkedMessage] = deque()
         """Messages about requests that were lent meanwhile, beyond the first `AT_ONCE` of each."""
         self._ended: OrderedDict[Key, Ended] = OrderedDict()
@@ -195,14 +198,15 @@ class PrefillSide:
             raise self._spent_before(lent)
         # A rank that was restarted while others slept has memory that is as new as theirs.
         self.memory_epoch = key.memory_epoch
-        lease = self.leases[key] = Lease(lent, now, next(self._arrivals))
+        lease, self.lent_at = Lease(lent, now, next(self._arrivals)), now
+        self.leases[key] = lease
         self._outbox.counters["leases.lent"] += 1
         if (forgotten := self._forgotten.pop(key, None)) is not None:
             lease.turned_down(forgotten)
         if self._outbox.trace:
             self._outbox.commands.append(Traced(lease, tuple(lease.history)))
         self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
-        if key in self._parked:
+        if key in self._parked or key in self._claimed:
             self._unparked += self._take_parked(key)
             self._receive_parked(now)
         return lease
@@ -269,10 +273,15 @@ class PrefillSide:
             self.revoke(lease, now, "no_room")
         return tuple(revoked)
 
+    def claimed_at(self, now: float) -> list[float]:
+        """Return the time of the first claim of each request that is not lent, and that readers still wait for."""
+        return [first for first, last in self._claimed.values() if now - last <= self._config.parked_s]
+
     def shut(self, how: str) -> None:
         """Lend nothing any more, and refuse readers that wait for a request that was not lent."""
         self.closed_as = how
         self._parked_order.clear()
+        self._claimed.clear()
         for parked in [each for key in list(self._parked) for each in self._take_parked(key)]:
             if isinstance(parked.message, Claim):
                 self._refuse(parked.message, parked.reply_to, parked.sender, Reason.ENGINE_CLOSED)
@@ -514,13 +523,17 @@ class PrefillSide:
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
+            remember(self._claimed, message.key, (self._claimed.get(message.key, (now, now))[0], now), MAX_FORGOTTEN)
             self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
         else:
+            if message.outcome in (Outcome.COMPLETE, Outcome.CANCELLED):
+                self._claimed.pop(message.key, None)  # it was not given up because it was not lent
             # The release is applied when the request is lent; if it is dropped before, the lease will expire.
             self._outbox.send(reply_to, sender, Ack(message.key, message.pull_id))
 
     def _take_parked(self, key: Key) -> list[ParkedMessage]:
         parked = list(self._parked.pop(key, {}).values())
+        self._claimed.pop(key, None)
         for each in parked:
             self._unpark(each)
         return parked

@@ -28,8 +28,18 @@ from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
-from asynckv.core.source import LONG_AGO, MAX_CLAIM_PAUSE_S, MIN_RENEW_S, RATE_MARGIN, RELEASE, ROLE, Source
-from asynckv.core.types import Cohort, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
+from asynckv.core.source import (
+    LONG_AGO,
+    MAX_CLAIM_PAUSE_S,
+    MIN_RENEW_S,
+    RATE_MARGIN,
+    RELEASE,
+    ROLE,
+    UNBLAMED,
+    Blame,
+    Source,
+)
+from asynckv.core.types import Cohort, How, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
@@ -221,7 +231,8 @@ class Pull:
     reason: Reason | None = None  # the outcome, once there is one: COMPLETE, or the reason of the failure
     detail: str = ""
     failure: tuple[Reason, str] | None = None
-    unmet: tuple[Reason, str] | None = None  # why a rank that might have been read was not met
+    blame: Blame = UNBLAMED  # the ranks that the failure is about
+    unmet: tuple[Reason, str, Blame] | None = None  # why a rank that might have been read was not met
     not_before: float = -math.inf  # time until which another attempt would meet a rank in its back-off
     drain_by: float = math.inf
     is_returned: bool = False
@@ -350,6 +361,10 @@ class Pull:
     def steps(self) -> int:
         return 1 + len(self.sources)
 
+    @property
+    def is_to_be_pulled(self) -> bool:
+        return self.kind is KIND.ANNOUNCEMENT and not self.is_published
+
     def is_orderly(self, now: float) -> bool:
         """Return True if the pull is only announced, and its deadline has not passed."""
         return self.lists is None and not self.is_published and now < self.deadline
@@ -410,10 +425,10 @@ class Pull:
         """Note that a rank could not be met, and may not be met again before a certain time."""
         self.not_before = max(self.not_before, not_before)
 
-    def goes_without(self, source: Source, reason: Reason, detail: str) -> None:
+    def goes_without(self, source: Source, reason: Reason, detail: str, blame: Blame = UNBLAMED) -> None:
         """Give up reading a rank that could not be met, because another rank may hold the same bytes."""
         source.not_wanted()
-        self.unmet = self.unmet or (reason, detail)
+        self.unmet = self.unmet or (reason, detail, blame)
 
     def unplannable(self, reason: Reason, detail: str, now: float) -> list[Effect]:
         """Fail an admitted pull, because its plan cannot be made; see `admitted`."""
@@ -481,7 +496,7 @@ class Pull:
             case Refused():
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
-                    self._fail(*failure, now)
+                    self._fail(*failure, now, Blame((source.name,)))
                     event = E.FAILED
                 elif source.claim_at == math.inf:
                     self._note(now, notes.Unrenewed(source.name, answer.reason))
@@ -538,15 +553,16 @@ class Pull:
                 source.prove()
         if not is_done:
             reason = Reason.PEER_LOST if transfer.peer_lost else Reason.READ_FAILED
-            self._fail(reason, f"a transfer from {source.where} failed: {transfer.cause}", now)
+            blame = Blame((source.name,), How.BROKEN if transfer.peer_lost else None)
+            self._fail(reason, f"a transfer from {source.where} failed: {transfer.cause}", now, blame)
         if self.reason is not None and not self.is_returned and not self.holds_blocks:
             self.is_returned = True
             self._effects.append(DO.RETURN)
         return self._settle(after, now)
 
-    def fail(self, reason: Reason, detail: str, now: float) -> list[Effect]:
+    def fail(self, reason: Reason, detail: str, now: float, blame: Blame = UNBLAMED) -> list[Effect]:
         after = ON_EVENT[self.state].get(E.FAILED) or self._impossible(E.FAILED)
-        self._fail(reason, detail, now)
+        self._fail(reason, detail, now, blame)
         return self._settle(after, now)
 
     def settled(self, source: Source, how: str, now: float) -> list[Effect]:
@@ -572,8 +588,9 @@ class Pull:
         after = self.state
         if now >= self.deadline and self.failure is None and self.reason is None:
             after = ON_EVENT[self.state].get(E.FAILED) or self._impossible(E.FAILED)
-            reason, waiting = self._waiting_for(now)
-            self._fail(reason, f"{waiting} when the deadline passed", now)
+            reason, waiting, sources = self._waiting_for(now)
+            blame = Blame(tuple(source.name for source in sources))
+            self._fail(reason, f"{waiting} when the deadline passed", now, blame)
         self._effects.append(DO.SEND)
         return self._settle(after, now)
 
@@ -720,11 +737,11 @@ class Pull:
         if len(self.history) < MAX_HISTORY:
             self.history.append((now, note))
 
-    def _fail(self, reason: Reason, detail: str, now: float) -> None:
+    def _fail(self, reason: Reason, detail: str, now: float, blame: Blame) -> None:
         if self.failure is not None or self.reason is not None:
             return
         assert reason is not Reason.COMPLETE
-        self.failure = (reason, detail)
+        self.failure, self.blame = (reason, detail), blame
         self.failed_at, self.failed_in, self.waited_for = now, self._phase, self._waiting_for(now)[1]
         is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
         self.drain_by = now if is_late else min(self.deadline, now + self.limits.drain_s)
@@ -740,14 +757,14 @@ class Pull:
     def waits(self, now: float) -> str:
         match self.state:
             case S.DRAINING | S.QUARANTINED:
-                return "a transfer may still write the blocks, from " + self._names(
-                    lambda source: bool(source.running or source.doubtful)
-                )
+                writing = [source for source in self.sources if source.running or source.doubtful]
+                return f"a transfer may still write the blocks, from {_named(writing)}"
             case S.NOTIFYING:
-                return "the release is not acknowledged by " + self._names(lambda source: not source.is_settled)
+                unsettled = [source for source in self.sources if not source.is_settled]
+                return f"the release is not acknowledged by {_named(unsettled)}"
             case S.ANNOUNCED if any(source.covered_until > now for source in self.sources):
-                renewed = self._names(lambda source: source.covered_until > now)
-                return f"announced and never pulled; its lease is renewed at {renewed}"
+                renewed = [source for source in self.sources if source.covered_until > now]
+                return f"announced and never pulled; its lease is renewed at {_named(renewed)}"
             case S.RELEASED:
                 return ""
             case _:
@@ -771,41 +788,38 @@ class Pull:
             case _:
                 return "queue"
 
-    def _waiting_for(self, now: float) -> tuple[Reason, str]:
-        """Return the reason if the deadline passes now, and a description of what the pull waits for."""
+    def _waiting_for(self, now: float) -> tuple[Reason, str, list[Source]]:
+        """Return the reason if the deadline passes now, a description of what the pull waits for, and its ranks."""
+        reads = [source for source in self.sources if source.reads]
         if self.state is S.ANNOUNCED:
-            return Reason.TIMEOUT, "announced and never pulled"
+            return Reason.TIMEOUT, "announced and never pulled", []
         if self.state is S.CONNECTING:
-            return Reason.TIMEOUT, "no handshake with " + self._names(
-                lambda source: source.reads and source.tables is None
-            )
-        ahead = [source for source in self.sources if source.reads and source.not_lent_yet]
+            unmet = [source for source in reads if source.tables is None]
+            return Reason.TIMEOUT, f"no handshake with {_named(unmet)}", unmet
+        ahead = [source for source in reads if source.not_lent_yet]
         not_lent = ", ".join(source.where + _since(now - source.not_lent_yet_at) for source in ahead)
-        if self.state is S.READING and any(source.running for source in self.sources):
-            reading = "still reading from " + self._names(lambda source: source.reads and bool(source.running))
-            return Reason.TIMEOUT, f"{reading}, and not lent yet by {not_lent}" if ahead else reading
+        if self.state is S.READING and (running := [source for source in reads if source.running]):
+            text = f"still reading from {_named(running)}"
+            return Reason.TIMEOUT, f"{text}, and not lent yet by {not_lent}" if ahead else text, running
         if ahead:
-            return Reason.NOT_LENT_YET, f"not lent yet by {not_lent}"
-        if silent := self._names(
-            lambda source: source.reads and source.claims > 0 and source.covered_until == -math.inf, ""
-        ):
-            return Reason.TIMEOUT, f"no answer to the claim from {silent}"
+            return Reason.NOT_LENT_YET, f"not lent yet by {not_lent}", ahead
+        if silent := [source for source in reads if source.claims > 0 and source.covered_until == -math.inf]:
+            return Reason.TIMEOUT, f"no answer to the claim from {_named(silent)}", silent
         if self.state is S.QUEUED:
-            return Reason.TIMEOUT, "still queued behind others"
+            return Reason.TIMEOUT, "still queued behind others", []
         if self.state is S.READING:
-            return Reason.TIMEOUT, "still reading from " + self._names(
-                lambda source: source.reads and not source.has_landed
-            )
-        return Reason.TIMEOUT, "no proof of the lease from " + self._names(
-            lambda source: source.reads and not source.proven
-        )
-
-    def _names(self, chosen: Callable[[Source], bool], default: str = "no rank") -> str:
-        return ", ".join(source.where for source in self.sources if chosen(source)) or default
+            left = [source for source in reads if not source.has_landed]
+            return Reason.TIMEOUT, f"still reading from {_named(left)}", left
+        unproven = [source for source in reads if not source.proven]
+        return Reason.TIMEOUT, f"no proof of the lease from {_named(unproven)}", unproven
 
 
 _UNREAD = (S.ANNOUNCED, S.CONNECTING, S.QUEUED)
 _CLAIMS = (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
+
+
+def _named(sources: list[Source]) -> str:
+    return ", ".join(source.where for source in sources) or "no rank"
 
 
 def _since(seconds: float) -> str:

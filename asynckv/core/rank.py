@@ -31,7 +31,7 @@ from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Milestone, Outbox, RequestReached
-from asynckv.core.peer import Peer
+from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import KIND, Kind, Pull, PullRequest, PullState
@@ -377,6 +377,13 @@ class RankCore:
         if was_open:
             self.readers.say_draining()
 
+    def say_goodbye(self) -> None:
+        """Tell all ranks on either side that this one ends in order, so that no alert takes it for killed."""
+        self.readers.say_goodbye()
+        for peer in self.decode.peers.by_place.values():
+            if peer.state is PeerState.READY:
+                self.outbox.send(peer.address, peer.incarnation, wire.Goodbye())
+
     @property
     def is_closed(self) -> bool:
         return bool(self.prefill.closed_as)
@@ -551,6 +558,8 @@ class RankCore:
                 layout = self.identity.layout
                 here = self.identity.engine_id, layout.tp_rank, layout.tp_size
                 self.outbox.send(route, source, wire.Status(message.nonce, *here, self.inspect.gauges()))
+            case wire.Goodbye() if self.readers.minor_versions.pop((source, route), None) is not None:
+                self.outbox.counters["readers.left"] += 1
             case wire.Hello() | wire.StatusRequest():
                 return False
             case _:

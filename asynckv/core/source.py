@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asynckv.core.types import Address, Place, PullId, Reason, TransferId, members
+from asynckv.core.types import Address, How, Place, PullId, Reason, TransferId, members
 from asynckv.core.wire import Refused
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
@@ -64,6 +64,16 @@ class RemoteRank(NamedTuple):
     place: Place
     name: str
     is_predicted: bool
+
+
+class Blame(NamedTuple):
+    """The prefill ranks that the failure of a pull is about, and how they were lost or not met, if they were."""
+
+    ranks: tuple[str, ...] = ()
+    how: How | None = None
+
+
+UNBLAMED = Blame()
 
 
 @dataclass(slots=True, eq=False)

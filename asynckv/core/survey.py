@@ -206,6 +206,8 @@ class Survey:
             peers=tuple(_peer_status(peer, counts.at) for peer in (counts.busy + counts.idle)[:MAX_PEERS]),
             num_readers=len(self._readers.minor_versions),
             budgets=self._budgets(),
+            waits_for_step=self._inspector.waits_for_step(now),
+            step_s=self._inspector.step_s(now),
         )
         return self._status(asked.nonce, self._inspector.gauges(counts.tally), account)
 
@@ -333,6 +335,7 @@ def _peer_status(peer: Peer, now: float) -> PeerStatus:
         transfers=len(peer.transfers),
         bytes_in_flight=peer.line.in_flight.num_bytes,
         is_draining=peer.is_draining,
+        is_orderly=peer.is_orderly,
         failures=peer.failures,
         cause=peer.detail[:1000],
     )

@@ -36,7 +36,15 @@ Peer = Annotated[str, "The remote rank and its process start."]
 Detail = Annotated[str, "The cause in words."]
 NotLogged = Annotated[int | None, "Events that were not logged since the last such line."]
 SuccessesNotLogged = Annotated[int | None, "Requests that ended well, or were lent, without a line since the last one."]
-History = Annotated[list[tuple[float, str]] | None, "Every transition and note: `[seconds since the first, words]`."]
+Entry = Annotated[str | dict[str, Any], "The state, or a note: its name (`note`) and its fields."]
+History = Annotated[
+    list[tuple[float, Entry]] | None, "Every state and note: `[seconds since the first, state or note]`."
+]
+Lost = Annotated[
+    str,
+    "How a rank was lost (`goodbye`, `silent`, `broken`, `forgotten`, `replaced`, `left`, `idle`) or could not be met "
+    "(`no_answer`, `not_loaded`, `turned_away`, `unlisted_listener`, `no_key`, `needs_keys`, `no_files`, `gave_way`).",
+]
 HeldState = Annotated[str, "State of the lease or pull; left out if the line covers several states."]
 Waits = Annotated[str, "The reason for waiting, in words."]
 Requests = Annotated[int, "Number of requests that the line covers."]
@@ -44,6 +52,10 @@ LayoutPrint = Annotated[str, "Fingerprint of the memory layout."]
 Parked = Annotated[int, "Claims and releases that wait for their request to be lent."]
 HeldFor = Annotated[float, "Time for which the blocks were held."]
 ReleaseOutcome = Annotated[str, "Outcome in the release: `complete`, `failed`, `cancelled` or `retry`."]
+
+
+ITSELF, ADVICE = ("itself",), ("advice",)
+"""Warnings that nothing has to end: see `Told.until`."""
 
 
 def short(text: str) -> str:
@@ -56,12 +68,14 @@ class RefusedMessage(Struct, frozen=True, array_like=True):
     reason: str
     who: str
     detail: str = ""
+    limit: str = ""
 
 
 RefusedMessages = Annotated[
     list[RefusedMessage] | None,
     "Refused messages about this request, the first of each kind: `[seconds since it was lent, claim|renew|release, "
-    "reason, sender, detail]`. `parked_too_long` is a release that came before the request was lent and was dropped.",
+    "reason, sender, detail, limit]`; `limit` is `max_lease_s` if that is the reason. `parked_too_long` is a release "
+    "that came before the request was lent and was dropped.",
 ]
 
 
@@ -71,6 +85,20 @@ class LastClaim(Struct, frozen=True):
     pull_id: str
     claimed_s: float
     heard_s: float
+
+
+class StepWait(Struct, frozen=True):
+    """Things of one kind that only a step of the engine around this rank can take, and the wait of the oldest."""
+
+    number: int
+    seconds: float
+
+
+StepWaits = Annotated[
+    dict[str, StepWait],
+    "`number` of things that wait for a step of the engine around this rank, and `seconds` that the oldest has waited: "
+    "`result` (not taken), `announcement` (not pulled) or `claim` (of a request that is not lent). Empty while idle.",
+]
 
 
 class Line(Struct, frozen=True):
@@ -95,12 +123,17 @@ class Told(Struct, omit_defaults=True):
         side: Side that logs the event: `prefill`, `decode`, or `both`.
         levels: Levels at which the event may be logged. The first applies unless the maker of the event names another.
         most: Lines per second, and lines at once after a silence; None logs every event.
+        until: Types of the events that end a warning or error about the same subject; `ITSELF` if it is over when it is
+            logged, and `ADVICE` if it is about the set-up.
+        only_with: A field without which a warning or error is over when it is logged.
     """
 
     event: ClassVar[str]
     side: ClassVar[str] = "both"
     levels: ClassVar[tuple[Level, ...]] = ("info",)
     most: ClassVar[tuple[float, float] | None] = None
+    until: ClassVar[tuple[str, ...]] = ()
+    only_with: ClassVar[str] = ""
 
     def __init_subclass__(cls, **config: Any) -> None:
         super().__init_subclass__(**config)
@@ -137,7 +170,7 @@ class Incomplete(Told):
 
 
 class EngineStarted(Told):
-    """The engine started. Processes on one `host` share a wall clock."""
+    """The engine started. Processes of one `boot_id`, or without one of one `host`, share a wall clock."""
 
     address: Annotated[str, "Address of the control plane."]
     layout: LayoutPrint
@@ -154,6 +187,9 @@ class EngineStarted(Told):
     held_s: Annotated[float, "Time after which blocks that a transfer may still write are retired."]
     release_timeout_s: Annotated[float, "Time after which an unanswered release is given up."]
     backend: Annotated[str, "NIXL back end, or `simulated`."]
+    boot_id: Annotated[str, "The boot of the machine; with it `host` is not mistaken for another of its name."] = ""
+    pid_namespace: Annotated[int | None, "The namespace that `pid` is a number of."] = None
+    pid_began: Annotated[int | None, "Start of the process, in clock ticks since the boot."] = None
     nixl: Annotated[str, "Version of NIXL."] = ""
     nixl_variant: Annotated[str, "NIXL's package."] = ""
     ucx_tls: Annotated[str, "Transports that UCX may use."] = ""
@@ -193,6 +229,7 @@ class EngineClosedWithStragglers(Incomplete):
     """The engine was closed or suspended before all requests had ended."""
 
     levels = ("warning",)
+    until = ITSELF
     how: Annotated[str, "`closed` or `suspended`."]
     promises_cut_short: Annotated[list[str] | None, "Requests with readers that held a grant for longer."] = None
 
@@ -205,6 +242,12 @@ class EngineAlive(Told):
     parked: Parked
     blocks_held: Annotated[int, "Blocks that are lent, or that a pull writes."]
     waits_for: Annotated[list[str], "Ranks that pulls wait for, the first few."]
+    waits_for_step: StepWaits = {}
+    step_s: Annotated[
+        float | None,
+        "Time since the last step of the engine around this rank; left out if that sleeps until there are results, or "
+        "runs this loop itself. An idle engine need not make steps.",
+    ] = None
 
 
 class Drained(Told):
@@ -215,18 +258,21 @@ class DrainIncomplete(Incomplete):
     """A drain ended before all requests had ended."""
 
     levels = ("warning",)
+    until = ("Drained", "EngineStopped", "EngineSuspended")
 
 
 class PeerChanged(Told):
     """A remote rank's state changed; a warning if it was lost, unless it said goodbye and no pull failed with it."""
 
     side, levels = "decode", ("info", "warning")
+    until = ("PeerChanged",)
     peer: Peer
     address: Annotated[str, "Address of the rank."]
     peer_incarnation: Annotated[str, "The rank's full incarnation."]
     before: Annotated[str, "State before."]
     state: Annotated[str, "`connecting` (this side sends its first hello), `loading` (the welcome came), `ready`, ..."]
     cause: Annotated[str, "Why the rank no longer serves this engine."] = ""
+    how: Lost = ""
     detail: Detail = ""
     pulls_failed: Annotated[int | None, "Pulls that failed with the rank."] = None
 
@@ -253,6 +299,7 @@ class ReaderRefused(Told):
     """This process refused to serve a reader. At most ten lines at once, then one per second."""
 
     side, levels, most = "prefill", ("warning",), (1.0, 10.0)
+    until = ITSELF
     reader: Annotated[str, "The rank and its start, as the reader names itself; empty if it speaks another protocol."]
     said: Annotated[str, "The refused message: `hello`, `claim`, `renew`, `release` or `pack`."]
     cause: Annotated[str, "`wrong_target`, `restarted`, `engine_closed` or `protocol_version`."]
@@ -264,6 +311,7 @@ class Refused(Told):
     """A connection was rejected, or this engine refused to connect. At most ten lines at once, then one per second."""
 
     levels, most = ("warning",), (1.0, 10.0)
+    until = ITSELF
     cause: Annotated[str, "Name of the counter `control.*` (`docs/security.md`)."]
     who: Annotated[str, "The address, and the public key if there is one."]
     not_logged: NotLogged = None
@@ -298,6 +346,7 @@ class HeldLease(Struct, frozen=True, omit_defaults=True):
     ]
     left_s: Annotated[float | None, "Longest time that this can still last, unless a reader asks for more."] = None
     refused: RefusedMessages = None
+    owed: Annotated[list[str] | None, "Readers that have not released, as in `lease_ended`."] = None
 
 
 class LeaseHeld(Told, kw_only=True):
@@ -307,6 +356,7 @@ class LeaseHeld(Told, kw_only=True):
     """
 
     side, levels = "prefill", ("warning", "info")
+    until = ("LeaseEnded", "LeasesEndedAlike")
     state: HeldState = ""
     waits: Waits
     requests: Requests
@@ -317,6 +367,7 @@ class LeaseEnded(OfLease):
     """The blocks belong to the prefill engine again. Sampled if all readers released; else a warning, always logged."""
 
     levels = ("info", "warning")
+    until = ITSELF
     cause: Annotated[str, "`released`, `expired`, `revoked`, or `closed` (the engine ended before the lease)."]
     seconds: Annotated[float, "Time for which the request was lent."]
     readers: Annotated[dict[str, str], "Reader -> outcome of its release: `complete`, `failed` or `cancelled`."]
@@ -342,13 +393,14 @@ class LeasesEndedAlike(EndedAlike):
     """Up to 64 leases ended alike: one cause and the same owed readers, beyond the first 32 `lease_ended`."""
 
     side, levels = "prefill", ("warning",)
+    until = ITSELF
 
 
 class LeaseTransition(OfLease):
     """One entry of a lease's history."""
 
     levels = ("debug",)
-    to: Annotated[str, "The state, or a note."]
+    to: Entry
     at_s: Annotated[float, "Time since the request was lent."]
 
 
@@ -377,6 +429,7 @@ class PullHeld(Told, kw_only=True):
     """
 
     side, levels = "decode", ("warning", "info")
+    until = ("PullEnded", "PullsEndedAlike", "PullRetried", "BlocksReturned", "BlocksRetired")
     state: HeldState = ""
     waits: Waits
     requests: Requests
@@ -389,6 +442,7 @@ class PullRefused(Told):
     """
 
     side, levels, most = "decode", ("warning",), (1.0, 10.0)
+    until = ITSELF
     request_id: RequestText
     cause: Annotated[str, "Name of the error that was raised."]
     detail: Annotated[str, "Text of the error."]
@@ -413,10 +467,13 @@ class PullEnded(OfPull):
     """
 
     levels = ("info", "warning")
+    until, only_with = ("BlocksReturned", "BlocksRetired"), "held_transfers"
     cause: Annotated[str, "`complete`, `cancelled`, `discharged`, or why the pull failed."]
     seconds: Annotated[float, "Time from the call to the outcome."]
     same_as: Annotated[str, "The earlier pull that failed in the same words; its line has the rest."] = ""
     failed_in: Annotated[str, "Phase in which the pull failed."] = ""
+    failed_with: Annotated[list[str] | None, "Prefill ranks that the failure is about."] = None
+    how: Lost = ""
     detail: Detail = ""
     waited_for: Annotated[str, "What the pull waited for when it failed, in words."] = ""
     attempt: Annotated[int | None, "Number of the attempt, if it is not the first."] = None
@@ -441,13 +498,14 @@ class PullsEndedAlike(EndedAlike):
     """Up to 64 pulls failed alike: one cause and peer, beyond the first 32 short `pull_ended`."""
 
     side, levels = "decode", ("warning",)
+    until = ITSELF
 
 
 class PullTransition(OfPull):
     """One entry of a pull's history."""
 
     levels = ("debug",)
-    to: Annotated[str, "The state, or a note."]
+    to: Entry
     at_s: Annotated[float, "Time since the first entry."]
 
 
@@ -455,6 +513,7 @@ class ReleaseRefused(OfPull):
     """A prefill rank refused a pull's release, so its lease will expire."""
 
     levels = ("warning",)
+    until = ("LeaseEnded", "LeasesEndedAlike")
     cause: Annotated[str, "The rank's reason, such as `wrong_request`: the key belongs to another request id."]
     detail: Annotated[str, "The rank's words."]
     outcome: ReleaseOutcome
@@ -465,6 +524,7 @@ class ReleaseUnanswered(OfPull):
     """Prefill ranks never acknowledged a pull's release, which is not sent again. If they live, their leases expire."""
 
     levels = ("warning",)
+    until = ("LeaseEnded", "LeasesEndedAlike")
     cause: Annotated[str, "`timeout` (`release_timeout_s`), `engine_closed`, or why the rank is gone."]
     outcome: ReleaseOutcome
     ranks: Annotated[list[str], "The ranks."]
@@ -476,6 +536,7 @@ class BlocksReturned(OfPull):
     """Nothing can write the blocks of a failed pull any more."""
 
     levels = ("warning",)
+    until = ITSELF
     seconds_after_failure: HeldFor
     blocks: Annotated[int | None, "Number of blocks."] = None
 
@@ -484,6 +545,7 @@ class BlocksRetired(OfPull):
     """A transfer did not end within `pull.held_s` after its pull had failed; its blocks must never be used again."""
 
     levels = ("error",)
+    until = ("EngineStopped",)
     blocks: Annotated[int, "Number of blocks."]
     held_by: Annotated[list[str], "Ranks with transfers that may still write the blocks, with addresses."]
     transfers: Annotated[int, "Number of transfers."]
@@ -527,6 +589,7 @@ class OffloadFailed(Told):
     """
 
     levels = ("warning",)
+    until, only_with = ("OffloadReturned", "OffloadRetired"), "held"
     cause: Annotated[
         str,
         "`failed`, `timeout`, or `no_room`: host memory is pinned, so a load cannot bring blocks from files, or a "
@@ -554,12 +617,14 @@ class OffloadReturned(OffloadLate):
     """Nothing can read or write the blocks of a failed store or load any more."""
 
     levels = ("warning",)
+    until = ITSELF
 
 
 class OffloadRetired(OffloadLate):
     """A copy did not end within `offload.held_s` after its job had failed. A load's blocks must never be used again."""
 
     levels = ("error",)
+    until = ("EngineStopped",)
 
 
 class OffloadFilesLost(Told):
@@ -568,6 +633,7 @@ class OffloadFilesLost(Told):
     """
 
     levels = ("warning",)
+    until = ("EngineStopped", "OffloadStopped")
     cause: Annotated[str, "The failure and its remedy."]
     reads: Annotated[int, "1 if nothing is read either."]
 
@@ -576,6 +642,7 @@ class OffloadFilesDamaged(Told):
     """At its start the file tier found fewer blocks than expected; the rest are misses, nothing else."""
 
     levels = ("warning",)
+    until = ITSELF
     folder: Annotated[str, "The rank's directory."]
     found: Annotated[int, "Blocks that were found."]
     index_damaged: Annotated[int, "1 if the index was damaged and set aside (`*.damaged`): nothing is found."]
@@ -589,6 +656,7 @@ class OffloadLeftOut(Told):
     """Files that ranks of another geometry left cannot be read here, so their blocks are not found."""
 
     levels = ("warning",)
+    until = ADVICE
     cause: Annotated[
         str,
         "The directory and the reason: a damaged index or one of another format, missing files, another possible "
@@ -603,6 +671,7 @@ class OffloadBroken(Told):
     """
 
     levels = ("error",)
+    until = ("EngineStopped", "EngineResumed")
     cause: Annotated[str, "The reason."]
 
 
@@ -612,6 +681,7 @@ class PromptsCounted(Told):
     """
 
     levels = ("info", "warning")
+    until = ITSELF
     with_params: Annotated[int, "Prompts with params for a transfer, or whose router asked for one."] = 0
     without_params: Annotated[int, "Prompts without any. Requests that are to be lent do not count."] = 0
     computed_locally: Annotated[
@@ -632,10 +702,15 @@ class LoopWasAway(Told):
     """
 
     levels = ("warning",)
+    until = ITSELF
     seconds: Annotated[float, "Delay of the engine's timer."]
     leases: Annotated[int, "Leases that were open meanwhile."]
     pulls: Annotated[int, "Pulls that were open meanwhile."]
     parked: Parked
+    waited_s: Annotated[
+        float | None, "Time for which the loop's thread was ready to run and had no processor, by the kernel."
+    ] = None
+    throttled_s: Annotated[float | None, "Time for which a CPU limit of its control groups stopped it."] = None
     not_logged: NotLogged = None
     not_logged_s: Annotated[float | None, "Time that the loop was away in the events that were not logged."] = None
 
@@ -646,6 +721,7 @@ class InternalError(Told):
     """
 
     levels, most = ("error",), (1.0, 10.0)
+    until = ITSELF
     error: Annotated[str, "The exception."]
     traceback: Annotated[str, "Where the exception was raised."]
     not_logged: NotLogged = None
@@ -655,6 +731,7 @@ class SlowGeometry(Told):
     """The memory orders of the two sides fit badly, so reads need many small pieces."""
 
     side, levels = "decode", ("warning",)
+    until = ADVICE
     peer: Peer
     detail: Annotated[str, "Number of pieces, and the reason."]
 
@@ -663,6 +740,7 @@ class TableRefused(Told):
     """NIXL cannot prepare reads from a rank."""
 
     side, levels = "decode", ("error",)
+    until = ITSELF
     peer: Peer
     detail: Annotated[str, "NIXL's words."]
 
@@ -671,6 +749,7 @@ class DataPlaneRestarted(Told):
     """The data plane's process died, and another one serves."""
 
     levels = ("warning",)
+    until = ITSELF
     cause: Annotated[str, "Exit status or signal."]
     agent: Annotated[str, "Name of the new agent."]
     seconds: Annotated[float, "Time for which no process served."]
@@ -681,6 +760,7 @@ class DataPlaneBroken(Told):
     """The data plane's process died too often; the next one starts after a pause."""
 
     levels = ("error",)
+    until = ("DataPlaneRestarted", "EngineStopped")
     cause: Annotated[str, "Exit status or signal."]
     pause_s: Annotated[float, "Length of the pause."]
 
@@ -691,6 +771,7 @@ class DataPlaneInProcess(Told):
     """
 
     levels = ("warning",)
+    until = ADVICE
     detail: Annotated[str, "The memory concerned, and the remedy."]
 
 
@@ -700,6 +781,7 @@ class SetupDoubtful(Told):
     """
 
     levels = ("warning",)
+    until = ADVICE
     detail: Annotated[str, "Which of them, and the remedy."]
 
 
@@ -709,6 +791,13 @@ EVENTS: Final[Mapping[str, type[Told]]] = {
     if isinstance(kind, type) and issubclass(kind, Told) and not kind.__subclasses__()
 }
 """All events by name, without the base classes."""
+
+ENDS: Final[Mapping[str, frozenset[str]]] = {
+    name: frozenset(globals()[x].event for x in kind.until)
+    for name, kind in EVENTS.items()
+    if kind.until not in ((), ITSELF, ADVICE)
+}
+"""Warnings and errors that are open until one of some events, all by name."""
 
 
 def pull_ids(pull: Pull) -> tuple[str, str, str, str, int]:

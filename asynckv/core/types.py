@@ -197,6 +197,30 @@ class Reason(enum.StrEnum):
     RELEASED = "released"
 
 
+class How(enum.StrEnum):
+    """Ways in which a remote rank could not be met, or was lost; a `Reason` says what that means for a pull. The values
+    are stable, because tools that read logs go by them and never by words.
+    """
+
+    # it could not be met
+    NO_ANSWER = "no_answer"
+    NOT_LOADED = "not_loaded"  # the data plane did not load its metadata in time
+    TURNED_AWAY = "turned_away"  # our key is not in its directory
+    UNLISTED_LISTENER = "unlisted_listener"  # its key is not in our directory
+    NO_KEY = "no_key"  # its address names no key, and we have keys
+    NEEDS_KEYS = "needs_keys"  # its address names a key, and we have none
+    NO_FILES = "no_files"  # this process has no file descriptors left
+    GAVE_WAY = "gave_way"  # it never answered, and others needed its room
+    # it was lost
+    GOODBYE = "goodbye"  # it said so
+    SILENT = "silent"
+    BROKEN = "broken"  # a transfer ended because of it
+    FORGOTTEN = "forgotten"  # a router said that it is gone
+    REPLACED = "replaced"  # another start of it answers
+    LEFT = "left"  # this side closed its connections
+    IDLE = "idle"
+
+
 AnyEnum = TypeVar("AnyEnum", bound=enum.Enum)
 
 

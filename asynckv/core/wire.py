@@ -6,7 +6,7 @@
     Pack, Unpack                           Packed
     Release                                Ack
     Ping, StatusRequest                    Pong, Status
-    Pong                                   Ping, Draining, Goodbye
+    Pong, Goodbye                          Ping, Draining, Goodbye
 
 Every message is idempotent and may be lost, repeated or reordered. A packet names the process start it comes from
 (`sender`) and the one it is meant for (`target`). A claim carries a `nonce` that the answer returns. Messages carry

@@ -49,13 +49,13 @@ def memory_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     return min(found)
 
 
-def control_groups(controller: str, proc: Path, cgroups: Path) -> list[Path]:
-    """Return the folders of the groups around this process, its own first; `controller` is empty for version 2.
+def control_groups(controller: str, proc: Path, cgroups: Path, pid: int | str = "self") -> list[Path]:
+    """Return the folders of the groups around a process, its own first; `controller` is empty for version 2.
 
     A container without a namespace of its own finds its group at the top, and not under its path.
     """
     top = cgroups / controller
-    own = re.search(rf"^\d+:(?:.*,)?{controller}(?:,.*)?:/(.*)$", text_of(proc / "self/cgroup"), re.MULTILINE)
+    own = re.search(rf"^\d+:(?:.*,)?{controller}(?:,.*)?:/(.*)$", text_of(proc / f"{pid}/cgroup"), re.MULTILINE)
     inner = top / own[1] if own else top
     return [at for at in (inner, *inner.parents) if at == top or top in at.parents]
 

@@ -40,6 +40,7 @@ SLICE_S = 0.001  # of CPU: another thread that holds the GIL must not end the sl
 AWAITED: Mapping[type, str] = {Pull: "finished_recving", Load: "loaded", Store: "stored"}
 """List of `Finished` that reports success, for each order that holds blocks until it ends or longer."""
 
+ENDING = (*AWAITED, Lend, Lookup)  # orders that are always reported
 FINISH_S = 0.25
 
 
@@ -65,7 +66,8 @@ class EngineDesk:
         self._flights: dict[_Flight, None] = {}  # pulls, loads and stores that have not ended, or still hold blocks
         self._lent: dict[str, LentRequest] = {}
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
-        self._news: deque[tuple[str, Any]] = deque()
+        self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
+        engine._driver.untaken = self._untaken
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
 
@@ -99,7 +101,7 @@ class EngineDesk:
         finished, news = Finished(), self._news
         while news:
             try:
-                kind, value = news.popleft()
+                kind, value, _ = news.popleft()
             except IndexError:  # another thread took it
                 break
             getattr(finished, kind).append(value)
@@ -109,6 +111,10 @@ class EngineDesk:
     def has_news(self) -> bool:
         """True if there are results to take."""
         return bool(self._news)
+
+    def _untaken(self) -> list[float]:
+        """Return the times since which results wait, except refusals of orders with ends that are not awaited."""
+        return [at for kind, value, at in tuple(self._news) if kind != "refused" or type(value.order) in ENDING]
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -263,7 +269,7 @@ class EngineDesk:
             self._tell("finished_sending", end)
 
     def _tell(self, kind: str, value: object) -> None:
-        self._news.append((kind, value))
+        self._news.append((kind, value, self.engine._clock.now()))
         self._on_news()
 
 

@@ -100,8 +100,8 @@ class EngineThread:
         self._loop_factory = loop_factory
         self._thread = threading.Thread(target=self._run, name=f"asynckv-{config.engine_id}", daemon=True)
         self._bell, self._is_rung = Bell(), False
-        self._bell_for_news = Bell()
-        self._news_bell: Bell | None = None  # wakes threads that wait for news; None if none does
+        self._news_bell = Bell()  # wakes threads that wait for news
+        self._waiting: set[int] = set()  # threads that are in `wait`, and 0 if one may watch `fileno`
         self._desk = EngineDesk(self.engine, self._wake, self._on_news)
         self._num_wakeups = 0
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -231,7 +231,7 @@ class EngineThread:
         """
         if self._untold:
             self._tell_cause()
-        if self._news_bell is not None:
+        if self._waiting:
             self._news_bell.silence()
         finished = self._desk.take_finished()
         self._shows_life()
@@ -244,22 +244,31 @@ class EngineThread:
 
         It may occasionally be readable although there are none.
         """
-        return self._listening().fileno()
+        self._waiting.add(0)  # first, so that news from now on ring
+        if self._has_news or self._is_over:
+            self._news_bell.ring()
+        return self._news_bell.fileno()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for up to `timeout_s`, or until there is news or the engine has ended; return True if there is news.
 
         News is a result for `take_finished` to return, or an exception for it to raise."""
-        until, bell, poll = time.monotonic() + number("timeout_s", timeout_s, 0), self._listening(), select.poll()
+        until, bell, poll = time.monotonic() + number("timeout_s", timeout_s, 0), self._news_bell, select.poll()
         poll.register(bell.fileno(), select.POLLIN)
-        while not (self._has_news or self._is_over):
-            bell.silence()
-            if self._has_news or self._is_over:
-                bell.ring()  # for other threads that wait
-            elif (left := until - time.monotonic()) <= 0:
-                break
-            else:
-                poll.poll(1e3 * min(left, 3600.0))  # limited, because the milliseconds have to fit into an integer
+        self._waiting.add(me := threading.get_ident())
+        self._shows_life()
+        try:
+            while not (self._has_news or self._is_over):
+                bell.silence()
+                if self._has_news or self._is_over:
+                    bell.ring()  # for other threads that wait
+                elif (left := until - time.monotonic()) <= 0:
+                    break
+                else:
+                    poll.poll(1e3 * min(left, 3600.0))  # limited: the milliseconds have to fit into an integer
+        finally:
+            self._waiting.discard(me)
+            self._shows_life()
         return self._has_news
 
     def statistics(self, max_age_s: float = 1.0) -> Statistics:
@@ -342,7 +351,7 @@ class EngineThread:
         if self._started.done() and not self._is_over:
             driver = self.engine._driver
             driver.core.decode.alive_at = math.inf
-            if self._news_bell is None or self._has_news:  # more results may have come since it took them
+            if not self._waiting or self._has_news:  # more results may have come since it took them
                 driver.core.decode.alive_at = driver.clock.now()
 
     def _ask_to_end(self, timeout_s: float = CLOSE_S - LAST_S) -> None:
@@ -366,13 +375,6 @@ class EngineThread:
         except IndexError:
             return
         raise cause
-
-    def _listening(self) -> Bell:
-        if self._news_bell is None:
-            self._news_bell = self._bell_for_news  # made before, so that threads that ask at the same time share it
-            if self._has_news or self._is_over:
-                self._news_bell.ring()
-        return self._news_bell
 
     def _whereabouts(self) -> str:
         """Return the thread's current line, for the error of a caller that has waited too long."""
@@ -510,7 +512,7 @@ class EngineThread:
             self._take_snapshot()
 
     def _on_news(self) -> None:
-        if self._news_bell is not None:
+        if self._waiting:
             self._news_bell.ring()
             driver = self.engine._driver
             if self._started.done() and driver.core.decode.alive_at == math.inf:
@@ -528,7 +530,8 @@ class EngineThread:
         """Mark the engine as ended in the child of a fork, because the thread stays with the parent."""
         self._is_asked_for = self._is_closing = self._is_over = self._has_crashed = True
         self._cause = "the process was forked, and its threads stayed with the parent"
-        self._bell_for_news, self._news_bell, self._loop = Bell(), None, None
+        self._news_bell, self._loop = Bell(), None
+        self._waiting.clear()
         self._untold.clear()
         self._desk._forget()
 

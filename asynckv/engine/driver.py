@@ -41,11 +41,11 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.told import Told, short
-from asynckv.core.types import Address, PullId, ReplyTo, members
+from asynckv.core.types import Address, How, PullId, ReplyTo, members
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
-from asynckv.engine.lag import LoopLag
+from asynckv.engine.lag import NOTED_S, LoopLag
 from asynckv.errors import BackendError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observer
@@ -55,6 +55,7 @@ TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
     "authorized keys"
 )
+HOW = frozenset(How)
 POST_SLICE_S = 0.0005  # a turn plans and posts for so long, and then for as much CPU: no holder of the GIL ends both
 BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
 IDLE_BEAT_S = 2.5  # the beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`
@@ -126,17 +127,18 @@ class Driver:
         control: ControlPlane,
         clock: Clock,
         recorder: Recorder,
-        away_s: float,
+        lag: LoopLag,
     ) -> None:
         self.home, self.life, self.recorder = home, life, recorder
         self.data, self.control, self.clock = data, control, clock
         self.lent: dict[Lease, Callable[[], None]] = {}
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)
-        self.lag = LoopLag(away_s)
+        self.lag = lag
         self.began_at = math.inf
         self.observers: tuple[Observer, ...] = (recorder,)
         self.guests: list[Guest] = []
+        self.untaken: Callable[[], list[float]] = list  # returns the times of results that a desk keeps for its caller
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
         self._returning: dict[PullId, asyncio.Event] = {}  # pulls whose blocks a caller waits for
@@ -282,8 +284,9 @@ class Driver:
             self.core.decode.leave(self.clock.now(), peer)
             return self.soon()
         self.recorder.log(told.Refused(cause, short(peer)), self.clock.now())
-        if cause == "turned_away":
-            self._safely(self.core.decode.hint, Address(peer), TURNED_AWAY)
+        if cause in HOW:
+            hint = TURNED_AWAY if cause == How.TURNED_AWAY else ""
+            self._safely(self.core.decode.hint, Address(peer), How(cause), hint)
 
     def on_data(self) -> None:
         before = self._polled_at
@@ -321,11 +324,13 @@ class Driver:
         now, core = self.clock.now(), self.core
         self.tell(Observer.loop_came, now - due, now)
         if self.lag.take(now - due):
-            self.recorder.loop_was_away(now - due, core.inspect.gauges(), now)
+            self.recorder.loop_was_away(now - due, core.inspect.gauges() | self.lag.note(now), now)
+        elif now >= self.lag.noted_at + NOTED_S:
+            self.lag.note(now)
         if now >= self._sign_at:
             self._sign_at = now + max(core.config.lease.lease_s / 2, IDLE_BEAT_S)
             waits_for = {x.name for pull in core.decode.pulls.values() for x in pull.sources if x.is_waited_for}
-            self.recorder.alive(core.inspect.gauges(), sorted(waits_for)[:MAX_WAITED])
+            self.recorder.alive(core.inspect, sorted(waits_for)[:MAX_WAITED], now)
         self.recorder.tell_groups(now, SAME_S)
         self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
         self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)
@@ -460,6 +465,7 @@ class Driver:
                     case PullReached(pull, M.ENDED):
                         if not pull.is_returned:
                             self._held.add(pull.pull_id)
+                            outbox.counters["blocks.kept"] += 1
                         elif self._returning:
                             self._tell_returned(pull)
                         if pull.kind is not Kind.DISCHARGE:

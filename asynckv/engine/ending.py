@@ -196,7 +196,7 @@ class Ending:
                 if pull.is_published and (unsettled := tuple(x.name for x in pull.sources if not x.is_settled)):
                     now, detail = driver.clock.now(), f"this side {how}"
                     self._recorder.log(told.release_unanswered(pull, unsettled, Reason.ENGINE_CLOSED, now, detail))
-        core.readers.say_goodbye()
+        core.say_goodbye()
         driver.at_once()
         return left
 

@@ -27,11 +27,13 @@ from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
 from asynckv.core.types import MAX_HASHES, Address, Endpoint, KVTransferParams, decode_params, rank_name, sendable
+from asynckv.edges.kernel import identity, processor_waits
 from asynckv.edges.local import LocalDoor, socket_name
 from asynckv.engine.attempts import Caller, outcome
 from asynckv.engine.driver import Driver
 from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
+from asynckv.engine.lag import LoopLag
 from asynckv.engine.lent import LentRequest
 from asynckv.engine.observation import Observation
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
@@ -99,6 +101,7 @@ class Engine:
         )
         self._home, self._life = Home(), Lifecycle()
         self._is_data_given = data is not None
+        lag = LoopLag(config.log.away_s, processor_waits() if clock is None else dict)
         if clock is None:
             from asynckv.edges.clock import LoopClock
 
@@ -115,7 +118,7 @@ class Engine:
             control,
             self._clock,
             self._recorder,
-            config.log.away_s,
+            lag,
         )
         self._started_at, self._planes = math.inf, dict[str, str]()
         self._ending = Ending(self._driver, config)
@@ -173,6 +176,7 @@ class Engine:
             bytes=sum(m.length for m in self.registration.layout.memories),
             backend=planes.get("backend", ""),
             **process_facts(self.config),
+            **identity(),
         )
         self._recorder.log(started, more=planes)
         if not self.registration.layout.model:
@@ -217,6 +221,7 @@ class Engine:
         )
         core = RankCore(identity, self.config, driver.data.costs)
         core.survey.facts, core.inspect.beside = self._facts, driver.guest_gauges
+        core.inspect.untaken = lambda: driver.untaken()
         driver.begin(core)
         self._home.is_settled = True
 

@@ -80,9 +80,12 @@ class Observation:
             lease_ages_s=lease_ages,
             oldest_s={
                 "lease": max(lease_ages, default=0.0),
+                "unclaimed": max([now - x.lent_at for x in leases if not x.cohorts], default=0.0),
+                "step": core.inspect.step_s(now) or 0.0,
                 "pull": max((now - p.called_at for p in pulls if not p.is_published), default=0.0),
                 "quarantined": max((now - p.published_at for p in held), default=0.0),
             },
+            waits_for_step=core.inspect.waits_for_step(now),
             blocks_retired=sum(hold.num_blocks for hold in retired if hold is not None),
             limits={
                 "bytes": config.total_bytes,

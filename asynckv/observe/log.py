@@ -28,7 +28,7 @@ import msgspec
 from asynckv.arguments import is_text
 from asynckv.config import EngineConfig, LogConfig
 from asynckv.core import told
-from asynckv.core.inspect import RequestStatus
+from asynckv.core.inspect import Inspector, RequestStatus
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.notes import Gone, History, Lapsed, Note
@@ -216,6 +216,8 @@ class Recorder(Observer):
         ended = msgspec.structs.replace(
             ended,
             failed_in=pull.failed_in if is_failed else "",
+            failed_with=[*pull.blame.ranks[:MAX_NAMED]] or None,
+            how=pull.blame.how or "",
             detail=pull.detail if is_failed else "",
             waited_for=short(pull.waited_for) if is_failed else "",
             peer_ranks=[source.name for source in pull.sources[:MAX_NAMED]],
@@ -294,9 +296,11 @@ class Recorder(Observer):
             refused.sequence = key.sequence
         self.log(refused, now)
 
-    def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str]) -> None:
+    def alive(self, inspect: Inspector, waits_for: list[str], now: float) -> None:
+        gauges, waits, step_s = inspect.gauges(), inspect.waits_for_step(now), inspect.step_s(now)
         blocks = gauges["blocks_lent"] + gauges["blocks_writing"]
-        self.log(told.EngineAlive(gauges["leases"], gauges["pulls"], gauges["parked"], blocks, list(waits_for)))
+        held = gauges["leases"], gauges["pulls"], gauges["parked"], blocks
+        self.log(told.EngineAlive(*held, waits_for, waits, step_s))
 
     def pull_tried_again(self, pull: Pull, after_s: float) -> None:
         cause, attempt = str(pull.reason), pull.attempt + 1
@@ -318,16 +322,16 @@ class Recorder(Observer):
             )
         )
 
-    def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float) -> None:
+    def loop_was_away(self, seconds: float, figures: Mapping[str, float], now: float) -> None:
         """Log that the loop was away, at a limited rate, because a step loop may always be away. An absence that is
-        longer than the last logged one by `LONGER` is always logged.
+        longer than the last logged one by `LONGER` is always logged. `figures` has the values of the event's fields.
         """
         if seconds < LONGER * self._away_said_s and not self._away.take(now):
             self._away_s += seconds
             return
         more_s, self._away_s, self._away_said_s = self._away_s, 0.0, seconds
-        held = {name: gauges[name] for name in ("leases", "pulls", "parked")}
-        away = told.LoopWasAway(seconds=round(seconds, 3), **held, not_logged_s=round(more_s, 3) or None)
+        known: dict[str, Any] = {x: figures[x] for x in told.LoopWasAway.__struct_fields__ if x in figures}
+        away = told.LoopWasAway(seconds=round(seconds, 3), **known, not_logged_s=round(more_s, 3) or None)
         self.log(away, more=self._away.left_out())
 
     def internal_error(self, exc: Exception, now: float) -> None:
@@ -390,6 +394,8 @@ class Recorder(Observer):
     def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
         found = list(zip(held.oldest, oldest, strict=True))
         level: told.Level = "info" if held.is_orderly else "warning"
+        for lease in (x for x, _ in found if isinstance(x, Lease)):
+            lease.is_sampled = True  # otherwise no line may say that this warning is over
         if leases := [_held_lease(x, status) for x, status in found if isinstance(x, Lease)]:
             self.log(
                 told.LeaseHeld(state=held.state, waits=held.waits, requests=held.number, oldest=leases), level=level
@@ -413,6 +419,7 @@ class Recorder(Observer):
             before=before.value,
             state=after.value,
             cause=str(peer.reason) if said else "",
+            how=(peer.how or "") if said else "",
             detail=peer.detail if said else "",
             pulls_failed=(peer.num_failed or None) if said else None,
         )
@@ -421,7 +428,7 @@ class Recorder(Observer):
     def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str | Note]]) -> None:
         start = subject.history[0][0]
         for at, what in entries:
-            to, at_s = str(what), round(at - start, 6)
+            to, at_s = _entry(what), round(at - start, 6)
             if isinstance(subject, Pull):
                 self.log(told.PullTransition(*told.pull_ids(subject), to=to, at_s=at_s))
             else:
@@ -441,7 +448,7 @@ class Recorder(Observer):
         return skipped or None
 
 
-def _fields(event: Told) -> dict[str, Any]:
+def _fields(event: Told | Note) -> dict[str, Any]:
     said: dict[str, Any] = msgspec.to_builtins(event)
     return said
 
@@ -467,14 +474,15 @@ def _claims(lease: Lease) -> dict[str, told.LastClaim]:
 
 def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
     return [
-        told.RefusedMessage(round(x.at - lease.lent_at, 3), x.what, x.reason, short(x.who), short(x.detail))
+        told.RefusedMessage(round(x.at - lease.lent_at, 3), x.what, x.reason, short(x.who), short(x.detail), x.limit)
         for x in lease.refused
     ] or None
 
 
 def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
     lent_s, left_s = round(status.age_s, 3), _rounded(status.left_s)
-    return told.HeldLease(*_lease_ids(lease), lent_s, _claims(lease), left_s, _refused(lease))
+    owed = list(lease.waits_for(MAX_NAMED))
+    return told.HeldLease(*_lease_ids(lease), lent_s, _claims(lease), left_s, _refused(lease), owed)
 
 
 def _held_pull(pull: Pull, status: RequestStatus) -> told.HeldPull:
@@ -494,4 +502,11 @@ def _relative(history: History) -> told.History:
     if left_out := max(len(entries) - MAX_HISTORY, 0):
         few = MAX_HISTORY // 4
         entries[few : few + left_out] = [(entries[few][0], f"{left_out} entries are left out")]
-    return [(round(at - first, 6), short(str(what))) for at, what in entries]
+    return [(round(at - first, 6), _entry(what)) for at, what in entries]
+
+
+def _entry(what: str | Note) -> told.Entry:
+    """Return a state's name, or a note with its fields, so that no reader of logs has to take words apart."""
+    if not isinstance(what, Note):
+        return short(str(what))
+    return {name: short(x) if isinstance(x, str) else x for name, x in _fields(what).items()}

@@ -34,6 +34,7 @@ from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullState
+from asynckv.core.told import StepWait
 from asynckv.core.types import Reason
 from asynckv.core.wire import REFUSED, UNWELCOME
 from asynckv.errors import ConfigError, EngineClosed
@@ -174,6 +175,7 @@ class _Shown:
 
 
 FRESH_S = 0.05
+NO_WAIT = StepWait(0, 0.0)
 
 LONG_S, REST = 0.002, 10
 """A reading that took longer than `LONG_S` (tens of thousands of leases) is reused for `REST` times as long."""
@@ -221,6 +223,8 @@ def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
         transfers={"running": gauges["transfers"] - sum(beside.values()), **beside},
         leases_older_than={str(age_s): sum(age > age_s for age in reading.lease_ages_s) for age_s in AGES_S},
     )
+    waits = {what: reading.waits_for_step.get(what, NO_WAIT).seconds for what in ("result", "announcement", "claim")}
+    yield from _by_label(waits_for_step_seconds=waits)
     yield "data_plane_up", (), not reading.data_down
     yield "pulls_waiting", (), reading.waiting
     yield "pulls_retrying", (), reading.retrying

@@ -15,6 +15,7 @@ from asynckv.arguments import shown
 from asynckv.core.lease import Lease
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
+from asynckv.core.told import StepWait
 from asynckv.core.types import KVTransferParams
 from asynckv.errors import ConfigError
 
@@ -70,8 +71,9 @@ class Reading:
         waiting: Pulls that were asked for but do not read yet.
         retrying: Requests that wait for another attempt.
         lease_ages_s: Age of each lease.
-        oldest_s: Age of the oldest `lease`, `pull` (since it was asked for) and `quarantined` blocks (since their pull
-            failed); 0 if there is none.
+        oldest_s: Age of the last `step`, and of the oldest `lease`, `unclaimed` lease, `pull` (since it was asked for)
+            and `quarantined` blocks (since their pull failed); 0 if there is none.
+        waits_for_step: What waits for a step of the engine around this rank (`Inspector.waits_for_step`).
         blocks_retired: Blocks that were given up and are still held.
         limits: Configured limits: `bytes`, `descriptors`, `requests`, `queued`, `parked`.
         data_down: Reason why the data plane does not serve now; empty while it serves.
@@ -90,6 +92,7 @@ class Reading:
     retrying: int
     lease_ages_s: tuple[float, ...]
     oldest_s: Mapping[str, float]
+    waits_for_step: Mapping[str, StepWait]
     blocks_retired: int
     limits: Mapping[str, float]
     descriptors_in_flight: int

@@ -47,8 +47,7 @@ from asynckv.tools.output import print_table
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Model
 
-LEAST = 0.9
-"""Least speed of a tier, as a share of raw speed."""
+LEAST = 0.9  # least speed of a tier, as a share of raw speed
 
 MAX_BYTES = 32 << 20
 """Largest transfer, as in `OffloadConfig`."""

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from msgspec import Struct, structs
 
-from asynckv.core.told import EVENTS, Line
+from asynckv.core.told import ADVICE, ENDS, EVENTS, Line, Told
 from scripts.draw.drawing import DOCS, between, table
 
-KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object"}
+KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object", UnionType: "text or object"}
 SHARED = 3
 """A field that stands in this many places is explained once, and only named there."""
 
@@ -86,6 +86,13 @@ def meaning(event: type[Struct]) -> str:
     return " ".join((event.__doc__ or "").split())
 
 
+def lasting(event: type[Told]) -> str:
+    """Return what ends a warning of this type, in one line."""
+    ends = " or ".join(f"`{name}`" for name in EVENTS if name in ENDS.get(event.event, ()))
+    only = f" if `{event.only_with}` is above 0" if event.only_with else ""
+    return f" Open until {ends}{only}." if ends else " Advice." if event.until == ADVICE else ""
+
+
 def overview() -> str:
     """Return links to all events."""
     return textwrap.fill(", ".join(f"[`{name}`](#{name})" for name in EVENTS), 120) + "\n\n"
@@ -98,7 +105,7 @@ def page() -> str:
     common = table(HEAD, ((f"`{name}`", *said) for name, said in sorted(shared().items())))
     parts.append(f"### Shared fields\n\n{common}")
     for name, event in EVENTS.items():
-        parts.append(f"### {name}\n\n{textwrap.fill(meaning(event), 120, break_on_hyphens=False)}\n")
+        parts.append(f"### {name}\n\n{textwrap.fill(meaning(event) + lasting(event), 120, break_on_hyphens=False)}\n")
         parts += explained(fields_of(event))
     return "\n".join(parts)
 

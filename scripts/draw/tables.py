@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asynckv.tools.diagnose.causes import CATALOGUE, HEADING
+from asynckv.tools.diagnose.causes import CATALOGUE, HEADING, in_words
 from asynckv.tools.doctor.catalogue import KINDS, TOPICS
 from scripts.draw.drawing import DOCS, between, table
 
@@ -19,7 +19,10 @@ def causes() -> str:
     lines = []
     for heading in HEADING:
         rows = [
-            (f"`{cause}`: {entry.title}{' (a class)' if entry.is_class else ''}", " ".join(entry.remedy.split()))
+            (
+                f"`{cause}`: {entry.title}{' (a class)' if entry.is_class else ''}",
+                " ".join(in_words(entry.remedy).split()),
+            )
             for cause, entry in CATALOGUE.items()
             if entry.heading is heading
         ]

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TextIO
 
 from asynckv.arguments import without_control
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, OwnerView
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_values import Leak
@@ -63,15 +63,17 @@ def _has(*any_of: str, but: Sequence[str] = ()) -> Callable[[Whys], bool]:
     return lambda whys: bool(whys & set(any_of)) and not whys & set(but)
 
 
-OF_A_LEASE: Mapping[CAUSE | tuple[Owner, CAUSE], Callable[[Whys], bool]] = {
+OF_A_LEASE: Mapping[CAUSE | tuple[OwnerView, CAUSE], Callable[[Whys], bool]] = {
     C.NEVER_SHOOK_HANDS: _has("unmet"),
     C.KEYS_REFUSED: _has("keys"),
     C.STALE_PARAMS: _has("stale"),
-    (Owner.UNCLAIMED, C.READER_DIED): _has("died_before_claim", "rank_dead"),
+    (OwnerView.UNCLAIMED, C.READER_DIED): _has("died_before_claim", "rank_dead"),
     C.READER_DIED: _has("died_after_claim"),
     C.NEVER_HEARD_OF: _has("never_handed", "never_asked", "rank_dead"),
+    C.NO_READER_RUNS: _has("never_handed", "never_asked", "rank_dead", "died_before_claim"),
+    C.RETRIED_ELSEWHERE: _has("retry_never"),
     # A reader that reads nothing of a rank says nothing to it before it is done.
-    (Owner.UNCLAIMED, C.LEASE_TOO_SHORT): lambda whys: (
+    (OwnerView.UNCLAIMED, C.LEASE_TOO_SHORT): lambda whys: (
         "asked_late" in whys
         or {"silent", "release_late"} <= whys
         or ({"asked", "silent"} <= whys and "handed_late" not in whys)
@@ -105,6 +107,8 @@ OF_A_PULL: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.PREFILL_DIED: _has("peer_died", "peer_lost"),
     C.DATA_PLANE_DIED: _has("agent_died"),
     C.PREFILL_LOOP_AWAY: _has("owner_away"),
+    C.DECODE_LOOP_AWAY: _has("owner_away"),
+    C.TIMEOUT_TOO_SHORT: _has("ended_soon"),
     C.NOT_KNOWN: _has("peer_lost"),
 }
 """Tests whether a cause is true of a pull whose blocks came back after its outcome."""

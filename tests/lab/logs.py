@@ -171,7 +171,7 @@ def _stamp(
 ) -> MutableMapping[str, Any]:
     """Say when it was, by the clock of a host, and where."""
     if "host" in event:
-        event["host"] = log.host.name
+        event["host"] = event["boot_id"] = log.host.name
     if "pid" in event:
         event["pid"] = pid
     log.times.append(log.of.now)

@@ -87,7 +87,8 @@ class Proxy:
     async def __aexit__(self, *_: object) -> None:
         # What was accepted last has a task of its own some turns later. Until then the server stays: asyncio leaves a
         # transport open that it makes for a closed server.
-        asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
+        for listener in self._server.sockets:  # none, if it was left before
+            asyncio.get_running_loop().remove_reader(listener.fileno())
         for _turn in range(5):
             await asyncio.sleep(0)
         self._server.close()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -107,6 +107,7 @@ WHY = {
     "peer_died": "the process that it read from had died",
     "peer_lost": "its reader took the process that it read from for lost",
     "cancelled": "it was cancelled while it read",
+    "ended_soon": "its caller gave up, and its transfers ended within a second, or within the time that it had had",
 }
 
 
@@ -549,153 +550,19 @@ class Witness:
 
     def _owed(self, reader: Any, rank: Any, owner: Process, holder: Any, lent_at: float, end: float) -> Owed:
         """Find all that is true of a reader that had not released."""
-        service, ask = self.service, holder.lent.ask
-        found = Owed(reader.title)
-        whys, token = found.whys, holder.handle._lease.lent.key.token
-        attempts = [a for a in service.attempts if a.lent is holder.lent and a.rank is reader]
-        in_time = [a for a in attempts if a.handed_at < end]
-        sent = [s for s in self._sent[token] if self._of(s, reader) and s.other == rank.name]
-        heard = [s for s in self._heard[token] if s.process == owner.name]
-        arrived = [s for s in heard if any(s.target in self._starts[a.process.name] for a in attempts)]
-        if not in_time:
-            addressed, at = service.addressed.get((ask.number, reader.name), (None, math.inf))
-            if addressed is not None and addressed.died_at <= at:
-                whys.add("rank_dead")
-            else:
-                whys.add("handed_late" if at < math.inf else "never_handed")
-            if addressed is not None and _overlap(addressed.away, lent_at, end):
-                whys.add("reader_away")
-        for attempt in in_time:
-            whys |= self._attempt(attempt, rank, owner, token, sent, arrived, end)
-            found.starts |= {i[:8] for i in self._starts[attempt.process.name]}
-            if _overlap(attempt.process.away, lent_at, end):
-                whys.add("reader_away")
-            for _, source, target in [x for x in self._lost if lent_at - 3.0 <= x[0] <= end]:
-                if {source, target} == {attempt.process.name, owner.name}:
-                    whys.add("packets_lost")
-            for pull_id in {s.message.pull_id for s in sent if isinstance(s.message, Claim | Release)}:
-                if reason := self._was_refused(token, pull_id, reader, owner):
-                    whys.add("refused")
-                    found.reasons.add(reason)
-        spoke = [s for s in arrived if s.at <= end - AT_ONCE_S]
-        whys.add("spoke" if spoke else "silent")
-        if any(isinstance(x, notes.Granted) and found.reader in x.reader for _, x in holder.handle._lease.history):
-            whys.add("claimed")
-            if "expired" in found.reasons:
-                whys.add("lapsed")
-        if any(_is_last(s.message) and s.at < lent_at for s in arrived):
-            whys.add("released_early")
-        siblings = set(service.script.decode_names[reader.engine_number]) - {reader.name}
-        if any(s.process.partition("#")[0] in siblings and s.at <= end for s in self._sent[token]):
-            whys.add("siblings_spoke")
-        has_asked = any(s.at <= end for s in self._sent[token] if self._of(s, reader))
-        if any(a.called for a in attempts) and (not has_asked or not in_time):
-            whys.add("asked_late")
-        if any(a.called for a in attempts):
-            whys.add("asked")
-        processes = {a.process.name for a in attempts}
-        if found.reasons & STALE or any(
-            s.process in processes and isinstance(s.message, Unwelcome) and s.message.reason in STALE
-            for s in self._welcomed
-        ):
-            whys.add("stale")
-        unasked = {"never_handed", "handed_late", "rank_dead", "died_before_claim", "never_asked"}
-        if whys & unasked and (self._is_open(end) or any(at <= end for at in self._strangers[owner.name])):
-            whys.add("untold")
-        if whys & unasked and self._is_some_engine_away(lent_at, end):
-            whys.add("other_away")
-        if any(self._is_closed(a.process, lent_at - LONG_S, end) for a in attempts):
-            whys.add("reader_closed")
-        if end - lent_at >= LEASE.max_lease_s * 0.99:
-            whys.add("max_lease")
-        if self._agent_died([owner, *(a.process for a in attempts)], lent_at - LONG_S, end):
-            whys.add("agent_died")
-        request_id = holder.lent.params["request_id"]
-        if any(s.message.request_id != request_id for s in arrived if isinstance(s.message, Claim | Release)):
-            whys.add("other_id")
-        if service.mishaps.is_turned_away(reader.name, rank.name, lent_at):
-            whys.add("keys")
-        if _overlap(owner.away, lent_at, end):
-            whys.add("owner_away")
-        return found
-
-    def _attempt(
-        self,
-        attempt: Attempt,
-        rank: Any,
-        owner: Process,
-        token: str,
-        sent: list[_Said],
-        arrived: list[_Said],
-        end: float,
-    ) -> set[str]:
-        """Return what is true of what one reader did with the params that it was handed."""
-        whys, process = set[str](), attempt.process
-        mine = [s for s in sent if s.process == process.name]
-        theirs = [s for s in arrived if s.target in self._starts[process.name]]
-        claims = [s for s in theirs if isinstance(s.message, Claim) and s.at <= end]
-        died = process.died_at <= end
-        if died:
-            whys.add("died_after_claim" if claims else "died_before_claim")
-        if attempt.called == "" or (attempt.is_turned_away and not mine):
-            whys.add("never_asked")
-        elif attempt.called == "announced":
-            whys.add("announced_only")
-        has_claimed = any(isinstance(s.message, Claim) and s.at <= end for s in mine)
-        greeted = [s for s in self._greeted if s.process == process.name and s.other == rank.name and s.at <= end]
-        welcomes = [
-            s
-            for s in self._welcomed
-            if s.process == process.name and s.target in self._starts[owner.name] and s.at <= end
-        ]
-        met = [s.at for s in welcomes if isinstance(s.message, Welcome)]
-        # Or it met that rank at another time, and not when it asked for this.
-        tries = [s.at for s in greeted if attempt.handed_at <= s.at]
-        if (greeted and not met) or any(not any(at <= x <= at + HANDSHAKE_S for x in met) for at in tries):
-            whys.add("unmet")
-        if has_claimed and not claims:
-            whys.add("claim_lost")
-        granted = any(
-            isinstance(s.message, Granted) and s.process == process.name and s.target in self._starts[owner.name]
-            for s in self._heard[token]
-        )
-        if claims and not granted:
-            whys.add("not_granted")
-        releases = [s for s in mine if isinstance(s.message, Release)]
-        final = [s for s in releases if _is_last(s.message)]
-        came = [s for s in theirs if _is_last(s.message)]
-        if any(s.at <= end for s in final) and not any(s.at <= end for s in came):
-            whys.add("release_lost")
-        said = [s.at for s in theirs if isinstance(s.message, Release)]
-        if any(s.at > end - AT_ONCE_S for s in came) or any(s.at > end for s in final):
-            whys.add("release_late")
-        elif said and min(said) > end - AT_ONCE_S:
-            whys.add("release_late")  # that of an attempt which another was to follow
-        retried = [s for s in theirs if isinstance(s.message, Release) and not _is_last(s.message) and s.at <= end]
-        given_up = {s.message.pull_id for s in retried}  # a claim of these came late, and is no other attempt
-        last = max((s.at for s in retried), default=math.inf)
-        again = [s for s in claims if s.message.pull_id not in given_up and s.at > last]
-        if (releases and not final and not died) or (retried and not again):
-            whys.add("retry_never")
-        pulls = [p for p in self._pulled.values() if p.process is process and p.pull.params.key.token == token]
-        claimed = {s.message.pull_id for s in claims}
-        if attempt.called == "pulled" and (
-            not any(p.ended_at <= end - AT_ONCE_S for p in pulls)
-            or any(p.ended_at > end - AT_ONCE_S and p.pull.pull_id in claimed for p in pulls)  # another attempt
-        ):
-            whys.add("still_pulling")
-        if any(p.pull.reason is Reason.COMPLETE for p in pulls):
-            whys.add("completed")
-        if any(p.was_held for p in pulls):
-            whys.add("transfer_running")
-        if any(p.ended_at <= end and p.pull.reason is not Reason.COMPLETE for p in pulls) and not final:
-            whys.add("release_unsent")
-        return whys
+        debt = _Debt(self, reader, rank, owner, holder, lent_at, end)
+        starts = {i[:8] for attempt in debt.in_time for i in self._starts[attempt.process.name]}
+        whys = set[str]().union(*(debt.attempt_whys(attempt) for attempt in debt.in_time))
+        whys |= {why for why, is_true in OF_A_DEBT.items() if is_true(debt)}
+        if whys & UNASKED:
+            whys |= {why for why, is_true in OF_AN_UNASKED.items() if is_true(debt)}
+        return Owed(reader.title, whys, debt.reasons, starts)
 
     def _pull(self, pulled: _Pulled) -> LatePull | None:
-        if not pulled.was_held:
-            return None
         pull, process = pulled.pull, pulled.process
+        is_soon = pulled.returned_at - pulled.ended_at <= AWAY_S / process.rate
+        if not pulled.was_held or (pull.reason is Reason.CANCELLED and is_soon):
+            return None
         ask, reader = int(pull.request_id[1:]), self.service.ranks[process.name.partition("#")[0]]
         whys = set(pulled.whys)
         for other in self.service.world.processes.values():
@@ -710,6 +577,11 @@ class Witness:
             whys.add("cancelled")
         if pull.reason in (Reason.PEER_LOST, Reason.RESTARTED):
             whys.add("peer_lost")
+        had_s = (pull.published_at - pull.called_at) / process.rate
+        if pull.reason in (Reason.CANCELLED, Reason.TIMEOUT) and pulled.returned_at - pulled.ended_at <= max(
+            1.0, had_s
+        ):
+            whys.add("ended_soon")
         processes = [
             p
             for p in self.service.world.processes.values()
@@ -733,6 +605,205 @@ class Witness:
             pulled.returned_at < math.inf,
             whys,
         )
+
+
+class _Debt:
+    """One reader that had not released when a lease ended, and what was said between the two.
+
+    Attributes:
+        attempts: Its readings of the request; `in_time` those that were handed the params before the end.
+        sent: What it said to the owner.
+        arrived: What arrived of it at the owner.
+    """
+
+    def __init__(
+        self, witness: Witness, reader: Any, rank: Any, owner: Process, holder: Any, lent_at: float, end: float
+    ) -> None:
+        self.witness, self.reader, self.rank, self.owner, self.holder = witness, reader, rank, owner, holder
+        self.lent_at, self.end, self.token = lent_at, end, holder.handle._lease.lent.key.token
+        self.attempts = [a for a in witness.service.attempts if a.lent is holder.lent and a.rank is reader]
+        self.in_time = [a for a in self.attempts if a.handed_at < end]
+        self.processes = {a.process.name for a in self.attempts}
+        self.starts = {x for name in self.processes for x in witness._starts[name]}
+        self.sent = [s for s in witness._sent[self.token] if witness._of(s, reader) and s.other == rank.name]
+        heard = (s for s in witness._heard[self.token] if s.process == owner.name)
+        self.arrived = [s for s in heard if s.target in self.starts]
+        never: tuple[Process | None, float] = None, math.inf
+        addressed = witness.service.addressed.get((holder.lent.ask.number, reader.name), never)
+        self.addressed, self.addressed_at = addressed
+        pull_ids = {s.message.pull_id for s in self.sent if isinstance(s.message, Claim | Release)}
+        refused = (witness._was_refused(self.token, x, reader, owner) for x in pull_ids if self.in_time)
+        self.reasons = {reason for reason in refused if reason}
+
+    def was_away(self) -> bool:
+        """Its loop, or that of the process that the params were addressed to if none had them in time."""
+        late = [self.addressed] if self.addressed is not None and not self.in_time else []
+        return any(_overlap(x.away, self.lent_at, self.end) for x in (*late, *(a.process for a in self.in_time)))
+
+    def lost_packets(self) -> bool:
+        lost = [{x, y} for at, x, y in self.witness._lost if self.lent_at - 3.0 <= at <= self.end]
+        return any({a.process.name, self.owner.name} in lost for a in self.in_time)
+
+    def is_rank_dead(self) -> bool:
+        """The process that the params were addressed to was dead when they came."""
+        return not self.in_time and self.addressed is not None and self.addressed.died_at <= self.addressed_at
+
+    def has_claimed(self) -> bool:
+        history = self.holder.handle._lease.history
+        return any(isinstance(x, notes.Granted) and self.reader.title in x.reader for _, x in history)
+
+    def siblings_spoke(self) -> bool:
+        siblings = set(self.witness.service.script.decode_names[self.reader.engine_number]) - {self.reader.name}
+        said = self.witness._sent[self.token]
+        return any(s.process.partition("#")[0] in siblings and s.at <= self.end for s in said)
+
+    def asked(self) -> bool:
+        return any(a.called for a in self.attempts)
+
+    def asked_late(self) -> bool:
+        said = self.witness._sent[self.token]
+        has_asked = any(s.at <= self.end for s in said if self.witness._of(s, self.reader))
+        return self.asked() and (not has_asked or not self.in_time)
+
+    def is_stale(self) -> bool:
+        welcomed = (s for s in self.witness._welcomed if s.process in self.processes)
+        return bool(self.reasons & STALE) or any(
+            isinstance(s.message, Unwelcome) and s.message.reason in STALE for s in welcomed
+        )
+
+    def is_other_id(self) -> bool:
+        request_id = self.holder.lent.params["request_id"]
+        return any(s.message.request_id != request_id for s in self.arrived if isinstance(s.message, Claim | Release))
+
+    def is_closed(self) -> bool:
+        return any(self.witness._is_closed(a.process, self.lent_at - LONG_S, self.end) for a in self.attempts)
+
+    def has_lost_agent(self) -> bool:
+        processes = [self.owner, *(a.process for a in self.attempts)]
+        return self.witness._agent_died(processes, self.lent_at - LONG_S, self.end)
+
+    def is_untold(self) -> bool:
+        strangers = self.witness._strangers[self.owner.name]
+        return self.witness._is_open(self.end) or any(at <= self.end for at in strangers)
+
+    def is_turned_away(self) -> bool:
+        return bool(self.witness.service.mishaps.is_turned_away(self.reader.name, self.rank.name, self.lent_at))
+
+    def attempt_whys(self, attempt: Attempt) -> set[str]:
+        """Return what is true of what one reader did with the params that it was handed."""
+        tried = _Tried(self, attempt)
+        whys = {why for why, is_true in OF_AN_ATTEMPT.items() if is_true(tried)}
+        if attempt.called == "" or (attempt.is_turned_away and not tried.mine):
+            return whys | {"never_asked"}
+        return whys | ({"announced_only"} if attempt.called == "announced" else set())
+
+
+class _Tried:
+    """One attempt of a reader: what it said (`mine`), and what of it arrived (`theirs`)."""
+
+    def __init__(self, debt: _Debt, attempt: Attempt) -> None:
+        witness, process = debt.witness, attempt.process
+        self.debt, self.attempt, self.process, self.end, self.witness = debt, attempt, process, debt.end, witness
+        self.died = process.died_at <= self.end
+        self.mine = [s for s in debt.sent if s.process == process.name]
+        self.theirs = [s for s in debt.arrived if s.target in witness._starts[process.name]]
+        self.claims = [s for s in self.theirs if isinstance(s.message, Claim) and s.at <= self.end]
+        self.final = [s for s in self.mine if _is_last(s.message)]
+        self.came = [s for s in self.theirs if _is_last(s.message)]
+        pulls = (p for p in witness._pulled.values() if p.process is process)
+        self.pulls = [p for p in pulls if p.pull.params.key.token == debt.token]
+        self.owners = witness._starts[debt.owner.name]
+
+    def is_unmet(self) -> bool:
+        """It greeted the owner in vain, or met it at another time, and not when it asked for this."""
+        witness, name, end = self.witness, self.process.name, self.end
+        to = self.debt.rank.name
+        greeted = [s for s in witness._greeted if s.process == name and s.other == to and s.at <= end]
+        met = [s.at for s in witness._welcomed if s.process == name and s.target in self.owners and s.at <= end
+               and isinstance(s.message, Welcome)]  # fmt: skip
+        tries = [s.at for s in greeted if self.attempt.handed_at <= s.at]
+        return bool(greeted and not met) or any(not any(at <= x <= at + HANDSHAKE_S for x in met) for at in tries)
+
+    def is_not_granted(self) -> bool:
+        heard = (s for s in self.witness._heard[self.debt.token] if isinstance(s.message, Granted))
+        granted = any(s.process == self.process.name and s.target in self.owners for s in heard)
+        return bool(self.claims) and not granted
+
+    def is_release_lost(self) -> bool:
+        return any(s.at <= self.end for s in self.final) and not any(s.at <= self.end for s in self.came)
+
+    def is_release_late(self) -> bool:
+        """That of this attempt, or of one which another was to follow."""
+        end = self.end - AT_ONCE_S
+        said = [s.at for s in self.theirs if isinstance(s.message, Release)]
+        is_late = any(s.at > end for s in self.came) or any(s.at > self.end for s in self.final)
+        return is_late or (bool(said) and min(said) > end)
+
+    def is_retry_missing(self) -> bool:
+        releases = [s for s in self.mine if isinstance(s.message, Release)]
+        retried = [s for s in self.theirs if isinstance(s.message, Release) and not _is_last(s.message)]
+        retried = [s for s in retried if s.at <= self.end]
+        given_up = {s.message.pull_id for s in retried}  # a claim of these came late, and is no other attempt
+        last = max((s.at for s in retried), default=math.inf)
+        again = [s for s in self.claims if s.message.pull_id not in given_up and s.at > last]
+        return bool(releases and not self.final and not self.died) or bool(retried and not again)
+
+    def is_pulling(self) -> bool:
+        end, claimed = self.end - AT_ONCE_S, {s.message.pull_id for s in self.claims}
+        is_open = not any(p.ended_at <= end for p in self.pulls)
+        other = any(p.ended_at > end and p.pull.pull_id in claimed for p in self.pulls)  # another attempt
+        return self.attempt.called == "pulled" and (is_open or other)
+
+    def is_unsent(self) -> bool:
+        ended = (p for p in self.pulls if p.ended_at <= self.end and p.pull.reason is not Reason.COMPLETE)
+        return any(True for _ in ended) and not self.final
+
+
+UNASKED = {"never_handed", "handed_late", "rank_dead", "died_before_claim", "never_asked"}
+"""What is true of a reader that said nothing."""
+
+OF_AN_ATTEMPT: Mapping[str, Callable[[_Tried], bool]] = {
+    "died_after_claim": lambda x: x.died and bool(x.claims),
+    "died_before_claim": lambda x: x.died and not x.claims,
+    "unmet": _Tried.is_unmet,
+    "claim_lost": lambda x: any(isinstance(s.message, Claim) and s.at <= x.end for s in x.mine) and not x.claims,
+    "not_granted": _Tried.is_not_granted,
+    "release_lost": _Tried.is_release_lost,
+    "release_late": _Tried.is_release_late,
+    "retry_never": _Tried.is_retry_missing,
+    "still_pulling": _Tried.is_pulling,
+    "completed": lambda x: any(p.pull.reason is Reason.COMPLETE for p in x.pulls),
+    "transfer_running": lambda x: any(p.was_held for p in x.pulls),
+    "release_unsent": _Tried.is_unsent,
+}
+OF_A_DEBT: Mapping[str, Callable[[_Debt], bool]] = {
+    "rank_dead": _Debt.is_rank_dead,
+    "handed_late": lambda x: not x.in_time and not x.is_rank_dead() and x.addressed_at < math.inf,
+    "never_handed": lambda x: not x.in_time and not x.is_rank_dead() and x.addressed_at == math.inf,
+    "reader_away": _Debt.was_away,
+    "packets_lost": _Debt.lost_packets,
+    "refused": lambda x: bool(x.reasons),
+    "spoke": lambda x: any(s.at <= x.end - AT_ONCE_S for s in x.arrived),
+    "silent": lambda x: not any(s.at <= x.end - AT_ONCE_S for s in x.arrived),
+    "claimed": _Debt.has_claimed,
+    "lapsed": lambda x: x.has_claimed() and "expired" in x.reasons,
+    "released_early": lambda x: any(_is_last(s.message) and s.at < x.lent_at for s in x.arrived),
+    "siblings_spoke": _Debt.siblings_spoke,
+    "asked": _Debt.asked,
+    "asked_late": _Debt.asked_late,
+    "stale": _Debt.is_stale,
+    "reader_closed": _Debt.is_closed,
+    "max_lease": lambda x: x.end - x.lent_at >= LEASE.max_lease_s * 0.99,
+    "agent_died": _Debt.has_lost_agent,
+    "other_id": _Debt.is_other_id,
+    "keys": _Debt.is_turned_away,
+    "owner_away": lambda x: _overlap(x.owner.away, x.lent_at, x.end),
+}
+OF_AN_UNASKED: Mapping[str, Callable[[_Debt], bool]] = {
+    "untold": _Debt.is_untold,
+    "other_away": lambda x: x.witness._is_some_engine_away(x.lent_at, x.end),
+}
+"""Of `WHY`, what is true of an attempt, of a reader that had not released, and of one that said nothing."""
 
 
 def _is_last(message: Message) -> bool:

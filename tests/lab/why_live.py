@@ -8,7 +8,7 @@ ways: with all logs, with the sockets, with both, with the prefill side's log al
   not known  It says that it does not know; or it says nothing, and that way nothing is left to be seen.
   wrong      It says something else, blames a healthy process, or says nothing though it could know.
 
-One side's logs alone need not say anything, but nothing wrong.
+One side's logs alone need not say anything, but nothing wrong, and not that all is well.
 """
 
 from __future__ import annotations
@@ -201,6 +201,13 @@ class Injected(Service):
         await self.start("decode-2")
         await self.expired()
 
+    @cause("GONE no_reader_runs")
+    async def the_only_decode_engine_closed_in_order(self) -> None:
+        await self.other.end()
+        await self.decode.end()
+        await self.lend()
+        await self.expired()
+
     @cause("GONE reader_closed")
     async def decode_closed_without_its_release(self) -> None:
         proxy = await self.proxy(await self.prefill.ask("make", number=9))
@@ -369,7 +376,7 @@ class Injected(Service):
         await self.announced(wait_s=2.0)
         await self.expired()
 
-    @cause("DROPPED no_attempt_followed")
+    @cause("DROPPED no_attempt_followed", "LEASE not_lent_in_time")
     async def another_attempt_promised_and_never_made(self) -> None:
         params = await self.prefill.ask("make", number=1)
         assert await self.decode.ask("pull", number=1, params=params, timeout_s=0.1, is_last=False) != "complete"
@@ -401,26 +408,35 @@ class Injected(Service):
 
     @cause("WRONG keys_refused", about="guarded stranger")
     async def keys_that_are_not_known(self) -> None:
-        authorized, found = self.directory.parent / "keys", {}
-        authorized.mkdir()
+        await self._keys("guarded")
+
+    async def _keys(self, unaware: str) -> None:
+        """Start two engines with keys, of which one does not know the other's."""
+        folder, found, public = self.directory.parent, dict[str, Any](), {}
         for name in ("guarded", "stranger"):
-            secret, public = write_pair(authorized.parent, name, make_pair())
-            found[name] = {"secret": str(secret), "authorized": str(authorized)}
-            if name == "guarded":
-                shutil.copy(public, authorized)
+            secret, public[name] = write_pair(folder, name, make_pair())
+            found[name] = {"secret": str(secret), "authorized": str(folder / f"known-by-{name}")}
+        for name in found:
+            (folder / f"known-by-{name}").mkdir()
+            for other in found if name != unaware else [name]:
+                shutil.copy(public[other], folder / f"known-by-{name}")
         guarded, stranger = [await self.start(x, keys=found[x]) for x in found]
         [params] = await guarded.ask("lend", number=1, first=1)
         assert await stranger.ask("pull", number=1, params=params) != "complete"
         await self.expired("guarded")
 
-    @cause("WRONG release_refused", about="other")
+    @cause("WRONG listener_unlisted", about="guarded stranger")
+    async def a_listeners_key_that_is_not_known(self) -> None:
+        await self._keys("stranger")
+
+    @cause("WRONG params_given_twice", about="other")
     async def params_sent_to_two_engines(self) -> None:
         params = await self.lend()
         outcomes = [await x.ask("pull", number=1, params=params) for x in (self.decode, self.other)]
         assert outcomes[0] == "complete" != outcomes[1]
         await self.idle()
 
-    @cause("WRONG release_refused")
+    @cause("WRONG params_given_twice")
     async def params_sent_twice(self) -> None:
         params = await self.lend()
         outcomes = [await self.decode.ask("pull", number=x, params=params, block=x) for x in (1, 2)]
@@ -506,9 +522,15 @@ def judge(cause: Cause, way: str, ranks: dict[str, str], found: dict[str, Any]) 
     is_strange = any(x["code"] not in cause.may_say.get(x["heading"], ()) for x in known)
     if is_strange or blamed:
         return Look(way, WRONG, said + "".join(f" of {x}" for x in blamed), found)
+    if not findings:
+        said = "all is well" if found["is_well"] else "not judged: " + ", ".join(x["code"] for x in found["limits"])
+    if not cause.may_say and not findings:
+        # The other side's log is missing.
+        return Look(way, RIGHT if found["is_well"] is not one_side else WRONG, said, found)
     if bool(findings) is bool(cause.may_say) and bool(known) is bool(findings):
         return Look(way, RIGHT, said, found)
-    may_be_open = one_side or (cause.may_say and (findings or (way == "live" and not cause.is_seen_live)))
+    is_unseen = way == "live" and bool(cause.may_say) and not cause.is_seen_live
+    may_be_open = is_unseen or (not found["is_well"] and (one_side or bool(cause.may_say)))
     return Look(way, RIGHT if known else OPEN if may_be_open else WRONG, said, found)
 
 

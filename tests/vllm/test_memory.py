@@ -55,6 +55,7 @@ class Side:
     kv_heads: int = 8
     stages: Sequence[Sequence[str]] | None = None
     shared: Mapping[str, str] = field(default_factory=dict)
+    cache_dtype: str = "auto"
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -74,6 +75,7 @@ class Engine:
             num_blocks=NUM_BLOCKS,
             mamba_mode=states[0].mode if states else None,
             num_key_value_heads=side.kv_heads,
+            cache_dtype=side.cache_dtype,
         )
         stages = side.stages or [list(side.layers)]
         specs = [{n: side.layers[n].spec(side.tp) for n in stage} for stage in stages for _ in range(side.tp)]
@@ -520,6 +522,14 @@ def test_a_wrong_number_of_groups_is_refused_to_unequal_ranks(tmp_path: Path) ->
 def test_caches_of_other_precisions_do_not_meet(tmp_path: Path, one: dict[str, Any]) -> None:
     ours, theirs = {LAYERS[0]: Attention(dtype=torch.uint8)}, {LAYERS[0]: Attention(**one)}
     check_refused(tmp_path, Side(theirs), Side(ours), "")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("fp8_e4m3", "fp8_e5m2"), ("fp8_e5m2", "fp8_e4m3"), ("fp8", "fp8_e5m2")])
+def test_caches_of_both_formats_of_fp8_do_not_meet(tmp_path: Path, ours: str, theirs: str) -> None:
+    """vLLM keeps both as uint8."""
+    here, there = (Side({LAYERS[0]: Attention(**FP8)}, cache_dtype=name) for name in (ours, theirs))
+    check_refused(tmp_path, here, there, "fp8_per_tensor")
+    check_moved(tmp_path, here, here)
 
 
 class Layer:

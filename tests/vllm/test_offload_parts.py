@@ -728,12 +728,13 @@ def test_files_are_not_used_where_workers_have_another_memory(caplog: pytest.Log
     kept.manager.prepare_store([key(1)], context)
     with caplog.at_level("ERROR", "vllm.asynckv"):
         kept.manager.complete_store([key(1)], context)
+        (said,) = caplog.messages
+        assert said.startswith("only 0 of 1 ranks share host memory")
         # Said once, though each of these would go to the files.
         kept.manager.prepare_store([key(2)], context)
         kept.manager.complete_store([key(2)], context)
         assert not kept.manager._check(), "one that was cut at the same time"
-    (said,) = caplog.messages
-    assert said.startswith("only 0 of 1 ranks share host memory")
+    assert caplog.messages == [said]
     assert not kept.records.posted
     assert kept.manager.catalogue.file is not None
     assert kept.manager.catalogue.file.is_off

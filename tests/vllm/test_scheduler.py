@@ -560,22 +560,14 @@ def test_an_abort_in_the_step_that_reports_asks_for_nothing_wrong() -> None:
     assert is_clean(side)
 
 
-def test_an_abort_after_the_report_asks_for_nothing() -> None:
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_an_abort_after_the_report_or_the_first_token_asks_for_nothing(tokens: int) -> None:
     prompt, side = prompt_of(100), Side()
     side.add("a", prompt, brought(prompt), 5)
     side.step()
     side.step(loaded=["a"])
-    side.abort("a")
-    assert side.step().orders == []
-    assert is_clean(side)
-
-
-def test_an_abort_after_the_first_token_asks_for_nothing() -> None:
-    prompt, side = prompt_of(100), Side()
-    side.add("a", prompt, brought(prompt), 5)
-    side.step()
-    side.step(loaded=["a"])
-    side.step()
+    for _ in range(tokens):
+        side.step()
     side.abort("a")
     assert side.step().orders == []
     assert is_clean(side)

@@ -163,7 +163,7 @@ def why(*arguments: str | Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "asynckv", "why", *map(str, arguments), "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     found: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == (not found["is_well"]), done.stderr
+    assert done.returncode == (1 if found["findings"] else 0 if found["is_well"] else 3), done.stderr
     return {each["code"]: each for each in found["findings"]}
 
 

@@ -74,6 +74,7 @@ class Answer:
     peers_left_out: int = 0  # engines that it reads from, and that were not asked because they are too many
     took_s: float = 0.0  # how long the answer took
     at: float = math.nan  # when it came, by this host's clock
+    made_at: float = math.nan  # when a socket without an answer was made
 
     @property
     def rank(self) -> str:
@@ -97,7 +98,8 @@ async def ask_all(
     """Ask several engines at the same time; one answer for each address, in their order.
 
     Args:
-        addresses: `tcp://host:port`, with the engine's key behind it (`#...`) if it has one, or the path of a socket.
+        addresses: As `targets` returns them: `tcp://host:port`, with the engine's key behind it (`#...`) if it has one,
+            or the path of a socket.
         keys: The asker's keys and the trusted engines' keys; needed for engines with keys, over the network.
         timeout_s: Seconds that an engine may take for one answer.
         most: Number of oldest requests that each engine lists; all are counted in any case. More than 256 take several
@@ -106,11 +108,8 @@ async def ask_all(
             peers in one answer the first `MAX_PEERS` count, as many as an engine sends.
 
     Raises:
-        ConfigError: An address is malformed, or a key file cannot be used.
+        ConfigError: A key file cannot be used.
     """
-    for address in addresses:
-        if address.startswith("tcp://"):
-            host_and_port(address)
     asker = _Asker(keys, timeout_s, most)
     known = {*addresses, *(rank_of(Path(x)) for x in addresses)}
     named: list[tuple[PeerStatus, asyncio.Task[Answer]]] = []
@@ -208,24 +207,20 @@ class _Asker:
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def ask(self, address: str) -> Answer:
-        is_network = address.startswith("tcp://")
         loop = asyncio.get_running_loop()
+        over = self._over_network if address.startswith("tcp://") else self._over_socket
         async with self._at_once:
             began = loop.time()
             try:
-                async with self._over_network(address) if is_network else self._over_socket(address) as ask:
+                async with over(address) as ask:
                     answer = await self._converse(ask, address)
-            except _Vain as exc:
-                answer = Answer(address=address, error=str(exc), trouble=exc.trouble)
-            except TimeoutError:
-                trouble, error = await self._why(address)
-                if (before := self._behind.get(address)) is not None:
-                    now = look(before.pid)
-                    error, trouble = error + verdict(before, now), T.AWAY if is_same(before, now) else T.GONE
-                answer = Answer(address=address, error=error, trouble=trouble)
-            if answer.error and not is_network:
-                pid = 0 if answer.trouble is T.GONE or address not in self._behind else self._behind[address].pid
-                answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)
+            except (_Vain, TimeoutError) as exc:
+                vain = exc if isinstance(exc, _Vain) else await self._why(address)
+                behind = self._behind.get(address) if vain.trouble is not T.GONE else None
+                account, pid = Account(rank=rank_of(Path(address))), behind.pid if behind is not None else 0
+                answer = Answer(address=address, error=str(vain), trouble=vain.trouble, account=account, pid=pid)
+                with suppress(OSError):
+                    answer = replace(answer, made_at=os.stat(address).st_mtime)
             return replace(answer, took_s=loop.time() - began, at=time.time())
 
     async def _converse(self, ask: _Ask, address: str) -> Answer:
@@ -355,17 +350,17 @@ class _Asker:
                 if address == origin and not answered.done():
                     answered.set_result(message)
 
-    async def _why(self, address: str) -> tuple[Trouble, str]:
+    async def _why(self, address: str) -> _Vain:
         """Return the known facts about an engine that did not answer."""
-        vain = f"no answer within {self._timeout_s:g} s: "
+        late = f"no answer within {self._timeout_s:g} s: "
         if not address.startswith("tcp://"):
-            if address in self._behind:
-                return T.AWAY, vain
+            if (before := self._behind.get(address)) is not None:
+                now = look(before.pid)
+                return _Vain(late + verdict(before, now), T.AWAY if is_same(before, now) else T.GONE)
             if is_left_behind(Path(address)):
-                return T.GONE, vain + "its process has ended meanwhile"
-            return T.AWAY, vain + f"it listens, so {AWAY}"
-        found = await _look(address)
-        match found:
+                return _Vain(late + "its process has ended meanwhile", T.GONE)
+            return _Vain(late + f"it listens, so {AWAY}", T.AWAY)
+        match found := await _look(address):
             case Greeted(mechanism="CURVE") if not self._has_keys:
                 how = T.KEYS, "it wants keys: give --keys and --authorized, and its address with what follows the #"
             case Greeted(mechanism="CURVE"):
@@ -385,7 +380,7 @@ class _Asker:
                 how = T.NETWORK, "no TCP connection either; the host is down, or a firewall is in between"
             case _:
                 how = T.NETWORK, f"no TCP connection either ({found.error})"
-        return how[0], vain + how[1]
+        return _Vain(late + how[1], how[0])
 
 
 T = Trouble
@@ -400,11 +395,9 @@ async def _look(address: str) -> Greeted:
 
 def _has_peer(connected: socket.socket) -> bool:
     """Return True if a connection was really made."""
-    try:
-        connected.getpeername()
-    except OSError:
-        return False
-    return True
+    with suppress(OSError):
+        return connected.getpeername() is not None
+    return False
 
 
 class _Vain(Exception):

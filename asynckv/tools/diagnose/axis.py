@@ -15,13 +15,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Note
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
+from asynckv.core.notes import Note
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, Process, Service, history, note_of, start_of
 
 CLOCKS_S = 10.0
 """Most seconds between the clocks of two hosts, if nothing else is known of them."""
@@ -31,6 +31,7 @@ TOLD_S = 0.5
 """Least contradiction that is reported, because lines of a busy process look like smaller ones."""
 MAX_TIME = 1e11
 """Seconds since 1970: some thousand years."""
+DAY_S = 86_400
 MAX_STEPS = 2048
 """Most entries of one history; the engine keeps fewer."""
 
@@ -56,6 +57,7 @@ class Offset(NamedTuple):
 
     seconds: float  # subtract it to come to the reference's time
     within_s: float  # how much more or less it may be
+    group: int = 0  # which clocks can be compared: those with one reference
 
 
 def is_time(at: float) -> bool:
@@ -63,16 +65,16 @@ def is_time(at: float) -> bool:
     return abs(at) < MAX_TIME
 
 
-def steps_of(lived: Lease | Pull) -> list[Step]:
+def steps_of(lived: LoggedLease | LoggedPull) -> list[Step]:
     """Return a life by the wall clock; its history and transitions have seconds since a beginning.
 
     The earliest beginning counts, because every line with a beginning was written a little late.
     """
     ended, transitions = lived.ended, lived.transitions
     past = list(itertools.islice(history(ended), MAX_STEPS))
-    told = [(x.number("at_s"), note_of(x.text("to"))) for x in transitions[:MAX_STEPS]]
+    told = [(x.number("at_s"), note_of(x.fields.get("to")) or "") for x in transitions[:MAX_STEPS]]
     begun = [record.at - at for record, (at, _) in zip(transitions, told, strict=False)]
-    begun += [lived.lent_at] if isinstance(lived, Lease) else []
+    begun += [lived.lent_at] if isinstance(lived, LoggedLease) else []
     if ended is not None and not transitions and past:
         begun.append(ended.at - past[-1][0])
     began = min(filter(is_time, begun), default=math.nan)
@@ -81,22 +83,12 @@ def steps_of(lived: Lease | Pull) -> list[Step]:
     return [Step(began + at, what) for at, what in entries if is_time(began + at)]
 
 
-def lent_at(lease: Lease) -> float:
-    """Return when a request was lent, by its process's clock."""
-    return lease.lent_at if is_time(lease.lent_at) else math.nan
-
-
-def granted_in(steps: Sequence[Step]) -> dict[str, float]:
-    """Return the pulls that were granted in a lease's life, with the time of the first grant."""
-    return {step.what.pull_id: step.at for step in reversed(steps) if isinstance(step.what, Granted)}
-
-
 def exchanges(service: Service) -> Iterator[Pair]:
     """Yield causes in one process with an effect in another."""
     for process in service.processes.values():
         yield from _handshakes(service, process)
     for request in service.requests:
-        pulls: dict[str, list[Pull]] = {}
+        pulls: dict[str, list[LoggedPull]] = {}
         for pull in request.all_pulls:
             for start in {start_of(x) for x in pull.peer_ranks} if pull.cause == "complete" else ():
                 pulls.setdefault(start, []).append(pull)
@@ -116,8 +108,7 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
         elif state == "loading":
             came.setdefault(peer, record.at)
     for peer in {*left, *came}:
-        prefill = service.process_named(f"x/tp0@{peer}") if peer else None
-        if prefill is None:
+        if (prefill := service.started_as(peer)) is None:
             continue
         met = next((x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start), None)
         if met is not None and peer in left:
@@ -127,7 +118,7 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
             yield Pair(prefill, met, decode, came[peer])
 
 
-def _of_lease(lease: Lease, pulls: Iterable[Pull]) -> Iterator[Pair]:
+def _of_lease(lease: LoggedLease, pulls: Iterable[LoggedPull]) -> Iterator[Pair]:
     """Yield grants before the completion of their pulls, and outcomes before the ends of their leases."""
     granted = {x.text("pull_id"): x.at for x in reversed(lease.granted)}
     claimed = {x.pull_id: lease.lent_at + x.claimed_s for x in lease.claims.values() if not math.isnan(x.claimed_s)}
@@ -155,45 +146,45 @@ class Axis:
         self.references: list[Process] = []
         self.conflicts: list[tuple[str, str, float]] = []
         self._offsets: dict[str, Offset] = {}
-        self._groups: dict[str, int] = {}
         ahead: dict[str, dict[str, float]] = defaultdict(dict)  # how far the second clock is ahead of the first at most
         for pair in pairs:
-            found, effect = ahead[_clock(pair.cause)], _clock(pair.effect)
+            found, effect = ahead[pair.cause.clock], pair.effect.clock
             found[effect] = min(pair.effect_at - pair.cause_at, found.get(effect, math.inf))
         for one, other in ((x, y) for x in list(ahead) for y in ahead[x] if x <= y):
             gap = -ahead[one][other] - (ahead[other].get(one, math.inf) if one != other else 0.0)
             if gap >= TOLD_S:
                 self.conflicts.append((one, other, gap))
+        times = [x for process in service.processes.values() for x in (process.first_at, process.last_at) if is_time(x)]
+        self._is_dated = len({math.floor(x / DAY_S) for x in times}) > 1
         for process in sorted(service.processes.values(), key=lambda x: (not x.lends, -x.num_records, x.rank)):
-            if _clock(process) not in self._groups:
+            if process.clock not in self._offsets:
                 self._reach(process, ahead)
 
     def _reach(self, reference: Process, ahead: dict[str, dict[str, float]]) -> None:
         """Align the clocks that can be compared with a reference, the nearest first."""
-        reached = [_clock(reference)]
-        self._offsets[reached[0]] = Offset(0.0, 0.0)
+        reached = [reference.clock]
+        self._offsets[reached[0]] = Offset(0.0, 0.0, len(self.references))
         for near in reached:
             before = self._offsets[near]
-            self._groups[near] = len(self.references)
             for far, most in sorted(ahead[near].items()):
                 # If only one direction is known, two clocks cannot be compared.
                 if far not in self._offsets and near in ahead[far]:
                     least = -ahead[far][near]
-                    within_s = abs(most - least) / 2 + LATE_S
-                    self._offsets[far] = Offset(before.seconds + (least + most) / 2, before.within_s + within_s)
+                    within_s = before.within_s + abs(most - least) / 2 + LATE_S
+                    self._offsets[far] = Offset(before.seconds + (least + most) / 2, within_s, before.group)
                     reached.append(far)
         self.references.append(reference)
 
     def offset(self, process: Process) -> Offset:
         """Return the seconds by which a process's clock is ahead, with the uncertainty."""
-        return self._offsets[_clock(process)]
+        return self._offsets[process.clock]
 
     def at(self, process: Process, at: float) -> float:
         """Return the axis's time for a moment of a process's clock."""
         return at - self.offset(process).seconds
 
     def group(self, process: Process) -> int:
-        return self._groups[_clock(process)]
+        return self.offset(process).group
 
     def when(self, process: Process, at: float) -> tuple[float, float]:
         """Return the interval of an event on the first group's axis.
@@ -201,29 +192,33 @@ class Axis:
         For a process without exchanges with that group, the clocks are taken to differ by at most `CLOCKS_S`, because
         clocks are seldom further apart.
         """
-        seconds, within_s = self.offset(process) if self.group(process) == 0 else (0.0, CLOCKS_S)
-        within_s = min(within_s, CLOCKS_S)
+        seconds, within_s, group = self.offset(process)
+        seconds, within_s = (seconds, min(within_s, CLOCKS_S)) if group == 0 else (0.0, CLOCKS_S)
         return at - seconds - within_s, at - seconds + within_s
+
+    def moment(self, at: float) -> str:
+        """Write a time, with its date if the logs are not all of one day."""
+        return clock_time(at)[0 if self._is_dated else 11 : 23] if 0 < at < MAX_TIME else "?"
 
     def compared(self, process: Process) -> str:
         reference = self.references[self.group(process)]
-        if _clock(process) == _clock(reference):
+        if process.clock == reference.clock:
             return "by its own clock, which is the axis's" if process is reference else "by the same clock (one host)"
         return f"clock {shown_offset(self.offset(process))} against {reference.rank}"
 
     def notes(self) -> list[str]:
         """Describe contradictions between clocks."""
-        named = {_clock(x): x.host or x.rank for x in self.service.processes.values()}
+        named = {x.clock: x.host or x.rank for x in self.service.processes.values()}
         out = [
             f"exchanges of {named[one]} and {named[other]} contradict each other by up to {shown_seconds(seconds)}: a "
             f"clock was set or drifts, lines were written late, or two machines have one name"
             for one, other, seconds in self.conflicts
         ]
         out += [
-            f"the clock of {self.service.processes[incarnation].rank} was set: it went back by "
-            f"{shown_seconds(x.seconds)} at {clock_time(x.at)}; its times go on from there as if it had not been"
-            for incarnation, found in self.service.put_back.items()
-            for x in found
+            f"the clock of {process.rank} was set: it went back by {shown_seconds(x.seconds)} at {clock_time(x.at)}; "
+            f"its times go on from there as if it had not been"
+            for process in self.service.processes.values()
+            for x in process.put_back
         ]
         if (groups := len(self.references)) > 1:
             out.append(
@@ -231,10 +226,6 @@ class Axis:
                 f"own, and times of two groups cannot be compared"
             )
         return out
-
-
-def _clock(process: Process) -> str:
-    return process.host or process.incarnation
 
 
 def shown_offset(offset: Offset) -> str:

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import enum
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+
+from asynckv.core.types import How
 
 
 class HEADING(enum.StrEnum):
@@ -32,19 +35,20 @@ class HEADING(enum.StrEnum):
     UNKNOWN = "not known"
 
 
-class Owner(enum.Enum):
+class OwnerView(enum.Enum):
     """A prefill rank's view of a reader that it waits for, and the end of its lease, from its log."""
 
     UNCLAIMED, CLAIMED, RETRYING, REFUSED, CLOSED, DIED, UNKNOWN, READ, FAILED = range(9)
 
 
-class Reader(enum.Enum):
+class ReaderView(enum.Enum):
     """The view of a reader and its process, from logs: the first of these that would have been enough by itself."""
 
-    ANY, NO_LOG, UNHEARD, LEFT_OUT, ABSENT, RENAMED, EARLY = range(7)
-    WRONG_TARGET, STALE, KEYS, UNMET, REFUSED, BROKEN, REFUSED_HERE = range(7, 14)
-    OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(14, 21)
-    OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, READING, LATE, WAITING = range(21, 28)
+    ANY, NO_LOG, UNHEARD, LEFT_OUT, NONE_RUNS, ABSENT, RENAMED, EARLY = range(8)
+    WRONG_TARGET, STALE, KEYS, KEYS_HERE, UNMET, REFUSED, TWICE, BROKEN, REFUSED_HERE = range(8, 17)
+    OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(17, 24)
+    OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, ELSEWHERE, READING, LATE, WAITING = range(24, 32)
+    TIMED_OUT, UNLENT, OVERTAKEN, STUCK, IDLE = range(32, 37)
 
 
 class CAUSE(enum.StrEnum):
@@ -53,9 +57,12 @@ class CAUSE(enum.StrEnum):
     # never claimed
     NEVER_SHOOK_HANDS = "never_shook_hands"
     KEYS_REFUSED = "keys_refused"
+    LISTENER_UNLISTED = "listener_unlisted"
     WRONG_TARGET = "wrong_target"
     STALE_PARAMS = "stale_params"
     NEVER_HEARD_OF = "never_heard_of"
+    NO_READER_RUNS = "no_reader_runs"
+    NO_STEP = "no_step"
     RANK_NEVER_SPOKE = "rank_never_spoke"
     DECODE_UNRESPONSIVE = "decode_unresponsive"
     NEVER_CLAIMED = "never_claimed"
@@ -63,10 +70,12 @@ class CAUSE(enum.StrEnum):
     READER_DIED = "reader_died"
     READER_CLOSED = "reader_closed"
     NO_ATTEMPT_FOLLOWED = "no_attempt_followed"
+    RETRIED_ELSEWHERE = "retried_elsewhere"
     ANNOUNCED_AND_FORGOTTEN = "announced_and_forgotten"
     LEASE_TOO_SHORT = "lease_too_short"
     MAX_LEASE = "max_lease"
     DECODE_LOOP_AWAY = "decode_loop_away"
+    SCHEDULER_STUCK = "scheduler_stuck"
     READER_SILENT = "reader_silent"
     # the release
     OTHER_REQUEST_ID = "other_request_id"
@@ -82,6 +91,10 @@ class CAUSE(enum.StrEnum):
     STUCK_TRANSFER = "stuck_transfer"
     DATA_PLANE_DIED = "data_plane_died"
     # neither
+    TIMEOUT_TOO_SHORT = "timeout_too_short"
+    NOT_LENT_IN_TIME = "not_lent_in_time"
+    PREFILL_LENDS_NOTHING = "prefill_lends_nothing"
+    PARAMS_GIVEN_TWICE = "params_given_twice"
     CONNECTION_LOST = "connection_lost"
     REFUSED_LOCALLY = "refused_locally"
     NOT_KNOWN = "not_known"
@@ -95,37 +108,56 @@ class Entry:
     sentence: str  # the sentence about a request; names and numbers replace the braces
     remedy: str  # what to do
     is_class: bool = False  # it stands for several causes that cannot be told apart with the logs at hand
-    of: Mapping[Owner, str] = field(default_factory=dict)  # other sentences, by what the owner knows
+    of: Mapping[OwnerView, str] = field(default_factory=dict)  # other sentences, by what the owner knows
 
 
 _ROWS = tomllib.loads(files(__package__).joinpath("causes.toml").read_text(encoding="utf-8"))
-SAID: dict[Owner | Reader, str] = {Owner[name]: words for name, words in _ROWS.pop("owners").items()}
-SAID |= {Reader[name]: words for name, words in _ROWS.pop("readers").items()}
+SAID: dict[OwnerView | ReaderView, str] = {OwnerView[name]: words for name, words in _ROWS.pop("owners").items()}
+SAID |= {ReaderView[name]: words for name, words in _ROWS.pop("readers").items()}
 """The views in words."""
 
-FAILED_AS = {reason: Reader[name] for name, reasons in _ROWS.pop("failed_as").items() for reason in reasons}
-"""Evidence of a pull's cause, if no other event explains it; causes that are not listed are not known."""
-REFUSED_AS = {reason: Reader[name] for name, reasons in _ROWS.pop("refused_as").items() for reason in reasons}
+WELL: Mapping[str, str] = _ROWS.pop("well")
+"""Ends of a pull that are no failures, with the reason for which they are well."""
+NEVER: Mapping[str, str] = _ROWS.pop("never")
+"""Reasons that never end a pull."""
+FAILED_AS = {reason: ReaderView[name] for name, reasons in _ROWS.pop("failed_as").items() for reason in reasons}
+"""Evidence of a pull's cause, if no other event explains it; reasons of later versions are not known."""
+REFUSED_AS = {reason: ReaderView[name] for name, reasons in _ROWS.pop("refused_as").items() for reason in reasons}
 """The reader's view that a refusal shows by its reason. It is `ANY` for reasons that add nothing about the missing
 release of the lease, and `REFUSED` for reasons that are not listed."""
 
+OLD_WORDS = {words: How(how) for words, how in _ROWS.pop("old_words").items()}
+"""Words of a `detail` in logs without codes, the most telling first."""
 _REMEDIES: Mapping[str, str] = _ROWS.pop("remedies")
 _AS_REASON = {"PlanRefused": "unplannable", "RemoteTooShort": "remote_too_short", "Overloaded": "queue_full"}
 """Reasons of the errors that engines log when they refuse a call."""
 
 CATALOGUE: dict[CAUSE, Entry] = {}
-WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
+WHY: dict[OwnerView, dict[ReaderView, CAUSE]] = {owner: {} for owner in OwnerView}
 """Causes of late leases, of late blocks of pulls, and of failed pulls."""
 
 for _name, _row in _ROWS.items():
     _cause, _heading = CAUSE(_name), HEADING[_row.pop("heading")]
     for _owner, _readers in _row.pop("cells").items():
-        WHY[Owner[_owner]].update(dict.fromkeys((Reader[x] for x in _readers), _cause))
-    _of = {Owner[_owner]: sentence for _owner, sentence in _row.pop("of", {}).items()}
+        WHY[OwnerView[_owner]].update(dict.fromkeys((ReaderView[x] for x in _readers), _cause))
+    _of = {OwnerView[_owner]: sentence for _owner, sentence in _row.pop("of", {}).items()}
     CATALOGUE[_cause] = Entry(_heading, of=_of, **_row)
 
 
-def remedy_of(cause: CAUSE, reason: str = "") -> str:
-    """Return what to do about a cause; for a pull that its own engine refused, by the reason or the error's type."""
-    own = _REMEDIES.get(_AS_REASON.get(reason, reason)) if cause is CAUSE.REFUSED_LOCALLY else None
-    return own or CATALOGUE[cause].remedy
+ANYONE = {
+    **{"reader": "the reader", "holder": "the prefill rank", "address": "ADDRESS", "waited_s": "N"},
+    **{"gone": "died", "also": "", "waited": ""},
+}
+"""Words for names that a case does not know, or a page has no case for."""
+
+
+def in_words(text: str, names: Mapping[str, object] = ANYONE) -> str:
+    """Put the names of a case into a text."""
+    return text.format_map(
+        defaultdict(lambda: "?", ANYONE | {k: x for k, x in names.items() if x not in ("", "*") or k not in ANYONE})
+    )
+
+
+def remedy_of(cause: CAUSE, reason: str = "", names: Mapping[str, object] = ANYONE) -> str:
+    """Return what to do about a cause, by a reason or the type of an error if the cause has several of them."""
+    return in_words(_REMEDIES.get(_AS_REASON.get(reason, reason)) or CATALOGUE[cause].remedy, names)

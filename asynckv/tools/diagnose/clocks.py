@@ -41,11 +41,12 @@ def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[
         first = before = lines[0][1].at
         ahead = 0.0
         for _, record in lines:
+            at = record.at + record.ago_s
             # Lines that were merged or exported in the wrong order are older than all lines above them.
-            if before - record.at > PUT_BACK_S and record.at > first:
-                found.setdefault(incarnation, []).append(PutBack(before + ahead, before - record.at))
-                ahead += before - record.at
-            first, before = min(first, record.at), record.at
+            if before - at > PUT_BACK_S and at > first:
+                found.setdefault(incarnation, []).append(PutBack(before + ahead, before - at))
+                ahead += before - at
+            first, before = min(first, at), at
             if record.event == told.EngineStarted.event:  # nothing is written before that
                 first = -math.inf
             elif record.event in (told.EngineStopped.event, told.EngineSuspended.event):  # nor after

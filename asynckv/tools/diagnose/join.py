@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -26,10 +26,11 @@ from typing import Any
 import msgspec
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoked, Settled
-from asynckv.core.told import RefusedMessage
+from asynckv.core.notes import AnyNote, Granted, Note, Promised, Released
+from asynckv.core.told import LastClaim, RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
+from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Logs, Record, number
 
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
@@ -48,12 +49,22 @@ def start_of(rank: str) -> str:
     return (found["start"] or "")[:SHOWN_LETTERS] if found else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """The end of a process's log, where its engine has answered as well; `is_whole` if the log has its begin, too."""
+
+    at: float
+    says_info: bool = False
+    is_whole: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Process:
     """One start of one rank's process (or, after `suspend`, of its engine: its incarnation is a new one).
 
     Attributes:
-        host: Where it runs; empty in old logs. Processes of one host have one clock.
+        host: Name of its machine or container; empty in old logs.
+        boot_id: The boot of its machine, if its log says it.
         says_info: Its log has lines below the level of a warning: only then does the lack of one say anything.
         records: What it said of itself and of its peers, by time; what it said of requests is with the requests.
     """
@@ -62,17 +73,26 @@ class Process:
     engine_id: str
     rank: str  # its name, with the start
     host: str = ""
+    boot_id: str = ""
     started: Record | None = None  # what it said as it started; None if that is not in the logs
     stopped: Record | None = None  # what it said as it stopped in order
     first_at: float = math.inf  # of its records, by its own clock
     last_at: float = -math.inf  # the same of the last
-    successor: Process | None = None  # the next start of the same rank, if the logs have one
+    successor: Process | None = None  # the next start of the same rank, if the logs have one; not one beside it
     lends: bool = False  # it spoke as a prefill side
     pulls: bool = False  # it spoke as a decode side
     answers: bool = False  # it was asked, and answered: it lives
+    hangs: bool = False  # it was asked, and did not answer, although its process is there
+    halted: str = ""  # the evidence that it is stopped or paused
+    gone: str = ""  # the evidence that there is no such process any more
+    is_here: bool = False  # its process is on this host
+    is_elsewhere: bool = False  # no process of these logs is on this host, nor this one
     says_info: bool = False
     num_records: int = 0
     durations: dict[str, float] = field(default_factory=dict)  # of its configuration, as far as it said them
+    logged: Logged | None = None  # what there is of its log, if it was asked as well
+    over: list[str] = field(default_factory=list)  # held for long by its log, and not listed by its answer
+    put_back: Sequence[PutBack] = ()  # when its clock was put back; its times continue as before
     records: list[Record] = field(default_factory=list)
     _by_event: dict[str, list[Record]] = field(default_factory=dict)
 
@@ -85,6 +105,11 @@ class Process:
     def base(self) -> str:
         """The name of its rank, without the start."""
         return base_name(self.rank)
+
+    @property
+    def clock(self) -> str:
+        """The name of its clock, which is that of its machine: the boot, or the host if its log does not say that."""
+        return self.boot_id or self.host or self.incarnation
 
     def of(self, *events: type[told.Told]) -> Iterator[Record]:
         """Yield its lines about itself and its peers; for several events, one after the other."""
@@ -102,17 +127,8 @@ class Process:
         return itertools.islice(found, bisect.bisect_left(found, at, key=attrgetter("at")), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One reader's last claim, as its prefill rank knows it; times are seconds since the request was lent."""
-
-    pull_id: str
-    claimed_s: float = math.nan
-    heard_s: float = math.nan
-
-
 @dataclass(slots=True, eq=False)
-class Lease:
+class LoggedLease:
     """One request on one prefill rank."""
 
     process: Process
@@ -123,6 +139,7 @@ class Lease:
     held: list[Record] = field(default_factory=list)  # warnings that named it, each with its entry's fields
     ended: Record | None = None
     transitions: list[Record] = field(default_factory=list)
+    left_out: tuple[str, ...] = ()  # ranks that have not claimed it, of an engine with a rank that has
 
     @property
     def state(self) -> str:
@@ -176,7 +193,7 @@ class Lease:
         if self.held:
             last = self.held[-1]
             has_names = isinstance(last.fields.get("owed"), list)
-            return last.texts("owed") if has_names else tuple(last.mapping("claims")) or ("*",)
+            return last.texts("owed") if has_names else tuple(last.mapping("claims")) or self.left_out or ("*",)
         return ()
 
     @property
@@ -185,16 +202,16 @@ class Lease:
         return {str(k): str(v) for k, v in readers.items()}
 
     @property
-    def claims(self) -> dict[str, Claim]:
-        """The last claim of every reader that made one, by its name."""
-        out: dict[str, Claim] = {}
+    def claims(self) -> dict[str, LastClaim]:
+        """The last claim of every reader that made one, by its name; a time that no log says is nan."""
+        out: dict[str, LastClaim] = {}
 
         def claim(name: str, pull_id: object, claimed_s: float, heard_s: float = math.nan) -> None:
             known = out.get(name)
             if known is not None and known.pull_id == pull_id:
                 claimed_s = known.claimed_s if math.isnan(claimed_s) else claimed_s
                 heard_s = known.heard_s if math.isnan(heard_s) else heard_s
-            out[name] = Claim(str(pull_id or ""), claimed_s, heard_s)
+            out[name] = LastClaim(str(pull_id or ""), claimed_s, heard_s)
 
         for record in self.granted:
             claim(record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0))
@@ -227,32 +244,11 @@ class Lease:
         values = [x.fields.get("refused") for x in (self.ended, *reversed(self.held)) if x is not None]
         said: list[Any] = next((x for x in values if isinstance(x, list)), [])
         rows = (x for x in said if isinstance(x, list) and len(x) >= 4)
-        return [RefusedMessage(number(x[0]), *map(str, x[1:5])) for x in rows]
+        return [RefusedMessage(number(x[0]), *map(str, x[1:6])) for x in rows]
 
     @property
     def pull_ids(self) -> frozenset[str]:
         return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
-
-
-_FIELD = {"pull_id": "[^ ,]+", "outcome": "[a-z]+", "seconds": "[0-9.e+-]+", "owed": "[0-9]+", "held": "[0-9]+"}
-_SAID: Mapping[type[Note], re.Pattern[str]] = {
-    kind: re.compile(
-        re.sub(r"{(\w+)(:g)?}", lambda found: f"(?P<{found[1]}>{_FIELD.get(found[1], '.+')})", kind.words) + r"\Z",
-        re.DOTALL,
-    )
-    for kind in (Granted, Released, Lapsed, Revoked, Promised, Settled)
-}
-"""Notes that a reader looks for, by their words."""
-
-
-def note_of(text: str) -> str | Note:
-    """Return the note of a line's words; states, and the words of other notes, stay as they are."""
-    if " " in text:
-        for kind, pattern in _SAID.items():
-            if (found := pattern.match(text)) is not None:
-                with contextlib.suppress(msgspec.ValidationError):
-                    return msgspec.convert(found.groupdict(), kind, strict=False)
-    return text
 
 
 def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -262,16 +258,26 @@ def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield str(name), inner
 
 
+def note_of(said: object) -> str | Note | None:
+    """Return an entry of a history: a state, or a note; None for anything else."""
+    if isinstance(said, str):
+        return said
+    with contextlib.suppress(msgspec.ValidationError):
+        note: Note = msgspec.convert(said, AnyNote, strict=False)
+        return note
+    return None
+
+
 def history(ended: Record | None) -> Iterator[tuple[float, str | Note]]:
     """Yield the steps of a request's life in its last line, if there is one."""
     value = ended.fields.get("history") if ended is not None else None
     for x in value if isinstance(value, list) else ():
-        if isinstance(x, list) and len(x) == 2 and isinstance(x[1], str):
-            yield number(x[0]), note_of(x[1])
+        if isinstance(x, list) and len(x) == 2 and (what := note_of(x[1])) is not None:
+            yield number(x[0]), what
 
 
 @dataclass(slots=True, eq=False)
-class Pull:
+class LoggedPull:
     """One attempt of one decode rank, or an announcement."""
 
     process: Process
@@ -288,7 +294,9 @@ class Pull:
     returned: Record | None = None
     retired: Record | None = None
     transitions: list[Record] = field(default_factory=list)
-    like: Pull | None = None  # the pull that failed in the same words just before, where the log says no more than that
+    like: LoggedPull | None = (
+        None  # the pull that failed in the same words just before, where the log says no more than that
+    )
 
     @property
     def cause(self) -> str:
@@ -303,6 +311,15 @@ class Pull:
     @property
     def failed_in(self) -> str:
         return self.said.text("failed_in") if self.said is not None else ""
+
+    @property
+    def how(self) -> str:
+        """The way in which the rank was lost, or not met, with which it failed (`How`); empty if neither."""
+        return self.said.text("how") if self.said is not None else ""
+
+    @property
+    def failed_with(self) -> tuple[str, ...]:
+        return self.said.texts("failed_with") if self.said is not None else ()
 
     @property
     def detail(self) -> str:
@@ -370,7 +387,7 @@ class Pull:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class LoggedRequest:
     """One lent request on all ranks of both sides.
 
     Attributes:
@@ -380,9 +397,9 @@ class Request:
     engine_id: str  # the prefill engine
     sequence: int
     request_id: str  # the prefill side's id
-    leases: dict[str, Lease] = field(default_factory=dict)  # by the prefill rank's name
-    pulls: dict[str, Pull] = field(default_factory=dict)  # by pull id
-    others: dict[str, Pull] = field(default_factory=dict)  # pulls of this key that speak of another request id
+    leases: dict[str, LoggedLease] = field(default_factory=dict)  # by the prefill rank's name
+    pulls: dict[str, LoggedPull] = field(default_factory=dict)  # by pull id
+    others: dict[str, LoggedPull] = field(default_factory=dict)  # pulls of this key that speak of another request id
     before: list[Record] = field(default_factory=list)
 
     @property
@@ -391,7 +408,7 @@ class Request:
         return self.request_id or next(iter(self.decode_ids), "")
 
     @property
-    def all_pulls(self) -> tuple[Pull, ...]:
+    def all_pulls(self) -> tuple[LoggedPull, ...]:
         return (*self.pulls.values(), *self.others.values())
 
     @property
@@ -400,29 +417,16 @@ class Request:
         return list(dict.fromkeys(x for x in (*(p.request_id for p in self.all_pulls), *refused) if x))
 
     def records(self) -> list[Record]:
-        spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
+        spoken_of: tuple[LoggedLease | LoggedPull, ...] = (*self.leases.values(), *self.all_pulls)
         return sorted((*self.before, *(y for x in spoken_of for y in x.records)), key=attrgetter("at"))
 
 
 @dataclass(slots=True, eq=False)
 class Service:
-    """All processes and requests in some logs.
-
-    Attributes:
-        unanswered: Names of living ranks that did not answer: their processes are there.
-        stopped: Stopped or paused processes by their starts, with the evidence.
-        gone: Ranks without a process any more by their starts, with the evidence.
-        not_here: Ranks of which no process is on this host, as of none of them all.
-        put_back: Times at which clocks were put back, by the incarnation of the process; its times continue as before.
-    """
+    """All processes and requests in some logs."""
 
     processes: dict[str, Process] = field(default_factory=dict)
-    requests: list[Request] = field(default_factory=list)
-    unanswered: list[str] = field(default_factory=list)
-    stopped: dict[str, str] = field(default_factory=dict)
-    gone: dict[str, str] = field(default_factory=dict)
-    not_here: list[str] = field(default_factory=list)
-    put_back: dict[str, list[PutBack]] = field(default_factory=dict)
+    requests: list[LoggedRequest] = field(default_factory=list)
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:
@@ -435,26 +439,21 @@ class Service:
         known = {x.text("address"): x.text("peer") for process in every for x in process.of(told.PeerChanged)}
         return known | {x.started.text("address"): x.rank for x in every if x.started is not None}
 
-    def process_named(self, rank: str) -> Process | None:
-        """Find the process that a rank's name means, by the start that is in it."""
+    def started_as(self, start: str) -> Process | None:
+        """Find a process by its start, as others name it."""
         if not self._by_start and self.processes:
             self._by_start = {x.start: x for x in self.processes.values()}
-        return self._by_start.get(start_of(rank))
+        return self._by_start.get(start)
+
+    def process_named(self, rank: str) -> Process | None:
+        """Find the process that a rank's name means."""
+        return self.started_as(start_of(rank))
 
     def process_of(self, pull_id: str) -> Process | None:
         """Find the process that made a pull: its id begins as the incarnation of its process does."""
         start = pull_id.partition("-")[0]
-        found = self.process_named(f"x/tp0@{start[:SHOWN_LETTERS]}") if start else None
+        found = self.started_as(start[:SHOWN_LETTERS])
         return found if found is not None and found.incarnation.startswith(start) else None
-
-    def missing(self) -> list[str]:
-        """Name the starts of ranks that other logs mention, and that have no log."""
-        leases = (lease for request in self.requests for lease in request.leases.values())
-        named = {x for lease in leases for x in (*lease.owed, *lease.released, *lease.claims)}
-        named |= {x for request in self.requests for pull in request.all_pulls for x in pull.peer_ranks}
-        met = (x for process in self.processes.values() for x in process.of(told.PeerChanged, told.ReaderMet))
-        named |= {x.text("peer") or x.text("reader") for x in met}
-        return sorted(x for x in named if start_of(x) and self.process_named(x) is None)
 
 
 LEASE_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)} - {told.RequestWithdrawn.event}
@@ -481,8 +480,21 @@ def join(logs: Logs | Iterable[Record]) -> Service:
     service = builder.finish()
     for incarnation, lines in logs.counted.items() if isinstance(logs, Logs) else ():
         service.processes[incarnation].num_records += lines
-    service.put_back = put_back
+    for incarnation, found in put_back.items():
+        service.processes[incarnation].put_back = found
+    _find_left_out(service)
     return service
+
+
+def _find_left_out(service: Service) -> None:
+    """Find ranks that leases wait for, of lines that do not name them: others of the engines that have claimed."""
+    for request in service.requests:
+        for lease in (x for x in request.leases.values() if x.ended is None and x.held):
+            held, spoke = lease.held[-1], {base_name(x) for x in lease.claims}
+            spoke |= {x.process.base for x in request.all_pulls if x.ended is not None and x.ended.at < held.at}
+            engines = {x.rpartition("/tp")[0] for x in spoke}
+            met = {base_name(x.text("reader")) for x in lease.process.of(told.ReaderMet)}
+            lease.left_out = tuple(sorted(x for x in met - spoke if x.rpartition("/tp")[0] in engines))
 
 
 class _Builder:
@@ -490,12 +502,13 @@ class _Builder:
 
     def __init__(self) -> None:
         self._processes: dict[str, Process] = {}
-        self._leases: dict[tuple[str, int, str], Lease] = {}
-        self._unnamed: dict[tuple[str, str], Lease] = {}
-        self._pulls: dict[str, Pull] = {}
+        self._leases: dict[tuple[str, int, str], LoggedLease] = {}
+        self._unnamed: dict[tuple[str, str], LoggedLease] = {}
+        self._pulls: dict[str, LoggedPull] = {}
         self._before: list[Record] = []
 
     def take(self, record: Record) -> None:
+        record = coded(record)
         process, event = self.speaks(record), record.event
         if event in LEASE_EVENTS:
             _place(self._lease(process, record), record)
@@ -517,9 +530,9 @@ class _Builder:
             by_rank[process.base].append(process)
         for starts in by_rank.values():
             starts.sort(key=lambda x: x.first_at)
-            for earlier, later in itertools.pairwise(starts):
-                if earlier.last_at <= later.first_at or later.started is not None:
-                    earlier.successor = later
+            for i, process in enumerate(starts):  # some may run beside it
+                next_ = bisect.bisect_left(starts, process.last_at, i + 1, key=attrgetter("first_at"))
+                process.successor = starts[next_] if next_ < len(starts) else None
         for pull in self._pulls.values():
             if pull.ended is not None and (like := self._pulls.get(pull.ended.text("same_as"))) is not None:
                 pull.like, pull.peer = like, pull.peer or like.peer
@@ -536,6 +549,7 @@ class _Builder:
         if record.event in (told.EngineStarted.event, told.EngineResumed.event):
             process.started = process.started or record
             process.host = process.host or record.text("host")
+            process.boot_id = process.boot_id or record.text("boot_id")
             process.answers |= record.fields.get("answers") is True
             process.lends |= process.answers and record.fields.get("lends") is True
             process.pulls |= process.answers and record.fields.get("pulls") is True
@@ -546,20 +560,20 @@ class _Builder:
             process.stopped = record
         return process
 
-    def _lease(self, process: Process, record: Record) -> Lease:
+    def _lease(self, process: Process, record: Record) -> LoggedLease:
         name, sequence = record.text("request_id"), record.integer("sequence")
         if sequence < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
             return known
         key = (process.incarnation, sequence, name)
         if (lease := self._leases.get(key)) is None:
-            lease = self._leases[key] = Lease(process, name, sequence)
+            lease = self._leases[key] = LoggedLease(process, name, sequence)
         self._unnamed[process.incarnation, name] = lease
         return lease
 
-    def _pull(self, process: Process, record: Record) -> Pull:
+    def _pull(self, process: Process, record: Record) -> LoggedPull:
         name = record.text("pull_id") or f"{process.start}-?{record.fields.get('request_id')}"
         if (pull := self._pulls.get(name)) is None:
-            pull = self._pulls[name] = Pull(process, name)
+            pull = self._pulls[name] = LoggedPull(process, name)
         pull.request_id = pull.request_id or record.text("request_id")
         pull.prefill_request_id = pull.prefill_request_id or record.text("prefill_request_id")
         pull.peer = pull.peer or record.text("peer")
@@ -567,7 +581,7 @@ class _Builder:
         return pull
 
 
-def _place(subject: Lease | Pull, record: Record) -> None:
+def _place(subject: LoggedLease | LoggedPull, record: Record) -> None:
     """Add a record to others of its kind, or keep it as the last of its kind."""
     name = PLACES.get(record.event, "transitions")
     if isinstance(found := getattr(subject, name), list):
@@ -579,19 +593,19 @@ def _place(subject: Lease | Pull, record: Record) -> None:
 class _Joiner:
     """Join leases of several ranks, then their pulls."""
 
-    def __init__(self, leases: Iterable[Lease]) -> None:
-        self._requests: list[Request] = []
-        self._exact: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
-        self._by_pull: dict[str, Request] = {}
+    def __init__(self, leases: Iterable[LoggedLease]) -> None:
+        self._requests: list[LoggedRequest] = []
+        self._exact: dict[tuple[str, int, str], list[LoggedRequest]] = defaultdict(list)
+        self._by_pull: dict[str, LoggedRequest] = {}
         # The lender, and the ranks that readers say they met; of lent requests also without their names.
-        self._by_start: dict[tuple[tuple[str, int, str], str], Request] = {}
-        self._by_sequence: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
+        self._by_start: dict[tuple[tuple[str, int, str], str], LoggedRequest] = {}
+        self._by_sequence: dict[tuple[str, int, str], list[LoggedRequest]] = defaultdict(list)
         self._ranks: Counter[tuple[tuple[str, int, str], str]] = Counter()
-        self._by_name: dict[str, list[Request]] = defaultdict(list)
+        self._by_name: dict[str, list[LoggedRequest]] = defaultdict(list)
         for lease in leases:
             self._add(lease)
 
-    def joined(self, pulls: Mapping[str, Pull], before: Iterable[Record]) -> list[Request]:
+    def joined(self, pulls: Mapping[str, LoggedPull], before: Iterable[Record]) -> list[LoggedRequest]:
         for request in self._requests:
             for lease in request.leases.values():
                 self._by_pull |= dict.fromkeys(lease.pull_ids, request)
@@ -613,7 +627,7 @@ class _Joiner:
             (found[-1] if found else self._new(*key)).before.append(record)
         return self._requests
 
-    def _add(self, lease: Lease) -> None:
+    def _add(self, lease: LoggedLease) -> None:
         key = lease.process.engine_id, lease.sequence, lease.request_id
         # A further lease of a rank belongs to its next start: the first to the first request, and so on.
         found, before = self._exact[key], self._ranks[key, lease.process.base]
@@ -623,19 +637,19 @@ class _Joiner:
         self._note(request, [lease.process.rank])
         self._by_sequence[key[0], key[1], start_of(lease.process.rank)].append(request)
 
-    def _note(self, request: Request, ranks: Iterable[str]) -> None:
+    def _note(self, request: LoggedRequest, ranks: Iterable[str]) -> None:
         key = request.engine_id, request.sequence, request.request_id
         for start in filter(None, map(start_of, ranks)):
             self._by_start.setdefault((key, start), request)
 
-    def _new(self, engine_id: str, sequence: int, request_id: str) -> Request:
-        request = Request(engine_id, sequence, request_id)
+    def _new(self, engine_id: str, sequence: int, request_id: str) -> LoggedRequest:
+        request = LoggedRequest(engine_id, sequence, request_id)
         self._requests.append(request)
         self._exact[engine_id, sequence, request_id].append(request)
         self._by_name[request_id].append(request)
         return request
 
-    def _request_of(self, pull: Pull) -> Request:
+    def _request_of(self, pull: LoggedPull) -> LoggedRequest:
         if (known := self._by_pull.get(pull.pull_id)) is not None:
             return known
         peer = pull.peer or next((base_name(x).rpartition("/tp")[0].split("/pp")[0] for x in pull.peer_ranks), "")

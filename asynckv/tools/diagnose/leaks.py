@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asynckv.tools.diagnose.axis import Axis, make_axis
-from asynckv.tools.diagnose.causes import Owner, Reader
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
-from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
+from asynckv.tools.diagnose.causes import WELL, OwnerView, ReaderView
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Service, base_name, start_of
+from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, pulls_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
-from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed, moment
+from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
-from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.presence import LATE_S, UNDER_WAY_S, Presence
 
 
-def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
+def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[LoggedRequest] | None = None) -> list[Leak]:
     """Find late requests, the oldest first.
 
     Args:
@@ -34,12 +34,12 @@ def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[Request]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 
 
-def _of_request(presence: Presence, request: Request) -> Iterator[Leak]:
+def _of_request(presence: Presence, request: LoggedRequest) -> Iterator[Leak]:
     states = {lease: _how_late(presence, request, lease) for lease in request.leases.values()}
     late = {lease: state for lease, state in states.items() if state}
     if late:
         yield _of_leases(presence, request, late)
-    elif forgotten := [x for x in request.all_pulls if is_forgotten(presence, x)]:
+    elif forgotten := [x for x in request.all_pulls if is_forgotten(presence, request, x)]:
         yield _of_announcement(presence, request, forgotten)
     elif unheard := unheard_releases(presence, request):
         yield _of_releases(presence, request, unheard)
@@ -50,7 +50,7 @@ def _of_request(presence: Presence, request: Request) -> Iterator[Leak]:
 # -- what is late ------------------------------------------------------------------------------------------------------
 
 
-def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
+def _how_late(presence: Presence, request: LoggedRequest, lease: LoggedLease) -> str:
     """Return the way in which a lease's blocks came back late; empty if they did not."""
     if lease.ended is not None:
         return lease.state if lease.state in ("expired", "closed") else ""
@@ -62,24 +62,39 @@ def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
     return "held" if lease.held and not _is_well(presence, request, lease) else ""
 
 
-def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
+def _is_well(presence: Presence, request: LoggedRequest, lease: LoggedLease) -> bool:
     """Return True if all awaited readers have read it by now, by their own logs, or have announced it and may still
     wait."""
 
-    def is_well(pull: Pull) -> bool:
-        waits = pull.state == "announced" and not is_overdue(pull) and is_last_word(pull)
-        return has_read(pull, lease) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
+    warned = next((x for x in lease.held[-1:] if x.level == "warning"), None)
+    spoke = {start_of(x) for x in (*lease.claims, *lease.released)}
 
-    def pulls(name: str) -> list[Pull]:
+    def is_well(pull: LoggedPull) -> bool:
+        waits = pull.state == "announced" and is_last_word(pull) and warned is None
+        waits = waits and not is_forgotten(presence, request, pull)
+        return is_read(pull) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
+
+    def is_read(pull: LoggedPull) -> bool:
+        if pull.ended is None or not has_read(pull, lease):
+            return False
+        # A rank that is still owed was not told of what was read before.
+        since = -math.inf if warned is None else presence.when(lease.process, warned.at)[0] - UNDER_WAY_S
+        return presence.when(pull.process, pull.ended.at)[1] >= since
+
+    def pulls(name: str) -> list[LoggedPull]:
         if start_of(name):
             return pulls_of(request, lease, name)
+        base = None if name == "*" else name
         ranks = [(x, {base_name(y) for y in x.peer_ranks}) for x in request.all_pulls]
-        return [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
+        found = [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
+        return [
+            x for x in found if (x.process.base == base if base else not lease.held or x.process.start not in spoke)
+        ]
 
-    return all(any(map(is_well, pulls(name))) for name in lease.owed or ("*",))
+    return all(any(map(is_well, pulls(name))) for name in lease.owed or tuple(lease.claims) or ("*",))
 
 
-def _is_open(lease: Lease) -> bool:
+def _is_open(lease: LoggedLease) -> bool:
     """Return True if it is held at the end of the log. A good end without a line was not sampled."""
     if lease.lent is not None or not lease.held:
         return lease.lent is not None
@@ -96,17 +111,19 @@ def _is_open(lease: Lease) -> bool:
     return lease.process.last_at <= held.at + due
 
 
-def _is_kept(pull: Pull) -> bool:
-    """Return True if its blocks were not free at its outcome."""
+def _is_kept(pull: LoggedPull) -> bool:
+    """Return True if its blocks were not free at its outcome, unless that is well and they were free a moment later."""
     if pull.ended is None and pull.state == "quarantined":
         return is_last_word(pull)
+    if pull.cause in WELL and pull.returned is not None and kept_s(pull) <= LATE_S:
+        return False
     return pull.held_transfers > 0 or pull.returned is not None or pull.retired is not None
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def _of_leases(presence: Presence, request: Request, late: Mapping[Lease, str]) -> Leak:
+def _of_leases(presence: Presence, request: LoggedRequest, late: Mapping[LoggedLease, str]) -> Leak:
     found = [verdict for lease, state in late.items() for verdict in verdicts(presence, request, lease, state)]
     oldest = min(late, key=lambda x: x.lent_at if not math.isnan(x.lent_at) else math.inf)
     return _make_leak(
@@ -123,7 +140,7 @@ def _of_leases(presence: Presence, request: Request, late: Mapping[Lease, str]) 
     )
 
 
-def _of_announcement(presence: Presence, request: Request, pulls: Sequence[Pull]) -> Leak:
+def _of_announcement(presence: Presence, request: LoggedRequest, pulls: Sequence[LoggedPull]) -> Leak:
     """Find a lease that was renewed for an announcement until its time was up, whichever reader released it then."""
     leases = request.leases.values()
     seconds = max(x.ended.number("seconds") if x.ended is not None else x.process.last_at - x.begun_at for x in pulls)
@@ -131,7 +148,7 @@ def _of_announcement(presence: Presence, request: Request, pulls: Sequence[Pull]
     return _make_leak(
         presence,
         request,
-        [Verdict(Owner.UNKNOWN, Reader.ANNOUNCED, names)],
+        [Verdict(OwnerView.UNKNOWN, ReaderView.ANNOUNCED, names)],
         side="prefill",
         state="announced",
         holders=tuple(x.process.rank for x in leases) or pulls[0].peer_ranks,
@@ -143,14 +160,16 @@ def _of_announcement(presence: Presence, request: Request, pulls: Sequence[Pull]
     )
 
 
-def _of_releases(presence: Presence, request: Request, found: Sequence[tuple[Verdict, str, Pull]]) -> Leak:
+def _of_releases(presence: Presence, request: LoggedRequest, found: Sequence[tuple[Verdict, str, LoggedPull]]) -> Leak:
     """Find releases that were refused, or never answered, by ranks with logs that do not show the end of the lease."""
     verdict, _, pull = found[0]
     holders = tuple(dict.fromkeys(rank for _, rank, _ in found))
     known = [x for x in map(presence.service.process_named, holders) if x is not None]
     leases = [x for x in request.leases.values() if x.process in known]
-    is_dead = verdict.reader is Reader.OWNER_DIED
-    ends = (f"the log of {x.rank} ends at {moment(x.last_at)}, before its lease could have expired" for x in known)
+    is_dead = verdict.reader is ReaderView.OWNER_DIED
+    ends = (
+        f"the log of {x.rank} ends at {presence.moment(x.last_at)}, before its lease could have expired" for x in known
+    )
     return _make_leak(
         presence,
         request,
@@ -166,14 +185,14 @@ def _of_releases(presence: Presence, request: Request, found: Sequence[tuple[Ver
     )
 
 
-def _of_blocks(presence: Presence, request: Request, pulls: Sequence[Pull]) -> Leak:
+def _of_blocks(presence: Presence, request: LoggedRequest, pulls: Sequence[LoggedPull]) -> Leak:
     """Find blocks of pulls that might still be written at the outcome."""
     kept = {"retired" if x.retired else "returned" if x.returned else "quarantined" for x in pulls}
     named = (name for x in pulls for name in x.peer_ranks)
     return _make_leak(
         presence,
         request,
-        sorted((why_kept(presence, x) for x in pulls), key=lambda x: x.order),
+        sorted((why_kept(presence, request, x) for x in pulls), key=lambda x: x.order),
         side="decode",
         state=next(x for x in ("retired", "quarantined", "returned") if x in kept),
         holders=tuple(dict.fromkeys(x.process.rank for x in pulls)),
@@ -189,7 +208,7 @@ def _sum(blocks: Iterable[int]) -> int:
     return sum(known) if all(x >= 0 for x in known) else -1
 
 
-def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], **fields: Any) -> Leak:
+def _make_leak(presence: Presence, request: LoggedRequest, found: Sequence[Verdict], **fields: Any) -> Leak:
     """Make a finding of a request's verdicts, of which the first counts."""
     verdict = found[0]
     also = tuple(dict.fromkeys(x.sentence for x in found[1:] if x.cause is not verdict.cause))
@@ -204,27 +223,28 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
         sequence=request.sequence,
         decode_request_ids=tuple(request.decode_ids),
         missing=tuple(dict.fromkeys((*fields.pop("missing", ()), *verdict.missing))),
+        about=verdict.about,
         # Of a reader that may have been meant, nothing is known.
-        reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
+        reader=reader if "/tp" in reader and verdict.reader is not ReaderView.ABSENT else "",
         until=until if not math.isnan(until) else max((x.at for x in request.records()), default=math.nan),
         reason=str(verdict.names.get("reason", "")),
-        other_request_id=verdict.names.get("other_id", "") if verdict.reader is Reader.RENAMED else "",
+        remedy=verdict.remedy,
+        other_request_id=verdict.names.get("other_id", "") if verdict.reader is ReaderView.RENAMED else "",
         also=fields.pop("also", also),
         **fields,
     )
 
 
-def _clocks_that_were_set(presence: Presence, request: Request, verdict: Verdict) -> str:
+def _clocks_that_were_set(presence: Presence, request: LoggedRequest, verdict: Verdict) -> str:
     """Name the processes of a request with clocks that were put back."""
-    service, pulls = presence.service, request.all_pulls
-    named: list[Process | None] = [service.process_named(str(verdict.names.get(x, ""))) for x in ("reader", "holder")]
+    named = [presence.service.process_named(str(verdict.names.get(x, ""))) for x in ("reader", "holder")]
     named += [x.process for x in request.leases.values()]
-    named += [x.process for x in pulls]
-    named += presence.decoders(request.engine_id) if not pulls else []
-    said = {x.rank: service.put_back.get(x.incarnation, ()) for x in named if x is not None}
+    named += [x.process for x in request.all_pulls]
+    named += presence.decoders(request.engine_id) if not request.all_pulls else []
+    known = {x.rank: x for x in named if x is not None}
     return "".join(
-        f"; the clock of {rank} was set: it went back by {in_seconds(x.seconds)} s at {moment(x.at)}, and times after "
-        f"that are less sure"
-        for rank, found in said.items()
-        for x in found
+        f"; the clock of {rank} was set: it went back by {in_seconds(x.seconds)} s at {presence.moment(x.at)}, and "
+        f"times after that are less sure"
+        for rank, process in known.items()
+        for x in process.put_back
     )

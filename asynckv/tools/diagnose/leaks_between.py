@@ -10,30 +10,32 @@ import math
 from collections.abc import Iterator
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import REFUSED_AS, Reader
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
-from asynckv.tools.diagnose.leaks_values import in_seconds, listed
+from asynckv.core.types import How
+from asynckv.tools.diagnose.causes import REFUSED_AS, ReaderView
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
+from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
+KEYS = frozenset({How.TURNED_AWAY, How.UNLISTED_LISTENER, How.NO_KEY, How.NEEDS_KEYS})
 GATHERED_S = 11.0
 """Most seconds by which a warning may be late."""
 
 
-def refused_as(reason: str, detail: str) -> Reader | None:
+def refused_as(reason: str, limit: str = "") -> ReaderView | None:
     """Return the reader's view that a refusal shows; None if it adds nothing."""
-    if reason == "expired" and "max_lease_s" in detail:
-        return Reader.OVERSTAYED
-    found = REFUSED_AS.get(reason, Reader.REFUSED)
-    return found if found is not Reader.ANY else None
+    if limit == "max_lease_s":
+        return ReaderView.OVERSTAYED
+    found = REFUSED_AS.get(reason, ReaderView.REFUSED)
+    return found if found is not ReaderView.ANY else None
 
 
-def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
+def pulls_of(request: LoggedRequest, lease: LoggedLease, name: str) -> list[LoggedPull]:
     """Find the attempts of a reader's name, by time."""
     claims = lease.claims
     spoke = {start_of(x) for x in (*claims, *lease.released)}
 
-    def is_his(pull: Pull) -> bool:
+    def is_his(pull: LoggedPull) -> bool:
         if name == "*":
             ranks = {base_name(x) for x in pull.peer_ranks}
             if pull.process.start in spoke or (ranks and lease.process.base not in ranks):
@@ -49,7 +51,7 @@ def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
     return sorted(found, key=lambda x: x.begun_at if not math.isnan(x.begun_at) else math.inf)
 
 
-def shook_hands(presence: Presence, reader: Process, lease: Lease) -> bool:
+def shook_hands(presence: Presence, reader: Process, lease: LoggedLease) -> bool:
     """Return True if one of both logs shows that they met before it was over."""
     owner, until = lease.process, lease.lent_at + lease.seconds
     for record in said_of(reader, owner.rank):
@@ -64,26 +66,27 @@ def said_of(reader: Process, rank: str) -> Iterator[Record]:
     return (x for x in reader.of(told.PeerChanged) if start_of(x.text("peer")) == start_of(rank))
 
 
-def refused_keys(presence: Presence, pull: Pull, lease: Lease) -> str:
-    """Return the way in which keys kept them apart; empty if they did not."""
+def key_trouble(presence: Presence, pull: LoggedPull, lease: LoggedLease) -> tuple[str, str]:
+    """Return how keys kept a reader and a rank apart, with the evidence; empty if they did not."""
     if shook_hands(presence, pull.process, lease):
-        return pull.detail if pull.cause == "peer_unreachable" and _speaks_of_keys(pull.detail) else ""
-    address = lease.process.started.text("address") if lease.process.started is not None else ""
-    return turned_away_at(pull, lease.process.rank, address)
+        return (pull.how, pull.detail) if pull.cause == "peer_unreachable" and pull.how in KEYS else ("", "")
+    ours, theirs = presence.address_of(pull.process.rank), presence.address_of(lease.process.rank)
+    if (found := key_trouble_at(pull, lease.process.rank, theirs))[0] or not (ours and theirs):
+        return found
+    if ("#" in ours) is ("#" in theirs):  # after the mark is a key
+        return "", ""
+    return How.NO_KEY if "#" in ours else How.NEEDS_KEYS, f"one has keys, the other none: {ours}, {theirs}"
 
 
-def turned_away_at(pull: Pull, rank: str, address: str = "") -> str:
-    """Return a reader's log lines about keys that a prefill rank refused, or had to refuse; empty if there are none."""
-    known = {address, *(x.text("address") for x in said_of(pull.process, rank))} - {""}
+def key_trouble_at(pull: LoggedPull, rank: str, address: str = "") -> tuple[str, str]:
+    """Return how keys kept a reader from a rank, by the reader's log, with the evidence; empty if they did not."""
+    addresses = (address, *(x.text("address") for x in said_of(pull.process, rank)))
+    known = {x.partition("#")[0] for x in addresses} - {""}
     for record in pull.process.of(told.Refused):
-        peer = record.text("who")
-        if record.at <= pull.last_at + 1.0 and any(x in peer or peer in x for x in known):
-            return f"{record.text('cause')}: {peer}"
-    return pull.detail if _speaks_of_keys(pull.detail) else ""
-
-
-def _speaks_of_keys(detail: str) -> bool:
-    return any(word in detail for word in (" key", "turned away", "turn our"))
+        peer, cause = record.text("who"), record.text("cause")
+        if record.at <= pull.last_at + 1.0 and cause in KEYS and peer.partition("#")[0] in known:
+            return cause, f"{cause}: {peer}"
+    return (pull.how, pull.detail) if pull.how in KEYS else ("", "")
 
 
 def turned_away(process: Process, since: float, until: float) -> str:
@@ -99,19 +102,19 @@ def would_be_given_up(presence: Presence, reader: Process, ended_at: float) -> b
     return presence.fate(reader).kind == "stopped" or presence.last >= presence.when(reader, given_up_at)[1]
 
 
-def unanswered_ranks(pull: Pull) -> list[str]:
+def unanswered_ranks(pull: LoggedPull) -> list[str]:
     """List the prefill ranks that never took a pull's release, by its reader's word."""
     ranks = [x for record in pull.unanswered for x in record.texts("ranks")]
     return ranks + list(pull.ended.texts("unanswered") if pull.ended is not None else ())
 
 
-def is_unanswered(pull: Pull, lease: Lease) -> bool:
+def is_unanswered(pull: LoggedPull, lease: LoggedLease) -> bool:
     """Return True if a reader's log shows that this rank never took its release."""
     ranks = [*unanswered_ranks(pull), *_given_up(pull)]
     return any(start_of(x) == lease.process.start or base_name(x) == lease.process.base for x in ranks)
 
 
-def _given_up(pull: Pull) -> list[str]:
+def _given_up(pull: LoggedPull) -> list[str]:
     """Name ranks that were given up as a pull failed, if a short line does not say that they are not told."""
     if pull.ended is None or not pull.ended.text("same_as") or pull.cause not in ("peer_lost", "restarted"):
         return []
@@ -120,12 +123,12 @@ def _given_up(pull: Pull) -> list[str]:
     return [x.text("peer") for x in changed if x.text("state") == "gone" and x.text("cause") == pull.cause]
 
 
-def has_read(pull: Pull, lease: Lease) -> bool:
+def has_read(pull: LoggedPull, lease: LoggedLease) -> bool:
     """Return True if everything was read and this rank was told, by the reader's log."""
     return pull.cause in ("complete", "discharged") and not pull.refused and not is_unanswered(pull, lease)
 
 
-def how_unanswered(pull: Pull) -> str:
+def how_unanswered(pull: LoggedPull) -> str:
     """Describe the way in which a release was given up."""
     for record in pull.unanswered:
         cause, detail = record.text("cause"), record.text("detail")
@@ -134,23 +137,61 @@ def how_unanswered(pull: Pull) -> str:
     return f"the pull ended as {pull.cause}{f', {pull.detail}' if pull.detail else ''}"
 
 
+def is_only_released(pull: LoggedPull, lease: LoggedLease) -> bool:
+    """Return True if nothing is to be read from this rank, so that it hears nothing before the pull is done."""
+    base = lease.process.base
+    if pull.ended is not None and (pull.ended.texts("read_ranks") or pull.cause in ("complete", "discharged")):
+        return base not in map(base_name, pull.ended.texts("read_ranks"))
+    states = {base_name(x): state for held in pull.held for x, state in held.mapping("ranks").items()}
+    return states.get(base) == "only_released"
+
+
+def tried_elsewhere(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> str:
+    """Name the other request by which a reader tried again; empty if it did not."""
+    every = presence.attempts[pull.process.incarnation, pull.request_id] if pull.request_id else []
+    others = (x for x, other in every if x is not request and other.begun_at > pull.begun_at)
+    return next((f"{x.name or 'another'} of {x.engine_id or 'another engine'}" for x in others), "")
+
+
+def will_be_tried_again(pull: LoggedPull) -> bool:
+    """Return True if another attempt was promised that need not have ended when its process's log ends."""
+    promised = (x.at + x.number("after_s", 0.0) for x in pull.retried)
+    return pull.process.stopped is None and max(promised, default=-math.inf) + GATHERED_S > pull.process.last_at
+
+
 # -- announcements -----------------------------------------------------------------------------------------------------
 
 
-def is_forgotten(presence: Presence, pull: Pull) -> bool:
-    """Return True for an announcement that was not pulled within its time."""
+def is_forgotten(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> bool:
+    """Return True for an announcement that was not pulled within its time, or when others of its engine pulled."""
     if pull.ended is not None:
         return pull.cause == "timeout" and pull.failed_in == "announced"
     is_open = pull.state == "announced" and presence.fate(pull.process).kind in ("silent", "alive")
-    return is_open and is_last_word(pull) and is_overdue(pull)
+    if not (is_open and is_last_word(pull)):
+        return False
+    is_overdue = pull.held[-1].number("left_s", 0.0) <= pull.process.last_at - pull.held[-1].at
+    return is_overdue or _is_left_behind(presence, request, pull)
 
 
-def is_overdue(pull: Pull) -> bool:
-    """Return True if an announcement's time was up before its process's log ends."""
-    return pull.held[-1].number("left_s", 0.0) <= pull.process.last_at - pull.held[-1].at
+def _is_left_behind(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> bool:
+    """Return True if another rank of its engine had read the request long before: all get the same orders."""
+    at = presence.when(pull.process, pull.held[-1].at)[0]
+    return any(done + GATHERED_S < at for done in read_beside(presence, request, pull))
 
 
-def is_last_word(pull: Pull) -> bool:
+def read_beside(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> Iterator[float]:
+    """Yield when other ranks of a pull's engine had read its request; NaN of those of which an answer only says so."""
+    process = pull.process
+    for other in request.all_pulls:
+        is_beside = other.process is not process and other.process.engine_id == process.engine_id
+        if is_beside and other.ended is not None and other.cause == "complete":
+            yield presence.when(other.process, other.ended.at)[1]
+    for lease in request.leases.values():
+        names = lease.held[-1].texts("complete") if lease.held else ()
+        yield from (math.nan for x in names if engine_of(x) == process.engine_id and start_of(x) != process.start)
+
+
+def is_last_word(pull: LoggedPull) -> bool:
     """Return True if no further line of a pull was due before its process's log ends."""
     held = pull.held[-1]
     return pull.process.last_at <= held.at + held.number("state_s", 0.0) + GATHERED_S

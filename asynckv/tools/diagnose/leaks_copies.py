@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asynckv.core import told
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Process, Service
-from asynckv.tools.diagnose.leaks_values import moment
 
 _OFFLOADS = (told.OffloadStarted, told.OffloadMoved, told.OffloadStopped)
 _JOBS = (told.OffloadFailed, told.OffloadRetired, told.OffloadReturned)
@@ -55,14 +55,14 @@ def called(service: Service) -> set[str]:
     return {name for x in told for name in (x.text("request_id"), x.text("job"))} - {""}
 
 
-def failures(service: Service, names: Iterable[str]) -> list[str]:
+def failures(axis: Axis, names: Iterable[str]) -> list[str]:
     """Describe, a line each, failed stores and loads of some names with blocks that nothing touched afterwards."""
     wanted = set(names)
     return [
-        f"its {x.text('what')} on {process.rank} failed at {moment(x.at)} after {x.number('seconds'):,.3g} s "
+        f"its {x.text('what')} on {process.rank} failed at {axis.moment(x.at)} after {x.number('seconds'):,.3g} s "
         f"({x.text('cause')}{': ' if x.text('detail') else ''}{x.text('detail')}); "
         f"{x.integer('blocks'):,} blocks were not moved"
-        for process in service.processes.values()
+        for process in axis.service.processes.values()
         for x in process.of(told.OffloadFailed)
         if x.integer("held", 0) != 1 and wanted & {x.text("request_id"), x.text("job")}
     ]

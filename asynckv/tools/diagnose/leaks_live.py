@@ -7,28 +7,26 @@ warn of, and a log's lines about younger leases; all of one moment, by one clock
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
+from asynckv.edges.kernel import identity
 from asynckv.tools.diagnose.ask import Trouble
-from asynckv.tools.diagnose.join import Process, Service, start_of
+from asynckv.tools.diagnose.join import Logged, LoggedLease, LoggedPull, Process, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
-from asynckv.tools.diagnose.process import began_at, look, verdict
-from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.process import look, shows_all, verdict
+from asynckv.tools.diagnose.records import Record, integer
 
 if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
 
-START_S = 1800.0  # a process loads a model before its engine starts
-SLACK_S = 2.0  # the kernel counts from the boot time, which has whole seconds
-FRACTION = 1 / 3  # as `log.held_fraction` has it
 
-LEAST_S, MOST_S = 0.5, 10.0
-"""Least and greatest age of a warning, as with leases of 30 s."""
+LEAST_S, LATE_S = 0.5, 10.0
+"""Ages from which on blocks of failed copies, and requests of engines that do not say so, are held for long."""
 RELEASED = frozenset({"complete", "failed", "cancelled"})
 
 
@@ -40,19 +38,29 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             continue
         came = now if math.isnan(answer.at) else answer.at
 
-        def say(event: type[told.Told], at: float = came, *, answer: Answer = answer, **fields: Any) -> Record:
+        def say(
+            event: type[told.Told], at: float = came, *, level: str = "info", answer: Answer = answer, **fields: Any
+        ) -> Record:
             name = answer.account
             process = name.engine_id, name.rank, name.incarnation
-            return Record(at, event.event, "info", *process, fields, answer.address)
+            return Record(at, event.event, level, *process, fields, answer.address)
 
         counted, began = account.facts.counters, came - account.facts.uptime_s
         said: dict[str, Any] = {
+            "pid": account.facts.pid,
             "lends": counted.get("leases.lent", 0) > 0,
             "pulls": counted.get("pulls.started", 0) > 0,
         }
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
+        waits = {what: {"number": x.number, "seconds": x.seconds} for what, x in account.waits_for_step.items()}
+        yield say(told.EngineAlive, waits_for_step=waits, step_s=account.step_s)
         for peer in account.peers:
-            yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
+            level = "warning" if peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly) else "info"
+            known: dict[str, Any] = {"state": peer.state, "detail": peer.cause}
+            yield say(told.PeerChanged, level=level, peer=peer.rank, address=peer.address, **known)
+        for plane, event in (("offload.files_off", told.OffloadFilesLost), ("offload.off", told.OffloadBroken)):
+            if why := account.facts.planes.get(plane):
+                yield say(event, level=event.levels[0], cause=why)
         if "prompts_in_a_row" in answer.gauges:
             computed = _below("computed_locally.", counted)
             seen = _below("prompts.", counted) | _below("prompts_", answer.gauges) | {"computed_locally": computed}
@@ -68,11 +76,13 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                 if hold.reason == "retired":
                     yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
+            late_s = LATE_S if status.warn_s is None else status.warn_s
             held: dict[str, Any] = {"waits": status.waits, "requests": 1}
             if status.kind != "lease":
                 state = "announced" if status.kind == "announced" else status.state
-                yield say(told.PullHeld, state=state, oldest=[_pull(status)], **held)
-            elif status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S):
+                level = "warning" if state != "announced" and status.state_s >= late_s else "info"
+                yield say(told.PullHeld, level=level, state=state, oldest=[_pull(status)], **held)
+            elif status.age_s >= late_s:
                 yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
             else:
                 lent_at = came - status.age_s
@@ -85,6 +95,35 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                     yield say(told.LeaseGranted, lent_at + after_s, **key, **granted)
 
 
+def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) -> None:
+    """Note in a service how far the logs of engines reach that answered, and the requests that are over since.
+
+    An engine that listed all that it holds overrides its log.
+    """
+    heard = {x.account.incarnation: x for x in answers if not x.error and x.account.incarnation}
+    for record in (x for x in logs if x.incarnation in heard):
+        process = service.processes[record.incarnation]
+        before = process.logged or Logged(-math.inf)
+        says_info = before.says_info or record.level not in ("warning", "error")
+        is_begin = record.event in (told.EngineStarted.event, told.EngineResumed.event)
+        process.logged = Logged(max(before.at, record.at), says_info, before.is_whole or is_begin)
+        if is_begin:  # an answer knows neither the host's name nor the engine's address
+            process.started, process.host = record, record.text("host")
+    for request in service.requests:
+        subjects: tuple[LoggedLease | LoggedPull, ...] = (*request.leases.values(), *request.all_pulls)
+        for subject in subjects:
+            answer = heard.get(subject.process.incarnation)
+            if answer is None or answer.account.after or not subject.held:
+                continue
+            now = [x for x in subject.held if x.where == answer.address]
+            logged = [x for x in subject.held if x.where != answer.address]
+            if not now and subject.ended is None:
+                subject.process.over.append(subject.request_id)
+            if any(x.level == "warning" for x in logged):  # what was late is later now
+                now = [replace(x, level="warning") for x in now]
+            subject.held = [*logged, *now] if now else []
+
+
 def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
     """Note in a service the ranks that did not answer: by their sockets' names, or addresses in logs and of peers.
 
@@ -95,39 +134,41 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
         rank = answer.account.rank or named.get(answer.address, "")
         if not answer.error or not start_of(rank):
             continue
-        if service.process_named(rank) is None:
-            service.add(Process(start_of(rank), engine_of(rank), rank, first_at=now, last_at=now))
-        if answer.trouble is Trouble.GONE:
-            service.gone[start_of(rank)] = answer.error
-        elif answer.trouble is Trouble.AWAY:
-            service.unanswered.append(rank)
+        if (process := service.process_named(rank)) is None:
+            process = Process(start_of(rank), engine_of(rank), rank, first_at=now, last_at=now)
+            service.add(process)
+        process.gone = answer.error if answer.trouble is Trouble.GONE else process.gone
+        process.hangs |= answer.trouble is Trouble.AWAY
 
 
 def look_here(service: Service, proc: Path = Path("/proc")) -> None:
-    """Note in a service the processes of this host that are gone or stopped, by the kernel.
+    """Note in a service the processes that are gone or stopped, by the kernel.
 
-    Logs may have come from another host of this name, and a container may count its processes by itself. So a process
-    is taken for one of the logs only if it began shortly before that engine did, and another one has to be there.
+    A pid is believed if the log says of which boot and of which namespace it is, and both are those of this process:
+    hosts and containers with one name count alike. A log that was copied may lack a goodbye, so another process of
+    these logs has to be there.
     """
-    here = [x for x in service.processes.values() if x.host == socket.gethostname() and x.started is not None]
-    alive: list[Process] = []
-    ended: list[tuple[Process, int]] = []
-    for process in here:
-        assert process.started is not None
-        if (pid := process.started.integer("pid")) <= 0 or process.stopped is not None:
+    here = identity(proc)
+    ours = here.get("boot_id"), here.get("pid_namespace")
+    ended: dict[Process, int] = {}
+    every = service.processes.values()
+    for process in every if None not in ours and shows_all(proc) else ():
+        said = process.started.fields if process.started is not None else {}
+        is_known = "pid_began" in said and (said.get("boot_id"), said.get("pid_namespace")) == ours
+        if process.stopped is not None or process.answers or not is_known:
             continue
-        seen = look(pid, proc)
-        if seen.state and seen.state not in "ZX" and -SLACK_S < process.started.at - began_at(seen, proc) < START_S:
-            alive.append(process)
-            if not process.answers and (seen.frozen or seen.state in "Tt"):
-                service.stopped[process.start] = verdict(seen, seen)
-        elif process.successor is None and not process.answers:
-            ended.append((process, pid))
-    for process, pid in ended:
-        if alive:
-            service.gone.setdefault(process.start, f"pid {pid} is not there any more")
-        else:
-            service.not_here.append(process.rank)
+        seen = look(integer(said.get("pid")), proc)
+        if seen.state in ("", "Z", "X") or seen.began != said["pid_began"]:
+            ended[process] = seen.pid
+            continue
+        process.is_here = True
+        if seen.frozen or seen.state in "Tt":
+            process.halted = verdict(seen, seen)
+    is_one_there = any(x.is_here or x.answers for x in every)
+    for process, pid in ended.items():
+        process.is_elsewhere = not is_one_there
+        if is_one_there:
+            process.gone = process.gone or f"pid {pid} is not there any more"
 
 
 def _below(prefix: str, figures: Mapping[str, int]) -> dict[str, Any]:
@@ -142,6 +183,7 @@ def _lease(status: RequestStatus) -> dict[str, Any]:
         "lent_s": status.age_s,
         "left_s": status.left_s,
         "owed": [x.rank for x in status.ranks if x.state not in RELEASED],
+        "complete": [x.rank for x in status.ranks if x.state == "complete"],
         "claims": {x.rank: {"pull_id": x.pull_id, "heard_s": x.heard_s} for x in status.ranks if x.pull_id},
     }
 

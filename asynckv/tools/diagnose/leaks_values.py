@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-from asynckv.tools.diagnose.causes import CAUSE, SAID, Owner, Reader, remedy_of
+from asynckv.tools.diagnose.causes import CAUSE, SAID, OwnerView, ReaderView
 from asynckv.tools.diagnose.join import base_name
 
 
@@ -23,7 +22,7 @@ class Leak:
 
     cause: CAUSE  # out of the catalogue
     sentence: str  # the cause, with names and numbers
-    cell: tuple[Owner, Reader]  # its cell in the table of verdicts
+    cell: tuple[OwnerView, ReaderView]  # its cell in the table of verdicts
     side: str  # side of the blocks: `prefill` or `decode`
     state: str
     engine_id: str  # the prefill engine
@@ -37,7 +36,9 @@ class Leak:
     until: float = math.nan  # its end, or the last line about it, by the holder's clock
     owed: tuple[str, ...] = ()  # readers that were waited for; `*` is a decode engine that never spoke up
     reader: str = ""  # the one that the sentence speaks of, as far as one is known
+    about: tuple[str, ...] = ()  # the ranks that the sentence speaks of
     reason: str = ""  # of the failed pull, if that explains it
+    remedy: str = ""  # what to do about it
     other_request_id: str = ""  # the other id in the logs, if it was not its own
     also: tuple[str, ...] = ()  # other stories that are true of other readers
     missing: tuple[str, ...] = ()  # processes with logs that would say more
@@ -46,15 +47,6 @@ class Leak:
     def evidence(self) -> str:
         """General evidence for it in the logs of both sides."""
         return "; ".join(filter(None, (SAID[view] for view in self.cell)))
-
-    @property
-    def remedy(self) -> str:
-        return remedy_of(self.cause, self.reason)
-
-
-def moment(at: float) -> str:
-    """Write a time by one process's clock."""
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if 0 < at < 1e11 else "?"
 
 
 def in_seconds(seconds: float) -> str:

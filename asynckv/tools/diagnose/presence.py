@@ -7,27 +7,28 @@ also knows the processes that may have read from each other, and the blocked loo
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from asynckv.core import told
+from asynckv.core.types import How
 from asynckv.tools.diagnose.axis import Axis
-from asynckv.tools.diagnose.join import Lease, Process, start_of
-from asynckv.tools.diagnose.leaks_values import in_seconds, moment
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, start_of
+from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.stalls import had_no_step, stalled_s
 
-DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, if a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
-SIGN_S = 4.0  # longest delay of a sign of life, which is due every half lease
+SIGN_S = 2.0  # longest delay of a sign of life, which is due every half lease; a longer one is a line itself
 SILENCE_S = 5.0
-"""Seconds after which a living process writes a line again; a lost one without a line is dead or hangs."""
-
-LAPSE_S = 3.0
-
+"""Seconds after which a living process writes a line that is due, also an idle one; a lost one without a line is dead
+or hangs."""
+LAPSE_S = 3.0  # the same after a lease, by which a reader loses a silent rank
 UNDER_WAY_S = 0.25  # no message is on its way for longer
 MOST = 0.9
 """Part of a lease's time for which a blocked loop explains a missing claim; its beginning is known to seconds."""
@@ -56,16 +57,24 @@ class Fate:
         return f"{self.gone}: {self.why}" if self.kind == "died" else self.why
 
 
+def lease_of(process: Process) -> float:
+    """Return its `lease_s`; that of `LeaseConfig` if its log does not say."""
+    return process.durations.get("lease_s", 30.0)
+
+
+def seats(process: Process) -> set[tuple[str | int, ...]]:
+    """Return what two living processes of a machine never have both: a port, and a pid in its namespace."""
+    if (said := process.started) is None:
+        return set()
+    found = (said.text("address"),), (said.integer("pid_namespace"), said.integer("pid"))
+    return {x for x in found if "" not in x and -1 not in x}
+
+
 class Presence:
-    """The fates of all processes of a service, in one common time.
+    """The fates of all processes of a service, in one common time."""
 
-    Args:
-        axis: Aligns the clocks of the service.
-        shown: Writes a moment of a process's clock; as it is, if left out.
-    """
-
-    def __init__(self, axis: Axis, shown: Callable[[Process, float], str] = lambda _, at: moment(at)) -> None:
-        self.service, self._axis, self._shown = (service := axis.service), axis, shown
+    def __init__(self, axis: Axis) -> None:
+        self.service, self._axis, self.moment = (service := axis.service), axis, axis.moment
         self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
@@ -74,21 +83,28 @@ class Presence:
         self.last = max(told_at, default=0.0)
         """Time until which logs continue, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
-        self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
+        self._addresses = {x.start: x.started.text("address") for x in processes if x.started is not None}
         for process in processes:
             for record in process.of(told.PeerChanged):
+                self._addresses.setdefault(start_of(record.text("peer")), record.text("address"))
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
         self._heard: dict[str, float] = defaultdict(lambda: -math.inf)
+        self.attempts: dict[tuple[str, str], list[tuple[LoggedRequest, LoggedPull]]] = defaultdict(list)
+        """All attempts of a process at one of its requests."""
+        self.lends: dict[str, list[float]] = defaultdict(list)
+        """Times at which each rank lent something, by its name without a start."""
         claims = list[float]()
         for request in service.requests:
             for lease in request.leases.values():
+                bisect.insort(self.lends[lease.process.base], self.near(lease.process, lease.lent_at))
                 for name, claim in lease.claims.items():
                     claims.append(claim.claimed_s)
                     self._hear(name, lease.process, lease.lent_at + claim.heard_s)
             for pull in request.all_pulls:
+                self.attempts[pull.process.incarnation, pull.request_id].append((request, pull))
                 if pull.ended is not None and pull.cause == "complete":
                     for rank in pull.ended.texts("read_ranks"):
                         self._hear(rank, pull.process, pull.ended.at - pull.ended.number("seconds", 0.0))
@@ -96,6 +112,13 @@ class Presence:
         self._strangers = cache(self._find_strangers)
         self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
         """Most seconds after the lend at which a request was claimed."""
+
+    def address_of(self, *ranks: str) -> str:
+        """Return the address of the first of some ranks that has a known one; empty if none has."""
+        return next((x for rank in ranks if (x := self._addresses.get(start_of(rank), ""))), "")
+
+    def _shown(self, process: Process, at: float) -> str:
+        return self.moment(self._axis.at(process, at))
 
     def _hear(self, rank: str, other: Process, at: float) -> None:
         """Note that a process has heard of a rank at some time of its own clock."""
@@ -107,60 +130,78 @@ class Presence:
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
         low, high = self.when(process, process.last_at)
+        after = process.successor
+        began = self.when(after, after.first_at)[1] if after and self._replaces(after, process) else math.inf
         ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
         if not process.num_records:
             low, ends = -math.inf, "there is no log of it"
         lost = self._lost.get(process.incarnation, ())
-        how = self.service.gone.get(process.start)
-        if how is not None and process.stopped is None and not process.answers:
-            return Fate("died", f"{how} ({ends})", low, math.inf)
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
+        if process.gone and process.stopped is None:
+            return Fate("died", f"{process.gone} ({ends})", low, began)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
-        if process.start in self._hanging or process.start in self.service.stopped:
-            why = self.service.stopped.get(process.start, "it does not answer")
-            why = f"{why} ({ends.removesuffix(' without a goodbye')})"
+        if process.hangs or process.halted:
+            why = f"{process.halted or 'it does not answer'} ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in lost:
-            if record.text("detail").endswith("said goodbye"):  # and its own log's level leaves that out
+            if record.text("how") == How.GOODBYE:  # and its own log's level leaves that out
                 heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
-        if (after := process.successor) is not None:
-            began = self.when(after, after.first_at)[1]
-            # Otherwise both use one name at once, perhaps on two hosts, and neither proves anything about the other.
-            if began >= low and process.host == after.host:
-                return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
+        if process.is_here:
+            why = f"its process is there ({ends.removesuffix(' without a goodbye')})"
+            return Fate("silent", why, low, math.inf, False, hangs=self._is_overdue(process))
+        if after is not None and began < math.inf:
+            return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
-            at, detail = self.when(other, record.at), record.text("detail")
-            if detail == "failed" and at[0] <= low:
+            at, how = self.when(other, record.at), record.text("how")
+            if how == How.BROKEN and at[0] <= low:
                 continue  # a transfer has failed, and the process may have said more since
-            waits_s = SILENCE_S
-            if "was silent" in detail:
-                waits_s = process.durations.get("lease_s", DEFAULT_LEASE_S) + LAPSE_S
-            if at[1] > low and not detail.startswith("forgotten") and self.last >= high + waits_s:
-                is_proved = "was silent" not in detail
-                return Fate("died", f"{ends}, and {other.rank} lost it: {detail}", low, at[1], is_proved)
+            waits_s = lease_of(process) + LAPSE_S if how == How.SILENT else SILENCE_S
+            if at[1] > low and how != How.FORGOTTEN and self.last >= high + waits_s:
+                why = f"{ends}, and {other.rank} lost it: {record.text('detail')}"
+                return Fate("died", why, low, at[1], how != How.SILENT)
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
-        lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
-        is_comparable = self._axis.group(process) == 0
-        if is_comparable and self.last >= max(high, self._heard[process.incarnation]) + lease_s + LATE_S:
-            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_s / 2)} s"
-            return Fate("died", why, low, high + lease_s, False)
+        if self._is_overdue(process):
+            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
+            return Fate("died", why, low, high + lease_of(process), False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+
+    def _is_overdue(self, process: Process) -> bool:
+        """Return True if logs go on for so long that a living process would have written a line, or be heard of."""
+        heard = max(self.when(process, process.last_at)[1], self._heard[process.incarnation])
+        is_told = process.says_info and self._axis.group(process) == 0
+        return is_told and self.last >= heard + lease_of(process) + LATE_S
+
+    def _replaces(self, after: Process, process: Process) -> bool:
+        """Return True if a start of a rank shows that an earlier one has ended, since two may use one name at once."""
+        is_here = after.boot_id == process.boot_id if after.boot_id and process.boot_id else after.host == process.host
+        if not is_here or self._heard[process.incarnation] > self.when(after, after.first_at)[1]:
+            return False
+        silent_s = max(self.last - self.when(process, process.last_at)[1], after.last_at - process.last_at)
+        is_silent = process.says_info and silent_s > 0.5 * lease_of(process) + SILENCE_S
+        return is_silent or not seats(process).isdisjoint(seats(after))
 
     def ends_early(self, process: Process) -> bool:
         """Return True if a log ends half a lease before others without a reason, so that missing ends prove nothing.
 
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
-        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S) + SIGN_S
         fate = self.fate(process)
-        is_silent = bool(process.num_records) and fate.kind == "silent" and not fate.hangs
-        return is_silent and self.last - self.when(process, process.last_at)[1] > bound
+        may_be_cut = not fate.hangs or process.is_here
+        is_silent = bool(process.num_records) and fate.kind == "silent" and may_be_cut
+        sign_s = max(0.5 * lease_of(process), LATE_S) + SIGN_S  # a living process writes another line within that
+        return is_silent and self.last - self.when(process, process.last_at)[1] > sign_s
+
+    def reaches(self, process: Process) -> bool:
+        """Return True unless an engine answered so long after its log's last line that the log lacks one."""
+        if not process.answers or (logged := process.logged) is None:
+            return not process.answers
+        return logged.says_info and process.last_at - logged.at <= lease_of(process) / 2 + SIGN_S
 
     def tells(self, process: Process, reader: Process, at: float) -> bool:
         """Return True if a prefill rank's log continues for as long as blocks may have been lent after a moment of a
@@ -171,14 +212,16 @@ class Presence:
         fate = self.fate(process)
         if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
             return True
-        longest = max(process.durations.get("lease_s", DEFAULT_LEASE_S), process.durations.get("grant_s", 0.0))
+        if not self.reaches(process):
+            return False
+        longest = max(lease_of(process), process.durations.get("grant_s", 0.0))
         return self.near(process, process.last_at) >= self.near(reader, at) + longest + LATE_S
 
     def near(self, process: Process, at: float) -> float:
         """Convert a moment of a process's clock to common time, in the middle of the uncertainty."""
         return sum(self.when(process, at)) / 2
 
-    def span(self, lease: Lease) -> tuple[float, float]:
+    def span(self, lease: LoggedLease) -> tuple[float, float]:
         """Return the interval of common time in which a lease was lent, at most."""
         return self.when(lease.process, lease.lent_at)[0], self.when(lease.process, lease.lent_at + lease.seconds)[1]
 
@@ -191,7 +234,7 @@ class Presence:
         found = (x for x in others if x in known or not (x.lends or x.engine_id in self._lenders))
         return sorted(found, key=lambda x: x.first_at)
 
-    def strangers(self, lease: Lease) -> tuple[str, ...]:
+    def strangers(self, lease: LoggedLease) -> tuple[str, ...]:
         """Return readers without a log that shook hands with the rank before its lease was over."""
         return tuple(name for name, at in self._strangers(lease.process).items() if at <= lease.lent_at + lease.seconds)
 
@@ -209,25 +252,37 @@ class Presence:
             spans.append((seconds, process.last_at + seconds))
         return max((s for s, back in spans if back - s <= until), default=0.0)
 
-    def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
+    def long_away(self, lease: LoggedLease, reader: Process) -> tuple[float, float]:
         """Return the absence of a reader's loop over most of a lease's time, and its end by its own clock."""
-        since, until = (self.near(lease.process, x) for x in (lease.lent_at, lease.lent_at + lease.seconds))
-        ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
-        for record in reader.since(told.LoopWasAway, since + ahead):
-            seconds, back = record.number("seconds", 0.0), record.at - ahead
+        since, until = self._span_of(lease, reader)
+        for record in reader.since(told.LoopWasAway, since):
+            seconds, back = record.number("seconds", 0.0), record.at
             if back - seconds > until:  # all later absences begin after it, too: a loop is away once at a time
                 break
             if min(until, back) - max(since, back - seconds) > MOST * max(until - since, 0.0):
-                return seconds, record.at
+                return seconds, back
         return 0.0, -math.inf
 
-    def absent(self, lease: Lease, readers: Iterable[Process]) -> dict[str, str]:
+    def had_no_step(self, reader: Process, lease: LoggedLease) -> bool:
+        """Return True if a reader's scheduler made no step for most of a lease's time, whether or not it was idle."""
+        since, until = self._span_of(lease, reader)
+        return had_no_step(reader, since, since + 0.5 * (until - since))
+
+    def _span_of(self, lease: LoggedLease, reader: Process) -> tuple[float, float]:
+        """Return the times at which a lease began and ended, by a reader's clock."""
+        ahead = reader.last_at - self.near(reader, reader.last_at) if reader.num_records else 0.0
+        since = self.near(lease.process, lease.lent_at) + ahead
+        return since, since + lease.seconds
+
+    def absent(self, lease: LoggedLease, readers: Iterable[Process]) -> dict[str, str]:
         """Return the reasons for which readers were surely not there for most of a lease's time, by ranks."""
         out = {}
         for reader in readers:
             fate, away_s = self.fate(reader), self.long_away(lease, reader)[0]
             if fate.hangs and fate.after < self.span(lease)[1]:
                 out[reader.rank] = fate.why
+            elif stalled_s(reader, *self._span_of(lease, reader)) > 0.5 * lease.seconds:
+                out[reader.rank] = "its scheduler made no step meanwhile, although something waited for one"
             elif away_s and not (fate.kind == "died" and fate.after <= self.span(lease)[1]):
                 out[reader.rank] = f"its event loop was away for {in_seconds(away_s)} s then"
         return out

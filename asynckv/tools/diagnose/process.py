@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from asynckv.edges.kernel import began, fields_of
+from asynckv.edges.pages import control_groups, text_of
 
 BUSY = 0.5
 """Number of cores above which a loop computes. A loop that waits for messages takes far less than one."""
@@ -33,34 +35,29 @@ class Seen:
 
 
 def look(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Seen:
-    with suppress(OSError, ValueError, IndexError):
-        # The name is in parentheses, and may have any letters in it.
-        fields = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        cpu_s = (int(fields[11]) + int(fields[12])) / TICKS
-        return Seen(pid, fields[0], int(fields[19]), cpu_s, time.monotonic(), _frozen(pid, proc, cgroups))
-    return Seen(pid)
+    if (start := began(fields := fields_of(proc / str(pid) / "stat"))) < 0:
+        return Seen(pid)
+    cpu_s = (int(fields[11]) + int(fields[12])) / TICKS
+    return Seen(pid, fields[0], start, cpu_s, time.monotonic(), _frozen(pid, proc, cgroups))
 
 
 def _frozen(pid: int, proc: Path, cgroups: Path) -> str:
     """Name the frozen cgroup that a process is in: of version 2, or of version 1's freezer."""
-    with suppress(OSError):
-        for line in (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines():
-            _, controllers, path = line.split(":", 2)
-            with suppress(OSError):
-                if not controllers and "frozen 1" in (cgroups / path.lstrip("/") / "cgroup.events").read_text():
-                    return path
-                state = cgroups / "freezer" / path.lstrip("/") / "freezer.state"
-                if "freezer" in controllers and not state.read_text().startswith("THAWED"):
-                    return path
+    for controller, file, sign in (("", "cgroup.events", "frozen 1"), ("freezer", "freezer.state", "FR")):
+        for group in control_groups(controller, proc, cgroups, pid):
+            if sign in text_of(group / file):  # FROZEN or FREEZING
+                return f"/{group.relative_to(cgroups / controller)}"
     return ""
 
 
-def began_at(seen: Seen, proc: Path = Path("/proc")) -> float:
-    """Return the start of a process, in seconds since 1970; nan if it cannot be read."""
-    with suppress(OSError, StopIteration, ValueError, IndexError):
-        boot = next(x for x in (proc / "stat").read_text().splitlines() if x.startswith("btime "))
-        return int(boot.split()[1]) + seen.began / TICKS
-    return math.nan
+def shows_all(proc: Path = Path("/proc")) -> bool:
+    """Return True if a process that is not in `/proc` is not in this namespace either.
+
+    It may be mounted from another namespace, or hide the processes of other users (`hidepid`).
+    """
+    with suppress(OSError):
+        return os.readlink(proc / "self") == str(os.getpid()) and began(fields_of(proc / "1/stat")) >= 0
+    return False
 
 
 def is_same(before: Seen, now: Seen) -> bool:

@@ -17,18 +17,16 @@ from rich.markup import escape
 
 from asynckv.arguments import without_control
 from asynckv.config import KeysConfig
-from asynckv.core import told
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose import leaks_copies, leaks_live
 from asynckv.tools.diagnose.ask import Answer, ask_all, targets
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.findings import Seen
-from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.join import LoggedRequest, join
 from asynckv.tools.diagnose.leaks import find_leaks
-from asynckv.tools.diagnose.leaks_request import find_requests
-from asynckv.tools.diagnose.leaks_values import moment as clock
+from asynckv.tools.diagnose.leaks_request import find_requests, names
 from asynckv.tools.diagnose.records import Logs, read_logs
-from asynckv.tools.diagnose.timeline_model import Story, families, ground, named, names, stories
+from asynckv.tools.diagnose.timeline_model import Story, families, ground, stories
 
 MOST_ASKED, MOST_SEARCHED = 256, 4096  # requests that an engine lists; the second if one is searched for
 AGAIN_S = 0.5  # two engines answer at two moments; a fault between them counts if it is there again after this time
@@ -52,6 +50,7 @@ class Looking:
         self, sources: Sequence[str], request: str | None, since: str | None, keys: KeysConfig | None, timeout_s: float
     ) -> None:
         self._request, self._since, self._keys, self._timeout_s = request, since, keys, timeout_s
+        self._meant: set[LoggedRequest] = set()
         self.called: set[str] = set()  # what the request that is asked about is called, on either side
         self._sources = sources
         paths, _ = targets(sources)
@@ -75,20 +74,16 @@ class Looking:
 
     def stories(self, seen: Seen) -> list[Story]:
         """Return the request in question, or all that may be meant."""
-        return stories(seen.axis, named(list(families(seen.axis.service.requests)), self._request or ""))
+        every = families(seen.axis.service.requests)
+        return stories(seen.axis, (x for x in every if not self._meant.isdisjoint(x)))
 
     def _read(self, paths: Sequence[str]) -> Logs:
-        """Read logs, and show the progress on a terminal.
-
-        Lines at level debug about transitions are read only for a request, because the ends of others repeat them.
-        """
-        request = self._request or ""
+        """Read logs, and show the progress on a terminal."""
         with Console(stderr=True).status("reading logs") as status:
             return read_logs(
                 paths,
                 lambda said: status.update(f"reading {escape(without_control(said))}"),
-                keep=lambda event: bool(request) or not event.endswith("_transition"),
-                request=request,
+                request=self._request or "",
             )
 
     def _asked(self, addresses: Sequence[str], *, with_peers: bool) -> list[Answer]:
@@ -97,26 +92,23 @@ class Looking:
 
     def _joined(self, answers: Sequence[Answer]) -> Seen:
         now = time.time()
-        # An engine that listed all that it holds overrides the logs.
-        whole = {x.account.incarnation for x in answers if not x.error and not x.account.after}
-        held = (told.LeaseHeld.event, told.PullHeld.event)
-        kept = [x for x in self._logs.records if x.event not in held or x.incarnation not in whole]
         said = sorted(leaks_live.records_of(answers, now), key=lambda x: x.at)
-        logs = replace(self._logs, records=[*kept, *said])
+        logs = replace(self._logs, records=[*self._logs.records, *said])
         if logs.nothing and not answers:
             raise ConfigError(logs.nothing)
         service = join(logs)
+        leaks_live.settle(service, answers, self._logs.records)
         leaks_live.tell(service, answers, now)
         leaks_live.look_here(service)
         axis = make_axis(service)
         wanted = None
         if self._request is not None:
             wanted = find_requests(service, self._request, leaks_copies.called(service))
-            self.called = {self._request, *names(wanted)}
+            self._meant, self.called = set(wanted), {self._request}.union(*map(names, wanted))
         last = max((axis.at(x, x.last_at) for x in service.processes.values() if x.num_records), default=now)
         begin = moment("--since", self._since, last) if self._since is not None else -math.inf
         if begin > last:
-            raise ConfigError(f"no event is later than --since {self._since}; the last is of {clock(last)} UTC")
+            raise ConfigError(f"no event is later than --since {self._since}; the last is of {axis.moment(last)} UTC")
 
         def counts(rank: str, until: float) -> bool:
             """Return True if a request was late within the time in question, or has no time."""
@@ -126,7 +118,7 @@ class Looking:
         late = [x for x in find_leaks(service, axis, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
         copies = leaks_copies.late_copies(service, None if wanted is None else self.called)
         copies = [x for x in copies if counts(x.rank, x.since + x.seconds)]
-        failed = leaks_copies.failures(service, self.called)
+        failed = leaks_copies.failures(axis, self.called)
         return Seen(logs, axis, ground(axis), late, copies, answers, begin, failed)
 
 

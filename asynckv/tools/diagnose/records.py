@@ -47,6 +47,7 @@ WRAPS = ("log", "MESSAGE", "message", "msg", "line", "jsonPayload")
 ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlike.event: told.PullEnded.event}
 """Events about many requests, which are read as one line for each."""
 
+TRANSITIONS = {told.LeaseTransition.event, told.PullTransition.event}
 MANY = {told.LeaseHeld.event, told.PullHeld.event, *ALIKE}
 
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
@@ -81,6 +82,7 @@ class Record:
     incarnation: str  # which start of the process, in full
     said: Mapping[str, Any] | bytes  # everything else that the line says, or the line itself
     where: str = ""  # file and line, for people
+    ago_s: float = 0.0  # how long before its line it happened, if that is about several requests
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -184,18 +186,15 @@ class Logs:
 
 
 def read_logs(
-    paths: Iterable[str | Path],
-    on_progress: Callable[[str], None] = lambda said: None,
-    *,
-    keep: Callable[[str], bool] | None = None,
-    request: str = "",
+    paths: Iterable[str | Path], on_progress: Callable[[str], None] = lambda said: None, *, request: str = ""
 ) -> Logs:
     """Read logs.
+
+    Lines at level debug about transitions are read only for a request, because the ends of others repeat them.
 
     Args:
         paths: Files, directories (everything in them), or `-` for stdin; compressed by gzip, xz or zstd, or not.
         on_progress: Called with which file is read, and how far.
-        keep: Which events are wanted, by name; all if left out.
         request: An id of either side, the beginning of one, a pull id, or a sequence: what is said of this request is
             kept, also if it went well and only a sample of such requests is.
 
@@ -205,7 +204,7 @@ def read_logs(
     names = [str(x) for x in paths]
     if not names:
         raise ConfigError("no logs were given; name files or directories, or - for stdin")
-    reader = _Reader(keep, request)
+    reader = _Reader(request)
     with no_collection():
         for path in list(found(names)):
             reader.read(path, on_progress)
@@ -213,12 +212,12 @@ def read_logs(
 
 
 class _Reader:
-    def __init__(self, keep: Callable[[str], bool] | None, request: str) -> None:
-        self._keep = keep
+    def __init__(self, request: str) -> None:
         self._needles = {json.dumps(request, ensure_ascii=x)[:-1].encode(errors="replace") for x in (True, False)}
         self._sequence = int(x) if (x := request.removeprefix("#")[:18]).isdecimal() else -1
-        self._num_named = 0 if request else MAX_NAMED
-        self._records: list[tuple[Record, bytes, Source]] = []
+        self._has_request, self._num_named = bool(request), 0 if request else MAX_NAMED
+        self._records: list[Record] = []
+        self._seen = set[bytes]()  # the texts of the records: a line names its process and its time
         self._well, self._wrong = Well(), set[tuple[str, int]]()
         self._sources: list[Source] = []
         self._skipped: dict[str, Skipped] = {}
@@ -254,19 +253,15 @@ class _Reader:
             self._skip(why, b"")
 
     def finished(self) -> Logs:
-        """Remove duplicates and lines that are only counted, and sort the others."""
-        for record, _, _ in self._records:
-            if record.event in MANY:
-                self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
+        """Choose the lines of requests that went well, and sort all records."""
         chosen = self._well.chosen(self._wrong)
-        for text, i, number in chosen.lines:
-            if (head := _head_of(text)) is not None:
-                source = self._sources[i]
-                self._records.append((_record(head, text, f"{source.path}:{number}"), text, source))
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
+        for text, i, number in chosen.lines:
+            if (head := _head_of(text)) is not None:
+                self._add(_record(head, text, f"{self._sources[i].path}:{number}"), text, self._sources[i])
         return Logs(
-            records=sorted(self._unlike(), key=attrgetter("at")),
+            records=sorted(self._records, key=attrgetter("at")),
             sources=self._sources,
             skipped=list(self._skipped.values()),
             num_text=self._num_text,
@@ -274,19 +269,15 @@ class _Reader:
             num_well=chosen.num_requests,
         )
 
-    def _unlike(self) -> Iterator[Record]:
-        """Yield the records that are new."""
-        self._records.sort(key=lambda x: x[0].at)
-        at, seen = -math.inf, set[tuple[str, bytes]]()
-        for record, text, source in self._records:
-            if record.at > at:
-                at = record.at
-                seen.clear()
-            if (record.incarnation, text) in seen:
-                source.num_repeated += 1
-            else:
-                seen.add((record.incarnation, text))
-                yield from _each(record) if record.event in ALIKE else (record,)
+    def _add(self, record: Record, text: bytes, source: Source) -> None:
+        """Add a record if it is new, or those of each of its requests."""
+        if text in self._seen:
+            source.num_repeated += 1
+            return
+        self._seen.add(text)
+        if record.event in MANY:
+            self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
+        self._records += _each(record) if record.event in ALIKE else (record,)
 
     def _line(self, line: bytes) -> None:
         """Take one line, without everything that is wrapped around it."""
@@ -336,21 +327,20 @@ class _Reader:
 
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
         """Take a line with its time, level or event outside of the object, or with other names or types."""
-        head = Head()
-        head.incarnation, head.engine_id = (_first_text(fields, [x]) for x in ("incarnation", "engine_id"))
         (event, level, at), around = _said(fields), _said(outer)
-        head.event, head.level, head.at = event or around[0], level or around[1], at or around[2]
+        event, level, at = event or around[0], level or around[1], at or around[2]
+        text = msgspec.json.encode(fields | {"event": event, "level": level, "timestamp": at})
+        if (head := _head_of(text)) is None:
+            head = Head(_first_text(fields, ["incarnation"]), _first_text(fields, ["engine_id"]), event, level, at=at)
         if not _is_event(head):
             self._other(line)
         elif head.at is None:
             self._skip("without a time that can be read (timestamp, time, ts, @timestamp, asctime)", line)
         else:
-            usual = {"event": head.event, "level": head.level, "timestamp": head.at}
-            text = msgspec.json.encode(fields | usual)
-            self._take(_head_of(text) or head, text)
+            self._take(head, text)
 
     def _take(self, head: Head, text: bytes) -> None:
-        if self._keep is not None and not self._keep(head.event):
+        if not self._has_request and head.event in TRANSITIONS:
             return
         text, number = text.rstrip(), self._source.num_lines
         if (kind := head.kind) and b"\n" not in text and not self._names(head, text):
@@ -358,7 +348,7 @@ class _Reader:
             return
         if head.sequence >= 0:
             self._wrong.add(head.key)
-        self._records.append((_record(head, text, f"{self._source.path}:{number}"), text, self._source))
+        self._add(_record(head, text, f"{self._source.path}:{number}"), text, self._source)
 
     def _names(self, head: Head, text: bytes) -> bool:
         if self._num_named >= MAX_NAMED or not (
@@ -395,7 +385,7 @@ def _each(record: Record) -> Iterator[Record]:
     """Split a line about many requests."""
     for fields in _rows(record.fields)[1:]:
         ago_s = min(max(number(fields.get("ago_s"), 0.0), 0.0), 60.0)
-        yield replace(record, at=record.at - ago_s, event=ALIKE[record.event], said=fields)
+        yield replace(record, at=record.at - ago_s, ago_s=ago_s, event=ALIKE[record.event], said=fields)
 
 
 def _rows(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -442,13 +432,7 @@ def _said(fields: Mapping[str, Any]) -> tuple[str, str, float | None]:
 
 
 def _is_event(head: Head) -> bool:
-    return bool(head.incarnation and head.engine_id) and _is_name(head.event)
-
-
-@lru_cache(maxsize=4096)
-def _is_name(event: str) -> bool:
-    """Return True for the name of an event of asynckv."""
-    return bool(_NAME.match(event))
+    return bool(head.incarnation and head.engine_id and _NAME.match(head.event))
 
 
 def _decoded(text: bytes) -> dict[str, Any]:

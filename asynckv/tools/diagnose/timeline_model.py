@@ -18,12 +18,10 @@ from importlib.resources import files
 from operator import itemgetter
 from typing import NamedTuple
 
-from asynckv.arguments import without_control
 from asynckv.core import told
-from asynckv.core.notes import Revoked
-from asynckv.tools.diagnose.axis import Axis, counted, granted_in, is_time, lent_at, shown_seconds, steps_of
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request
-from asynckv.tools.diagnose.leaks_values import moment
+from asynckv.core.notes import Granted, Revoked
+from asynckv.tools.diagnose.axis import Axis, counted, is_time, shown_seconds, steps_of
+from asynckv.tools.diagnose.join import LEASE_EVENTS, PULL_EVENTS, LoggedLease, LoggedPull, LoggedRequest, Process
 from asynckv.tools.diagnose.presence import Fate, Presence
 from asynckv.tools.diagnose.records import Record, number
 
@@ -52,6 +50,9 @@ MAX_AWAY_S = 86_400.0
 Said = tuple[float, str, str]
 """An event for a mark: its moment by the process's clock, its text, and its level."""
 
+_OF_REQUESTS = (told.LeaseHeld, told.PullHeld, told.PullRefused, told.RequestWithdrawn)
+_TOLD = {x.event for x in (*_OF_REQUESTS, told.EngineAlive)}
+"""Lines of a process that are told with its requests, or tell nothing new."""
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"}
 _STATES |= {"draining": "drain", "notifying": "release", "quarantined": "quarantine"}
 _STATES |= {state: state for state in ("announced", "lent", "ending")}
@@ -162,7 +163,7 @@ class Ground:
     gone: Fate | None  # its log ends without a goodbye: it died, or `silent`, it may live
 
 
-def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
+def stories(axis: Axis, of: Iterable[Sequence[LoggedRequest]] | None = None) -> list[Story]:
     """Make the story of every request, by time, or only of some, as `families` groups them."""
     every = (_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of))
     out = sorted((x for x in every if x.lanes or x.marks), key=lambda x: (x.group, x.start))
@@ -171,98 +172,37 @@ def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[S
     return out
 
 
-def names(family: Sequence[Request]) -> set[str]:
-    """Return all names of a request: ids of both sides, right or wrong, and of its pulls."""
-    pulls = [p for r in family for p in r.all_pulls]
-    leases = [lease for r in family for lease in r.leases.values()]
-    out = {x for r in family for x in (r.request_id, r.name)}
-    out |= {x for p in pulls for x in (p.prefill_request_id, p.pull_id)} | {x for r in family for x in r.decode_ids}
-    # The prefill side knows the pulls of a reader with a missing log.
-    out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
-    out |= {pull_id for x in leases for pull_id in granted_in(steps_of(x))}
-    return out - {""}
-
-
-def handles(family: Sequence[Request]) -> set[str]:
-    """Return the unique names of a request: `ENGINE:ID` or `ENGINE#N`, with the prefill engine."""
-    numbers = {f"{r.engine_id}#{r.sequence}" for r in family if r.sequence >= 0}
-    ids = {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
-    return ids | numbers
-
-
-def named(every: Iterable[Sequence[Request]], wanted: str, *, exactly: bool = False) -> list[Sequence[Request]]:
-    """Find requests by a name, or its displayed form: the exact name, else the sequence, else the beginning."""
-    shown = [(x, {z for name in names(x) for z in (name, without_control(name))}) for x in every]
-    if found := [x for x, _ in shown if wanted in (y := handles(x)) or wanted in map(without_control, y)]:
-        return found
-    if found := [x for x, known in shown if wanted in known]:
-        return found
-    number = wanted.removeprefix("#")
-    if number.isdecimal() and (found := [x for x, _ in shown if any(str(r.sequence) == number for r in x)]):
-        return found
-    return [] if exactly else [x for x, known in shown if any(name.startswith(wanted) for name in known)]
-
-
-def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
+def families(requests: Iterable[LoggedRequest]) -> Iterator[list[LoggedRequest]]:
     """Group requests that are attempts at one: with new params an attempt belongs to another prefill request."""
     every = list(requests)
-    family = list(range(len(every)))
-
-    def head(i: int) -> int:
-        while family[i] != i:
-            i = family[i] = family[family[i]]
-        return i
-
+    family = [[i] for i in range(len(every))]
     attempts: dict[tuple[str, str], list[tuple[float, int, int]]] = defaultdict(list)
     for i, request in enumerate(every):
         for pull in request.all_pulls:
             if pull.request_id and pull.ended is not None:
                 attempts[pull.process.incarnation, pull.request_id].append((pull.ended.at, pull.attempt, i))
     for found in attempts.values():
-        found.sort()
-        for (_, before, one), (_, after, other) in itertools.pairwise(found):
-            if after == before + 1:
-                family[head(other)] = head(one)
-    together: dict[int, list[Request]] = defaultdict(list)
-    for i, request in enumerate(every):
-        together[head(i)].append(request)
-    yield from together.values()
+        for (_, before, one), (_, after, other) in itertools.pairwise(sorted(found)):
+            if after == before + 1 and family[one] is not family[other]:
+                less, more = sorted((family[one], family[other]), key=len)
+                more += less
+                for i in less:
+                    family[i] = more
+    for members in {id(x): x for x in family}.values():
+        yield [every[i] for i in sorted(members)]
 
 
-def _story(axis: Axis, requests: Sequence[Request]) -> Story:
-    lanes: list[Lane] = []
-    marks: list[Mark] = []
+def _story(axis: Axis, requests: Sequence[LoggedRequest]) -> Story:
+    leases = sorted((x for r in requests for x in r.leases.values()), key=lambda x: x.process.rank)
     pulls = sorted((p for r in requests for p in r.all_pulls), key=lambda p: (p.attempt, p.begun_at))
-    leases = [lease for r in requests for lease in r.leases.values()]
-    for lease in sorted(leases, key=lambda x: x.process.rank):
-        lanes.append(_lease_lane(axis, lease))
-        marks += _placed(axis, lease.process, _lease_marks(lease))
-    for pull in sorted(pulls, key=lambda p: (p.attempt, p.process.rank)):
-        lanes.append(_pull_lane(axis, pull))
-        marks += _placed(axis, pull.process, _pull_marks(pull))
-    for request in requests:
-        for pull in request.others.values():
-            said = f"speaks of it under another prefill request id: {pull.prefill_request_id}"
-            marks += _placed(axis, pull.process, [(pull.begun_at, said, "warning")])
-    for request in requests:
-        for record in request.before:
-            why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
-            text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
-            marks += _placed(axis, axis.service.processes[record.incarnation], [(record.at, text, record.level)])
-    marks.sort(key=lambda x: x.at)
+    lanes = [*(_lease_lane(axis, x) for x in leases)]
+    lanes += [_pull_lane(axis, x) for x in sorted(pulls, key=lambda p: (p.attempt, p.process.rank))]
     lanes = [x for x in lanes if x.bars]
-    processes = [x.process for x in lanes] + [x.process for x in marks]
-    first = requests[0]
-    causes = [p.cause for p in last_attempt(pulls)]
-    bad = [x for x in causes if x not in GOOD]
-    has_fault = any(p.returned or p.retired or p.unanswered or (p.ended is None and p.held) for p in pulls)
-    states = [x.state for x in leases]
-    late = [x for x in states if x in ("expired", "revoked")]
-    pull_ = (bad or causes or [x for x in (p.state for p in pulls) if x] or [""])[0]
-    lease_ = (late or [x for x in states if x != "released"] or states or [""])[0]
-    before = {"refused" if x.event == told.PullRefused.event else "withdrawn" for r in requests for x in r.before}
+    marks = sorted(_marks(axis, requests), key=lambda x: x.at)
+    first, claimed = requests[0], (pull_id for x in leases for pull_id in sorted(x.pull_ids))
+    how_lease, how_pull, is_bad = _ends(requests, leases, pulls)
     sides = ([x for x in lanes if x.side == side] for side in ("prefill", "decode"))
-    claimed = (pull_id for x in leases for pull_id in sorted(x.pull_ids))
+    processes = [*(x.process for x in lanes), *(x.process for x in marks)]
     return Story(
         number=0,
         name=first.name,
@@ -270,9 +210,9 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
         engine_id=first.engine_id,
         sequence=first.sequence if first.sequence < 1 << 53 else -1,
         pull_ids=tuple(dict.fromkeys((*(p.pull_id for p in pulls), *claimed))),
-        lease=lease_ or ("withdrawn" if "withdrawn" in before else ""),
-        pull=pull_ or ("refused" if "refused" in before else ""),
-        level="warning" if bad or late or "refused" in before or has_fault else "info",
+        lease=how_lease,
+        pull=how_pull,
+        level="warning" if is_bad else "info",
         group=axis.group(processes[0]) if processes else 0,
         seconds=max((max(x.end for x in side) - min(x.start for x in side) for side in sides if side), default=0.0),
         lanes=lanes,
@@ -280,7 +220,38 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     )
 
 
-def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
+def _marks(axis: Axis, requests: Sequence[LoggedRequest]) -> Iterator[Mark]:
+    for request in requests:
+        lived: tuple[LoggedLease | LoggedPull, ...] = (*request.leases.values(), *request.all_pulls)
+        for each in lived:
+            said = list(_lease_marks(each) if isinstance(each, LoggedLease) else _pull_marks(each))
+            said += [(x.at, text, x.level) for x in each.records if (text := _about(x))]
+            if each.ended is None and each.process.stopped is None:
+                side = "lease" if isinstance(each, LoggedLease) else "pull"
+                said.append((each.process.last_at, f"log ends; what became of the {side} is not told", "warning"))
+            yield from _placed(axis, each.process, said)
+        for pull in request.others.values():
+            why = f"speaks of it under another prefill request id: {pull.prefill_request_id}"
+            yield from _placed(axis, pull.process, [(pull.begun_at, why, "warning")])
+        for record in request.before:
+            process = axis.service.processes[record.incarnation]
+            yield from _placed(axis, process, [(record.at, _about(record), record.level)])
+
+
+def _ends(
+    requests: Sequence[LoggedRequest], leases: Sequence[LoggedLease], pulls: Sequence[LoggedPull]
+) -> tuple[str, str, bool]:
+    """Return how a request ended on both sides, and True if something went wrong."""
+    before = {"refused" if x.event == told.PullRefused.event else "withdrawn" for r in requests for x in r.before}
+    causes, states = [p.cause for p in last_attempt(pulls)], [x.state for x in leases]
+    bad, late = [x for x in causes if x not in GOOD], [x for x in states if x in ("expired", "revoked")]
+    known = [*bad, *causes, *filter(None, (p.state for p in pulls)), *(before & {"refused"}), ""]
+    lent = [*late, *(x for x in states if x != "released"), *states, *(before & {"withdrawn"}), ""]
+    has_fault = any(p.returned or p.retired or p.unanswered or (p.ended is None and p.held) for p in pulls)
+    return lent[0], known[0], bool(bad or late or "refused" in before or has_fault)
+
+
+def last_attempt(pulls: Sequence[LoggedPull]) -> list[LoggedPull]:
     ended = [p for p in pulls if p.ended is not None]
     last = max((x.attempt for x in ended), default=0)
     return [p for p in ended if p.attempt == last]
@@ -289,36 +260,35 @@ def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
 # -- the prefill side --------------------------------------------------------------------------------
 
 
-def _lease_lane(axis: Axis, lease: Lease) -> Lane:
-    process, start, steps = lease.process, lent_at(lease), steps_of(lease)
+def _lease_lane(axis: Axis, lease: LoggedLease) -> Lane:
+    process, start, steps = lease.process, lease.lent_at, steps_of(lease)
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
-    grants = [*(start + x.claimed_s for x in lease.claims.values()), *granted_in(steps).values()]
+    grants = [start + x.claimed_s for x in lease.claims.values()]
+    grants += [x.at for x in steps if isinstance(x.what, Granted)]
     cuts = [("lent", start)]
     if (first := min((x for x in grants if start <= x <= end), default=math.nan)) <= end:
         cuts.append(("granted", first))
     if (ending := next((s.at for s in steps if isinstance(s.what, Revoked)), math.nan)) <= end:
         cuts.append(("ending", ending))
-    fields = {"state": lease.state}
-    if lease.blocks >= 0:
-        fields["blocks"] = str(lease.blocks)
-    if math.isfinite(lease.lease_s):
-        fields["lease_s"] = f"{lease.lease_s:g}"
-    if lease.released:
-        fields["released by"] = ", ".join(f"{name}: {how}" for name, how in lease.released.items())
-    if lease.owed:
-        fields["owed"] = ", ".join(lease.owed)
+    fields = {
+        "state": lease.state,
+        "blocks": str(lease.blocks) if lease.blocks >= 0 else "",
+        "lease_s": f"{lease.lease_s:g}" if math.isfinite(lease.lease_s) else "",
+        "released by": ", ".join(f"{name}: {how}" for name, how in lease.released.items()),
+        "owed": ", ".join(lease.owed),
+    }
     unknown = "whether it was claimed is not told" if is_open and len(cuts) == 1 else ""
     bars = [
         Bar(phase, at, until, note=unknown, is_open=is_open and until == end)
         for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)])
         if until > at or len(cuts) == 1
     ]
-    return _lane(axis, process, "prefill", "lease", bars, fields)
+    return _lane(axis, process, "prefill", "lease", bars, {name: x for name, x in fields.items() if x})
 
 
-def _lease_marks(lease: Lease) -> Iterator[Said]:
-    process, start, steps = lease.process, lent_at(lease), steps_of(lease)
+def _lease_marks(lease: LoggedLease) -> Iterator[Said]:
+    start, steps = lease.lent_at, steps_of(lease)
     yield start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""), "info"
     for step in steps:
         if step.what not in ("lent", lease.state):
@@ -328,20 +298,16 @@ def _lease_marks(lease: Lease) -> Iterator[Said]:
     for refusal in lease.refused:
         why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
         yield start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning"
-    for record in lease.held:
-        yield record.at, f"held for long: {record.text('waits')}", record.level
     if lease.ended is not None:
         owed = f", owed by {', '.join(lease.owed)}" if lease.owed else ""
         seconds = lease.ended.number("seconds", 0.0)
         yield start + seconds, f"{lease.state} after {shown_seconds(seconds)}{owed}", lease.ended.level
-    elif process.stopped is None:
-        yield process.last_at, "log ends; what became of the lease is not told", "warning"
 
 
 # -- the decode side ---------------------------------------------------------------------------------
 
 
-def _pull_lane(axis: Axis, pull: Pull) -> Lane:
+def _pull_lane(axis: Axis, pull: LoggedPull) -> Lane:
     fields = {"request_id": pull.request_id, "prefill_request_id": pull.prefill_request_id, "pull_id": pull.pull_id}
     if pull.ended is not None:
         fields["outcome"] = pull.cause
@@ -356,7 +322,7 @@ def _pull_lane(axis: Axis, pull: Pull) -> Lane:
     return _lane(axis, pull.process, "decode", what, list(_pull_bars(pull)), fields)
 
 
-def _pull_bars(pull: Pull) -> Iterator[Bar]:
+def _pull_bars(pull: LoggedPull) -> Iterator[Bar]:
     """Make the bars of one attempt, by its process's clock."""
     steps = steps_of(pull)
     if (ended := pull.ended) is None:
@@ -382,7 +348,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
     yield from _after(pull, outcome)
 
 
-def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
+def _after(pull: LoggedPull, outcome: float) -> Iterator[Bar]:
     """Yield the bars after an outcome: its release, and blocks that may still be written."""
     ends = [s.at for s in steps_of(pull) if s.what in ("released", "quarantined")]
     ends += [x.at for x in pull.unanswered]
@@ -398,7 +364,7 @@ def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
         yield Bar("quarantine", outcome, max(pull.process.last_at, outcome), note="its end is not told", is_open=True)
 
 
-def _open_bars(pull: Pull) -> Iterator[Bar]:
+def _open_bars(pull: LoggedPull) -> Iterator[Bar]:
     """Make the bars of a pull without an end in the log: from its steps, or from warnings."""
     last = pull.process.last_at
     found = [(s.at, _STATES[s.what]) for s in steps_of(pull) if isinstance(s.what, str) and s.what in _STATES]
@@ -412,8 +378,8 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
         yield Bar(phase, at, until, is_open=until >= last)
 
 
-def _pull_marks(pull: Pull) -> Iterator[Said]:
-    process, steps = pull.process, steps_of(pull)
+def _pull_marks(pull: LoggedPull) -> Iterator[Said]:
+    steps = steps_of(pull)
     for step in steps:
         yield step.at, str(step.what), "debug" if step.what in _STATES else "info"
     if not steps:
@@ -423,23 +389,6 @@ def _pull_marks(pull: Pull) -> Iterator[Said]:
         detail = f": {pull.detail}" if pull.detail and not steps else ""
         after = shown_seconds(pull.ended.number("seconds", 0.0))
         yield outcome, f"outcome {pull.cause} after {after}{detail}", pull.ended.level
-    for record in pull.held:
-        yield record.at, f"held for long: {record.text('waits')}", record.level
-    if pull.ended is None and process.stopped is None:
-        yield process.last_at, "log ends; what became of the pull is not told", "warning"
-    for record in pull.retried:
-        after_s = record.number("after_s", 0.0)
-        yield record.at, f"attempt {record.integer('attempt')} follows after {after_s:g} s", record.level
-    if pull.returned is not None:
-        yield pull.returned.at, "its blocks came back", pull.returned.level
-    if pull.retired is not None:
-        yield pull.retired.at, "its blocks are given up: a transfer does not end", pull.retired.level
-    for record in pull.unanswered:
-        yield record.at, f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}", record.level
-    for record in pull.refused:
-        # Its field `rank` would name the pull's own rank.
-        ranks = ", ".join(record.texts("ranks")) or "?"
-        yield record.at, f"release refused by {ranks}: {record.text('cause')}", record.level
 
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
@@ -459,7 +408,7 @@ def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark
 
 def ground(axis: Axis) -> list[Ground]:
     out = []
-    presence = Presence(axis, lambda process, at: moment(axis.at(process, at)))
+    presence = Presence(axis)
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []
@@ -469,7 +418,7 @@ def ground(axis: Axis) -> list[Ground]:
             if record.event == told.LoopWasAway.event:
                 seconds = min(max(record.number("seconds", 0.0), 0.0), MAX_AWAY_S)
                 away.append(Bar("away", at - seconds, at, note="its event loop did not come to the engine"))
-            elif (text := _about(record)) and len(marks) < MAX_MARKS:
+            elif record.event not in _TOLD and (text := _about(record)) and len(marks) < MAX_MARKS:
                 marks.append(Mark(at, process, text, record.level))
         start, end = axis.at(process, process.first_at), axis.at(process, process.last_at)
         fate = presence.fate(process)
@@ -479,6 +428,7 @@ def ground(axis: Axis) -> list[Ground]:
 
 
 def _about(record: Record) -> str:
+    """Describe an event; the text is empty if a request's life and end say it."""
     match record.event:
         case told.PeerChanged.event:
             cause = f": {record.text('detail') or record.text('cause')}" if record.text("cause") else ""
@@ -487,8 +437,24 @@ def _about(record: Record) -> str:
             return f"met {record.text('reader')}"
         case told.ReaderRefused.event | told.Refused.event:
             return f"refused {record.text('reader') or record.text('who')}: {record.text('cause')}"
-        case told.LeaseHeld.event | told.PullHeld.event | told.PullRefused.event | told.EngineAlive.event:
-            return ""  # said where it belongs
+        case told.PullRefused.event:
+            return f"refused at once: {record.text('cause')}: {record.text('detail')}"
+        case told.RequestWithdrawn.event:
+            return "withdrawn: it will never be lent"
+        case told.LeaseHeld.event | told.PullHeld.event:
+            return f"held for long: {record.text('waits')}"
+        case told.PullRetried.event:
+            return f"attempt {record.integer('attempt')} follows after {record.number('after_s', 0.0):g} s"
+        case told.BlocksReturned.event:
+            return "its blocks came back"
+        case told.BlocksRetired.event:
+            return "its blocks are given up: a transfer does not end"
+        case told.ReleaseUnanswered.event:
+            return f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}"
+        case told.ReleaseRefused.event:  # its field `rank` would name the pull's own rank
+            return f"release refused by {', '.join(record.texts('ranks')) or '?'}: {record.text('cause')}"
+        case event if event in LEASE_EVENTS | PULL_EVENTS:
+            return ""
         case _:
             said = record.text("detail") or record.text("cause")
             return record.event.replace("_", " ") + (f": {said}" if said else "")

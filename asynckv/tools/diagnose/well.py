@@ -52,6 +52,7 @@ class Head(msgspec.Struct, gc=False):
     unanswered: msgspec.Raw | None = None
     owed: msgspec.Raw | None = None
     refused: msgspec.Raw | None = None
+    log_dropped: msgspec.Raw | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -66,8 +67,8 @@ class Head(msgspec.Struct, gc=False):
             return 0
         if self.cause != _CAUSES.get(self.event, ""):
             return 0
-        troubles = (self.attempt, self.held_transfers, self.unanswered, self.owed, self.refused)
-        return kind if troubles == (None, None, None, None, None) else 0
+        troubles = (self.attempt, self.held_transfers, self.unanswered, self.owed, self.refused, self.log_dropped)
+        return kind if troubles == (None, None, None, None, None, None) else 0
 
 
 class Well:
@@ -98,20 +99,17 @@ class Well:
         self._pack()
         columns = np.frombuffer(self._columns, _NUMBERS)
         at, sequence, kind, process = columns["at"], columns["sequence"], columns["kind"], columns["process"]
-        order = np.lexsort((process, columns["text"], at))
-        is_first = np.ones(len(at), bool)
-        ordered = [columns[x][order] for x in ("at", "text", "process")]
-        is_first[order[1:]] = np.any([x[1:] != x[:-1] for x in ordered], axis=0)
+        is_first = np.zeros(len(at), bool)
+        is_first[np.unique(columns["text"], return_index=True)[1]] = True  # a line names its process and its time
         repeated = np.bincount(columns["source"][~is_first])
         group = columns["engine"] * _SEQUENCES + sequence
         lease = process * _SEQUENCES + sequence
         is_open = (kind == _OPENS) & ~np.isin(lease, lease[kind == _ENDS])
         numbers = self._numbers
         named = [numbers[x] * _SEQUENCES + y for x, y in wrong if x in numbers and 0 <= y < _SEQUENCES]
-        edges = np.flatnonzero(is_first)
-        edges = edges[np.lexsort((at[edges], process[edges]))]
-        _, begin, number = np.unique(process[edges], return_index=True, return_counts=True)
-        edges = edges[np.concatenate((begin, begin + number - 1))]
+        order = np.lexsort((at, process))
+        _, begin, number = np.unique(process[order], return_index=True, return_counts=True)
+        edges = order[np.concatenate((begin, begin + number - 1))]
         is_wanted = np.isin(group, group[is_open]) | np.isin(group, named) | np.isin(group, group[edges])
         keep = is_wanted | _sampled(sequence, is_first & ~is_wanted)
         counted = is_first & ~keep

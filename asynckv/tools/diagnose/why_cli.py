@@ -90,13 +90,16 @@ def why(
         write("--html", html, make(seen, found, sources, stories(seen.axis) if story is None else [story]))
     if request is None:
         why_text.show(document, seen, top, console)
-        raise typer.Exit(1 if found.wrong else 0)
+        raise typer.Exit(1 if found.wrong else 3 if found.limits else 0)
     mine = [x for x in found.wrong if set(x.requests) & looking.called]
     causes = {x.cause.value for x in found.late}  # which are shown with all that is known of the request
     why_text.show_request(seen, found, story, console)
     for each in (x for x in mine if x.code not in causes):
         why_text.show_finding(plain(each), console)
-    raise typer.Exit(1 if mine or found.late or found.copies else 0)
+    is_judged = not found.limits or (story is not None and story.lease and story.pull)
+    if not is_judged:
+        why_text.show_limits(plain(found.limits), console)
+    raise typer.Exit(1 if mine or found.late or found.copies else 0 if is_judged else 3)
 
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -17,7 +17,7 @@ import msgspec
 
 from asynckv.arguments import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.findings import Finding, Findings, Seen
+from asynckv.tools.diagnose.findings import NOT_JUDGED, Finding, Findings, Seen
 from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.timeline_model import PHASES, Story
 from asynckv.tools.diagnose.why_report import plain, process_of, story_of
@@ -69,7 +69,8 @@ def _overview(found: Findings) -> str:
     """Write the first screen: the findings, then the limits."""
     bad = len(found.wrong)
     head = f'<p class="bad">{counted(bad, "thing")} went wrong, the worst first.</p>' if bad else "<p>All is well.</p>"
-    rows = [_row(x, " class=bad") for x in found.wrong] + [_row(x, "") for x in found.limits]
+    head = f"<p>{NOT_JUDGED}.</p>" if found.limits and not bad else head
+    rows = [_row(x, " class=bad") for x in found.wrong] + [_row(x, "") for x in (*found.limits, *found.notes)]
     heads = "<tr><th>what</th><th>evidence</th><th>what to do</th></tr>"
     return head + (f"<table><thead>{heads}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else "")
 

@@ -16,7 +16,7 @@ from asynckv.tools.diagnose.causes import CATALOGUE
 from asynckv.tools.diagnose.findings import Findings, Seen
 from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.leaks_copies import has_offload
-from asynckv.tools.diagnose.leaks_values import Leak, moment
+from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.timeline_model import Ground, Story
 
 SCHEMA = "asynckv.why/1"
@@ -27,9 +27,10 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
     """Make plain data of all findings; times are seconds since 1970 by the clock of the first reference."""
     return {
         "schema": SCHEMA,
-        "is_well": not found.wrong,
+        "is_well": not (found.wrong or found.limits),
         "findings": plain(found.wrong),
         "limits": plain(found.limits),
+        "notes": plain(found.notes),
         "late": [_leak(x) for x in found.late],
         "copies": plain(found.copies),
         "request": None if story is None else story_of(story),
@@ -66,7 +67,6 @@ def _leak(leak: Leak) -> dict[str, Any]:
         "heading": CATALOGUE[leak.cause].heading.value,
         "is_class": CATALOGUE[leak.cause].is_class,
         "evidence": leak.evidence,
-        "remedy": leak.remedy,
         "reader": leak.reader or None,
         "other_request_id": leak.other_request_id or None,
     }
@@ -79,6 +79,7 @@ def _read(seen: Seen) -> dict[str, Any]:
     counts = [x for answer in seen.answers for x in answer.account.counts]
     keeps = {x.rank for x in others if has_offload(x)}
     times = [t for x in every for t in (x.first_at, x.last_at)]
+    running = [x.last_at for x in every if x.num_records and x.stopped is None and x.successor is None]
     return {
         "files": len(logs.sources),
         "lines": total.num_lines,
@@ -88,8 +89,9 @@ def _read(seen: Seen) -> dict[str, Any]:
         "lent_now": sum(x.number for x in counts if x.kind == "lease"),
         "pulled_now": sum(x.number for x in counts if x.kind != "lease"),
         "since": clock_time(seen.since)[:19] if math.isfinite(seen.since) else None,
-        "first": moment(min(times)) if times else None,
-        "last": moment(max(times)) if times else None,
+        "first": seen.axis.moment(min(times)) if times else None,
+        "last": seen.axis.moment(max(times)) if times else None,
+        "until": seen.axis.moment(min(running, default=max(times))) if times else None,
         "others": total.num_others,
         "others_in": [{"path": x.path, "lines": x.num_others} for x in logs.sources if x.num_others][:MAX_FILES],
         "repeated": total.num_repeated,

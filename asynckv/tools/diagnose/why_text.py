@@ -22,9 +22,9 @@ from asynckv.core.inspect import RequestStatus
 from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.findings import Findings, Seen
+from asynckv.tools.diagnose.findings import NOT_JUDGED, Findings, Seen
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
-from asynckv.tools.diagnose.leaks_values import Leak, moment, some
+from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Ground, Mark, Story
 from asynckv.tools.output import print_unpadded
 
@@ -53,7 +53,7 @@ def show(report: Mapping[str, Any], seen: Seen, top: int | None, console: Consol
 
 
 def show_findings(report: Mapping[str, Any], console: Console) -> None:
-    findings, limits, read = report["findings"], report["limits"], report["read"]
+    findings, limits, notes, read = report["findings"], report["limits"], report["notes"], report["read"]
     requests = counted(read["requests"], "request")
     if not read["files"]:
         requests = f"{read['lent_now']:,} lent and {read['pulled_now']:,} announced or pulled now"
@@ -61,9 +61,12 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
     span = f"{requests}, {_ranks(read)}{when}"
     after = f" since {read['since']} UTC" if read["since"] else ""
     if not findings:
-        text = "All is well, as far as these logs tell" if limits else "All is well"
+        text = NOT_JUDGED if limits else "All is well"
         text += " now (what is over is in logs alone)" if report["engines"] and not read["files"] else ""
-        _line(console, f"{text}{after}: {span}.", "bold")
+        # No more is claimed than the first log to end shows.
+        known = span.replace(f" to {read['last']} ", f" to {read['until']} ")
+        also = "" if limits else "".join(f"; {x['what']}" for x in notes[:MAX_LIMITS])
+        _line(console, f"{text}{after}: {known}{also}.", "bold")
     else:
         is_one = len(findings) == 1
         _line(console, f"{'One thing is' if is_one else f'{len(findings):,} things are'} wrong{after}.", "bold red")
@@ -71,12 +74,13 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
         show_finding(each, console, f"{i}. ")
     if (more := len(findings) - MAX_FINDINGS) > 0:
         _line(console, f"and {more:,} more; --json has all", "bold", 3)
-    if limits:
-        console.print()
-        _line(console, "What could not be judged, and other warnings:", "yellow")
-        for each in limits[:MAX_LIMITS]:
+    for title, rows in (("What could not be judged:", limits), ("Also seen:", notes if findings or limits else ())):
+        if rows:
+            console.print()
+            _line(console, title, "yellow")
+        for each in rows[:MAX_LIMITS]:
             _line(console, each["what"] + (f" ({each['evidence']})" if each["evidence"] else ""), "yellow", 3)
-        if (more := len(limits) - MAX_LIMITS) > 0:
+        if (more := len(rows) - MAX_LIMITS) > 0:
             _line(console, f"and {more:,} more; --json has all", "yellow", 3)
     if findings or limits:
         console.print()
@@ -112,18 +116,18 @@ def _ranks(read: Mapping[str, Any]) -> str:
 def show_request(seen: Seen, found: Findings, story: Story | None, console: Console) -> None:
     if story is not None:
         show_story(seen.axis, story, seen.grounds, console)
-    show_late(found.late, console)
+    show_late(seen.axis, found.late, console)
     show_copies(found.copies, seen.failed, console)
 
 
-def show_late(late: Sequence[Leak], console: Console) -> None:
+def show_late(axis: Axis, late: Sequence[Leak], console: Console) -> None:
     """Show the causes of one late request, with the evidence of each side."""
     for leak in late:
         console.print()
         _line(console, f"{leak.cause.value}: {leak.sentence}", "bold")
         blocks = "blocks" if leak.blocks < 0 else counted(leak.blocks, "block")
         took = "" if math.isnan(leak.seconds) else f" for {shown_seconds(leak.seconds)}"
-        since = "" if math.isnan(leak.since) else f" since {moment(leak.since)}"
+        since = "" if math.isnan(leak.since) else f" since {axis.moment(leak.since)}"
         rows = [
             ("held", f"{blocks} of {some(leak.holders)}{took}{since}; {leak.state}"),
             ("owed by", some("a decode engine that never spoke up" if x == "*" else x for x in leak.owed)),
@@ -161,6 +165,12 @@ def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Con
     print_unpadded(console, Columns(legend, padding=(0, 2)))
     console.print()
     print_unpadded(console, _events(story, grounds), is_whole=True)
+
+
+def show_limits(limits: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Show why a request could not be judged."""
+    for each in limits[:MAX_LIMITS]:
+        _line(console, f"could not be judged: {each['what']}", "yellow")
 
 
 def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
@@ -318,6 +328,9 @@ def _holds(answer: Answer) -> Iterator[str]:
     account, gauges, lag = answer.account, answer.gauges, answer.account.facts.lag
     if account.closed_as:
         yield f"takes nothing new: {account.closed_as}"
+    if account.waits_for_step:
+        what = (f"{x.number:,} {what} ({shown_seconds(x.seconds)})" for what, x in account.waits_for_step.items())
+        yield f"waits for a step of the engine around it: {', '.join(what)}"
     held = {name: f"{used:,} of {most:,}" for name, (used, most) in account.budgets.items() if used}
     held |= {name: f"{gauges[name]:,}" for name in ("blocks_quarantined", "transfers_in_doubt") if gauges.get(name)}
     lags = f"loop late {shown_seconds(lag.last_s)}, at most {shown_seconds(lag.most_s)}, away {lag.was_away:,} times"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from asynckv.edges.aside import Aside
 from asynckv.edges.keeper import check_processes
+from asynckv.edges.kernel import FIRST_PID_NAMESPACE, inode
 from asynckv.edges.pages import control_groups, text_of
 from asynckv.edges.sharing import shm_use
 from asynckv.edges.transports import copy_from, rdma_devices
@@ -27,7 +28,6 @@ from asynckv.errors import BackendError
 from asynckv.tools.bench.machine import field
 from asynckv.tools.doctor.facts import Gpu, Interface, Machine, Network, Rdma
 
-INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # its inode, in every kernel
 NO_LIMIT = 1 << 60
 NONE_FOUND = 2
 SIOCGIFADDR = 0x8915
@@ -76,7 +76,7 @@ def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
         ptrace_scope=_number(text_of(proc / "sys/kernel/yama/ptrace_scope")),
         seccomp=field(proc / "self/status", "Seccomp") == "2",
         container=_container(proc),
-        own_pid_namespace=_inode(proc / "self/ns/pid") not in (0, INITIAL_PID_NAMESPACE),
+        own_pid_namespace=inode(proc / "self/ns/pid") not in (0, FIRST_PID_NAMESPACE),
         uid=os.geteuid(),
         cma_error=try_process_vm_readv(),
         child_error=child_error,
@@ -107,12 +107,6 @@ def _free(path: str) -> tuple[int, int]:
             found = os.statvfs(path)
             return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     return 0, 0
-
-
-def _inode(path: Path) -> int:
-    with suppress(OSError):
-        return path.stat().st_ino
-    return 0
 
 
 def _container(proc: Path) -> str:
