@@ -30,9 +30,9 @@ import numpy.typing as npt
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import Entry, checksum, read_index
-from asynckv.edges.file_store import segment_extents, segment_path
-from asynckv.edges.file_tier import FileTier
+from asynckv.edges.files.index import Entry, checksum, read_index
+from asynckv.edges.files.store import segment_extents, segment_path
+from asynckv.edges.files.tier import FileTier
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError
 from asynckv.ports import CopyOp, Record, RecordsEnded

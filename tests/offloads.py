@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv import Engine, EngineConfig, Registration
-from asynckv.engine.shelf import Shelf
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.layout import register_memory
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
+from asynckv.tiers.shelf import Shelf
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk, SimRecords
 from tests.world import make_layout

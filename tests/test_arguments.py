@@ -48,7 +48,6 @@ from asynckv import (
 )
 from asynckv.core import wire as messages
 from asynckv.core.types import decode_params
-from asynckv.engine.offload import Pin
 from asynckv.layout import (
     Dim,
     Group,
@@ -64,6 +63,7 @@ from asynckv.layout import (
 )
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.eviction import policy_named
+from asynckv.tiers.offload import Pin
 from tests.engines import Bench, memory, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies

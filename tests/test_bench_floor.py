@@ -19,8 +19,7 @@ import pytest
 
 from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.types import Endpoint
-from asynckv.edges.agent import Agent
-from asynckv.edges.nixl_raw import RawLoop
+from asynckv.edges.nic.agent import Agent
 from asynckv.errors import ConfigError
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable
@@ -29,6 +28,7 @@ from asynckv.tools.bench import floor, report
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.memory import Pool
+from asynckv.tools.bench.nixl_raw import RawLoop
 from asynckv.tools.bench.noise import median_of
 from asynckv.tools.bench.options import Options
 from asynckv.tools.bench.protocol import Outcome, Sample, Work

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.edges import zmq as edge
+from asynckv.edges.control import zmq as edge
 from tests.lab import attack, chaos, pressure
 from tests.lab.arena import Arena, arena
 from tests.lab.pressure import Sizes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from asynckv.config import NixlConfig
-from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.process import ServingPlane
-from asynckv.edges.zmq import ZmqPlane
+from asynckv.edges.control.zmq import ZmqPlane
+from asynckv.edges.nic.nixl import NixlPlane
+from asynckv.edges.survivor.process import ServingPlane
 from asynckv.testing import SimControl, SimData, SimNetwork
 from tests.lab.conformance import check_control_plane, check_data_plane
 

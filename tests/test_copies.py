@@ -15,9 +15,9 @@ import pytest
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges import posters
-from asynckv.edges.agent import Agent
-from asynckv.edges.copies import NixlCopies
+from asynckv.edges.nic import posters
+from asynckv.edges.nic.agent import Agent
+from asynckv.edges.nic.copies import NixlCopies
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest

@@ -26,7 +26,7 @@ import aiohttp
 import pytest
 
 from asynckv.config import LeaseConfig
-from asynckv.edges.zmq import make_pair
+from asynckv.edges.control.zmq import make_pair
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.options import Options
 from asynckv.keys import write_pair

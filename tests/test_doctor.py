@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.edges.zmq import make_pair
+from asynckv.edges.control.zmq import make_pair
 from asynckv.keys import write_pair
 from asynckv.tools import cli
 from asynckv.tools.doctor import host, probing, software

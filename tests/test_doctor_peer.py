@@ -15,7 +15,7 @@ import pytest
 from asynckv import Engine, EngineConfig, KeysConfig
 from asynckv.core import wire
 from asynckv.core.types import Reason
-from asynckv.edges.zmq import ZmqPlane, make_pair
+from asynckv.edges.control.zmq import ZmqPlane, make_pair
 from asynckv.errors import ConfigError
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork

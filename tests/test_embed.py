@@ -32,7 +32,7 @@ from asynckv import (
     PullError,
     RemoteProtocolError,
 )
-from asynckv.edges.nixl import NixlPlane
+from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.embed import Announce, Cancel, EngineThread, Finished, Lend, Order, Pull, Reclaim, Withdraw
 from asynckv.engine import ending
 from tests.engines import BLOCKS, memory

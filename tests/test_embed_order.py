@@ -59,7 +59,8 @@ def test_a_bug_that_one_order_meets_is_told_with_it_and_strands_none_behind_it(m
             monkeypatch.setattr(engine, "announce", lambda *args, **more: 1 // 0)
             orders = [Announce("a", {}), Lend({"from": "behind"}), Announce("b", {}), Lend({"from": "last"})]
             desk.submit(orders)
-            desk.carry_out()
+            while desk._handed:  # a busy machine may need several slices
+                desk.carry_out()
             told = [(each.order, type(each.error)) for each in desk.take_finished().refused]
             assert [order for order, _ in told] == orders
             assert [kind is ZeroDivisionError for _, kind in told] == [True, False, True, False]

@@ -31,7 +31,7 @@ from asynckv import (
     WrongThread,
 )
 from asynckv.edges.bell import Bell
-from asynckv.edges.nixl import NixlPlane
+from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.embed import Cancel, EngineThread, Finished, Lend, Pull
 from asynckv.embed.thread import MAX_CRASHES
 from asynckv.ports import AgentInfo
@@ -690,7 +690,7 @@ def test_a_process_that_forgets_to_close_ends_and_closes_its_engines() -> None:
 DESCRIBED = """
 import sys, threading
 from asynckv import *
-import asynckv.edges.process, tests.engines  # a type may be described on import: no other name is in the module then
+import asynckv.edges.survivor.process, tests.engines  # a type may be described on import, before other names
 
 described = []
 def watch(frame, event, _):

@@ -15,9 +15,9 @@ import pytest
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges import file_tier
-from asynckv.edges.file_io import Extent, FileTooShort, transfer
-from asynckv.edges.file_store import OWNER, NoRoom, OwnerLock, Segments, check_room
+from asynckv.edges.files import tier as file_tier
+from asynckv.edges.files.io import Extent, FileTooShort, transfer
+from asynckv.edges.files.store import OWNER, NoRoom, OwnerLock, Segments, check_room
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError
 from asynckv.offload.catalogue import Catalogue

@@ -28,14 +28,17 @@ import pytest
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges import aside, file_nixl, file_tier, file_worker
-from asynckv.edges.agent import Agent
-from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, checksum, read_index, typed
-from asynckv.edges.file_io import Extent
-from asynckv.edges.file_store import OWNER, OwnerLock, owner_of
-from asynckv.edges.file_tier import FileTier
+from asynckv.edges import aside
+from asynckv.edges.control.local import LocalDoor
+from asynckv.edges.files import nixl as file_nixl
+from asynckv.edges.files import tier as file_tier
+from asynckv.edges.files import worker as file_worker
+from asynckv.edges.files.index import INDEX, DamagedIndex, Entry, FileIndex, checksum, read_index, typed
+from asynckv.edges.files.io import Extent
+from asynckv.edges.files.store import OWNER, OwnerLock, owner_of
+from asynckv.edges.files.tier import FileTier
 from asynckv.edges.host_pool import HostPool
-from asynckv.edges.local import LocalDoor
+from asynckv.edges.nic.agent import Agent
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
@@ -756,7 +759,7 @@ def test_no_room_is_said_with_the_numbers_and_leaves_nothing_behind(tmp_path: Pa
     # A limit on the size of files, because a file system of one's own needs root; Python ignores its signal.
     code = (
         "import asyncio, resource, sys\n"
-        "from asynckv.edges.file_tier import FileTier\n"
+        "from asynckv.edges.files.tier import FileTier\n"
         "from tests.lab.plain_files import plain\n"
         "from asynckv.edges.host_pool import HostPool\n"
         "from asynckv.errors import BackendError\n"

@@ -21,7 +21,7 @@ from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount, de
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.core.told import StepWait
 from asynckv.core.types import Address, Cohort, KVTransferParams, decode_params
-from asynckv.edges.zmq import ZmqPlane, make_pair
+from asynckv.edges.control.zmq import ZmqPlane, make_pair
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.gather import PACK_BYTES, Packing, Ranges, Recipe, check_recipe
 from asynckv.geometry.layout import Layout

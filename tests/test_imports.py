@@ -41,7 +41,7 @@ CORE_MAY_IMPORT = {
     "types",
     "typing",
 }
-DOORS = {"nixl": "edges/nixl.py", "zmq": "edges/zmq.py", "torch": "edges/torch.py"}
+DOORS = {"nixl": "edges/nic/nixl.py", "zmq": "edges/control/zmq.py", "torch": "edges/torch.py"}
 
 
 def nodes(path: Path) -> Iterator[ast.AST]:
@@ -109,6 +109,7 @@ ORDER = (
     "observe",
     "edges",
     "engine",
+    "tiers",
     "embed",
     "layout",
     "asynckv",  # the public names
@@ -163,6 +164,18 @@ def circles(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
     return arrows
 
 
+def test_the_edges_families_do_not_know_each_other() -> None:
+    may_use = {"": "", "choice": "nic survivor", "control": "", "nic": "", "survivor": "nic", "files": "nic"}
+
+    def family(module: str) -> str:
+        name = module.removeprefix("asynckv.edges").strip(".").partition(".")[0]
+        return name if name in may_use else ""
+
+    inside = {(a, b) for a, b in all_arrows() if room(a) == room(b) == "edges"}
+    crossed = {(family(a), family(b)) for a, b in inside if family(b) not in {"", family(a)}}
+    assert crossed == {(a, b) for a, others in may_use.items() for b in others.split()}
+
+
 def test_every_module_is_in_a_room() -> None:
     assert {room(module) for module in MODULES} == set(ORDER)
 
@@ -201,8 +214,11 @@ def test_the_package_imports_nothing_of_the_laboratory_or_the_scripts() -> None:
 
 LOADING = {
     "the package": ("asynckv", frozenset({"asynckv"})),
-    "an engine": ("asynckv; asynckv.Engine", ROOMS.keys() | {"asynckv", "edges", "engine", "observe"}),
-    "a thread": ("asynckv; asynckv.EngineThread", ROOMS.keys() | {"asynckv", "edges", "embed", "engine", "observe"}),
+    "an engine": ("asynckv; asynckv.Engine", ROOMS.keys() - {"offload"} | {"asynckv", "edges", "engine", "observe"}),
+    "a thread": (
+        "asynckv; asynckv.EngineThread",
+        ROOMS.keys() | {"asynckv", "edges", "embed", "engine", "observe", "tiers"},
+    ),
     "what tests are written with": ("asynckv.testing", {"asynckv", "geometry", "core", "testing"}),
 }
 GROUND = {"version", "public", "errors", "arguments", "config", "keys", "ports", "results", "scheduler", "hashes"}

@@ -34,8 +34,16 @@ from asynckv.core import survey
 from asynckv.core.account import MAX_ACCOUNT, Account, PeerStatus, encode_account
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAJOR, MAX_TOLD, Ping, Status, StatusRequest, decode_packet, encode_packet
-from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, read_packet, socket_name, write_packet
-from asynckv.edges.zmq import ZmqPlane, make_pair
+from asynckv.edges.control.local import (
+    MAX_GUESTS,
+    LocalDoor,
+    is_left_behind,
+    rank_of,
+    read_packet,
+    socket_name,
+    write_packet,
+)
+from asynckv.edges.control.zmq import ZmqPlane, make_pair
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
 from asynckv.tools.diagnose import ask
@@ -404,7 +412,7 @@ async def test_a_question_that_is_never_answered_takes_no_place_for_ever(
                 opened.callback(writer.close)
             await until(lambda: len(door._guests) == MAX_GUESTS)
             with monkeypatch.context() as patch:  # all wait for a question by now: this is the time for its answer
-                patch.setattr("asynckv.edges.local.IDLE_S", SHORT_S)
+                patch.setattr("asynckv.edges.control.local.IDLE_S", SHORT_S)
                 for _, writer in streams:
                     write_packet(writer, encode_packet("s", "", [StatusRequest(1, 1)]))
                 ends = await asyncio.gather(*(reader.read() for reader, _ in streams))

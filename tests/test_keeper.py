@@ -22,12 +22,11 @@ import numpy as np
 import pytest
 
 from asynckv import BackendError, EngineClosed, NixlConfig, shared_memory
-from asynckv.edges import keeper, taster
-from asynckv.edges import process_wire as wire
-from asynckv.edges.keeper import Keeper
-from asynckv.edges.process import ServingPlane
-from asynckv.edges.process_main import COLLISION
-from asynckv.edges.taster import Taster
+from asynckv.edges.survivor import keeper, taster, wire
+from asynckv.edges.survivor.keeper import Keeper
+from asynckv.edges.survivor.main import COLLISION
+from asynckv.edges.survivor.process import ServingPlane
+from asynckv.edges.survivor.taster import Taster
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
 from asynckv.testing import SimData, SimNetwork
@@ -181,7 +180,7 @@ async def test_a_child_is_given_its_memory_and_a_group_of_its_own(kept: Callable
     await each.start()
     assert each.keeper.is_serving
     assert (each.keeper.num_processes, each.keeper.stands_by(), each.keeper.is_closing) == (1, False, False)
-    assert each.lines("kept") == ["['-P', '-m', 'asynckv.edges.process_main'] True 1 True"]
+    assert each.lines("kept") == ["['-P', '-m', 'asynckv.edges.survivor.main'] True 1 True"]
     assert each.news() == ["kept"]
     with pytest.raises(BackendError, match="serves already"):
         await each.start()
@@ -482,7 +481,7 @@ async def test_who_is_not_watched_is_left_alone(kept: Callable[..., Kept], monke
     each.keeper.watch(False)
     await until(lambda: [6, False] in each.orders("kept"))
     os.kill(each.keeper.pid, signal.SIGSTOP)
-    monkeypatch.setattr("asynckv.edges.keeper.HUNG_S", 0.01)  # before, a busy machine might take as long
+    monkeypatch.setattr("asynckv.edges.survivor.keeper.HUNG_S", 0.01)  # before, a busy machine might take as long
     beats, later = each.keeper.frames_out, asyncio.get_running_loop().time() + 0.2
     await until(lambda: asyncio.get_running_loop().time() > later)
     assert (each.keeper.frames_out, each.news()) == (beats, ["kept"])

@@ -17,7 +17,7 @@ from zmq.utils import z85
 
 import asynckv
 from asynckv import ConfigError, Engine, EngineConfig, KeysConfig
-from asynckv.edges.zmq import ZmqPlane, make_pair
+from asynckv.edges.control.zmq import ZmqPlane, make_pair
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair, read_public, write_pair
 from asynckv.layout import register_memory
 from asynckv.tools import cli

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from asynckv.config import OffloadConfig
-from asynckv.edges.file_index import INDEX, STORED_AT, DamagedIndex, Entry, FileIndex, read_index
-from asynckv.edges.file_io import ALIGN
-from asynckv.edges.file_store import OwnerLock
-from asynckv.edges.leftovers import left_in, rank_folder
-from asynckv.engine.shelf import Shelf
-from asynckv.engine.tiers import MAX_THROUGH_BYTES, _left_by_others
+from asynckv.edges.files.index import INDEX, STORED_AT, DamagedIndex, Entry, FileIndex, read_index
+from asynckv.edges.files.io import ALIGN
+from asynckv.edges.files.leftovers import left_in, rank_folder
+from asynckv.edges.files.store import OwnerLock
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
+from asynckv.tiers.rank import MAX_THROUGH_BYTES, _left_by_others
+from asynckv.tiers.shelf import Shelf
 from tests.offloads import layout_of
 
 

@@ -18,7 +18,7 @@ import structlog
 from asynckv import KeysConfig, LeaseConfig, LogConfig, PrefillRanks, PullConfig, PullError
 from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Release, encode_packet
-from asynckv.edges.zmq import make_pair
+from asynckv.edges.control.zmq import make_pair
 from asynckv.keys import encode_z85, read_pair, write_pair
 from asynckv.observe.setup import configure_logging
 from tests.engines import Bench, Side, until

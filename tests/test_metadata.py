@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from asynckv import BackendError, EngineConfig, NixlConfig
-from asynckv.edges import nixl
-from asynckv.edges.agent import Agent
 from asynckv.edges.choice import choose_plane
-from asynckv.edges.metadata import is_known, renamed
-from asynckv.edges.taster import Taster
+from asynckv.edges.nic import nixl
+from asynckv.edges.nic.agent import Agent
+from asynckv.edges.nic.metadata import is_known, renamed
+from asynckv.edges.survivor.taster import Taster
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 from tests.test_process import children

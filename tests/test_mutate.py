@@ -121,8 +121,8 @@ def test_a_bug_is_judged_by_the_tests_that_run_its_function() -> None:
 
 def test_a_bug_that_no_test_is_seen_to_run_is_judged_by_those_of_its_file_and_of_what_names_it() -> None:
     assert set(MEASURED.of(FLOW, "nowhere")) >= {"tests/test_all.py::test_all"}
-    process = {"tests/test_keeper.py::test_it": (1.0, frozenset({"asynckv/edges/keeper.py:start"}))}
-    assert Reach(process).of("asynckv/edges/process_child.py", "Child.run") == [*process]
+    process = {"tests/test_keeper.py::test_it": (1.0, frozenset({"asynckv/edges/survivor/keeper.py:start"}))}
+    assert Reach(process).of("asynckv/edges/survivor/child.py", "Child.run") == [*process]
     assert Reach({}).stages(LEASE, "Lease.renew") == []
 
 

@@ -28,10 +28,10 @@ import pytest
 from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges import agent as nixl_agent
-from asynckv.edges import nixl
-from asynckv.edges.agent import Agent
-from asynckv.edges.nixl import NixlPlane
+from asynckv.edges.nic import agent as nixl_agent
+from asynckv.edges.nic import nixl
+from asynckv.edges.nic.agent import Agent
+from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest

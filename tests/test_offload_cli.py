@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from asynckv.edges.file_index import INDEX
-from asynckv.edges.file_store import OWNER, OwnerLock, owner_of
+from asynckv.edges.files.index import INDEX
+from asynckv.edges.files.store import OWNER, OwnerLock, owner_of
 from asynckv.tools import cli
 from tests.test_cli import complaint
 from tests.test_file_tier import COUNT, RANGE, SEGMENT, SIZE, Tier, records

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 import structlog
 
-from asynckv.edges.file_index import INDEX
-from asynckv.edges.file_store import OWNER, segment_path
-from asynckv.edges.file_tier import FileTier
-from asynckv.edges.leftovers import rank_folder
-from asynckv.engine.tiers import _left_by_others
+from asynckv.edges.files.index import INDEX
+from asynckv.edges.files.leftovers import rank_folder
+from asynckv.edges.files.store import OWNER, segment_path
+from asynckv.edges.files.tier import FileTier
 from asynckv.geometry.packed import record_form
 from asynckv.observe.setup import configure_logging
+from asynckv.tiers.rank import _left_by_others
 from tests.engines import until
 from tests.lab.plain_files import plain
 from tests.lab.tiers import SimDisk

@@ -20,7 +20,7 @@ import asynckv
 from asynckv import EngineConfig, PrefillRanks
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.copies import NixlCopies
+from asynckv.edges.nic.copies import NixlCopies
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.kept import kept_tables, plan_copies, plan_load

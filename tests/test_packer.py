@@ -17,12 +17,12 @@ from asynckv import ConfigError, Engine, EngineConfig, NixlConfig, PrefillRanks
 from asynckv.config import MAX_PACKING
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges import packer
-from asynckv.edges.agent import Agent
-from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.packer import Packer
-from asynckv.edges.process import ServingPlane
+from asynckv.edges.nic import packer
+from asynckv.edges.nic.agent import Agent
+from asynckv.edges.nic.nixl import NixlPlane
+from asynckv.edges.nic.packer import Packer
 from asynckv.edges.sharing import shared_memory
+from asynckv.edges.survivor.process import ServingPlane
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import PACK_BYTES, Gathered, Packing, Ranges, check_recipe, recipe
 from asynckv.geometry.layout import Memory

@@ -19,11 +19,12 @@ import torch
 
 from asynckv import BackendError, NixlConfig, shared_memory, shared_tensor
 from asynckv.arguments import MAX_INTEGER
-from asynckv.edges import packer, pages, staging
+from asynckv.edges import pages
 from asynckv.edges.host_pool import HostPool
-from asynckv.edges.packer import Packer
+from asynckv.edges.nic import packer, staging
+from asynckv.edges.nic.packer import Packer
+from asynckv.edges.nic.staging import bytes_at
 from asynckv.edges.pages import memory_available, populate
-from asynckv.edges.staging import bytes_at
 from asynckv.edges.torch import shared_zeros
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.staging import SLOT_BYTES

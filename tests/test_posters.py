@@ -30,9 +30,9 @@ from asynckv.config import LeaseConfig, NixlConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pace import Pace
 from asynckv.core.types import TransferId
-from asynckv.edges import nixl, posters
-from asynckv.edges.agent import Agent
-from asynckv.edges.posters import Poster
+from asynckv.edges.nic import nixl, posters
+from asynckv.edges.nic.agent import Agent
+from asynckv.edges.nic.posters import Poster
 from asynckv.engine import ending
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory

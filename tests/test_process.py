@@ -37,10 +37,9 @@ from asynckv import (
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.core.wire import Release, decode_packet
-from asynckv.edges import keeper
-from asynckv.edges import process_wire as wire
-from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.process import ServingPlane
+from asynckv.edges.nic.nixl import NixlPlane
+from asynckv.edges.survivor import keeper, wire
+from asynckv.edges.survivor.process import ServingPlane
 from asynckv.geometry.layout import Memory
 from asynckv.layout import register_memory
 from asynckv.ports import AgentLost, AgentReplaced
@@ -488,8 +487,8 @@ import asyncio, signal, sys
 import numpy as np
 from asynckv import NixlConfig, shared_memory
 from asynckv.geometry.layout import Memory
-from asynckv.edges import keeper
-from asynckv.edges.process import ServingPlane
+from asynckv.edges.survivor import keeper
+from asynckv.edges.survivor.process import ServingPlane
 from asynckv.testing import SimData, SimNetwork
 
 # Whoever started the tests may have it ignored, as shells do for what runs in the background.
@@ -541,8 +540,8 @@ def test_children_end_with_their_engine_and_print_nothing_into_its_output(how: s
 
 FLOOD = """
 import os, sys
-from asynckv.edges import nixl
-from asynckv.edges.agent import Agent
+from asynckv.edges.nic import nixl
+from asynckv.edges.nic.agent import Agent
 agent = Agent(nixl.load_nixl(), f"flood{os.getpid()}", "UCX", nixl.DEFAULTS)
 name = agent._agent.add_remote_agent(bytes.fromhex(sys.stdin.readline()))
 while True:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from asynckv import KeysConfig, PeerUnreachable, PrefillRanks, PullConfig
-from asynckv.edges.zmq import make_pair
+from asynckv.edges.control.zmq import make_pair
 from asynckv.engine import ending
 from asynckv.keys import write_pair
 from tests.engines import Bench, Side

@@ -19,10 +19,10 @@ import torch
 
 from asynckv import BackendError, ConfigError, EngineConfig, NixlConfig, register_tensors, shared_memory, shared_tensor
 from asynckv.edges import choice, transports
-from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.process import ServingPlane
-from asynckv.edges.process_main import COLLISION
+from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.edges.sharing import NotShared, Shares, shm_use
+from asynckv.edges.survivor.main import COLLISION
+from asynckv.edges.survivor.process import ServingPlane
 from asynckv.edges.torch import shared_zeros
 from asynckv.geometry.layout import Memory
 from asynckv.integrations.vllm.offload import region
@@ -136,10 +136,10 @@ def test_a_child_whose_addresses_are_taken_says_so_by_its_status() -> None:
     """Another may fare better: where libraries lie is chance."""
     code = (
         "import mmap, os, numpy as np\n"
-        "from asynckv.edges import process_main\n"
+        "from asynckv.edges.survivor.main import _map\n"
         "there = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)\n"
         "fd = os.memfd_create('x'); os.ftruncate(fd, 4096)\n"
-        "process_main._map([(fd, 0, there.ctypes.data, 4096)])\n"
+        "_map([(fd, 0, there.ctypes.data, 4096)])\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         assert subprocess.run([sys.executable, "-c", code], cwd=folder, timeout=60).returncode == COLLISION

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asynckv.engine import copying
-from asynckv.engine.copying import ByTokens, SlotBySlot
-from asynckv.engine.mover import Mover
-from asynckv.engine.offload import Offload
-from asynckv.engine.shelf import Shelf
-from asynckv.engine.tiers import Tiers
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import Entry
 from asynckv.offload.tier import Tier
+from asynckv.tiers import copying
+from asynckv.tiers.copying import ByTokens, SlotBySlot
+from asynckv.tiers.mover import Mover
+from asynckv.tiers.offload import Offload
+from asynckv.tiers.rank import Tiers
+from asynckv.tiers.shelf import Shelf
 from tests.lab.simulation import TIER_FAULTS, make_tier_script, simulate, simulate_many
 from tests.lab.tiers import SimRecords
 

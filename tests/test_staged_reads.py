@@ -14,10 +14,10 @@ import pytest
 from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges import posters, staging
-from asynckv.edges.agent import Agent
-from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.staging import Stage, item_bytes
+from asynckv.edges.nic import posters, staging
+from asynckv.edges.nic.agent import Agent
+from asynckv.edges.nic.nixl import NixlPlane
+from asynckv.edges.nic.staging import Stage, item_bytes
 from asynckv.errors import BackendError
 from asynckv.geometry.staging import SLOT_BYTES, Box
 from asynckv.geometry.tables import DescTable, Span

@@ -30,10 +30,10 @@ from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, PullError
 from asynckv.config import KeysConfig
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
-from asynckv.edges import door
-from asynckv.edges import zmq as edge
-from asynckv.edges.door import Connection, Door
-from asynckv.edges.zmq import ZmqPlane, make_pair
+from asynckv.edges.control import door
+from asynckv.edges.control import zmq as edge
+from asynckv.edges.control.door import Connection, Door
+from asynckv.edges.control.zmq import ZmqPlane, make_pair
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import KeyPair, encode_z85, write_pair
 from asynckv.testing import SimData, SimNetwork
@@ -1291,7 +1291,7 @@ async def test_connections_that_have_ended_leave_no_descriptor() -> None:
 def test_too_few_descriptors_are_told_before_libzmq_would_abort() -> None:
     code = (
         "import asyncio, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-        "from asynckv.edges.zmq import ZmqPlane\n"
+        "from asynckv.edges.control.zmq import ZmqPlane\n"
         "asyncio.run(ZmqPlane('tcp://127.0.0.1:0').start(lambda *packet: None))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -1304,7 +1304,7 @@ def test_links_leave_descriptors_for_everybody_else() -> None:
     """Whoever names endpoints in params says how many links there are; libzmq aborts where it gets no descriptor."""
     code = """if 1:
         import asyncio, os, resource
-        from asynckv.edges.zmq import ZmqPlane
+        from asynckv.edges.control.zmq import ZmqPlane
 
         async def main():
             fds = len(os.listdir("/proc/self/fd"))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from asynckv import Engine, EngineClosed, EngineConfig, HeldBlocks, Registration, Statistics
 from asynckv.core.events import TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.nixl import NixlPlane
+from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.embed import EngineDesk, EngineThread, Finished, Order
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyMade

@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable, Sequence
 
 from asynckv.config import EngineConfig
-from asynckv.edges.keeper import check_processes
-from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.process import ServingPlane
+from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.edges.sharing import Shares
-from asynckv.edges.taster import Taster
+from asynckv.edges.survivor.keeper import check_processes
+from asynckv.edges.survivor.process import ServingPlane
+from asynckv.edges.survivor.taster import Taster
 from asynckv.edges.transports import has_cma, is_emulated, is_loopback, rdma_devices, ucx_setting
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory

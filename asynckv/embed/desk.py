@@ -32,9 +32,10 @@ from asynckv.embed.orders import (
     Store,
     Withdraw,
 )
-from asynckv.engine import Engine, LentRequest, Offload
+from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, PullCancelled, PullError
 from asynckv.results import LeaseEnd
+from asynckv.tiers import Offload
 
 SLICE_S = 0.001  # of CPU: another thread that holds the GIL must not end the slice
 AWAITED: Mapping[type, str] = {Pull: "finished_recving", Load: "loaded", Store: "stored"}

@@ -10,6 +10,5 @@ Everything runs on one event loop, so the core is never entered twice at once, a
 
 from asynckv.engine.engine import Engine
 from asynckv.engine.lent import LentRequest
-from asynckv.engine.offload import Offload
 
-__all__ = ["Engine", "LentRequest", "Offload"]
+__all__ = ["Engine", "LentRequest"]

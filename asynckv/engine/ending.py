@@ -21,7 +21,7 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
-from asynckv.edges.local import LocalDoor
+from asynckv.edges.control.local import LocalDoor
 from asynckv.engine.driver import Driver, kept
 from asynckv.observe.observer import Observer
 

@@ -27,8 +27,8 @@ from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
 from asynckv.core.types import MAX_HASHES, Address, Endpoint, KVTransferParams, decode_params, rank_name, sendable
+from asynckv.edges.control.local import LocalDoor, socket_name
 from asynckv.edges.kernel import identity, processor_waits
-from asynckv.edges.local import LocalDoor, socket_name
 from asynckv.engine.attempts import Caller, outcome
 from asynckv.engine.driver import Driver
 from asynckv.engine.ending import Ending
@@ -107,7 +107,7 @@ class Engine:
 
             clock = LoopClock()
         if control is None:
-            from asynckv.edges.zmq import ZmqPlane
+            from asynckv.edges.control.zmq import ZmqPlane
 
             control = ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
         self._clock = clock

@@ -19,7 +19,7 @@ def keygen(
     NAME.key_secret is secret: keep it on the engine's host, readable by the engine's user only. NAME.key is public:
     copy it into the authorized directory of every engine that this one talks to. Existing files are not overwritten.
     """
-    from asynckv.edges.zmq import make_pair
+    from asynckv.edges.control.zmq import make_pair
     from asynckv.keys import write_pair
 
     secret, public = write_pair(dir, name, make_pair())

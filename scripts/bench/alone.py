@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from asynckv import Engine, EngineConfig, PrefillRanks
 from asynckv.core.types import Endpoint
-from asynckv.edges.nixl import load_nixl
+from asynckv.edges.nic.nixl import load_nixl
 from asynckv.tools.bench.memory import Pool
 from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_layout

@@ -33,8 +33,8 @@ from rich.console import Console
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.copies import NixlCopies
-from asynckv.edges.file_tier import FileTier
+from asynckv.edges.files.tier import FileTier
+from asynckv.edges.nic.copies import NixlCopies
 from asynckv.errors import AsyncKVError
 from asynckv.geometry.kept import kept_tables, plan_copies
 from asynckv.geometry.overlap import part_bytes

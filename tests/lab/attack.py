@@ -39,7 +39,7 @@ from rich.progress import Progress
 
 from asynckv.core import wire as m
 from asynckv.core.types import Cohort, Key, KVTransferParams, Outcome, Reason, decode_params
-from asynckv.edges import zmq as edge
+from asynckv.edges.control import zmq as edge
 from asynckv.keys import KeyPair, write_pair
 from asynckv.tools.bench.processes import Failure
 from scripts import command

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from asynckv.engine.offload import Offload
 from asynckv.errors import AsyncKVError
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import Entry, EntryState
@@ -13,6 +12,7 @@ from asynckv.offload.eviction import Policy, S3Fifo
 from asynckv.offload.job import JobKind, MoveKind
 from asynckv.offload.slots import Slots
 from asynckv.offload.tier import Tier
+from asynckv.tiers.offload import Offload
 
 
 def check(offload: Offload) -> None:

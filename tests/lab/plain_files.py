@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asynckv.edges.file_io import Extent, FileIO, transfer
-from asynckv.edges.staging import bytes_at
+from asynckv.edges.files.io import Extent, FileIO, transfer
+from asynckv.edges.nic.staging import bytes_at
 from asynckv.geometry.layout import Memory
 
 

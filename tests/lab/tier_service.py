@@ -25,8 +25,6 @@ import numpy.typing as npt
 from asynckv.config import EngineConfig, LeaseConfig, OffloadConfig, PullConfig
 from asynckv.core.types import TransferId
 from asynckv.engine import Engine
-from asynckv.engine.offload import Offload
-from asynckv.engine.shelf import Shelf
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LayoutError, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration, decode_layout
 from asynckv.geometry.kept import kept_tables
@@ -37,6 +35,8 @@ from asynckv.offload.keys import NAMESPACE_BYTES
 from asynckv.ports import CopyOp
 from asynckv.results import Loaded
 from asynckv.testing.fabric import bytes_at
+from asynckv.tiers.offload import Offload
+from asynckv.tiers.shelf import Shelf
 from tests.lab.caches import FREED, Cache, Model, Shape, layout_of
 from tests.lab.doors import Doors
 from tests.lab.offload_audit import check as check_offload
@@ -177,7 +177,7 @@ class _Rank(StagedRank):
         )
 
     def _leftovers(self, config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
-        """Return what the engine that ran last has left, as `asynckv.edges.leftovers` finds it in directories."""
+        """Return what the engine that ran last has left, as `asynckv.edges.files.leftovers` finds it in directories."""
         engines: dict[object, list[tuple[float, Layout, WorldDisk]]] = {}
         for form, disk in self.service.disks:
             if disk.layouts and form != own.form and _engine(form) != _engine(own.form):

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from asynckv import Announce, AsyncKVError, EngineDesk, EngineThread, Finished, Lend, LogConfig, Order, Pull
 from asynckv.core import outbox, peer, peers, wire
-from asynckv.edges.zmq import make_pair
+from asynckv.edges.control.zmq import make_pair
 from asynckv.keys import write_pair
 from tests import inspected
 from tests.lab.fleet import Fleet, Process

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asynckv.edges.zmq import make_pair
+from asynckv.edges.control.zmq import make_pair
 from asynckv.keys import write_pair
 from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.why_cli import why

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.edges.file_index import INDEX
+from asynckv.edges.files.index import INDEX
 from asynckv.integrations.vllm.offload.region import path_of
 from asynckv.tools.offload.folder import look
 from tests.vllm.engines import Dead, Engine, Server, continued, prompt

@@ -21,7 +21,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from asynckv import PrefillRanks
 from asynckv.config import LeaseConfig, PullConfig
 from asynckv.core.told import PromptsCounted
-from asynckv.edges.process import ServingPlane
+from asynckv.edges.survivor.process import ServingPlane
 from asynckv.embed import Announce, Cancel, Failed, Finished, Lend, Pull
 from asynckv.errors import BlocksRetired, ConfigError, LocalProtocolError, PeerUnreachable, ReadFailed
 from asynckv.geometry.pairing import Padding

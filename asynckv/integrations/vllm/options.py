@@ -121,7 +121,7 @@ class Options(EngineConfig):
 
     def check_addresses(self) -> None:
         """Raise `ConfigError` if the addresses or the key files cannot be used."""
-        from asynckv.edges.zmq import ZmqPlane
+        from asynckv.edges.control.zmq import ZmqPlane
 
         try:
             ZmqPlane(self.bind, self.advertise, self.allow_insecure, self.keys)

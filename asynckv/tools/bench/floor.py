@@ -31,7 +31,7 @@ from asynckv.tools.bench.memory import Pool
 from asynckv.tools.bench.noise import median_of
 
 if TYPE_CHECKING:
-    from asynckv.edges.nixl_raw import RawLoop
+    from asynckv.tools.bench.nixl_raw import RawLoop
 
 
 class Round(msgspec.Struct):
@@ -64,7 +64,7 @@ class Floor:
 
     def open(self) -> p.Opened:
         """Start, and return the agent and layout by which the other side reads."""
-        from asynckv.edges.nixl_raw import RawLoop
+        from asynckv.tools.bench.nixl_raw import RawLoop
 
         self._raw = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
         return p.Opened(self._raw.open(self._here.memories), self._here)

@@ -90,7 +90,7 @@ class Host:
         """Start all workers, stage by stage, and send each its setup; they get ready in the background."""
         experiment, options, keys = self._experiment, self._options, None
         if options.remote is not None:
-            from asynckv.edges.zmq import make_pair
+            from asynckv.edges.control.zmq import make_pair
 
             keys = make_pair()
         for place in experiment.engines.places:

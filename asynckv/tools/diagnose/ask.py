@@ -36,8 +36,8 @@ from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.core.survey import MAX_PEERS
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_TOLD, OtherVersion, Status, StatusRequest, decode_packet, encode_packet
-from asynckv.edges.local import SUFFIX, is_left_behind, pid_of, rank_of, read_packet, write_packet
-from asynckv.edges.zmq import ZmqPlane, host_and_port
+from asynckv.edges.control.local import SUFFIX, is_left_behind, pid_of, rank_of, read_packet, write_packet
+from asynckv.edges.control.zmq import ZmqPlane, host_and_port
 from asynckv.errors import ConfigError, RemoteProtocolError
 from asynckv.tools.diagnose.process import Seen, is_same, look, verdict
 from asynckv.tools.greeting import Greeted, look_at_port

@@ -32,7 +32,7 @@ import msgspec
 
 from asynckv.core import told
 from asynckv.core.types import rank_name
-from asynckv.edges.file_io import no_collection
+from asynckv.edges.files.io import no_collection
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, PIECE, Pieces, found, lines_of
 from asynckv.tools.diagnose.well import Head, Well

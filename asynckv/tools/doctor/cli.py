@@ -62,7 +62,7 @@ def doctor(
 
 def _pair(keys: Path | None, authorized: Path | None, to: str) -> KeysConfig | None:
     """Read keys as an engine would, or refuse them."""
-    from asynckv.edges import zmq
+    from asynckv.edges.control import zmq
 
     if keys is None and authorized is None:
         return None

@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from asynckv.edges.aside import Aside
-from asynckv.edges.keeper import check_processes
 from asynckv.edges.kernel import FIRST_PID_NAMESPACE, inode
 from asynckv.edges.pages import control_groups, text_of
 from asynckv.edges.sharing import shm_use
+from asynckv.edges.survivor.keeper import check_processes
 from asynckv.edges.transports import copy_from, rdma_devices
 from asynckv.errors import BackendError
 from asynckv.tools.bench.machine import field

@@ -24,7 +24,7 @@ from asynckv.core import wire
 from asynckv.core.account import decode_account
 from asynckv.core.readers import DOCTOR
 from asynckv.core.types import Address, Cohort, ReplyTo
-from asynckv.edges import zmq
+from asynckv.edges.control import zmq
 from asynckv.errors import LayoutError, RemoteProtocolError
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import fingerprint

@@ -21,12 +21,12 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from asynckv.config import NixlConfig
-from asynckv.edges.nixl_raw import RawLoop
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable, Span
 from asynckv.ports import AgentInfo
+from asynckv.tools.bench.nixl_raw import RawLoop
 
 SIZE = 64 << 20  # bytes that are offered, and read twice
 PIECE, BLOCK = 16 << 10, 4 << 20  # bytes of one of many pieces, and of a large read

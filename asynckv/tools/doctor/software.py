@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from asynckv.edges import nixl
+from asynckv.edges.nic import nixl
 from asynckv.errors import BackendError
 from asynckv.tools.doctor.facts import Software
 from asynckv.version import VERSION

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from asynckv.edges.file_index import INDEX, DamagedIndex, Said, read_index
-from asynckv.edges.file_io import ALIGN
-from asynckv.edges.file_store import OWNER, Owner, OwnerLock, explained, owner_of
+from asynckv.edges.files.index import INDEX, DamagedIndex, Said, read_index
+from asynckv.edges.files.io import ALIGN
+from asynckv.edges.files.store import OWNER, Owner, OwnerLock, explained, owner_of
 from asynckv.errors import BackendError, ConfigError
 
 SEGMENTS = "segment-?????.kv"

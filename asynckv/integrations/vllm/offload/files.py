@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import INDEX
+from asynckv.edges.files.index import INDEX
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.integrations.vllm.compat import OffloadingConfig

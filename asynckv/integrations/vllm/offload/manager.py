@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from asynckv.config import OffloadConfig
 from asynckv.core.events import Ending
-from asynckv.edges.block_records import BlockRecords
-from asynckv.edges.file_tier import FileTier
+from asynckv.edges.files.block_records import BlockRecords
+from asynckv.edges.files.tier import FileTier
 from asynckv.errors import BackendError
 from asynckv.integrations.vllm.compat import (
     CacheHitSource,

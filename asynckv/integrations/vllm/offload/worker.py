@@ -24,7 +24,7 @@ import torch
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.copies import NixlCopies
+from asynckv.edges.nic.copies import NixlCopies
 from asynckv.edges.torch import synchronize
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.bounds import Int64s

@@ -1,0 +1,1 @@
+"""ZMQ, its door for strangers, and the socket for questions on this host."""

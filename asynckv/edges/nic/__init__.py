@@ -1,0 +1,1 @@
+"""NIXL, its threads and buffers, and the copies of blocks between memories of one rank."""
