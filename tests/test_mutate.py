@@ -154,10 +154,10 @@ def test_the_tests_of_every_file_of_the_package_are_known() -> None:
         name = path.relative_to(ROOT).as_posix()
         assert record.get(name) or name in UNSEEN, f"{name}: python -m scripts.tests_of --measure"
     assert not [name for tests in record.values() for name in tests if not (ROOT / name).exists()]
-    for folder in ("embed", "integrations", "tools/diagnose", "engine", "offload"):
+    for folder in ("embed", "integrations", "tools/diagnose", "engine", "tiers", "offload"):
         assert known_tests(f"asynckv/{folder}")
-    for name in ("mover", "tiers"):
-        assert "tests/test_offload.py" in known_tests(f"asynckv/engine/{name}.py")
+    for name in ("mover", "rank"):
+        assert "tests/test_offload.py" in known_tests(f"asynckv/tiers/{name}.py")
 
 
 def test_tests_that_fail_kill_and_tests_that_hang_do_too(tmp_path: Path) -> None:
