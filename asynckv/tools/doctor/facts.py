@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+from asynckv.version import VERSION
+
 UNLIMITED = -1
 
 
@@ -79,7 +81,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 class Software(Struct, frozen=True, kw_only=True):
     """Installed software: NIXL's packages for CUDA versions, the one that asynckv loads, and the environment."""
 
-    asynckv: str = "0.2.0"
+    asynckv: str = VERSION
     python: str = "3.11.7"
     nixl: str = "1.5.1"
     variants: dict[str, str] = field(default_factory=lambda: {"nixl_cu12": "1.5.1"})
