@@ -18,6 +18,9 @@ from asynckv.errors import ConfigError
 from asynckv.tools.streams import Unwritten, prepare
 
 Json = Annotated[str, typer.Option("--json", metavar="FILE", help="Write JSON to this file; - is stdout.")]
+TableJson = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write JSON to this file; - is stdout, without the tables.")
+]
 Scenarios = Annotated[list[str] | None, typer.Argument(metavar="SCENARIO", help="Scenarios to run; by default all.")]
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
