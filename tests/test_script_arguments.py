@@ -44,7 +44,7 @@ BAD = [
     ("offload --order zigzag", "--order 'zigzag' is none of nhd, hnd,"),
     ("offload --blocks 100000 --layers 1000", "use fewer"),
     ("offload --folder /nowhere", "--folder /nowhere: files cannot be created there"),
-    ("offload --json /nowhere/file", "--json /nowhere/file: No such file"),
+    ("offload --json /nowhere/file", "--json /nowhere/file: cannot be written: No such file"),
     ("tests_of nowhere", "nowhere: there is no such file"),
     ("tests_of tests/test_lease.py", "is not in"),
     ("tests_of asynckv/py.typed", "no test runs any code of asynckv/py.typed"),

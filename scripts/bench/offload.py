@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import tempfile
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from asynckv.config import COPY_THREADS, MAX_COPY_THREADS
 from asynckv.tools.bench import garbage
+from asynckv.tools.output import consoles, write_json
 from asynckv.tools.plan.layouts import ORDERS
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
@@ -56,9 +55,7 @@ def measure(
     page_cache: Annotated[
         bool, typer.Option("--page-cache", help="Use it for files; by default bypass it if possible.")
     ] = False,
-    json_to: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write JSON here; - is stdout, without the table.")
-    ] = None,
+    json: command.TableJson = None,
 ) -> int:
     """Measure how fast blocks are stored and loaded, compared with raw copies of the same bytes in the same rounds."""
     command.check(order in ORDERS, f"--order {order!r} is none of {', '.join(ORDERS)}")
@@ -72,10 +69,10 @@ def measure(
     command.check(
         not folder or os.access(folder, os.W_OK | os.X_OK), f"--folder {folder}: files cannot be created there"
     )
+    console, progress = consoles(json)
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(command.output(json_to or os.devnull))
         within = "" if host_only else stack.enter_context(tempfile.TemporaryDirectory("", "akv-", folder or None))
-        with Console(stderr=True).status(f"{rounds} rounds of {blocks} blocks ..."):
+        with progress.status(f"{rounds} rounds of {blocks} blocks ..."):
             model = Model("bench", (Heads(heads, 128),) * layers)
             rig = Rig(
                 model, blocks=blocks, max_bytes=transfer_mib << 20, at_once=at_once, block_size=block_size, order=order
@@ -100,18 +97,14 @@ def measure(
             "lookup_us": interval(lookup_us(LOOKED_UP)),
             "ways": ways,
         }
-        if json_to:
-            json.dump(report, out, indent=2)
-            out.write("\n")
-    if json_to != "-":
-        console = Console()
-        show(ways, console)
-        console.print(
-            f"{blocks} blocks of {rig.record.num_bytes:,} bytes in {at_once} requests at once, "
-            f"{report['descriptors_per_block']:g} descriptors and {report['plan_us_per_block']:g} us of planning per "
-            f"block; {LOOKED_UP:,} blocks are looked up in {report['lookup_us']['median']:.0f} us; on a busy "
-            f"machine, CPU says more than time"
-        )
+    write_json(json, report)
+    show(ways, console)
+    console.print(
+        f"{blocks} blocks of {rig.record.num_bytes:,} bytes in {at_once} requests at once, "
+        f"{report['descriptors_per_block']:g} descriptors and {report['plan_us_per_block']:g} us of planning per "
+        f"block; {LOOKED_UP:,} blocks are looked up in {report['lookup_us']['median']:.0f} us; on a busy "
+        f"machine, CPU says more than time"
+    )
     return 1 if any(met(each["of_raw"]) == "no" for each in ways.values()) else 0
 
 
