@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -160,10 +160,9 @@ class Row:
     case: Case
     step: Step
     others: int
-    untouched: bool = False
 
     def __str__(self) -> str:
-        return f"{self.case}, steps {self.step}, {self.others} others" + ", untouched caches" * self.untouched
+        return f"{self.case}, steps {self.step}, {self.others} others"
 
 
 class Contender:
@@ -190,8 +189,7 @@ class Contender:
         pair.generate(prompt(random.Random(0), self._tokens), most=2)
         for engine in self._engines:
             engine.ask("judge", False)
-            if not row.untouched:
-                engine.ask("touch")
+            engine.ask("touch")
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:
@@ -296,16 +294,13 @@ def is_wide(found: Mapping[str, Mapping[str, float]]) -> bool:
 def measure(server: Server, row: Row, names: Sequence[str], windows: int) -> dict[str, Any]:
     """Measure all contenders in turns, and summarise the windows; the first one is not counted."""
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    running: dict[str, Contender] = {}
+    running = {name: Contender(server, name, row) for name in names}
     most = windows
-    for number in itertools.count(0 if row.untouched else -1):
+    for number in itertools.count(-1):
         if number == windows and is_wide(ratios(taken)):
             most = MORE_WINDOWS * windows
         if number == most:
             break
-        if row.untouched or not running:
-            server.end()
-            running = {name: Contender(server, name, row) for name in names}
         told = []
         for name in names[:: 1 if number % 2 else -1]:
             found = running[name].window(number)
@@ -318,7 +313,6 @@ def measure(server: Server, row: Row, names: Sequence[str], windows: int) -> dic
         "case": str(row.case),
         "step": str(row.step),
         "others": row.others,
-        "untouched": row.untouched,
         "windows": most,
         "contenders": {name: {key: quartiles([w[key] for w in taken[name]]) for key in COLUMNS} for name in names},
         "ratios": ratios(taken),
@@ -349,9 +343,6 @@ def compare(
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Measure all cases that the documentation shows.")] = False,
     others: Annotated[int, typer.Option(help="Other requests that decode all the time; none with steps 0:0.")] = OTHERS,
-    untouched: Annotated[
-        bool, typer.Option("--untouched", help="Add the first row with untouched caches, as a CPU engine starts.")
-    ] = False,
     contenders: Annotated[str, typer.Option(help="Contenders, comma-separated.")] = ",".join(CONTENDERS),
     windows: Annotated[int, typer.Option(help="Windows of each row; three times as many if the ratio varies.")] = 10,
     json: command.TableJson = None,
@@ -362,8 +353,6 @@ def compare(
     command.check(0 <= others <= 64, f"--others {others} is outside 0 ... 64")
     console, _ = consoles(json)
     rows = chosen(cases, step, all_, others)
-    if untouched:
-        rows.insert(1, replace(rows[0], untouched=True))
     server, load = Server(), os.getloadavg()
     try:
         measured = [measure(server, row, names, windows) for row in rows]
@@ -401,7 +390,7 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print medians of the windows, and the ratios with their quartiles."""
     figures, ratios = [], []
     for row in rows:
-        name = f"{row['case']} {row['step']}" + " untouched" * row["untouched"]
+        name = f"{row['case']} {row['step']}"
         for contender, each in row["contenders"].items():
             figures.append((name, contender, *(f"{each[key]['median']:.3g}" for key in COLUMNS)))
         found = [row["ratios"].get(key) for key in RATIOS]
