@@ -130,9 +130,6 @@ class Plain(Served):
         await super().__aexit__()
         await self._session.close()
 
-    async def pid(self) -> int:
-        return os.getpid()
-
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
@@ -233,25 +230,18 @@ Arm = Callable[[Fleet, str, str, int], contextlib.AbstractAsyncContextManager[tu
 @contextlib.asynccontextmanager
 async def plain(fleet: Fleet, prefill: str, decode: str, _port: int) -> AsyncIterator[tuple[int, int]]:
     worker = await fleet.start("plain", "scripts.bench.router:Plain", prefill=prefill, decode=decode)
-    yield int((await worker.ask("address")).rpartition(":")[2]), await worker.ask("pid")
+    yield int((await worker.ask("address")).rpartition(":")[2]), worker.pid
 
 
-@contextlib.asynccontextmanager
-async def ours(_fleet: Fleet, prefill: str, decode: str, port: int) -> AsyncIterator[tuple[int, int]]:
-    named = ("--prefill", prefill, "--decode", decode, "--port", str(port))
-    async with _process(sys.executable, "-m", "asynckv", "proxy", *named) as pid:
-        yield port, pid
+def program(*command: str) -> Arm:
+    """Return an arm that runs a router as a program."""
 
-
-def other(path: str) -> Arm:
     @contextlib.asynccontextmanager
-    async def theirs(_fleet: Fleet, prefill: str, decode: str, port: int) -> AsyncIterator[tuple[int, int]]:
-        named = ("--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode, "--port", str(port))
-        quiet = ("--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(free_port()))
-        async with _process(path, *named, *quiet) as pid:
+    async def run(_fleet: Fleet, prefill: str, decode: str, port: int) -> AsyncIterator[tuple[int, int]]:
+        async with _process(*command, "--prefill", prefill, "--decode", decode, "--port", str(port)) as pid:
             yield port, pid
 
-    return theirs
+    return run
 
 
 async def turn(arm: Arm, case: Case, spin: int) -> dict[str, Any]:
@@ -304,9 +294,10 @@ def router(
 ) -> int:
     """Compare `asynckv proxy` with a plain aiohttp proxy in turns, between imitated engines."""
     chosen = command.chosen(cases, CASES)
-    arms: dict[str, Arm] = {"plain": plain, "asynckv": ours}
+    arms: dict[str, Arm] = {"plain": plain, "asynckv": program(sys.executable, "-m", "asynckv", "proxy")}
     if vllm_router:
-        arms["vllm-router"] = other(vllm_router)
+        quiet = ("--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(free_port()))
+        arms["vllm-router"] = program(vllm_router, "--vllm-pd-disaggregation", *quiet)
     number, busy = command.whole("--rounds", rounds, 1, 100), command.whole("--spin", spin, 0, 64)
     with command.output(json) as out:
         asyncio.run(_compare(arms, chosen, number, busy, out))
