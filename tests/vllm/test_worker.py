@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,12 +299,6 @@ def test_every_hook_comes_to_its_half(role: KVConnectorRole, tmp_path: Path) -> 
     finally:
         connector.shutdown()
     assert connector.get_handshake_metadata() is None
-
-
-@pytest.mark.parametrize(("model", "layout"), [(None, None), (True, None), (False, "LBHNC")])
-def test_an_order_of_memory_is_asked_for_where_heads_lie_in_one(model: bool | None, layout: str | None) -> None:
-    config = SimpleNamespace(model_config=None if model is None else SimpleNamespace(use_mla=model))
-    assert AsyncKVConnector.get_required_kvcache_layout(config) == layout
 
 
 def test_memory_that_is_registered_anew_takes_the_place_of_the_old(make: Make) -> None:
