@@ -192,15 +192,6 @@ def test_a_request_without_params_is_none_of_ours() -> None:
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
-def test_the_role_makes_no_difference(role: str) -> None:
-    prompt = prompt_of(100)
-    params = Side(role=role, name="prefill").prefill("a", prompt)
-    side = Side(role=role)
-    side.add("b", prompt, params, 2)
-    assert num_read(side.step().only(Pull)) == 7
-
-
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
 def test_blocks_that_a_step_under_way_may_write_are_not_loaded_into(role: str) -> None:
     prompt, side = prompt_of(100), Side(role=role, asynchronous=True, num_blocks=12)
     side.add("x", prompt_of(100), None, 50)

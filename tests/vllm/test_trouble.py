@@ -48,34 +48,26 @@ def test_the_prefill_engine_dies_while_its_blocks_are_awaited(
     pair.settle()
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_the_prefill_engine_is_gone_before_anybody_asks(server: Server, connector: Connector, policy: Any) -> None:
-    pair = start(server, connector, policy=policy)
-    tokens = pair.prompt(100)
-    (params,) = pair.prefilled(tokens)
-    pair.prefill.kill()
-    reply = pair.ask(tokens, params)
-    pair.decode.finish(reply)
-    judge(policy, reply, tokens)
-    pair.settle()
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_prefill_engine_that_comes_back_under_its_name_is_another(
-    server: Server, connector: Connector, policy: Any
+def test_a_prefill_engine_is_gone_before_a_reader_asks_and_may_come_back_under_its_name(
+    server: Server, connector: Connector, policy: Any, comes_back: bool
 ) -> None:
     pair = start(server, connector, policy=policy)
-    pair.generate(pair.prompt(50))
     tokens = pair.prompt(100)
+    if comes_back:
+        pair.generate(pair.prompt(50))
     (params,) = pair.prefilled(tokens)
     pair.prefill.kill()
-    (pair.prefill,) = server.start(pair.prefill.setup)
-    # Its first blocks hold something else by now.
-    pair.generate(pair.prompt(100))
+    if comes_back:
+        (pair.prefill,) = server.start(pair.prefill.setup)
+        # Its first blocks hold something else by now.
+        pair.generate(pair.prompt(100))
     reply = pair.ask(tokens, params)
     pair.decode.finish(reply)
     judge(policy, reply, tokens)
-    pair.generate(pair.prompt(100))
+    if comes_back:
+        pair.generate(pair.prompt(100))
     pair.settle()
 
 

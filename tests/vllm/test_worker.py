@@ -14,18 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from asynckv import PrefillRanks
-from asynckv.config import LeaseConfig
 from asynckv.core.told import PromptsCounted
 from asynckv.edges.survivor.process import ServingPlane
 from asynckv.embed import Announce, Cancel, Failed, Finished, Lend, Pull
 from asynckv.errors import BlocksRetired, ConfigError, LocalProtocolError, PeerUnreachable, ReadFailed
 from asynckv.geometry.pairing import Padding
-from asynckv.integrations.vllm import AsyncKVConnector
-from asynckv.integrations.vllm import worker as workers
 from asynckv.integrations.vllm.handover import StepOrders
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.worker import WorkerHalf, unpinned
@@ -266,39 +263,6 @@ def test_sleep_and_wake_up_do_nothing_twice(make: Make) -> None:
     decode.until(lambda: decode.received == ["d"])
     assert not decode.failed
     prefill.until(lambda: prefill.sent == ["lost", "p"])
-
-
-def test_sleep_has_time_for_the_grants_that_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "DRAIN_S", 0.0)
-    monkeypatch.setattr(workers, "LET_GO_S", 4.0)
-    prefill = make("prefill", options=Options(lease=LeaseConfig(grant_s=5.0))).worker
-    prefill.half.unregister_kv_caches()
-    assert prefill.half.address() is None
-
-
-@pytest.mark.parametrize("role", [KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER])
-def test_every_hook_comes_to_its_half(role: KVConnectorRole, tmp_path: Path) -> None:
-    config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS)
-    (planned,) = plan(config, [{n: x.spec(1) for n, x in LAYERS.items()}])
-    connector = AsyncKVConnector(config, role, planned.config)
-    assert not connector.has_pending_push_work()
-    if role is KVConnectorRole.SCHEDULER:
-        assert connector.get_kv_connector_stats() is None
-        connector.shutdown()
-        return
-    try:
-        assert connector.get_handshake_metadata() is None
-        connector.register_kv_caches(planned.tensors)
-        epoch = connector.get_handshake_metadata().memory_epoch
-        connector.unregister_kv_caches()
-        assert connector.get_handshake_metadata() is None
-        connector.restore_kv_caches()
-        assert connector.get_handshake_metadata().memory_epoch > epoch
-        assert connector.get_transfer_results(set()) == KVConnectorTransferResults()
-        assert connector.get_finished_count() is None
-    finally:
-        connector.shutdown()
-    assert connector.get_handshake_metadata() is None
 
 
 def test_memory_that_is_registered_anew_takes_the_place_of_the_old(make: Make) -> None:
