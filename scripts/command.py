@@ -10,14 +10,22 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 
 from asynckv.errors import ConfigError
+from asynckv.tools.bench.processes import ROOT
 from asynckv.tools.streams import Unwritten, prepare
 
 Json = Annotated[str, typer.Option("--json", metavar="FILE", help="Write JSON to this file; - is stdout.")]
+TableJson = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write JSON to this file; - is stdout, without the tables.")
+]
+VllmPython = Annotated[Path, typer.Option(help="Python of tox's environment `vllm`.")]
+VllmSource = Annotated[Path, typer.Option(help="Source of vLLM.")]
+VLLM_PYTHON, VLLM_SOURCE = ROOT / ".tox/vllm/bin/python", ROOT / ".tox/vllm-source/vllm-0.33.0"
 Scenarios = Annotated[list[str] | None, typer.Argument(metavar="SCENARIO", help="Scenarios to run; by default all.")]
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
@@ -83,6 +91,16 @@ def check(is_so: bool, text: str) -> None:
     """
     if not is_so:
         raise ConfigError(text)
+
+
+def check_vllm(python: Path, source: Path) -> None:
+    """Refuse to run without vLLM's environment.
+
+    Raises:
+        ConfigError: Its Python or vLLM's source is not there.
+    """
+    for option, path in (("--vllm-python", python), ("--vllm-source", source)):
+        check(path.exists(), f"{option} {path} is not there; `tox run -e vllm` makes it")
 
 
 def whole(option: str, text: str, least: int, most: int) -> int:

@@ -13,7 +13,6 @@ pull, on a quiet host and in turns with another checkout: a call more may be che
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
 import subprocess
@@ -25,18 +24,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import asynckv
-from asynckv import Engine, EngineConfig, PrefillRanks, Registration
-from asynckv.geometry.layout import Memory
-from asynckv.layout import register_memory
+from asynckv import Engine, EngineConfig, PrefillRanks
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
+from asynckv.tools.bench.memory import Pool
+from asynckv.tools.output import print_table, write_json
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 
@@ -74,23 +69,14 @@ class Calls:
             self._stack.pop()
 
 
-def memory() -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
-    """Make the blocks of one layer."""
-    layout = model_layout(Model("small", (Heads(2, 32),)), num_blocks=BLOCKS)
-    arrays = [np.zeros(memory.length, np.uint8) for memory in layout.memories]
-    memories = tuple(Memory(array.ctypes.data, array.nbytes) for array in arrays)
-    return register_memory(msgspec.structs.replace(layout, memories=memories), tuple(arrays)), arrays
-
-
 async def count(warm: int, pulls: int, profiles: bool = True) -> tuple[Calls, float]:
     """Pull one block after another; return the calls of the last pulls, and the CPU seconds of both sides for one."""
     network = SimNetwork()
-    sides, arrays, clock = dict[str, Engine](), [], ManualClock()
+    sides, clock = dict[str, Engine](), ManualClock()
+    layout = model_layout(Model("small", (Heads(2, 32),)), num_blocks=BLOCKS)
     for name in ("prefill", "decode"):
-        registration, array = memory()
-        arrays.append(array)
-        data, control = SimData(network, name), SimControl(network)
-        sides[name] = Engine(EngineConfig(engine_id=name), registration, data=data, control=control, clock=clock)
+        data, control, memory = SimData(network, name), SimControl(network), Pool(layout, seed=0).registration
+        sides[name] = Engine(EngineConfig(engine_id=name), memory, data=data, control=control, clock=clock)
     prefill, decode = sides.values()
     async with prefill, decode:
         group = PrefillRanks("prefill", [prefill.endpoint])
@@ -157,14 +143,11 @@ def main(
     changes = {side: round(number / pulls, 2) for side, number in sorted(calls.changes.items())}
     files = {f"{side} {file}": round(n / pulls, 2) for (side, file), n in calls.by_file.most_common()}
     if to_json:
-        text = json.dumps(found | {"changes": changes, "files": files})
-        print(text) if to_json == "-" else Path(to_json).write_text(text)
+        write_json(to_json, found | {"changes": changes, "files": files})
         return
-    table = Table("side", "file", "calls per pull")
-    for (side, file), number in sorted(calls.by_file.items(), key=lambda x: (x[0][0], -x[1])):
-        table.add_row(side, file, f"{number / pulls:.2f}")
-    console = Console()
-    console.print(table)
+    console, rows = Console(), sorted(calls.by_file.items(), key=lambda x: (x[0][0], -x[1]))
+    cells = [(side, file, f"{number / pulls:.2f}") for (side, file), number in rows]
+    print_table(console, ("side", "file", "calls per pull"), cells, texts=(0, 1))
     for side in found if functions else ():
         for (of, name), number in calls.by_function.most_common():
             if of == side and number / pulls >= 0.5:

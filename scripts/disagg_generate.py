@@ -1,10 +1,5 @@
 """Prefill real models in one process and decode them in another: `python -m scripts.disagg_generate --help`.
 
-A small, randomly initialised Hugging Face model of each kind is prefilled in its own process. Its KV cache and states
-are sharded over tensor-parallel ranks into paged memory. asynckv moves them to the ranks of a decode engine of another
-size, in two pulls (a prefix, then the rest). They are gathered there, and generation continues. Every cache tensor and
-every logit must be equal, bit by bit, to those of a single process.
-
 Controls prove that the comparison works: if any part of any layer is set to zero, the logits must differ.
 """
 
@@ -346,22 +341,26 @@ def store(rank: Pages, apart: list[dict[str, torch.Tensor]], blocks: BlockIds, t
             tensor[ids[token // group.block_size], token % group.block_size] = row[cut] if part.axis else row
 
 
+def read(
+    rank: Pages, subject: Subject, blocks: BlockIds, tokens: int
+) -> Iterator[tuple[int, View, Part, torch.Tensor, int]]:
+    """Yield every part with its layer's number, its values in a rank's pages, and the dimension of its units."""
+    for number, view, part, tensor in rank.tensors():
+        group, ids = rank.layout.groups[view.group], blocks[view.group][1]
+        layer = subject.kept.layers[number]
+        if isinstance(layer, State):
+            yield number, view, part, tensor[ids[0]], 0
+            continue
+        first = max(0, tokens - layer.window + 1) if layer.window else 0
+        value = torch.stack([tensor[ids[t // group.block_size], t % group.block_size] for t in range(first, tokens)])
+        yield number, view, part, value, 1
+
+
 def gather(ranks: Sequence[Pages], subject: Subject, blocks: BlockIds, tokens: int) -> list[dict[str, torch.Tensor]]:
     """Read all ranks' pages and join their shares."""
     out: list[dict[str, torch.Tensor]] = [{} for _ in subject.kept.layers]
     for rank in ranks:
-        for number, view, part, tensor in rank.tensors():
-            layer = subject.kept.layers[number]
-            group, ids = rank.layout.groups[view.group], blocks[view.group][1]
-            if group.kind == "state":
-                value = tensor[ids[0]]
-            else:
-                window = 0 if isinstance(layer, State) else layer.window
-                first = max(0, tokens - window + 1) if window else 0
-                value = torch.stack(
-                    [tensor[ids[t // group.block_size], t % group.block_size] for t in range(first, tokens)]
-                )
-            axis = 0 if group.kind == "state" else 1
+        for number, _, part, value, axis in read(rank, subject, blocks, tokens):
             if not part.axis:
                 out[number][part.name] = value
                 continue
@@ -379,15 +378,8 @@ def differing(
     """Compare every part of every rank, replicas too, with its share of a single process's cache."""
     out = []
     for rank in ranks:
-        for number, view, part, tensor in rank.tensors():
-            group, ids = rank.layout.groups[view.group], blocks[view.group][1]
+        for number, view, part, got, axis in read(rank, subject, blocks, tokens):
             want = wanted[number][part.name]
-            if group.kind == "state":
-                got, axis = tensor[ids[0]], 0
-            else:
-                span = range(tokens - len(want), tokens)
-                got = torch.stack([tensor[ids[t // group.block_size], t % group.block_size] for t in span])
-                axis = 1
             if part.axis:
                 want = want.narrow(axis, part.held[0], part.held[1] - part.held[0])
             if not torch.equal(got, want):
@@ -583,11 +575,11 @@ def generate(
     families: Annotated[list[str] | None, typer.Argument(help=f"From {', '.join(FAMILIES)}; by default all.")] = None,
     prefill_tp: Annotated[int, typer.Option(help="Ranks of the prefill engine (a divisor of 6).")] = 3,
     decode_tp: Annotated[int, typer.Option(help="Ranks of the decode engine (a divisor of 6).")] = 2,
-    prefill_block_size: Annotated[int, typer.Option(help="Tokens per block of the prefill engine.")] = 12,
-    block_size: Annotated[int, typer.Option(help="Tokens per block of the decode engine.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 45,
+    prefill_block_size: Annotated[int, typer.Option(min=1, help="Tokens per block of the prefill engine.")] = 12,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block of the decode engine.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 45,
     cached_tokens: Annotated[int, typer.Option(help="Tokens that are pulled first, as a prefix.")] = 21,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate after the transfer.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate after the transfer.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
 ) -> int:
     """Prefill real models in one process and decode them in another; every tensor and logit must be equal bit by bit.
@@ -606,14 +598,9 @@ def generate(
         block_size=block_size,
         seed=seed,
     )
-    for family in families or ():
-        command.check(family in FAMILIES, f"family {family!r} is unknown; choose from {', '.join(FAMILIES)}")
-    for name in ("prefill_tp", "decode_tp"):
-        value, option = getattr(numbers, name), f"--{name.replace('_', '-')}"
+    names = command.chosen(families, FAMILIES, "family")
+    for option, value in (("--prefill-tp", prefill_tp), ("--decode-tp", decode_tp)):
         command.check(value in (1, 2, 3, 6), f"{option} {value} is none of 1, 2, 3, 6: the models have 6 KV heads")
-    for name in ("prefill_block_size", "block_size", "prompt_tokens", "new_tokens"):
-        value, option = getattr(numbers, name), f"--{name.replace('_', '-')}"
-        command.check(value >= 1, f"{option} {value} must be 1 or more")
     command.check(
         0 <= cached_tokens < prompt_tokens,
         f"--cached-tokens {cached_tokens} is outside 0 ... {prompt_tokens - 1}, less than the prompt",
@@ -627,7 +614,7 @@ def generate(
     load()
     configure_logging("error")
     try:
-        return 0 if asyncio.run(decode_process(families or list(FAMILIES), numbers)) else 1
+        return 0 if asyncio.run(decode_process(names, numbers)) else 1
     except Failure as exc:
         print(f"disagg_generate: {exc}", file=sys.stderr)
         return 1

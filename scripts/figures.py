@@ -171,9 +171,8 @@ def record(name: str, given: Given, path: Path) -> None:
 
 def figures(
     sections: Annotated[list[str] | None, typer.Argument(metavar="SECTION", help="Sections; by default all.")] = None,
-    vllm_python: Annotated[Path, typer.Option(help="Python of tox's environment `vllm`.")] = ROOT
-    / ".tox/vllm/bin/python",
-    vllm_source: Annotated[Path, typer.Option(help="Source of vLLM.")] = ROOT / ".tox/vllm-source/vllm-0.33.0",
+    vllm_python: command.VllmPython = command.VLLM_PYTHON,
+    vllm_source: command.VllmSource = command.VLLM_SOURCE,
     file: Annotated[Path, typer.Option(help="File to record anew.")] = FIGURES,
     quick: Annotated[
         bool, typer.Option("--quick", help="Run little, to try this command; give another --file.")
@@ -189,8 +188,7 @@ def figures(
     is_shown = file.resolve() == FIGURES
     command.check(not (quick and is_shown), "--quick measures too little for the pages: give another --file")
     if {"inside", "beside"} & set(names):
-        for option, path in (("--vllm-python", vllm_python), ("--vllm-source", vllm_source)):
-            command.check(path.exists(), f"{option} {path} is not there; `tox run -e vllm` makes it")
+        command.check_vllm(vllm_python, vllm_source)
     # The path of the environment's Python stays as it is: resolved, it would be another environment's.
     given, status = Given(quick, vllm_python.absolute(), vllm_source.resolve()), 0
     for number, name in enumerate(names, 1):

@@ -17,7 +17,7 @@ PATIENT = [
     str((TESTS / f"test_{name}.py").relative_to(TESTS.parent))
     for name in (
         # These only compute.
-        *("alerts", "bench_core", "cli_streams", "deploy", "fuzz", "geometry", "leaks_simulated", "machine"),
+        *("alerts", "cli_streams", "deploy", "fuzz", "geometry", "leaks_simulated", "machine"),
         *("offload_machine", "offload_planted", "offload_soak", "real_models", "simulation", "simulation_offload"),
         "transformers_models",
         # These have engines and processes as well, and wait for events within many seconds.

@@ -17,8 +17,7 @@ from asynckv.tools import cli
 from asynckv.tools.bench.offload_replay import Prompts, Tiers, replay
 from asynckv.tools.bench.workload import Workload
 from scripts.bench import offload as bench_offload
-from scripts.bench import offload_copies
-from scripts.bench.offload_copies import ABOUT
+from scripts.bench.offload import ABOUT
 
 GROUP = StoredGroup(name="attention", block_size=16, record_bytes=4096)
 SMALL = ["bench", "offload", "--layers", "2", "--kv-heads", "1", "--requests", "12", "--prompt-tokens", "128:200"]
@@ -136,7 +135,7 @@ def test_every_way_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However fast this machine is: all of it is enough if nothing is asked for, and nothing if all is."""
-    monkeypatch.setattr(offload_copies, "LEAST", least)
+    monkeypatch.setattr(bench_offload, "LEAST", least)
     options = [*SMALLEST, "--order", order, "--runs", "--folder", str(tmp_path), "--json", "-"]
     assert bench_offload.main(options) == status
     report = json.loads(capsys.readouterr().out)
@@ -151,13 +150,12 @@ def test_every_way_is_measured(
         assert speed * took == pytest.approx(moved / 1e6, abs=ROUNDED * (speed + took + ROUNDED))
     assert report["block_bytes"] == 2 * 3 * 16 * 256
     assert report["descriptors_per_block"] == descriptors
-    assert 0 < report["lookup_us"]["low"] <= report["lookup_us"]["median"]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.nixl
 def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_copies, "LEAST", math.inf)
+    monkeypatch.setattr(bench_offload, "LEAST", math.inf)
     assert bench_offload.main([*SMALLEST, "--host-only"]) == 1
     said = capsys.readouterr().out
     assert "store" in said
@@ -169,4 +167,4 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], monkeypatch
 
 @pytest.mark.parametrize(("low", "high", "said"), [(0.9, 1.1, "yes"), (0.8, 0.95, "maybe"), (0.7, 0.89, "no")])
 def test_less_than_the_floor_is_said_only_where_it_is_sure(low: float, high: float, said: str) -> None:
-    assert offload_copies.met({"low": low, "high": high}) == said
+    assert bench_offload.met({"low": low, "high": high}) == said

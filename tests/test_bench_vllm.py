@@ -72,11 +72,6 @@ def test_bad_input_is_exit_status_two(line: str, capsys: pytest.CaptureFixture[s
     assert "vllm:" in capsys.readouterr().err
 
 
-def test_a_quantile_is_one_of_the_values() -> None:
-    assert bench_vllm.quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 3.0
-    assert bench_vllm.quantile([1.0], 0.99) == 1.0
-
-
 def windows(*rates: float) -> list[dict[str, float]]:
     return [{"requests_per_s": x, "p50_ms": 1.0, "cpu_ms": 2.0, "others_tokens_per_s": 0.0} for x in rates]
 

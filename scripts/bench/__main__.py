@@ -7,12 +7,10 @@ import sys
 from collections.abc import Sequence
 
 CASES = {
-    "core": "CPU time and instructions of the pure core",
     "plan": "time of planning, and cost of an unknown peer's layout",
     "engine": "one engine: handshake, idle, memory, peers, logging",
     "alone": "one small request at a time, beside bare ZMQ and NIXL",
     "embed": "the two ways to embed an engine in a worker",
-    "loop_stall": "time for which bulk reads block an event loop",
     "router": "`asynckv proxy` compared with a plain proxy, CPU and bursts",
     "offload": "stores and loads, compared with raw copies of the same bytes",
     "vllm": "AsyncKVConnector compared with NixlConnector, inside vLLM",

@@ -24,7 +24,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 import typer
@@ -47,7 +47,6 @@ from asynckv.tools.bench.memory import Pool
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
-from scripts.bench import loop_stall
 from tests.lab.fleet import Fleet
 
 LAYERS, BLOCK_BYTES = 4, 1 << 18
@@ -95,7 +94,7 @@ def make(num_blocks: int) -> Pool:
     return Pool(model_layout(Model("embed", (Heads(8, 128),) * LAYERS), num_blocks=num_blocks), seed=0)
 
 
-class Prefill(loop_stall.Prefill):
+class Prefill:
     """The process that lends the requests that it gets, always with the same blocks."""
 
     def __init__(self) -> None:
@@ -106,6 +105,20 @@ class Prefill(loop_stall.Prefill):
             log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0),
         )
         self._engine = Engine(config, self._pool.registration)
+
+    async def __aenter__(self) -> Self:
+        await self._engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._engine.aclose()
+
+    def endpoint(self) -> Any:
+        return msgspec.to_builtins(self._engine.endpoint)
+
+    def lend(self, every: list[dict[str, Any]]) -> None:
+        for params in every:
+            self._engine.lend(params)
 
 
 # -- work ------------------------------------------------------------------------------------------------

@@ -1,27 +1,10 @@
-"""Measure the overhead of whole engines, besides the bytes they move: `python -m scripts.bench engine --help`.
-
-Every case runs in its own process, and prints figures next to their goals:
-
-- `handshake`: time to meet a peer of 64 layers and 20,000 blocks on real NIXL and ZMQ, both sides in one process: from
-  the call to the outcome, minus the time of the same request after the handshake; and the bytes on the wire.
-- `idle`: CPU of an engine and its 100 peers when they are connected and nothing is owed (real planes).
-- `memory`: memory of a request in flight on both sides (simulated planes that do not finish any read).
-- `flight`: CPU per small request, both sides, with 64, 1,024 and 10,000 in flight (simulated planes).
-- `peers`: CPU per small request with one in flight at each of 16 and of 256 prefill engines; and with 256 at one
-  engine, alone and while 255 others are connected and idle (simulated planes).
-- `wide`: one decode rank that met 256 prefill ranks of 64 engines (simulated planes), or 32 of 8 (real planes, another
-  process): its memory per rank, its CPU when nothing is owed, the next handshake, and the longest turn of its loop.
-- `logging`: CPU per small request with events at the default level, compared with none (simulated planes, in turns).
-
-CPU is that of this process, which other load on the host affects less; ratios are made within one run.
-"""
+"""Measure the overhead of whole engines, besides the bytes they move: `python -m scripts.bench engine --help`."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import io
-import json
 import statistics
 import sys
 import time
@@ -33,7 +16,6 @@ from typing import Annotated, Any, Self
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillRanks, Registration
 from asynckv.config import LeaseConfig, LimitsConfig, PullConfig
@@ -42,6 +24,7 @@ from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimControl, SimData, SimNetwork
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench.processes import Failure
+from asynckv.tools.output import consoles, print_table, write_json
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
@@ -154,7 +137,11 @@ async def _simulated(work: Callable[[Pair], Awaitable[Figures]], peers: int = 1,
 
 
 async def handshake() -> Figures:
-    """Meet three peers for the first time, and pull once more from each."""
+    """Meet three peers for the first time, and pull once more from each.
+
+    The peers have 64 layers and 20,000 blocks, on real NIXL and ZMQ, with both sides in one process. The time is that
+    from the call to the outcome, without the time of the same request after the handshake.
+    """
     first: list[float] = []
     again: list[float] = []
     wire: list[int] = []
@@ -180,7 +167,7 @@ def _bytes(engine: Engine) -> int:
 
 
 async def idle(seconds: float = 20.0, peers: int = 100) -> Figures:
-    """Connect to every peer once, wait until nothing is owed, and do nothing."""
+    """Connect to every peer once on real planes, wait until nothing is owed, and do nothing."""
     async with Engine(EngineConfig(engine_id="decode"), _memory(256)) as decode:
         prefill = [Engine(EngineConfig(engine_id=f"prefill-{i}"), _memory(256)) for i in range(peers)]
         for engine in prefill:
@@ -356,7 +343,11 @@ async def _meet(decode: Engine, every: Sequence[dict[str, Any]], seconds: float)
 
 
 async def wide(seconds: float = 20.0, engines: int = 64, real: int = 8) -> Figures:
-    """Meet 256 simulated ranks of 64 engines, and 32 real ones of 8, which run in another process."""
+    """Meet 256 simulated ranks of 64 engines, and 32 real ones of 8, which run in another process.
+
+    Measured are the decode rank's memory per rank, its CPU when nothing is owed, the next handshake, and the longest
+    turn of its loop.
+    """
     network = SimNetwork()
     async with Ranks(engines=engines + 1, network=network) as ranks, _wide("decode", network) as decode:
         found = await _meet(decode, await ranks.lend(), seconds)
@@ -416,11 +407,11 @@ class Alone:
         return await CASES[self._case]()
 
 
-async def _run(cases: Sequence[str]) -> dict[str, float]:
+async def _run(cases: Sequence[str], progress: Console) -> dict[str, float]:
     found: dict[str, float] = {}
     async with Fleet() as fleet:
         for case in cases:
-            with Console(stderr=True).status(f"{case} ..."):
+            with progress.status(f"{case} ..."):
                 process = await fleet.start(case, "scripts.bench.engine:Alone", case=case)
                 try:
                     figures = await process.ask("figures", None)
@@ -431,41 +422,30 @@ async def _run(cases: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def _table(figures: Mapping[str, float]) -> Table:
-    table = Table("figure", "measured", "goal", "met")
-    for name, value in figures.items():
-        goal = GOALS.get(name)
-        met = "" if goal is None else "yes" if value <= goal.most else "[red]no[/red]"
-        table.add_row(name, f"{value:.4g}", f"<= {goal.most:g} {goal.unit}" if goal else "", met)
-    return table
+def _row(name: str, value: float) -> tuple[str, ...]:
+    if (goal := GOALS.get(name)) is None:
+        return name, f"{value:.4g}", "", ""
+    return name, f"{value:.4g}", f"<= {goal.most:g} {goal.unit}", "yes" if value <= goal.most else "no"
 
 
 def measure(
     cases: Annotated[str, typer.Option(help="Cases, comma-separated.")] = ",".join(CASES),
-    json_to: Annotated[
-        str | None, typer.Option("--json", metavar="PATH", help="Write the figures; '-' is stdout, without the table.")
-    ] = None,
+    json: command.TableJson = None,
 ) -> int:
     """Measure the overhead of whole engines, besides the bytes they move, and compare it with goals.
 
     Every case runs in its own process. CPU is that of the process, which other load on the host affects less; ratios
     are made within one run.
     """
-    chosen = cases.split(",")
-    unknown = [case for case in chosen if case not in CASES]
-    command.check(not unknown, f"unknown cases {', '.join(unknown)}; there are {', '.join(CASES)}")
+    chosen = command.chosen(cases.split(","), CASES, "case")
+    console, progress = consoles(json)
     try:
-        figures = asyncio.run(_run(chosen))
+        figures = asyncio.run(_run(chosen, progress))
     except Failure as exc:
         print(f"engine: {exc}", file=sys.stderr)
         return 1
-    report: dict[str, Any] = {"schema": SCHEMA, "figures": figures, "goals": {n: g.most for n, g in GOALS.items()}}
-    if json_to != "-":
-        Console().print(_table(figures))
-    if json_to:
-        with command.output(json_to) as out:
-            json.dump(report, out, indent=2)
-            out.write("\n")
+    print_table(console, ("figure", "measured", "goal", "met"), [_row(*each) for each in figures.items()], texts=(0, 2))
+    write_json(json, {"schema": SCHEMA, "figures": figures, "goals": {n: g.most for n, g in GOALS.items()}})
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -29,26 +29,31 @@ import aiohttp
 import typer
 from aiohttp import web
 
+from asynckv.edges.kernel import fields_of
+from asynckv.tools.bench.report import quantiles
 from scripts import command
-from tests.lab.fleet import Fleet
+from scripts.bench.versus.vllm_side import free_port
+from tests.lab.fleet import Fleet, memory_kib
 
-START_S, RUN_S = 60.0, 300.0
+START_S, RUN_S, BACKLOG = 60.0, 300.0, 4096
 TICKS = os.sysconf("SC_CLK_TCK")
 PROMPT = " ".join(["word"] * 300)
-CASES: dict[str, dict[str, int]] = {
-    # clients; requests of each, one after the other on one connection; events of an answer; ms for which accept stops
-    "steady": {"clients": 100, "each": 10, "events": 20, "deaf_ms": 0},
-    "burst-500": {"clients": 500, "each": 1, "events": 5, "deaf_ms": 0},
-    "burst-1000": {"clients": 1000, "each": 1, "events": 5, "deaf_ms": 0},
-    "burst-2000": {"clients": 2000, "each": 1, "events": 5, "deaf_ms": 0},
-    "slow-connects": {"clients": 200, "each": 1, "events": 5, "deaf_ms": 3000},
-}
-ABOUT = {
-    "steady": "100 clients that keep their connections, 10 answers of 20 events each",
-    "burst-500": "500 clients at once, one answer of 5 events each",
-    "burst-1000": "1,000 clients at once",
-    "burst-2000": "2,000 clients at once",
-    "slow-connects": "200 clients at once, while both engines accept no connection for 3 s, with a backlog of 64",
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load: clients, requests of each (one after the other on one connection), and events of an answer."""
+
+    clients: int
+    each: int
+    events: int
+    about: str
+
+
+CASES = {
+    "steady": Case(100, 10, 20, "100 clients that keep their connections, 10 answers of 20 events each"),
+    "burst-1000": Case(1000, 1, 5, "1,000 clients at once, one answer of 5 events each"),
+    "burst-2000": Case(2000, 1, 5, "2,000 clients at once"),
 }
 
 
@@ -58,15 +63,14 @@ ABOUT = {
 class Served:
     """A server of aiohttp in a process of its own."""
 
-    def __init__(self, backlog: int = 4096) -> None:
-        self._backlog = backlog
+    def __init__(self) -> None:
         self._app = web.Application(client_max_size=2**24)
 
     async def __aenter__(self) -> Self:
         self._runner = web.AppRunner(self._app, access_log=None)
         await self._runner.setup()
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=self._backlog)
-        await web.SockSite(self._runner, self._socket, backlog=self._backlog).start()
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        await web.SockSite(self._runner, self._socket, backlog=BACKLOG).start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -79,21 +83,12 @@ class Served:
 class Imitation(Served):
     """An engine that computes nothing: params for a prefill, otherwise a stream of events, 10 ms apart."""
 
-    def __init__(self, *, events: int, deaf_ms: int) -> None:
-        super().__init__(64 if deaf_ms else 4096)
-        self._events, self._deaf_s = events, deaf_ms / 1000
+    def __init__(self, *, events: int) -> None:
+        super().__init__()
+        self._events = events
         self._app.router.add_post("/v1/completions", self._complete)
         self._app.router.add_get("/health", self._health)
         self._app.router.add_get("/v1/models", self._health)
-        self.asked: Counter[str] = Counter()
-
-    def be_deaf(self) -> None:
-        """Accept no connection for a while."""
-        loop, number = asyncio.get_running_loop(), self._socket.fileno()
-        accept = loop._selector.get_map()[number].data[0]  # type: ignore[attr-defined]
-        again = functools.partial(loop._add_reader, number, accept._callback, *accept._args)  # type: ignore[attr-defined]
-        loop.remove_reader(number)
-        loop.call_later(self._deaf_s, again)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"data": []})
@@ -134,9 +129,6 @@ class Plain(Served):
     async def __aexit__(self, *_: object) -> None:
         await super().__aexit__()
         await self._session.close()
-
-    async def pid(self) -> int:
-        return os.getpid()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -190,9 +182,8 @@ class Load:
             except (OSError, EOFError) as exc:
                 ends[type(exc).__name__] += 1
 
-        began = time.monotonic()
         await asyncio.gather(*(counted() for _ in range(clients)))
-        return {"ends": dict(ends), "seconds": sorted(seconds), "wall_s": time.monotonic() - began}
+        return {"ends": dict(ends), "seconds": seconds}
 
 
 # -- one turn --------------------------------------------------------------------------------------
@@ -215,12 +206,6 @@ async def _process(*arguments: str) -> AsyncIterator[int]:
         await child.wait()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
 async def _until_it_answers(port: int, body: bytes) -> None:
     """Wait for the first good answer, after which connections and code are warm."""
     async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
@@ -235,13 +220,8 @@ async def _until_it_answers(port: int, body: bytes) -> None:
 
 
 def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = fields_of(Path(f"/proc/{pid}/stat"))
     return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-def _most_mib(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) // 1024
 
 
 Arm = Callable[[Fleet, str, str, int], contextlib.AbstractAsyncContextManager[tuple[int, int]]]
@@ -250,52 +230,42 @@ Arm = Callable[[Fleet, str, str, int], contextlib.AbstractAsyncContextManager[tu
 @contextlib.asynccontextmanager
 async def plain(fleet: Fleet, prefill: str, decode: str, _port: int) -> AsyncIterator[tuple[int, int]]:
     worker = await fleet.start("plain", "scripts.bench.router:Plain", prefill=prefill, decode=decode)
-    yield int((await worker.ask("address")).rpartition(":")[2]), await worker.ask("pid")
+    yield int((await worker.ask("address")).rpartition(":")[2]), worker.pid
 
 
-@contextlib.asynccontextmanager
-async def ours(_fleet: Fleet, prefill: str, decode: str, port: int) -> AsyncIterator[tuple[int, int]]:
-    named = ("--prefill", prefill, "--decode", decode, "--port", str(port))
-    async with _process(sys.executable, "-m", "asynckv", "proxy", *named) as pid:
-        yield port, pid
+def program(*command: str) -> Arm:
+    """Return an arm that runs a router as a program."""
 
-
-def other(path: str) -> Arm:
     @contextlib.asynccontextmanager
-    async def theirs(_fleet: Fleet, prefill: str, decode: str, port: int) -> AsyncIterator[tuple[int, int]]:
-        named = ("--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode, "--port", str(port))
-        quiet = ("--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(_free_port()))
-        async with _process(path, *named, *quiet) as pid:
+    async def run(_fleet: Fleet, prefill: str, decode: str, port: int) -> AsyncIterator[tuple[int, int]]:
+        async with _process(*command, "--prefill", prefill, "--decode", decode, "--port", str(port)) as pid:
             yield port, pid
 
-    return theirs
+    return run
 
 
-async def turn(arm: Arm, case: dict[str, int], spin: int) -> dict[str, Any]:
+async def turn(arm: Arm, case: Case, spin: int) -> dict[str, Any]:
     """Run one router under one load."""
-    told: dict[str, Any] = {name: case[name] for name in ("events", "deaf_ms")}
     async with Fleet() as fleet, contextlib.AsyncExitStack() as stack:
-        engines = [await fleet.start(role, "scripts.bench.router:Imitation", **told) for role in ("prefill", "decode")]
+        imitation = "scripts.bench.router:Imitation"
+        engines = [await fleet.start(role, imitation, events=case.events) for role in ("prefill", "decode")]
         load = await fleet.start("load", "scripts.bench.router:Load")
         prefill, decode = [await engine.ask("address") for engine in engines]
-        port, pid = await stack.enter_async_context(arm(fleet, prefill, decode, _free_port()))
+        port, pid = await stack.enter_async_context(arm(fleet, prefill, decode, free_port()))
         await _until_it_answers(port, json.dumps({"model": "m", "prompt": PROMPT, "stream": True}).encode())
         for _ in range(spin):
             await stack.enter_async_context(_process(sys.executable, "-c", "while True: pass"))
-        if case["deaf_ms"]:
-            await asyncio.gather(*(engine.ask("be_deaf") for engine in engines))
         cpu_s = _cpu_s(pid)
-        found = await load.ask("send", RUN_S, port=port, clients=case["clients"], each=case["each"])
+        found = await load.ask("send", RUN_S, port=port, clients=case.clients, each=case.each)
         cpu_s = _cpu_s(pid) - cpu_s
-        seconds, served = found["seconds"], found["ends"].get("200", 0)
+        served = found["ends"].get("200", 0)
         return {
             "served": served,
-            "of": case["clients"] * case["each"],
+            "of": case.clients * case.each,
             "ends": found["ends"],
             "cpu_ms_a_request": 1e3 * cpu_s / max(served, 1),
-            "p50_s": statistics.median(seconds) if seconds else None,
-            "p99_s": seconds[len(seconds) * 99 // 100] if seconds else None,
-            "mib": _most_mib(pid),
+            **quantiles(found["seconds"], p50_s=0.5, p99_s=0.99),
+            "mib": memory_kib("VmHWM", pid) >> 10,
         }
 
 
@@ -311,8 +281,7 @@ async def _compare(arms: dict[str, Arm], names: list[str], rounds: int, spin: in
             record = {"case": name, "router": arm, "spin": spin, "served": [it["served"] for it in each]}
             record |= {"of": each[0]["of"], "cpu_of_plain": round(statistics.median(ratios), 2)}
             for figure in ("cpu_ms_a_request", "p50_s", "p99_s", "mib"):
-                values = [it[figure] for it in each if it[figure] is not None]
-                record[figure] = round(statistics.median(values), 3) if values else None
+                record[figure] = round(statistics.median(it[figure] for it in each), 3)
             print(json.dumps(record), file=out, flush=True)
 
 
@@ -325,9 +294,10 @@ def router(
 ) -> int:
     """Compare `asynckv proxy` with a plain aiohttp proxy in turns, between imitated engines."""
     chosen = command.chosen(cases, CASES)
-    arms: dict[str, Arm] = {"plain": plain, "asynckv": ours}
+    arms: dict[str, Arm] = {"plain": plain, "asynckv": program(sys.executable, "-m", "asynckv", "proxy")}
     if vllm_router:
-        arms["vllm-router"] = other(vllm_router)
+        quiet = ("--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(free_port()))
+        arms["vllm-router"] = program(vllm_router, "--vllm-pd-disaggregation", *quiet)
     number, busy = command.whole("--rounds", rounds, 1, 100), command.whole("--spin", spin, 0, 64)
     with command.output(json) as out:
         asyncio.run(_compare(arms, chosen, number, busy, out))
@@ -337,7 +307,7 @@ def router(
 EPILOG = f"""
 [bold]Cases[/bold]
 
-{command.listed(ABOUT)}
+{command.listed({name: case.about for name, case in CASES.items()})}
 
 [bold]Example[/bold]
 

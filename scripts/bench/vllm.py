@@ -14,7 +14,6 @@ turns; ratios are taken within a window.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import platform
 import random
@@ -23,17 +22,17 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from asynckv.errors import ConfigError
-from asynckv.tools.output import check_writable
+from asynckv.tools.bench.report import quantiles
+from asynckv.tools.output import consoles, print_table, write_json
 from scripts import command
 from tests.vllm.engines import Engine, Reply, Server, continued, prompt
 from tests.vllm.models import Attention, Model
@@ -161,10 +160,9 @@ class Row:
     case: Case
     step: Step
     others: int
-    untouched: bool = False
 
     def __str__(self) -> str:
-        return f"{self.case}, steps {self.step}, {self.others} others" + ", untouched caches" * self.untouched
+        return f"{self.case}, steps {self.step}, {self.others} others"
 
 
 class Contender:
@@ -191,8 +189,7 @@ class Contender:
         pair.generate(prompt(random.Random(0), self._tokens), most=2)
         for engine in self._engines:
             engine.ask("judge", False)
-            if not row.untouched:
-                engine.ask("touch")
+            engine.ask("touch")
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:
@@ -225,14 +222,10 @@ class Contender:
         self._pair.settle()
         decode.replies.clear()
         self._signal(signal.SIGSTOP)
-        steps = sorted(times["steps_s"])
         return {
             "requests_per_s": requests / took,
-            "p50_ms": quantile(latencies, 0.5) * 1e3,
-            "p99_ms": quantile(latencies, 0.99) * 1e3,
-            "step_p50_ms": quantile(steps, 0.5) * 1e3,
-            "step_p99_ms": quantile(steps, 0.99) * 1e3,
-            "step_most_ms": steps[-1] * 1e3,
+            **quantiles([1e3 * each for each in latencies], p50_ms=0.5, p99_ms=0.99),
+            **quantiles([1e3 * each for each in times["steps_s"]], step_p50_ms=0.5, step_p99_ms=0.99, step_most_ms=1.0),
             "cpu_ms": times["cpu_s"] / requests * 1e3,
             "prefill_cpu_ms": theirs["cpu_s"] / requests * 1e3,
             "faults": times["faults"] / requests,
@@ -258,7 +251,7 @@ def alone_tokens_per_s(engine: Engine, others: Sequence[Reply]) -> float:
 
 
 def loop(engine: Engine, name: str, prompts: Sequence[list[int]], params: Sequence[Any], in_flight: int) -> list[float]:
-    """Keep `in_flight` requests in flight until all are done, and return their sorted latencies."""
+    """Keep `in_flight` requests in flight until all are done, and return their latencies."""
     left = list(enumerate(zip(prompts, params, strict=True)))[::-1]
     flying: dict[int, tuple[Reply, float]] = {}
     latencies = []
@@ -273,12 +266,7 @@ def loop(engine: Engine, name: str, prompts: Sequence[list[int]], params: Sequen
             if reply.tokens != continued(prompts[number], 1):
                 raise RuntimeError(f"request {number} said {reply}")
             latencies.append(now - began)
-    return sorted(latencies)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the sorted values lies."""
-    return values[min(len(values) - 1, int(len(values) * share))]
+    return latencies
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -306,16 +294,13 @@ def is_wide(found: Mapping[str, Mapping[str, float]]) -> bool:
 def measure(server: Server, row: Row, names: Sequence[str], windows: int) -> dict[str, Any]:
     """Measure all contenders in turns, and summarise the windows; the first one is not counted."""
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    running: dict[str, Contender] = {}
+    running = {name: Contender(server, name, row) for name in names}
     most = windows
-    for number in itertools.count(0 if row.untouched else -1):
+    for number in itertools.count(-1):
         if number == windows and is_wide(ratios(taken)):
             most = MORE_WINDOWS * windows
         if number == most:
             break
-        if row.untouched or not running:
-            server.end()
-            running = {name: Contender(server, name, row) for name in names}
         told = []
         for name in names[:: 1 if number % 2 else -1]:
             found = running[name].window(number)
@@ -328,7 +313,6 @@ def measure(server: Server, row: Row, names: Sequence[str], windows: int) -> dic
         "case": str(row.case),
         "step": str(row.step),
         "others": row.others,
-        "untouched": row.untouched,
         "windows": most,
         "contenders": {name: {key: quartiles([w[key] for w in taken[name]]) for key in COLUMNS} for name in names},
         "ratios": ratios(taken),
@@ -359,22 +343,16 @@ def compare(
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Measure all cases that the documentation shows.")] = False,
     others: Annotated[int, typer.Option(help="Other requests that decode all the time; none with steps 0:0.")] = OTHERS,
-    untouched: Annotated[
-        bool, typer.Option("--untouched", help="Add the first row with untouched caches, as a CPU engine starts.")
-    ] = False,
     contenders: Annotated[str, typer.Option(help="Contenders, comma-separated.")] = ",".join(CONTENDERS),
     windows: Annotated[int, typer.Option(help="Windows of each row; three times as many if the ratio varies.")] = 10,
-    json_: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report here.")] = None,
+    json: command.TableJson = None,
 ) -> int:
     """Measure connectors inside vLLM on the same requests, in turns; needs the environment of `tox run -e vllm`."""
-    names = list(dict.fromkeys(name.strip() for name in contenders.split(",")))
-    command.check(not (set(names) - set(CONTENDERS)), f"--contenders: choose from {', '.join(CONTENDERS)}")
+    names = command.chosen([name.strip() for name in contenders.split(",")], CONTENDERS, "contender")
     command.check(1 <= windows <= 100, f"--windows {windows} is outside 1 ... 100")
     command.check(0 <= others <= 64, f"--others {others} is outside 0 ... 64")
-    check_writable("--json", json_)
+    console, _ = consoles(json)
     rows = chosen(cases, step, all_, others)
-    if untouched:
-        rows.insert(1, replace(rows[0], untouched=True))
     server, load = Server(), os.getloadavg()
     try:
         measured = [measure(server, row, names, windows) for row in rows]
@@ -388,10 +366,9 @@ def compare(
         "load_after": os.getloadavg(),
         "rows": measured,
     }
-    if json_:
-        Path(json_).write_text(json.dumps(report, indent=1) + "\n")
-    show(measured)
-    print(f"load average {load[0]:.1f} before, {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores")
+    write_json(json, report)
+    show(measured, console)
+    console.print(f"load average {load[0]:.1f} before, {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores")
     return 0
 
 
@@ -409,21 +386,20 @@ def chosen(cases: str | None, step: str | None, is_all: bool, others: int) -> li
     return [Row(case, each, others if str(each) != "0:0" else 0) for case, each in pairs]
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
+def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print medians of the windows, and the ratios with their quartiles."""
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    table = Table("row", "connector", *COLUMNS.values(), title="Medians of the windows")
-    compared = Table(
-        "row", "windows", *RATIOS, title="asynckv over NixlConnector, window by window: median (quartiles)"
-    )
+    figures, ratios = [], []
     for row in rows:
-        name = f"{row['case']} {row['step']}" + " untouched" * row["untouched"]
-        for contender, figures in row["contenders"].items():
-            table.add_row(name, contender, *(f"{figures[key]['median']:.3g}" for key in COLUMNS))
+        name = f"{row['case']} {row['step']}"
+        for contender, each in row["contenders"].items():
+            figures.append((name, contender, *(f"{each[key]['median']:.3g}" for key in COLUMNS)))
         found = [row["ratios"].get(key) for key in RATIOS]
         cells = [f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})" if each else "" for each in found]
-        compared.add_row(name, str(row["windows"]), *cells)
-    console.print(table, compared)
+        ratios.append((name, str(row["windows"]), *cells))
+    console.print("Medians of the windows")
+    print_table(console, ("row", "connector", *COLUMNS.values()), figures, texts=(0, 1))
+    console.print("asynckv over NixlConnector, window by window: median (quartiles)")
+    print_table(console, ("row", "windows", *RATIOS), ratios)
 
 
 EPILOG = """

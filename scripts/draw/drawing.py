@@ -94,6 +94,14 @@ def text(
     return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}"{about}>{escape(words)}</text>'
 
 
+def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
+    """Return a straight arrow (down, up, left or right) for messages between parts."""
+    dx, dy = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
+    back_x, back_y = to_x - 9 * dx, to_y - 9 * dy
+    tip = f"M{to_x:g} {to_y:g}L{back_x + 5 * dy:g} {back_y + 5 * dx:g}L{back_x - 5 * dy:g} {back_y - 5 * dx:g}Z"
+    return f'<path d="M{x:g} {y:g}L{back_x:g} {back_y:g}" class="line"/>\n<path d="{tip}" class="head"/>'
+
+
 def table(head: str, rows: Iterable[Iterable[str]]) -> str:
     """Return a table of a page, with one line for each row."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

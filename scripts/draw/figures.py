@@ -113,13 +113,12 @@ def named(row: Report) -> tuple[str, str]:
     layers, block, blocks, in_flight, *order = re.split("[x:]", row["case"])
     number = int(layers) * int(block) * int(blocks)
     size = f"{number >> 20} MiB" if number >> 20 else f"{number >> 10} KiB"
-    about = [*order, *["untouched caches"] * row.get("untouched", False)]
     if ":" in row["step"]:
         python, outside = row["step"].split(":")
         step = "idle" if row["step"] == "0:0" else f"{python} + {outside} ms"
     else:
         step = row["step"]
-    return ", ".join([size, f"{in_flight} in flight", *about]), step
+    return ", ".join([size, f"{in_flight} in flight", *order]), step
 
 
 def bench(columns: Mapping[str, str]) -> Callable[[Report], str]:

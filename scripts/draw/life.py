@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scripts.draw import drawing
-from scripts.draw.drawing import PICTURES, colours, text
+from scripts.draw.drawing import PICTURES, arrow, colours, text
 
 WIDTH = 440
 """Narrow, so that its words are readable on a phone, where it is scaled to some 350 pixels."""
@@ -28,7 +28,7 @@ def bar(x: float, top: float, bottom: float, colour: int) -> str:
     return f'<rect x="{x:g}" y="{top:g}" width="{BAR}" height="{bottom - top:g}" fill="{colours(colour)[0]}"/>'
 
 
-def arrow(start: float, end: float, y: float, *, wide: bool = False, dashed: bool = False) -> str:
+def message(start: float, end: float, y: float, *, wide: bool = False, dashed: bool = False) -> str:
     """Return an arrow from one engine to the other; a wide one stands for the bytes."""
     way = 1 if end > start else -1
     size = 11 if wide else 7
@@ -68,23 +68,23 @@ def life() -> str:
         *head(READER, WIDTH - 16, "end", "Decode engine", "generates the tokens"),
         *notes(lender, 84, "start", "lend", "Its blocks stay as they are: a lease."),
         bar(OWNER - BAR / 2, 72, 494, LENT),
-        arrow(left, right, 142, dashed=True),
+        message(left, right, 142, dashed=True),
         text(middle, 134, "params, by way of a router (HTTP)", anchor="middle"),
         *notes(reader, 168, "end", "pull", "into blocks that its scheduler chose"),
         bar(READER - BAR / 2, 154, 406, PULL),
-        arrow(right, left, 216),
+        message(right, left, 216),
         text(middle, 208, "claim (ZMQ)", anchor="middle"),
         bar(grant, 216, 490, GRANT),
         text(WIDTH - 6, 230, "reads", anchor="end", kind="bold"),
         bar(reads, 238, 378, READS),
-        arrow(left, right, 272, wide=True),
+        message(left, right, 272, wide=True),
         text(middle, 254, "KV, read by NIXL: the owner is not asked", anchor="middle"),
-        arrow(left, right, 322),
+        message(left, right, 322),
         text(middle, 314, "granted: the blocks stay for 10 s", anchor="middle"),
-        arrow(left, right, 364, wide=True),
+        message(left, right, 364, wide=True),
         *notes(reader, 400, "end", "proven", "The reads ended before the grant:", "the blocks were still lent."),
         text(grant - 2, 508, "grant", kind="bold"),
-        arrow(right, left, 476),
+        message(right, left, 476),
         text(middle, 468, "release, repeated until acknowledged", anchor="middle"),
         *notes(lender, 504, "start", "free again", "when every reader has released,", "or the lease has run out"),
         text(WIDTH - 16, 548, "time ↓", size=13, anchor="end"),
@@ -106,26 +106,18 @@ def process(x: float, y: float, name: str, has: str = "") -> list[str]:
     return [box(x, y, 132, 46), *words]
 
 
-def down(x: float, start: float, end: float) -> str:
-    """Return an arrow downwards."""
-    return (
-        f'<path d="M{x:g} {start:g}V{end - 8:g}" class="line"/>\n'
-        f'<path d="M{x:g} {end:g}L{x - 5:g} {end - 9:g}H{x + 5:g}Z" class="head"/>'
-    )
-
-
 def workers() -> str:
     """Return the picture of the processes, and the messages between them."""
     lines = [
         box(170, 12, 100, 32),
         text(220, 33, "client", anchor="middle"),
-        down(220, 44, 68),
+        arrow(220, 44, 220, 68),
         box(170, 68, 100, 32),
         text(220, 89, "router", anchor="middle"),
         '<path d="M170 84H86V124" class="line"/>',
         '<path d="M270 84H354V124" class="line"/>',
-        down(86, 116, 132),
-        down(354, 116, 132),
+        arrow(86, 116, 86, 132),
+        arrow(354, 116, 354, 132),
         text(220, 120, "params: JSON,", size=13, anchor="middle"),
         text(220, 136, "unchanged", size=13, anchor="middle"),
     ]
@@ -134,7 +126,7 @@ def workers() -> str:
             box(left, 132, 152, 284, is_outer=True),
             text(left + 76, 154, name, size=16, anchor="middle", kind="bold"),
             *process(left + 10, 166, "scheduler", has),
-            down(left + 40, 212, 268),
+            arrow(left + 40, 212, left + 40, 268),
             text(left + 50, 244, "orders", size=13),
             *process(left + 10, 270, "worker 0", "EngineThread"),
             *process(left + 10, 356, "worker 1", "EngineThread"),
@@ -142,8 +134,8 @@ def workers() -> str:
     for top in (270, 356):
         lines += [
             text(220, top + 6, "claims (ZMQ)", size=13, anchor="middle"),
-            arrow(284, 156, top + 14),
-            arrow(156, 284, top + 42, wide=True),
+            message(284, 156, top + 14),
+            message(156, 284, top + 42, wide=True),
         ]
     lines += [text(220, top + 66, "KV (NIXL)", size=13, anchor="middle") for top in (270, 356)]
     return "\n".join(lines)

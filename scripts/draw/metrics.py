@@ -7,7 +7,7 @@ Grafana's names for Prometheus' base units.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,15 @@ class Panel:
 
     Attributes:
         unit: Grafana's name: `s`, `bytes`, `Bps`, `short`, `percentunit`, `ops`.
-        queries: PromQL and legend; `THESE` selects the engines.
+        queries: PromQL by its legend; `THESE` selects the engines.
         says: Description of the panel.
-        kind: Grafana's name: `timeseries`, `stat`, `heatmap`.
         is_stacked: True if the series are parts of a whole.
     """
 
     title: str
     unit: str
-    queries: tuple[tuple[str, str], ...]
+    queries: Mapping[str, str]
     says: str = ""
-    kind: str = "timeseries"
     is_stacked: bool = False
 
 
@@ -68,328 +66,285 @@ def gauge(metric: str, but: str = "") -> str:
     return f"asynckv_{metric}{{{THESE}{but}}}"
 
 
+def summed(metric: str, by: str) -> str:
+    """Return the sum of a gauge over all selected engines, by a label."""
+    return f"sum by ({by}) ({gauge(metric)})"
+
+
 ENGINE = "{{engine_id}}/{{rank}}"
 
-ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
-    (
-        "At a glance",
-        (
-            Panel(
-                "Pulls per second",
-                "ops",
-                ((rate("pulls_ended_total"), ENGINE),),
-                "Attempts that ended, whether or not they succeeded.",
-            ),
-            Panel(
-                "Failing pulls",
-                "percentunit",
-                (
-                    (
-                        rate("pulls_ended_total", but=',reason!~"complete|cancelled"')
-                        + " / "
-                        + rate("pulls_ended_total"),
-                        ENGINE,
-                    ),
-                ),
-                "The share of all attempts. A cancelled attempt does not count as failed.",
-            ),
-            Panel(
-                "Duration of a pull",
-                "s",
-                tuple(
-                    (quantile("pull_duration_seconds", q, but=',outcome="complete"'), f"p{100 * q:g}")
-                    for q in (0.5, 0.9, 0.99)
-                ),
-                "The time from the call to the outcome of successful pulls.",
-            ),
-            Panel("Bytes per second", "Bps", ((rate("read_bytes_total"), ENGINE),)),
-            Panel("Engines by state", "short", (("sum by (state) (" + gauge("engine_state") + ") > 0", "{{state}}"),)),
-            Panel(
-                "Blocks that are not free",
-                "short",
-                (("sum by (state) (" + gauge("blocks") + ")", "{{state}}"),),
-                "Quarantined and retired should be 0.",
-                is_stacked=True,
-            ),
+ROWS: Mapping[str, tuple[Panel, ...]] = {
+    "At a glance": (
+        Panel(
+            "Pulls per second",
+            "ops",
+            {ENGINE: rate("pulls_ended_total")},
+            "Attempts that ended, whether or not they succeeded.",
+        ),
+        Panel(
+            "Failing pulls",
+            "percentunit",
+            {
+                ENGINE: (
+                    rate("pulls_ended_total", but=',reason!~"complete|cancelled"') + " / " + rate("pulls_ended_total")
+                )
+            },
+            "The share of all attempts. A cancelled attempt does not count as failed.",
+        ),
+        Panel(
+            "Duration of a pull",
+            "s",
+            {
+                f"p{100 * q:g}": quantile("pull_duration_seconds", q, but=',outcome="complete"')
+                for q in (0.5, 0.9, 0.99)
+            },
+            "The time from the call to the outcome of successful pulls.",
+        ),
+        Panel("Bytes per second", "Bps", {ENGINE: rate("read_bytes_total")}),
+        Panel("Engines by state", "short", {"{{state}}": summed("engine_state", "state") + " > 0"}),
+        Panel(
+            "Blocks that are not free",
+            "short",
+            {"{{state}}": summed("blocks", "state")},
+            "Quarantined and retired should be 0.",
+            is_stacked=True,
         ),
     ),
-    (
-        "The router",
-        (
-            Panel(
-                "Requests by status",
-                "ops",
-                (("sum by (status) (rate(pd_proxy_requests_total[$__rate_interval]))", "{{status}}"),),
-                "A stream that ended in an error counts with that error's status. 499 means that the client left.",
-                is_stacked=True,
-            ),
-            Panel(
-                "Prompts that decode engines compute",
-                "ops",
-                (("sum by (cause) (rate(pd_proxy_decode_only_total[$__rate_interval])) > 0", "{{cause}}"),),
-            ),
-            Panel("Requests under way", "short", (("pd_proxy_in_flight", "{{instance}}"),)),
-            Panel(
-                "Time to the first event",
-                "s",
-                tuple(
-                    (
-                        f"histogram_quantile({q:g}, sum by (le) "
-                        '(rate(pd_proxy_seconds_bucket{until="first"}[$__rate_interval])))',
-                        f"p{100 * q:g}",
-                    )
-                    for q in (0.5, 0.9, 0.99)
-                ),
-                "The time to the first event of a stream.",
-            ),
-            Panel(
-                "Engine faults",
-                "ops",
-                (
-                    (
-                        "sum by (engine, why) (rate(pd_proxy_engine_faults_total[$__rate_interval])) > 0",
-                        "{{engine}} {{why}}",
-                    ),
-                ),
-            ),
-            Panel(
-                "Engines that are up", "short", (("min by (role, engine) (pd_proxy_engine_up)", "{{role}} {{engine}}"),)
-            ),
+    "The router": (
+        Panel(
+            "Requests by status",
+            "ops",
+            {"{{status}}": "sum by (status) (rate(pd_proxy_requests_total[$__rate_interval]))"},
+            "A stream that ended in an error counts with that error's status. 499 means that the client left.",
+            is_stacked=True,
+        ),
+        Panel(
+            "Prompts that decode engines compute",
+            "ops",
+            {"{{cause}}": "sum by (cause) (rate(pd_proxy_decode_only_total[$__rate_interval])) > 0"},
+        ),
+        Panel("Requests under way", "short", {"{{instance}}": "pd_proxy_in_flight"}),
+        Panel(
+            "Time to the first event",
+            "s",
+            {
+                f"p{100 * q:g}": (
+                    f"histogram_quantile({q:g}, sum by (le) "
+                    '(rate(pd_proxy_seconds_bucket{until="first"}[$__rate_interval])))'
+                )
+                for q in (0.5, 0.9, 0.99)
+            },
+            "The time to the first event of a stream.",
+        ),
+        Panel(
+            "Engine faults",
+            "ops",
+            {"{{engine}} {{why}}": "sum by (engine, why) (rate(pd_proxy_engine_faults_total[$__rate_interval])) > 0"},
+        ),
+        Panel("Engines that are up", "short", {"{{role}} {{engine}}": "min by (role, engine) (pd_proxy_engine_up)"}),
+    ),
+    "Decode: pulls": (
+        Panel("Pulls by state", "short", {"{{state}}": summed("pulls", "state")}, is_stacked=True),
+        Panel("Ended, by reason", "ops", {"{{reason}}": total("pulls_ended_total", "reason") + " > 0"}),
+        Panel(
+            "Retried and rejected",
+            "ops",
+            {"retried: {{reason}}": total("pulls_retried_total", "reason"), "rejected": total("pulls_rejected_total")},
+        ),
+        Panel(
+            "Phases, 90th percentile",
+            "s",
+            {"{{phase}}": quantile("pull_phase_seconds", 0.9, "phase")},
+            "post and detect lie inside read; release runs in the background.",
+        ),
+        Panel(
+            "Waiting",
+            "short",
+            {
+                f"{ENGINE} waiting": gauge("pulls_waiting"),
+                f"{ENGINE} queued": gauge("pulls_queued"),
+                f"{ENGINE} admitted": gauge("pulls_admitted"),
+                f"{ENGINE} retrying": gauge("pulls_retrying"),
+            },
+            "Queued pulls wait for the limits. Other waiting pulls wait for a handshake, or are not lent yet.",
+        ),
+        Panel(
+            "Budgets in use",
+            "percentunit",
+            {
+                f"{ENGINE} bytes": gauge("in_flight_bytes") + " / " + gauge("in_flight_limit_bytes"),
+                f"{ENGINE} descriptors": gauge("in_flight_descriptors") + " / " + gauge("in_flight_descriptors_limit"),
+                f"{ENGINE} requests": gauge("pulls_admitted") + " / " + gauge("pulls_admitted_limit"),
+                f"{ENGINE} waiting": gauge("pulls_waiting") + " / " + gauge("pulls_waiting_limit"),
+            },
+        ),
+        Panel("Oldest pull", "s", {ENGINE: gauge("pull_oldest_seconds")}),
+        Panel(
+            "Transfers",
+            "ops",
+            {"{{result}}": total("transfers_ended_total", "result"), "posted": total("transfers_posted_total")},
+        ),
+        Panel(
+            "Transfers under way and in doubt",
+            "short",
+            {"{{state}}": summed("transfers", "state")},
+            "A transfer in doubt has failed, but may still write.",
+        ),
+        Panel(
+            "Merging",
+            "short",
+            {ENGINE: rate("descriptors_planned_total") + " / " + rate("descriptors_posted_total")},
+            "Planned descriptors for each posted one.",
         ),
     ),
-    (
-        "Decode: pulls",
-        (
-            Panel(
-                "Pulls by state", "short", (("sum by (state) (" + gauge("pulls") + ")", "{{state}}"),), is_stacked=True
-            ),
-            Panel("Ended, by reason", "ops", ((total("pulls_ended_total", "reason") + " > 0", "{{reason}}"),)),
-            Panel(
-                "Retried and rejected",
-                "ops",
-                (
-                    (total("pulls_retried_total", "reason"), "retried: {{reason}}"),
-                    (total("pulls_rejected_total"), "rejected"),
-                ),
-            ),
-            Panel(
-                "Phases, 90th percentile",
-                "s",
-                ((quantile("pull_phase_seconds", 0.9, "phase"), "{{phase}}"),),
-                "post and detect lie inside read; release runs in the background.",
-            ),
-            Panel(
-                "Waiting",
-                "short",
-                (
-                    (gauge("pulls_waiting"), f"{ENGINE} waiting"),
-                    (gauge("pulls_queued"), f"{ENGINE} queued"),
-                    (gauge("pulls_admitted"), f"{ENGINE} admitted"),
-                    (gauge("pulls_retrying"), f"{ENGINE} retrying"),
-                ),
-                "Queued pulls wait for the limits. Other waiting pulls wait for a handshake, or are not lent yet.",
-            ),
-            Panel(
-                "Budgets in use",
-                "percentunit",
-                (
-                    (gauge("in_flight_bytes") + " / " + gauge("in_flight_limit_bytes"), f"{ENGINE} bytes"),
-                    (
-                        gauge("in_flight_descriptors") + " / " + gauge("in_flight_descriptors_limit"),
-                        f"{ENGINE} descriptors",
-                    ),
-                    (gauge("pulls_admitted") + " / " + gauge("pulls_admitted_limit"), f"{ENGINE} requests"),
-                    (gauge("pulls_waiting") + " / " + gauge("pulls_waiting_limit"), f"{ENGINE} waiting"),
-                ),
-            ),
-            Panel("Oldest pull", "s", ((gauge("pull_oldest_seconds"), ENGINE),)),
-            Panel(
-                "Transfers",
-                "ops",
-                ((total("transfers_ended_total", "result"), "{{result}}"), (total("transfers_posted_total"), "posted")),
-            ),
-            Panel(
-                "Transfers under way and in doubt",
-                "short",
-                (("sum by (state) (" + gauge("transfers") + ")", "{{state}}"),),
-                "A transfer in doubt has failed, but may still write.",
-            ),
-            Panel(
-                "Merging",
-                "short",
-                ((rate("descriptors_planned_total") + " / " + rate("descriptors_posted_total"), ENGINE),),
-                "Planned descriptors for each posted one.",
-            ),
+    "Prefill: leases": (
+        Panel(
+            "Lent and ended",
+            "ops",
+            {
+                "lent": total("leases_lent_total"),
+                "{{state}}": total("leases_ended_total", "state"),
+                "withdrawn": total("requests_withdrawn_total"),
+            },
+            "Expired leases were not released in time.",
+        ),
+        Panel(
+            "Leases by age",
+            "short",
+            {"{{state}}": summed("leases", "state"), "over {{seconds}} s": summed("leases_older_than", "seconds")},
+        ),
+        Panel("Oldest lease", "s", {ENGINE: gauge("lease_oldest_seconds")}),
+        Panel(
+            "Age of leases at their end",
+            "s",
+            {f"{{{{state}}}} p{100 * q:g}": quantile("lease_age_seconds", q, "state") for q in (0.5, 0.99)},
+        ),
+        Panel("Refusals", "ops", {"{{reason}}": total("refusals_total", "reason") + " > 0"}),
+        Panel(
+            "Parked claims",
+            "short",
+            {
+                f"{ENGINE} parked": gauge("parked_messages"),
+                f"{ENGINE} {{{{reason}}}} per second": rate("parked_messages_dropped_total", "reason"),
+            },
+            "Claims and releases of requests that are not lent yet.",
         ),
     ),
-    (
-        "Prefill: leases",
-        (
-            Panel(
-                "Lent and ended",
-                "ops",
-                (
-                    (total("leases_lent_total"), "lent"),
-                    (total("leases_ended_total", "state"), "{{state}}"),
-                    (total("requests_withdrawn_total"), "withdrawn"),
-                ),
-                "Expired leases were not released in time.",
-            ),
-            Panel(
-                "Leases by age",
-                "short",
-                (
-                    ("sum by (state) (" + gauge("leases") + ")", "{{state}}"),
-                    ("sum by (seconds) (" + gauge("leases_older_than") + ")", "over {{seconds}} s"),
-                ),
-            ),
-            Panel("Oldest lease", "s", ((gauge("lease_oldest_seconds"), ENGINE),)),
-            Panel(
-                "Age of leases at their end",
-                "s",
-                tuple((quantile("lease_age_seconds", q, "state"), f"{{{{state}}}} p{100 * q:g}") for q in (0.5, 0.99)),
-            ),
-            Panel("Refusals", "ops", ((total("refusals_total", "reason") + " > 0", "{{reason}}"),)),
-            Panel(
-                "Parked claims",
-                "short",
-                (
-                    (gauge("parked_messages"), f"{ENGINE} parked"),
-                    (rate("parked_messages_dropped_total", "reason"), f"{ENGINE} {{{{reason}}}} per second"),
-                ),
-                "Claims and releases of requests that are not lent yet.",
-            ),
+    "Peers and messages": (
+        Panel("Peers by state", "short", {"{{state}}": summed("peers", "state")}, is_stacked=True),
+        Panel(
+            "Peers lost and silent",
+            "ops",
+            {"{{state}}": total("peer_changes_total", "state", ',state=~"gone|left|suspect|new"')},
+        ),
+        Panel("Bytes by peer", "Bps", {"{{peer}}": total("peer_read_bytes_total", "peer")}),
+        Panel("Failures by peer", "ops", {"{{peer}}": total("peer_pulls_ended_total", "peer", ',outcome="failed"')}),
+        Panel("Messages", "ops", {"{{direction}} {{type}}": total("messages_total", "direction, type")}),
+        Panel(
+            "Dropped and rejected",
+            "ops",
+            {
+                "dropped: {{reason}}": total("messages_dropped_total", "reason") + " > 0",
+                "rejected: {{cause}}": total("connections_rejected_total", "cause") + " > 0",
+                "refused: {{cause}}": total("connections_refused_total", "cause") + " > 0",
+            },
         ),
     ),
-    (
-        "Peers and messages",
-        (
-            Panel(
-                "Peers by state", "short", (("sum by (state) (" + gauge("peers") + ")", "{{state}}"),), is_stacked=True
-            ),
-            Panel(
-                "Peers lost and silent",
-                "ops",
-                ((total("peer_changes_total", "state", ',state=~"gone|left|suspect|new"'), "{{state}}"),),
-            ),
-            Panel("Bytes by peer", "Bps", ((total("peer_read_bytes_total", "peer"), "{{peer}}"),)),
-            Panel(
-                "Failures by peer", "ops", ((total("peer_pulls_ended_total", "peer", ',outcome="failed"'), "{{peer}}"),)
-            ),
-            Panel("Messages", "ops", ((total("messages_total", "direction, type"), "{{direction}} {{type}}"),)),
-            Panel(
-                "Dropped and rejected",
-                "ops",
-                (
-                    (total("messages_dropped_total", "reason") + " > 0", "dropped: {{reason}}"),
-                    (total("connections_rejected_total", "cause") + " > 0", "rejected: {{cause}}"),
-                    (total("connections_refused_total", "cause") + " > 0", "refused: {{cause}}"),
-                ),
-            ),
+    "Engine health": (
+        Panel(
+            "Loop lag",
+            "s",
+            {f"p{100 * q:g}": quantile("loop_lag_seconds", q) for q in (0.5, 0.9, 0.99)},
+            "Delay of the engine's timer, while the event loop does something else.",
+        ),
+        Panel(
+            "Alarms in the last 5 minutes",
+            "short",
+            {
+                f"{ENGINE} {name}": f"sum by (engine_id, rank) (increase(asynckv_{metric}{{{THESE}}}[5m])) > 0"
+                for metric, name in (
+                    ("loop_away_total", "loop away"),
+                    ("internal_errors_total", "internal errors"),
+                    ("observer_errors_total", "observer errors"),
+                    ("log_events_lost_total", "log events lost"),
+                    ("data_plane_losses_total", "data plane lost"),
+                    ("data_plane_restarts_total", "data plane restarted"),
+                    ("blocks_given_up_total", "blocks retired"),
+                )
+            },
+        ),
+        Panel(
+            "Age of these figures, and of blocks in quarantine",
+            "s",
+            {
+                f"{ENGINE} reading": gauge("reading_age_seconds"),
+                f"{ENGINE} quarantine": gauge("quarantined_oldest_seconds"),
+            },
         ),
     ),
-    (
-        "Engine health",
-        (
-            Panel(
-                "Loop lag",
-                "s",
-                tuple((quantile("loop_lag_seconds", q), f"p{100 * q:g}") for q in (0.5, 0.9, 0.99)),
-                "Delay of the engine's timer, while the event loop does something else.",
-            ),
-            Panel(
-                "Alarms in the last 5 minutes",
-                "short",
-                tuple(
-                    (f"sum by (engine_id, rank) (increase(asynckv_{metric}{{{THESE}}}[5m])) > 0", f"{ENGINE} {name}")
-                    for metric, name in (
-                        ("loop_away_total", "loop away"),
-                        ("internal_errors_total", "internal errors"),
-                        ("observer_errors_total", "observer errors"),
-                        ("log_events_lost_total", "log events lost"),
-                        ("data_plane_losses_total", "data plane lost"),
-                        ("data_plane_restarts_total", "data plane restarted"),
-                        ("blocks_given_up_total", "blocks retired"),
-                    )
-                ),
-            ),
-            Panel(
-                "Age of these figures, and of blocks in quarantine",
-                "s",
-                (
-                    (gauge("reading_age_seconds"), f"{ENGINE} reading"),
-                    (gauge("quarantined_oldest_seconds"), f"{ENGINE} quarantine"),
-                ),
-            ),
+    "Offload": (
+        Panel(
+            "Tokens looked up",
+            "short",
+            {f"{ENGINE} {{{{what}}}}": rate("offload_tokens_total", "what")},
+            "Tokens of prompts that were found in host memory or files, were loaded from there, or turned out to "
+            "be misses, because their blocks were given up meanwhile or could not be read.",
+        ),
+        Panel(
+            "Moved",
+            "Bps",
+            {
+                f"{ENGINE} {{{{move}}}}": rate("offload_bytes_moved_total", "move"),
+                f"{ENGINE} {{{{move}}}}, blocks": rate("offload_blocks_moved_total", "move"),
+            },
+            "Moves between the accelerator, host memory and files.",
+        ),
+        Panel(
+            "Kept and evicted",
+            "short",
+            {
+                f"{ENGINE} {{{{tier}}}}, {{{{state}}}}": gauge("offload_blocks"),
+                f"{ENGINE} to be written back": gauge("offload_waiting_blocks"),
+                f"{ENGINE} {{{{tier}}}}, evicted per second": rate("offload_evicted_total", "tier"),
+                f"{ENGINE} lost, {{{{reason}}}}": rate("offload_not_written_back_total", "reason"),
+                f"{ENGINE} not stored, {{{{reason}}}}": rate("offload_not_stored_total", "reason"),
+            },
+            "Blocks in each tier. Blocks evicted before write-back are lost, because the disk is too slow. no_room "
+            "means that all blocks were in use when others were to be stored: raise host_bytes.",
+        ),
+        Panel(
+            "Fill level, and duration of calls",
+            "short",
+            {
+                f"{ENGINE} {{{{tier}}}}, share of its bytes": gauge("offload_bytes")
+                + " / "
+                + gauge("offload_limit_bytes"),
+                "{{call}} p99, seconds": quantile("offload_duration_seconds", 0.99, "call"),
+            },
+            "A load that waits for files takes as long as the files do.",
+        ),
+        Panel(
+            "Results and failures",
+            "ops",
+            {
+                f"{ENGINE} store {{{{outcome}}}}": rate("offload_stores_ended_total", "outcome"),
+                f"{ENGINE} load {{{{outcome}}}}": rate("offload_loads_ended_total", "outcome"),
+                f"{ENGINE} moves failed": rate("offload_moves_failed_total"),
+                f"{ENGINE} records lost": rate("offload_records_lost_total"),
+                f"{ENGINE} files lost: {{{{what}}}}": rate("offload_disk_failures_total", "what"),
+                f"{ENGINE} {{{{tier}}}}: no {{{{what}}}}": f"{gauge('offload_up')} == 0",
+            },
+            "A record is lost if its bytes differ from those stored, after a torn write or on a bad disk.",
         ),
     ),
-    (
-        "Offload",
-        (
-            Panel(
-                "Tokens looked up",
-                "short",
-                ((rate("offload_tokens_total", "what"), f"{ENGINE} {{{{what}}}}"),),
-                "Tokens of prompts that were found in host memory or files, were loaded from there, or turned out to "
-                "be misses, because their blocks were given up meanwhile or could not be read.",
-            ),
-            Panel(
-                "Moved",
-                "Bps",
-                (
-                    (rate("offload_bytes_moved_total", "move"), f"{ENGINE} {{{{move}}}}"),
-                    (rate("offload_blocks_moved_total", "move"), f"{ENGINE} {{{{move}}}}, blocks"),
-                ),
-                "Moves between the accelerator, host memory and files.",
-            ),
-            Panel(
-                "Kept and evicted",
-                "short",
-                (
-                    (gauge("offload_blocks"), f"{ENGINE} {{{{tier}}}}, {{{{state}}}}"),
-                    (gauge("offload_waiting_blocks"), f"{ENGINE} to be written back"),
-                    (rate("offload_evicted_total", "tier"), f"{ENGINE} {{{{tier}}}}, evicted per second"),
-                    (rate("offload_not_written_back_total", "reason"), f"{ENGINE} lost, {{{{reason}}}}"),
-                    (rate("offload_not_stored_total", "reason"), f"{ENGINE} not stored, {{{{reason}}}}"),
-                ),
-                "Blocks in each tier. Blocks evicted before write-back are lost, because the disk is too slow. no_room "
-                "means that all blocks were in use when others were to be stored: raise host_bytes.",
-            ),
-            Panel(
-                "Fill level, and duration of calls",
-                "short",
-                (
-                    (
-                        f"{gauge('offload_bytes')} / {gauge('offload_limit_bytes')}",
-                        f"{ENGINE} {{{{tier}}}}, share of its bytes",
-                    ),
-                    (quantile("offload_duration_seconds", 0.99, "call"), "{{call}} p99, seconds"),
-                ),
-                "A load that waits for files takes as long as the files do.",
-            ),
-            Panel(
-                "Results and failures",
-                "ops",
-                (
-                    (rate("offload_stores_ended_total", "outcome"), f"{ENGINE} store {{{{outcome}}}}"),
-                    (rate("offload_loads_ended_total", "outcome"), f"{ENGINE} load {{{{outcome}}}}"),
-                    (rate("offload_moves_failed_total"), f"{ENGINE} moves failed"),
-                    (rate("offload_records_lost_total"), f"{ENGINE} records lost"),
-                    (rate("offload_disk_failures_total", "what"), f"{ENGINE} files lost: {{{{what}}}}"),
-                    (f"{gauge('offload_up')} == 0", f"{ENGINE} {{{{tier}}}}: no {{{{what}}}}"),
-                ),
-                "A record is lost if its bytes differ from those stored, after a torn write or on a bad disk.",
-            ),
-        ),
-    ),
-)
+}
 
 
 def dashboard() -> str:
     """Return the dashboard as Grafana imports it."""
     panels: list[dict[str, Any]] = []
     y = 0
-    for title, row in ROWS:
+    for title, row in ROWS.items():
         panels.append(
             {
                 "id": len(panels) + 1,
@@ -469,7 +424,7 @@ def _panel(number: int, panel: Panel, where: dict[str, int]) -> dict[str, Any]:
     custom = {"stacking": {"mode": "normal"}, "fillOpacity": 30} if panel.is_stacked else {"fillOpacity": 5}
     return {
         "id": number,
-        "type": panel.kind,
+        "type": "timeseries",
         "title": panel.title,
         "description": panel.says,
         "datasource": SOURCE,
@@ -481,7 +436,7 @@ def _panel(number: int, panel: Panel, where: dict[str, int]) -> dict[str, Any]:
         },
         "targets": [
             {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expr, "legendFormat": legend, "range": True}
-            for i, (expr, legend) in enumerate(panel.queries)
+            for i, (legend, expr) in enumerate(panel.queries.items())
         ],
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scripts.draw import drawing
-from scripts.draw.drawing import PICTURES, colours, text
+from scripts.draw.drawing import PICTURES, arrow, colours, text
 
 WIDTH, HEIGHT = 740, 404
 LEFT, MIDDLE, RIGHT = 30, 220, 400
@@ -34,14 +34,6 @@ def named(left: float, top: float, right: float, colour: int, name: str, *lines:
     words = [text(left + 12, top + 22, name, kind="code bold", ink=ink)]
     words += [text(left + 12, top + 24 + 17 * i, line, size=13, ink=ink) for i, line in enumerate(lines, 1)]
     return [box(left, top, right, top + 34 + 17 * len(lines), colour), *words]
-
-
-def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
-    """Return a straight arrow (down, up, left or right) for messages between parts."""
-    dx, dy = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
-    back_x, back_y = to_x - 9 * dx, to_y - 9 * dy
-    tip = f"M{to_x:g} {to_y:g}L{back_x + 5 * dy:g} {back_y + 5 * dx:g}L{back_x - 5 * dy:g} {back_y - 5 * dx:g}Z"
-    return f'<path d="M{x:g} {y:g}L{back_x:g} {back_y:g}" class="line"/>\n<path d="{tip}" class="head"/>'
 
 
 def structure() -> str:

@@ -19,7 +19,7 @@ def test_no_page_is_touched_for_the_first_time_while_the_clock_runs(tmp_path: Pa
     assert report["schema"] == "asynckv.bench_vllm/2"
     assert set(report["machine"]["versions"]) == {"vllm", "nixl", "torch"}
     (row,) = report["rows"]
-    assert (row["case"], row["step"], row["others"], row["untouched"]) == (CASE, "1:2", 2, False)
+    assert (row["case"], row["step"], row["others"]) == (CASE, "1:2", 2)
     assert set(row["contenders"]) == {"asynckv", "nixl"}
     for figures in row["contenders"].values():
         assert set(figures) == set(bench_vllm.COLUMNS)

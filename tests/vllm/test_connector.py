@@ -79,6 +79,11 @@ def test_the_order_of_memory_with_the_fewest_descriptors_is_asked_for(use_mla: b
     assert AsyncKVConnector.get_required_kvcache_layout(SimpleNamespace(model_config=model)) == layout
 
 
+def test_no_pushes_and_no_counts_of_workers_are_announced() -> None:
+    assert not made().has_pending_push_work()
+    assert made().get_finished_count() is None
+
+
 def test_sleep_and_loads_beside_a_local_prefix_are_offered() -> None:
     assert AsyncKVConnector.supports_sleep_mode(None) is True
     assert made().supports_divergent_local_hybrid_hits is True

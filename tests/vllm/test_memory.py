@@ -201,6 +201,13 @@ async def later(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
+def one_rank(tmp_path: Path, layers: Layers) -> Planned:
+    """The memory of an engine of one rank."""
+    config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS)
+    (planned,) = plan(config, [{n: x.spec(1) for n, x in layers.items()}])
+    return planned
+
+
 def fill(engine: Engine, rank: int, seed: int) -> None:
     storage = engine.storage(rank)
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -482,18 +489,6 @@ def test_what_moves_between_equal_ranks_only_is_said_and_nothing_of_the_rest(
         assert "only between engines of tensor-parallel size 1" in text
 
 
-@pytest.mark.parametrize(("channels", "fits"), [(128, False), (129, False), (130, True), (127, False), (64, False)])
-def test_a_convolution_that_has_no_keys_or_half_a_key_is_no_delta_nets(channels: int, fits: bool) -> None:
-    """Of 8 heads with 16 values 128 channels are the values'; keys and queries share the rest evenly."""
-    shapes, dtypes = [(channels, 3), (8, 16, 16)], [torch.float32, torch.float32]
-    if fits:
-        states = caches.delta_net(shapes, dtypes, is_dim_first=True, place=Place())
-        assert [array.name for array in states.arrays][:3] == ["conv_q", "conv_k", "conv_v"]
-        return
-    with pytest.raises(caches.UnknownStructure, match="a gated delta net"):
-        caches.delta_net(shapes, dtypes, is_dim_first=True, place=Place())
-
-
 def test_a_ring_moves_like_a_state(tmp_path: Path) -> None:
     page = 16 * 8 * 2 * 16 * 2
     ring = CircularBufferSpec(
@@ -555,9 +550,7 @@ def test_blocks_with_an_order_of_their_own_move_whole(tmp_path: Path) -> None:
 
 
 def test_the_number_of_blocks_is_what_the_configuration_says(tmp_path: Path) -> None:
-    planned = plan(vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS), [{n: x.spec(1) for n, x in DENSE.items()}])[
-        0
-    ]
+    planned = one_rank(tmp_path, DENSE)
     larger = {n: torch.zeros(2 * NUM_BLOCKS, *t.shape[1:], dtype=t.dtype) for n, t in planned.tensors.items()}
     layout = register(planned.config, larger, planned.place, ModelFacts()).layout
     assert [(g.num_blocks, g.ratio) for g in layout.groups] == [(NUM_BLOCKS, 1)]
@@ -593,9 +586,7 @@ def test_what_cannot_be_moved_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_groups_that_are_not_for_transfers_are_not_counted(tmp_path: Path) -> None:
-    (planned,) = plan(
-        vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS), [{n: x.spec(1) for n, x in WINDOWS.items()}]
-    )
+    planned = one_rank(tmp_path, WINDOWS)
     layouts = []
     for _ in range(2):
         layouts.append(register(planned.config, planned.tensors, planned.place, ModelFacts()).layout)
@@ -613,7 +604,8 @@ def test_groups_that_are_not_for_transfers_are_not_counted(tmp_path: Path) -> No
         ("delta_net", (130, 3), (8, 16, 16), True),
         ("delta_net", (129, 3), (8, 16, 16), False),
         ("delta_net", (128, 3), (8, 16, 16), False),
-        ("delta_net", (126, 3), (8, 16, 16), False),
+        ("delta_net", (127, 3), (8, 16, 16), False),
+        ("delta_net", (64, 3), (8, 16, 16), False),
         # Those of Mamba-2 are x, and B and C of as many states per group.
         ("mamba2", (160, 3), (8, 16, 16), True),
         ("mamba2", (144, 3), (8, 16, 16), False),
@@ -674,9 +666,7 @@ def test_tokens_that_were_not_filled_are_zeroed_where_vllm_relies_on_it(
 
 
 def test_plain_attention_needs_no_zeroed_tails(tmp_path: Path) -> None:
-    (planned,) = plan(
-        vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS), [{n: x.spec(1) for n, x in DENSE.items()}]
-    )
+    planned = one_rank(tmp_path, DENSE)
     before = {n: t.fill_(1.0).clone() for n, t in planned.tensors.items()}
     Tails.of(planned.config, planned.tensors, ModelFacts()).clear([Padding(0, 5, 3, 13)])
     assert all(torch.equal(before[n], t) for n, t in planned.tensors.items())

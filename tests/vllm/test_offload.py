@@ -47,6 +47,11 @@ class Judge:
     def __init__(self, engine: Engine, seed: int = 7) -> None:
         self.engine, self.rng, self.count = engine, random.Random(seed), 0
 
+    @classmethod
+    def of(cls, server: Server, setup: Setup) -> Judge:
+        """Start an engine."""
+        return cls(*server.start(setup))
+
     def prompts(self, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
         return [prompt(self.rng, count) for count in lengths]
 
@@ -87,8 +92,7 @@ class Judge:
 
 @pytest.mark.parametrize("name", CACHED)
 def test_every_byte_comes_back_from_host_memory(server: Server, name: str) -> None:
-    (engine,) = server.start(offloading(name))
-    judge = Judge(engine)
+    judge = Judge.of(server, offloading(name))
     prompts = judge.prompts()
     judge.generate(*prompts)
     judge.forget()
@@ -101,16 +105,14 @@ def test_every_byte_comes_back_from_host_memory(server: Server, name: str) -> No
 @pytest.mark.parametrize("name", CACHED)
 def test_every_byte_comes_back_from_files_after_a_restart(server: Server, tmp_path: Path, name: str) -> None:
     setup = offloading(name, {"directory": str(tmp_path), "file_bytes": 64 * MIB})
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge = Judge.of(server, setup)
     prompts = judge.prompts()
     judge.generate(*prompts)
     stored = judge.kept()["stored_blocks"]
     judge.until(written_back_blocks=stored)
     judge.settle()
     assert stored_in(tmp_path) == stored
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge = Judge.of(server, setup)
     assert judge.kept()["file_blocks"] == stored
     judge.generate(*prompts)
     assert judge.kept()["fetched_blocks"] > 0
@@ -122,8 +124,7 @@ def test_every_byte_comes_back_from_files_after_a_restart(server: Server, tmp_pa
 @pytest.mark.parametrize("name", ["dense", "mla", "window", "mamba2-align"])
 def test_ranks_use_the_same_slots(server: Server, tmp_path: Path, name: str, tp: int, pp: int) -> None:
     setup = offloading(name, {"directory": str(tmp_path), "file_bytes": 64 * MIB}, tp=tp, pp=pp)
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge = Judge.of(server, setup)
     prompts = judge.prompts()
     judge.generate(*prompts)
     judge.forget()
@@ -131,8 +132,7 @@ def test_ranks_use_the_same_slots(server: Server, tmp_path: Path, name: str, tp:
     assert judge.kept()["loaded_blocks"] > 0
     judge.until(written_back_blocks=judge.kept()["stored_blocks"])
     judge.settle()
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge = Judge.of(server, setup)
     judge.generate(*prompts)
     assert judge.kept()["loaded_blocks"] > 0
     judge.settle()
@@ -141,8 +141,7 @@ def test_ranks_use_the_same_slots(server: Server, tmp_path: Path, name: str, tp:
 @pytest.mark.parametrize("extra", [{"blocks_per_chunk": 2}, {"blocks_per_chunk": 3}, {"sync_load_budget_bytes": MIB}])
 @pytest.mark.parametrize("name", ["dense", "window"])
 def test_chunks_of_several_blocks_and_loads_within_a_step(server: Server, name: str, extra: Mapping[str, Any]) -> None:
-    (engine,) = server.start(offloading(name, extra))
-    judge = Judge(engine)
+    judge = Judge.of(server, offloading(name, extra))
     prompts = judge.prompts()
     judge.generate(*prompts)
     judge.forget()
@@ -157,16 +156,15 @@ def test_every_byte_is_right_while_steps_overlap_blocks_are_few_and_clients_leav
 ) -> None:
     extra = {"host_bytes": 2 * MIB, "directory": str(tmp_path), "file_bytes": 4 * MIB, "offload_prompt_only": False}
     setup = offloading(name, extra, num_blocks=24, max_model_len=320, async_scheduling=True)
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge = Judge.of(server, setup)
     shared = judge.prompts((250, 130, 90))
     for turn in range(6):
         some = [judge.rng.choice(shared)[: judge.rng.randrange(20, 250)] for _ in range(4)]
-        left = [engine.add(f"left{turn}.{i}", tokens, 30) for i, tokens in enumerate(some)]
-        engine.ask("abort" if turn % 2 else "abort_in_step", [f"left{turn}.{i}" for i in range(0, 4, 2)])
+        left = [judge.engine.add(f"left{turn}.{i}", tokens, 30) for i, tokens in enumerate(some)]
+        judge.engine.ask("abort" if turn % 2 else "abort_in_step", [f"left{turn}.{i}" for i in range(0, 4, 2)])
         judge.generate(*(tokens + prompt(judge.rng, 8) for tokens in some), *judge.prompts((200,)), most=30)
-        engine.finish(*left[1::2])
-        engine.until(lambda state: not state["requests"])
+        judge.engine.finish(*left[1::2])
+        judge.engine.until(lambda state: not state["requests"])
         if turn % 3 == 1:
             judge.forget(everywhere=turn == 4)
     assert judge.kept()["loaded_blocks"] > 0
@@ -175,16 +173,14 @@ def test_every_byte_is_right_while_steps_overlap_blocks_are_few_and_clients_leav
 
 def test_a_prompt_larger_than_host_memory_is_loaded_as_far_as_it_fits(server: Server, tmp_path: Path) -> None:
     setup = offloading("dense", {"directory": str(tmp_path), "file_bytes": 64 * MIB})
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge = Judge.of(server, setup)
     prompts = judge.prompts((900, 900))
     judge.generate(*prompts)
     judge.until(written_back_blocks=judge.kept()["stored_blocks"])
     judge.settle()
     size = 4 * 2 * 32 * 4 * 16 * 2  # layers, keys and values, tokens, heads, elements, bytes
     small = offloading("dense", {"directory": str(tmp_path), "file_bytes": 64 * MIB, "host_bytes": 16 * size})
-    (engine,) = server.start(small)
-    judge = Judge(engine)
+    judge = Judge.of(server, small)
     judge.generate(prompts[0])
     assert judge.kept()["loaded_blocks"] == 16
     assert judge.kept()["unfetched_blocks"] == 28 - 16
@@ -194,8 +190,7 @@ def test_a_prompt_larger_than_host_memory_is_loaded_as_far_as_it_fits(server: Se
 
 def test_what_a_disk_spoils_is_a_miss(server: Server, tmp_path: Path) -> None:
     setup = offloading("dense", {"directory": str(tmp_path), "file_bytes": 64 * MIB})
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge = Judge.of(server, setup)
     prompts = judge.prompts((300, 300))
     judge.generate(*prompts)
     judge.until(written_back_blocks=judge.kept()["stored_blocks"])
@@ -206,8 +201,7 @@ def test_what_a_disk_spoils_is_a_miss(server: Server, tmp_path: Path) -> None:
                 for at in range(5000, path.stat().st_size, 100_000):
                     file.seek(at)
                     file.write(b"spoiled")
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge = Judge.of(server, setup)
     judge.generate(*prompts)
     assert judge.kept()["corrupt_or_unread"] > 0
     judge.generate(*prompts)
@@ -216,15 +210,13 @@ def test_what_a_disk_spoils_is_a_miss(server: Server, tmp_path: Path) -> None:
 
 def test_a_killed_engine_leaves_what_it_had_written_and_no_memory(server: Server, tmp_path: Path) -> None:
     setup = offloading("dense", {"directory": str(tmp_path), "file_bytes": 64 * MIB})
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge = Judge.of(server, setup)
     prompts = judge.prompts()
     judge.generate(*prompts)
     # What is in the index is found again; it is written a moment after the blocks.
-    engine.until(lambda _: stored_in(tmp_path) >= 4)
-    engine.kill()
-    (engine,) = server.start(setup)
-    judge = Judge(engine)
+    judge.engine.until(lambda _: stored_in(tmp_path) >= 4)
+    judge.engine.kill()
+    judge = Judge.of(server, setup)
     assert judge.kept()["file_blocks"] >= 4
     judge.generate(*prompts)
     assert judge.kept()["loaded_blocks"] > 0
@@ -233,8 +225,7 @@ def test_a_killed_engine_leaves_what_it_had_written_and_no_memory(server: Server
 
 
 def test_what_is_forgotten_everywhere_is_computed_again(server: Server, tmp_path: Path) -> None:
-    (engine,) = server.start(offloading("dense", {"directory": str(tmp_path), "file_bytes": 64 * MIB}))
-    judge = Judge(engine)
+    judge = Judge.of(server, offloading("dense", {"directory": str(tmp_path), "file_bytes": 64 * MIB}))
     prompts = judge.prompts()
     judge.generate(*prompts)
     judge.forget(everywhere=True)

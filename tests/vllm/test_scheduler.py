@@ -192,15 +192,6 @@ def test_a_request_without_params_is_none_of_ours() -> None:
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
-def test_the_role_makes_no_difference(role: str) -> None:
-    prompt = prompt_of(100)
-    params = Side(role=role, name="prefill").prefill("a", prompt)
-    side = Side(role=role)
-    side.add("b", prompt, params, 2)
-    assert num_read(side.step().only(Pull)) == 7
-
-
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
 def test_blocks_that_a_step_under_way_may_write_are_not_loaded_into(role: str) -> None:
     prompt, side = prompt_of(100), Side(role=role, asynchronous=True, num_blocks=12)
     side.add("x", prompt_of(100), None, 50)
@@ -514,38 +505,31 @@ def test_a_paused_scheduler_announces_all_the_same() -> None:
 # -- ends, at every stage -----------------------------------------------------------------------------
 
 
-def test_a_request_that_is_rejected_before_admission_gives_back_what_was_lent() -> None:
-    prompt, side = prompt_of(100), Side()
-    side.add("a", prompt, brought(prompt), 1)
+ABORTED = {"arrived": [], "queued": [()], "loading": [()], "loaded": [(), "a"], "computing": [(), "a", ()]}
+"""Stages of a request, and the loads that the steps until then report."""
+
+
+@pytest.mark.parametrize("stage", ABORTED)
+def test_an_abort_gives_back_what_is_lent_still_in_every_stage(stage: str) -> None:
+    prompt, side = prompt_of(100), Side(max_seqs=1)
+    if stage == "queued":
+        side.add("first", prompt_of(10), None, 50)
+        side.step()
+    side.add("a", prompt, brought(prompt), 5)
+    for loaded in ABORTED[stage]:
+        side.step(loaded=loaded)
     side.abort("a")
     assert not side.is_idle()
-    assert side.step().kinds() == [Cancel]
-    assert is_clean(side)
-
-
-def test_an_abort_in_the_queue_gives_back_what_was_lent() -> None:
-    prompt, side = prompt_of(100), Side(max_seqs=1)
-    side.add("first", prompt_of(10), None, 50)
-    side.step()
-    side.add("a", prompt, brought(prompt), 1)
-    assert side.step().kinds() == [Announce]
-    side.abort("a")
-    assert side.step().kinds() == [Cancel]
+    told = side.step()
+    assert told.kinds() == ([Cancel] if stage in ("arrived", "queued", "loading") else [])
+    if stage == "loading":
+        assert told.orders == [Cancel("a")], "the workers know its params"
+        assert side.num_free() < side.free_blocks, "until they report"
+        assert not side.is_idle()
+        assert side.step().orders == []
+        side.step(failed=["a"])
     side.abort("first")
     side.step()
-    assert is_clean(side)
-
-
-def test_an_abort_while_loading_cancels_and_frees_when_it_is_reported() -> None:
-    prompt, side = prompt_of(100), Side()
-    side.add("a", prompt, brought(prompt), 1)
-    side.step()
-    side.abort("a")
-    assert side.step().orders == [Cancel("a")]
-    assert side.num_free() < side.free_blocks
-    assert not side.is_idle()
-    assert side.step().orders == []
-    side.step(failed=["a"])
     assert is_clean(side)
 
 
@@ -557,19 +541,6 @@ def test_an_abort_in_the_step_that_reports_asks_for_nothing_wrong() -> None:
     side.abort("a")  # while the step runs
     side.finish(out, loaded=["a"])
     assert side.step().orders == [Cancel("a")]  # of a load that is over: the workers have nothing to give up
-    assert is_clean(side)
-
-
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_an_abort_after_the_report_or_the_first_token_asks_for_nothing(tokens: int) -> None:
-    prompt, side = prompt_of(100), Side()
-    side.add("a", prompt, brought(prompt), 5)
-    side.step()
-    side.step(loaded=["a"])
-    for _ in range(tokens):
-        side.step()
-    side.abort("a")
-    assert side.step().orders == []
     assert is_clean(side)
 
 
@@ -660,11 +631,12 @@ def test_a_request_that_is_preempted_while_others_load_touches_none_of_them() ->
 # -- several answers to one prompt --------------------------------------------------------------------
 
 
-def test_siblings_read_once_and_the_others_wait_for_it() -> None:
+@pytest.mark.parametrize("is_same", [False, True], ids=["equal params", "one dictionary"])
+def test_siblings_read_once_and_the_others_wait_for_it(is_same: bool) -> None:
     prompt, side = prompt_of(100), Side()
     params = brought(prompt)
     for name in "abc":
-        side.add(name, prompt, json.loads(json.dumps(params)), 2)
+        side.add(name, prompt, params if is_same else json.loads(json.dumps(params)), 2)
     told = side.step()
     assert told.kinds() == [Pull]
     assert told.only(Pull).request_id == "a"
@@ -677,17 +649,6 @@ def test_siblings_read_once_and_the_others_wait_for_it() -> None:
     side.step()
     side.step()
     assert is_clean(side)
-
-
-def test_a_sibling_with_the_very_same_dictionary_is_one() -> None:
-    prompt, side = prompt_of(100), Side()
-    params = brought(prompt)
-    side.add("a", prompt, params, 1)
-    assert side.step().kinds() == [Pull]
-    side.add("b", prompt, params, 1)
-    assert side.step().orders == []
-    side.step(loaded=["a"])
-    assert side.step().tokens == {"a": [7], "b": [7]}
 
 
 def test_a_sibling_that_comes_late_does_not_read() -> None:

@@ -311,19 +311,7 @@ def test_any_life_inside_multi_connector_never_raises(groups: tuple[Group, ...],
     side = Side(
         groups, beside=[{**SHELF, "kv_connector_extra_config": {"tokens": 32}}], is_last=is_last, policy="recompute"
     )
-    life = Life(side, groups, seed)
-    for _ in range(100):
-        life.add()
-        if not side.is_idle():
-            life.step()
-    for _ in range(2000):
-        if side.is_idle():
-            break
-        life.step(patience=0.8)
-    assert side.is_idle()
-    life.check()
-    assert len(side.half.pulls) == 0
-    assert side.num_free() == side.free_blocks
+    live(side, groups, seed)
 
 
 def test_a_request_that_another_connector_loads_gives_back_what_was_lent() -> None:

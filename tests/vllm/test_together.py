@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import socket
 from dataclasses import replace
 from itertools import product
 
@@ -17,6 +15,7 @@ from tests.vllm.models import Attention, Model
 from tests.vllm.pairs import Pair, settle
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.test_offload import LENGTHS, Judge, offloading
+from tests.vllm.test_seen import free_ports
 from tests.vllm.test_trouble import SHORT
 from tests.vllm.zoo import MODELS
 
@@ -104,24 +103,9 @@ def test_only_the_decode_engine_guesses_and_a_draft_layer_is_on_both_sides_or_no
     pair.settle()
 
 
-def ports(count: int) -> int:
-    """Return the first of so many free ports that follow each other."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = 0
-            try:
-                for i in range(count):
-                    s = stack.enter_context(socket.socket())
-                    s.bind(("127.0.0.1", first + i if i else 0))
-                    first = first or s.getsockname()[1]
-            except OSError:
-                continue
-            return first
-
-
 def test_data_parallel_ranks_are_engines_on_ports_that_follow(server: Server) -> None:
     def replicas(name: str) -> list[Setup]:
-        connector = replace(OURS, extra={**SHORT, "bind": f"tcp://127.0.0.1:{ports(4)}"})
+        connector = replace(OURS, extra={**SHORT, "bind": f"tcp://127.0.0.1:{free_ports(4)}"})
         setup = Setup(name, MODELS["dense"], connector, tp=2, policy="recompute")
         return [replace(setup, name=f"{name}_dp{i}", replica=i) for i in range(2)]
 

@@ -48,34 +48,26 @@ def test_the_prefill_engine_dies_while_its_blocks_are_awaited(
     pair.settle()
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_the_prefill_engine_is_gone_before_anybody_asks(server: Server, connector: Connector, policy: Any) -> None:
-    pair = start(server, connector, policy=policy)
-    tokens = pair.prompt(100)
-    (params,) = pair.prefilled(tokens)
-    pair.prefill.kill()
-    reply = pair.ask(tokens, params)
-    pair.decode.finish(reply)
-    judge(policy, reply, tokens)
-    pair.settle()
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_prefill_engine_that_comes_back_under_its_name_is_another(
-    server: Server, connector: Connector, policy: Any
+def test_a_prefill_engine_is_gone_before_a_reader_asks_and_may_come_back_under_its_name(
+    server: Server, connector: Connector, policy: Any, comes_back: bool
 ) -> None:
     pair = start(server, connector, policy=policy)
-    pair.generate(pair.prompt(50))
     tokens = pair.prompt(100)
+    if comes_back:
+        pair.generate(pair.prompt(50))
     (params,) = pair.prefilled(tokens)
     pair.prefill.kill()
-    (pair.prefill,) = server.start(pair.prefill.setup)
-    # Its first blocks hold something else by now.
-    pair.generate(pair.prompt(100))
+    if comes_back:
+        (pair.prefill,) = server.start(pair.prefill.setup)
+        # Its first blocks hold something else by now.
+        pair.generate(pair.prompt(100))
     reply = pair.ask(tokens, params)
     pair.decode.finish(reply)
     judge(policy, reply, tokens)
-    pair.generate(pair.prompt(100))
+    if comes_back:
+        pair.generate(pair.prompt(100))
     pair.settle()
 
 
@@ -129,16 +121,18 @@ def test_a_request_that_is_queued_for_longer_than_its_lease_is_still_read(server
     pair.settle()
 
 
-def test_a_decode_engine_that_stands_still_keeps_no_blocks_from_another(server: Server, connector: Connector) -> None:
-    lease_s = 30.0  # NixlConnector's own
-    if connector.name == "AsyncKVConnector":
-        lease_s = 6.0
-        connector = replace(connector, extra={**connector.extra, "lease": {"lease_s": lease_s}})
+def behind_a_standstill(server: Server, connector: Connector, *, reads_before: bool) -> float:
+    """A decode engine stands still and keeps all blocks; return the seconds for which another waits for some."""
     one = Setup("prefill", MODELS["dense"], connector, num_blocks=40, max_model_len=512, policy="recompute")
     prefill, held, well = server.start(
         one, replace(one, name="held", max_num_seqs=1, num_blocks=128), replace(one, name="well")
     )
     pair, other = Pair(prefill, held), Pair(prefill, well, seed=1)
+    other.count = 100  # the prefill engine knows requests of both by name
+    if reads_before:
+        (params,) = other.prefilled(tokens := other.prompt(100))
+        well.finish(other.ask(tokens, params))
+        settle(prefill)
     # One request runs, four are queued behind it and announced: their leases are renewed without a step.
     prompts = [pair.prompt(280) for _ in range(4)]
     held.ask("hold")
@@ -150,7 +144,6 @@ def test_a_decode_engine_that_stands_still_keeps_no_blocks_from_another(server: 
     began = time.monotonic()
     (params,) = other.prefilled(tokens := other.prompt(100))
     waited_s = time.monotonic() - began
-    assert lease_s / 2 < waited_s < lease_s + 3.0
     reply = other.ask(tokens, params)
     well.finish(reply)
     assert reply.tokens == continued(tokens, 6)
@@ -161,40 +154,21 @@ def test_a_decode_engine_that_stands_still_keeps_no_blocks_from_another(server: 
         assert each.tokens == continued(tokens, 6)
     for engine in (prefill, held, well):
         settle(engine)
+    return waited_s
+
+
+def test_a_decode_engine_that_stands_still_keeps_no_blocks_from_another(server: Server, connector: Connector) -> None:
+    lease_s = 30.0  # NixlConnector's own
+    if connector.name == "AsyncKVConnector":
+        lease_s = 6.0
+        connector = replace(connector, extra={**connector.extra, "lease": {"lease_s": lease_s}})
+    assert lease_s / 2 < behind_a_standstill(server, connector, reads_before=False) < lease_s + 3.0
 
 
 def test_a_decode_engine_that_has_read_lately_waits_for_no_other_that_keeps_all_blocks(server: Server) -> None:
     """The prefill engine has no room, so the one that holds most gives its oldest back, long before it stands still."""
     connector = Connector(extra={"lease": {"lease_s": 60.0, "grant_s": 3.0}})
-    one = Setup("prefill", MODELS["dense"], connector, num_blocks=40, max_model_len=512, policy="recompute")
-    prefill, held, well = server.start(
-        one, replace(one, name="held", max_num_seqs=1, num_blocks=128), replace(one, name="well")
-    )
-    pair, other = Pair(prefill, held), Pair(prefill, well, seed=1)
-    other.count = 100  # the prefill engine knows requests of both by name
-    (params,) = other.prefilled(tokens := other.prompt(100))
-    well.finish(other.ask(tokens, params))
-    prompts = [pair.prompt(280) for _ in range(4)]
-    held.ask("hold")
-    running = pair.ask(first := pair.prompt(30), None, 40)
-    held.ask("step", 2)
-    queued = [pair.ask(tokens, params) for tokens, params in zip(prompts, pair.prefilled(*prompts), strict=True)]
-    assert held.ask("step", 1) == 5
-    began = time.monotonic()
-    (params,) = other.prefilled(tokens := other.prompt(100))
-    waited_s = time.monotonic() - began
-    assert 2.0 < waited_s < 20.0
-    print(f"waited {waited_s:.1f} s")
-    reply = other.ask(tokens, params)
-    well.finish(reply)
-    assert reply.tokens == continued(tokens, 6)
-    held.ask("go")
-    held.finish(running, *queued)
-    assert running.tokens == continued(first, 40)
-    for tokens, each in zip(prompts, queued, strict=True):
-        assert each.tokens == continued(tokens, 6)
-    for engine in (prefill, held, well):
-        settle(engine)
+    assert 2.0 < behind_a_standstill(server, connector, reads_before=True) < 20.0
 
 
 # -- several requests with the same params ----------------------------------------------------------

@@ -23,20 +23,24 @@ def setup_of(name: str, connector: Connector, **fields: object) -> Setup:
     return replace(Setup("prefill", model, connector, prefix_caching=has_prefixes), **fields)  # type: ignore[arg-type]
 
 
+def check(pair: Pair, most: int = 6) -> None:
+    """Prompts of all lengths arrive whole, and nothing is left."""
+    pair.generate(*(pair.prompt(count) for count in LENGTHS), most=most)
+    pair.settle()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_byte_arrives(server: Server, connector: Connector, name: str) -> None:
     pair = Pair.start(server, setup_of(name, connector))
     for count in LENGTHS:
         pair.generate(pair.prompt(count))
-    pair.generate(*(pair.prompt(count) for count in LENGTHS), most=40)
-    pair.settle()
+    check(pair, most=40)
 
 
 @pytest.mark.parametrize("name", ["dense", "mamba2-align", "window"])
 def test_every_byte_arrives_while_steps_overlap(server: Server, connector: Connector, name: str) -> None:
     pair = Pair.start(server, setup_of(name, connector, async_scheduling=True))
-    pair.generate(*(pair.prompt(count) for count in LENGTHS), most=40)
-    pair.settle()
+    check(pair, most=40)
 
 
 @pytest.mark.parametrize(
@@ -50,19 +54,16 @@ def test_every_byte_arrives_between_engines_of_several_ranks(
 ) -> None:
     one = setup_of(name, connector, tp=prefill[0], pp=prefill[1])
     pair = Pair.start(server, one, setup_of(name, connector, tp=decode[0], pp=decode[1]))
-    pair.generate(*(pair.prompt(count) for count in LENGTHS))
-    pair.settle()
+    check(pair)
 
 
 def test_one_head_that_two_ranks_share_is_read_by_both(server: Server, connector: Connector) -> None:
     model = Model(layers=(Attention(heads=1),) * 4, block_size=32)
     one = Setup("prefill", model, connector, tp=2)
     pair = Pair.start(server, one, replace(one, tp=1))
-    pair.generate(*(pair.prompt(count) for count in LENGTHS))
-    pair.settle()
+    check(pair)
     other = Pair.start(server, replace(one, tp=1), one)
-    other.generate(*(other.prompt(count) for count in LENGTHS))
-    other.settle()
+    check(other)
 
 
 def mixed(*heads: int, said: int | None = None, **of_last: Any) -> Model:
@@ -87,16 +88,14 @@ def test_layers_may_differ_in_their_heads(
 ) -> None:
     one = Setup("prefill", HEADS[name], connector, tp=prefill)
     pair = Pair.start(server, one, replace(one, tp=decode))
-    pair.generate(*(pair.prompt(count) for count in LENGTHS))
-    pair.settle()
+    check(pair)
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BHLNC"])
 def test_memory_may_be_in_another_order_on_the_other_side(server: Server, connector: Connector, layout: str) -> None:
     one = setup_of("dense", connector)
     pair = Pair.start(server, replace(one, layout=layout), one)
-    pair.generate(*(pair.prompt(count) for count in LENGTHS))
-    pair.settle()
+    check(pair)
 
 
 @pytest.mark.parametrize("name", MODELS)

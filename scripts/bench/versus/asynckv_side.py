@@ -28,9 +28,6 @@ from scripts.bench.versus.workload import (
     sources,
 )
 
-LOOK_S = 0.0002
-"""Seconds between checks for requests to pull, in a loop without steps."""
-
 
 class Side:
     """An engine, its memory, and params that each process makes for itself.
@@ -84,7 +81,7 @@ class Side:
     def params(self, window: Window, remote_blocks: int) -> dict[int, dict[str, Any]]:
         """Return the params of all requests of a window, which are the same in both processes."""
         assert self._group is not None
-        lists = sources(self.setup.seed, remote_blocks, window.blocks, window.order)
+        lists = sources(self.setup.seed, remote_blocks, window.blocks)
         tokens = window.blocks * BLOCK_TOKENS
         return {
             i: self._group.make_params(f"p-{i}", [(0, lists[i % len(lists)])], tokens, written=True)
@@ -111,12 +108,9 @@ class Side:
         return {"left": left, "cpu_s": time.process_time() - cpu, "faults": minor_faults() - faults}
 
     async def _pull(self, window: Window) -> dict[str, Any]:
-        """Pull in a closed loop, with or without steps (decode)."""
+        """Pull in a closed loop of steps (decode)."""
         pulls = _Pulls(self, window, self._remote_blocks)
-        if window.step_ms is None:
-            await pulls.freely()
-        else:
-            await pulls.by_steps(window.step_ms / 1e3)
+        await pulls.by_steps(window.step_ms / 1e3)
         return pulls.checks.result()
 
 
@@ -127,8 +121,7 @@ class _Pulls:
         self._engine, self._board, self._window = side.engine, side.board, window
         self._params = side.params(window, remote_blocks)
         self._todo = deque(numbers(window))
-        self._announced = window.first
-        self._done: list[tuple[int, list[int], float, float]] = []
+        self._done: list[tuple[int, list[int], float]] = []
         self.checks = Checks(side.memory, window, remote_blocks)
 
     async def by_steps(self, step_s: float) -> None:
@@ -137,7 +130,7 @@ class _Pulls:
         tasks: set[asyncio.Task[None]] = set()
         while self._todo or tasks:
             began = time.perf_counter()
-            while checks.free and self._may_pull():
+            while checks.free and self._todo and self._todo[0] < self._board.value:
                 number, local = self._todo.popleft(), checks.free.popleft()
                 task = asyncio.create_task(self._pull(number, local, time.perf_counter()))
                 tasks.add(task)
@@ -146,39 +139,12 @@ class _Pulls:
             now = time.perf_counter()
             checks.steps.append(now - began)
             done, self._done = self._done, []
-            for number, local, since, _ in done:
+            for number, local, since in done:
                 checks.done(number, local, now - since)
-
-    async def freely(self) -> None:
-        """Pull as an asyncio application does, with a task per request in flight."""
-
-        async def reader() -> None:
-            while self._todo:
-                if not self._may_pull():
-                    await asyncio.sleep(LOOK_S)
-                    continue
-                number, local = self._todo.popleft(), self.checks.free.popleft()
-                await self._pull(number, local, time.perf_counter())
-                for which, slot, since, until in self._done:
-                    self.checks.done(which, slot, until - since)
-                self._done.clear()
-
-        await asyncio.gather(*(reader() for _ in range(self._window.concurrency)))
-
-    def _may_pull(self) -> bool:
-        admitted = self._board.value
-        if self._window.announced:
-            ahead = min(admitted, self._window.first + self._window.requests)
-            if self._todo:
-                ahead = min(ahead, self._todo[0] + self._window.concurrency)
-            while self._announced < ahead:
-                self._engine.announce(f"d-{self._announced}", self._params[self._announced])
-                self._announced += 1
-        return bool(self._todo) and self._todo[0] < admitted
 
     async def _pull(self, number: int, local: list[int], since: float) -> None:
         try:
             await self._engine.pull(f"d-{number}", [(0, local)], self._params[number])
         except AsyncKVError:
             self.checks.failed += 1
-        self._done.append((number, local, since, time.perf_counter()))
+        self._done.append((number, local, since))

@@ -152,8 +152,7 @@ class Side:
             parallel_state.init_distributed_environment(1, 0, f"file://{self._folder.name}/rendezvous", 0, "gloo")
             parallel_state.initialize_model_parallel(1, 1)
             self.connector = nixl.NixlConnector(config, KVConnectorRole.WORKER, groups)
-            if not setup.keep_affinity:
-                os.sched_setaffinity(0, affinity)
+            os.sched_setaffinity(0, affinity)  # vLLM pins its worker
             self.connector.register_kv_caches(caches)
         self.worker = self.connector.connector_worker
         self._make_scheduler: Callable[[], Any] = lambda: nixl.NixlConnector(config, KVConnectorRole.SCHEDULER, groups)
@@ -222,7 +221,7 @@ class Side:
     def _pull(self, window: Window, peer: dict[str, Any]) -> dict[str, Any]:
         """Pull in a closed loop of steps (decode)."""
         checks = Checks(self.memory, window, peer["num_blocks"])
-        step_s, todo = (window.step_ms or 0.0) / 1e3, iter(numbers(window))
+        step_s, todo = window.step_ms / 1e3, iter(numbers(window))
         number = next(todo, None)
         running: dict[str, tuple[int, list[int], float]] = {}
         while number is not None or running:

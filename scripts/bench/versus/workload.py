@@ -49,7 +49,6 @@ class Setup:
     seed: int
     folder: str
     progress_thread: bool = True
-    keep_affinity: bool = False
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -64,19 +63,16 @@ class Window:
 
     Attributes:
         first: Number of the first request; numbers are never reused.
-        step_ms: Time of a model step between `submit` and `collect`; 0 is a busy loop, None no steps at all.
+        step_ms: Time of a model step between `submit` and `collect`; 0 is a busy loop.
         check_all: Compare every request, not only the last of each slot.
-        announced: Tell the engine of requests a round of the loop ahead (asynckv only).
     """
 
     first: int
     requests: int
     blocks: int
     concurrency: int
-    order: str = "random"
-    step_ms: float | None = 0.0
+    step_ms: float = 0.0
     check_all: bool = False
-    announced: bool = False
 
 
 def board(folder: str) -> SharedNumber:
@@ -113,20 +109,16 @@ class Memory:
         return all(bool((array[local] == self._expected(i, remote)).all()) for i, array in enumerate(self.arrays))
 
 
-def sources(setup_seed: int, remote_blocks: int, blocks: int, order: str) -> list[list[int]]:
+def sources(setup_seed: int, remote_blocks: int, blocks: int) -> list[list[int]]:
     """Return lists of remote blocks."""
     rng = np.random.default_rng([setup_seed, blocks, 1])
-    if order == "contiguous":
-        starts = rng.integers(0, remote_blocks - blocks + 1, NUM_SOURCES).tolist()
-        return [list(range(start, start + blocks)) for start in starts]
     return [rng.permutation(remote_blocks)[:blocks].tolist() for _ in range(NUM_SOURCES)]
 
 
-def slots(setup_seed: int, blocks: int, concurrency: int, order: str) -> deque[list[int]]:
+def slots(setup_seed: int, blocks: int, concurrency: int) -> deque[list[int]]:
     """Return local blocks: one list per request in flight."""
     ids = np.arange(blocks * concurrency)
-    if order == "random":
-        np.random.default_rng([setup_seed, blocks, 2]).shuffle(ids)
+    np.random.default_rng([setup_seed, blocks, 2]).shuffle(ids)
     return deque(ids[i : i + blocks].tolist() for i in range(0, len(ids), blocks))
 
 
@@ -136,8 +128,8 @@ class Checks:
     def __init__(self, memory: Memory, window: Window, remote_blocks: int) -> None:
         seed = memory.setup.seed
         self.memory, self.window = memory, window
-        self.sources = sources(seed, remote_blocks, window.blocks, window.order)
-        self.free = slots(seed, window.blocks, window.concurrency, window.order)
+        self.sources = sources(seed, remote_blocks, window.blocks)
+        self.free = slots(seed, window.blocks, window.concurrency)
         self.latencies: list[float] = []
         self.steps: list[float] = []
         self.checked = self.wrong = self.failed = 0
