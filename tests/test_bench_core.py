@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asynckv.account.inspect import Inspector
 from scripts.bench import core as bench_core
 
 
@@ -39,7 +40,7 @@ def test_a_pull_is_four_messages_in_few_packets(tmp_path: Path) -> None:
 def test_peers_take_turns() -> None:
     pulls = bench_core.Pulls(24, in_flight=6, peers=3)
     pulls.run(24)
-    assert [side.core.inspect.check_integrity() for side in (pulls.decode, *pulls.prefill)] == [[]] * 4
+    assert [Inspector(side.core).check_integrity() for side in (pulls.decode, *pulls.prefill)] == [[]] * 4
     # The one that was met, and a third of the requests each.
     assert {side.core.outbox.counters["received.claim"] for side in pulls.prefill} == {9}
     assert pulls.decode.core.outbox.counters["pulls.complete"] == 27

@@ -23,7 +23,7 @@ from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, remember
-from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullReached, RequestReached, Traced
+from asynckv.core.outbox import DetachRead, Milestone, Outbox, Overdue, PostRead, PullReached, RequestReached, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
@@ -31,7 +31,6 @@ from asynckv.core.routes import Ready, Routes
 from asynckv.core.source import RELEASE, ROLE, UNBLAMED, Blame, Source
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, How, Key, PullId, Reason, RequestId, TransferId, members
-from asynckv.core.watch import Watch
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.gather import can_ask, recipe
@@ -84,7 +83,6 @@ class DecodeSide:
         timers: Timers,
         nonces: Iterator[int],
         arrivals: Iterator[int],
-        watch: Watch,
         costs: ReadCosts | None = None,
     ) -> None:
         self.pulls: dict[PullId, Pull] = {}
@@ -105,7 +103,7 @@ class DecodeSide:
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
         self._layout, self._config = layout, config
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
-        self._arrivals, self._watch = arrivals, watch
+        self._arrivals = arrivals
         self._transfer_ids = itertools.count(1)
         self.scheduled_at = math.inf  # when the next pull of `_to_meet` has its turn
         self._to_meet: dict[Pull, None] = {}
@@ -496,7 +494,7 @@ class DecodeSide:
         for source in pull.sources:
             self._let_go(pull, source, now)
         if now >= pull.warn_at and not pull.is_over and pull.take_warning(now):
-            self._watch.add(pull, now)
+            self._outbox.commands.append(Overdue(pull))
         self._carry_out(pull, effects, now)
 
     def tick_peer(self, peer: Peer, now: float) -> None:

@@ -85,21 +85,17 @@ class RequestReached(Struct, frozen=True):
     milestone: Milestone
 
 
-class HeldForLong(Struct, frozen=True):
-    """Requests that have been held for long, in one state and waiting for the same thing, with the oldest of them."""
+class Overdue(Struct, frozen=True):
+    """A request has been held for `warn_s` in one state, or twice as long as when it was overdue last."""
 
-    state: str
-    waits: str
-    number: int
-    oldest: tuple[Lease | Pull, ...]
-    is_orderly: bool = False
+    held: Lease | Pull
 
 
-class LeaseEnded(Struct, frozen=True):
+class LeaseOver(Struct, frozen=True):
     lease: Lease
 
 
-class PeerChanged(Struct, frozen=True):
+class PeerReached(Struct, frozen=True):
     peer: Peer
     before: PeerState
     after: PeerState
@@ -119,9 +115,9 @@ Command = (
     | PackBlocks
     | PullReached
     | RequestReached
-    | LeaseEnded
-    | HeldForLong
-    | PeerChanged
+    | LeaseOver
+    | Overdue
+    | PeerReached
     | Traced
     | Told
 )

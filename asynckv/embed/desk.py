@@ -68,7 +68,7 @@ class EngineDesk:
         self._lent: dict[str, LentRequest] = {}
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
-        engine._driver.untaken = self._untaken
+        engine._untaken = self._untaken
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
 
@@ -203,7 +203,7 @@ class EngineDesk:
                 self._tell("found", (request_id, self._offload().lookup(order.hashes, order.num_tokens)))
             case Cancel():
                 engine.cancel(**given)
-                if engine._driver.guests:
+                if engine._offload is not None:
                     self._offload().cancel(order.request_id)
             case Lend(params):
                 name = params.get("request_id") if isinstance(params, Mapping) else getattr(params, "request_id", None)
@@ -220,7 +220,7 @@ class EngineDesk:
             case Reclaim():
                 engine.reclaim(**given)
             case CountPrompts(counted):
-                engine._driver.recorder.prompts_counted(counted)
+                engine._recorder.prompts_counted(counted)
             case _:
                 raise LocalProtocolError(
                     f"{shown(order)} is not an order; give Announce, Pull, Cancel, Lend, Withdraw, Reclaim, "
@@ -228,9 +228,8 @@ class EngineDesk:
                 )
 
     def _offload(self) -> Offload:
-        for guest in self.engine._driver.guests:
-            if isinstance(guest.owner, Offload):
-                return guest.owner
+        if isinstance(offload := self.engine._offload, Offload):
+            return offload
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
 
     def _refuse(self, order: Order, error: Exception) -> None:
