@@ -65,15 +65,14 @@ class Watch:
             return []  # the others follow in the next turns
         found, self._found, self.next_at = self._found, {}, math.inf
         kinds = sorted(found.items(), key=lambda kind: -len(kind[1]))
-        alike = [_alike(state.value, words, some, orderly) for (state, words, orderly), some in kinds[:MAX_KINDS]]
+        groups = [(state.value, words, orderly, some) for (state, words, orderly), some in kinds[:MAX_KINDS]]
         if rest := kinds[MAX_KINDS:]:
             others = [x for _, some in rest for x in some]
-            alike.append(_alike("", f"{len(rest)} other ways to be held", others, all(kind[2] for kind, _ in rest)))
+            groups.append(("", f"{len(rest)} other ways to be held", all(kind[2] for kind, _ in rest), others))
         if kinds:
             self._said_at = now
-        return alike
+        return [HeldAlike(state, words, len(some), _oldest(some), orderly) for state, words, orderly, some in groups]
 
 
-def _alike(state: str, words: str, held: list[Lease | Pull], orderly: bool) -> HeldAlike:
-    oldest = heapq.nsmallest(OLDEST, held, key=lambda x: x.history[0][0])
-    return HeldAlike(state, words, len(held), tuple(oldest), orderly)
+def _oldest(some: list[Lease | Pull]) -> tuple[Lease | Pull, ...]:
+    return tuple(heapq.nsmallest(OLDEST, some, key=lambda x: x.history[0][0]))

@@ -29,11 +29,10 @@ ONE = np.int32(1)  # one in the type of the counts, because numpy takes a hundre
 class Occupant(Protocol):
     """A holder of blocks that is neither a lease nor a pull: an offload's `store` or `load`, as `what` says."""
 
-    @property
-    def what(self) -> str: ...
+    begun_at: float
 
     @property
-    def begun_at(self) -> float: ...
+    def what(self) -> str: ...
 
     @property
     def held_as(self) -> tuple[str, float]:
