@@ -68,7 +68,7 @@ class EngineDesk:
         self._lent: dict[str, LentRequest] = {}
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
-        engine._untaken = self._untaken
+        engine._untaken = lambda: self.untaken
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
 
@@ -113,8 +113,9 @@ class EngineDesk:
         """True if there are results to take."""
         return bool(self._news)
 
-    def _untaken(self) -> list[float]:
-        """Return the times since which results wait, except refusals of orders with ends that are not awaited."""
+    @property
+    def untaken(self) -> list[float]:
+        """Times since which results wait, except refusals of orders with ends that are not awaited."""
         return [at for kind, value, at in tuple(self._news) if kind != "refused" or type(value.order) in ENDING]
 
     # -- ending ------------------------------------------------------------------------------------
