@@ -21,7 +21,6 @@ from asynckv.core import copies, wire
 from asynckv.core import rank as core_rank
 from asynckv.core.copies import MAX_WAITING
 from asynckv.core.lease import Lease, LeaseState
-from asynckv.core.outbox import Overdue
 from asynckv.core.rank import COSTS, SLICE, RankCore
 from asynckv.core.types import Cohort, KVTransferParams, Outcome, ReplyTo
 from asynckv.core.wire import (
@@ -128,9 +127,6 @@ class Lender:
     def _turn(self, now: float) -> None:
         self.rank.tick(now)
         self.core.outbox.take_packets()
-        for command in self.core.outbox.commands:
-            if isinstance(command, Overdue):
-                self.rank.watch.add(command.held, now)
 
 
 # -- one request under thousands of ranks ------------------------------------------------------------------------------

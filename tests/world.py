@@ -24,7 +24,6 @@ from asynckv.core.outbox import (
     LeaseOver,
     LoadPeer,
     Milestone,
-    Overdue,
     PackBlocks,
     PullReached,
     RemovePeer,
@@ -185,7 +184,7 @@ class Rank(Port):
         self.said: list[tuple[float, HeldAlike]] = []
         self.inspect, self.watch = Inspector(core), Watch()
         self.survey = Survey(core, self.inspect)
-        core.on_question = self.survey.hear
+        core.on_question, core.on_overdue = self.survey.hear, self.watch.add
         self.nic.begin(buffers.layout.memories, lambda: None)
         self.open()
 
@@ -365,8 +364,6 @@ class World(Fabric):
                     case RequestReached(request, Milestone.RETURNED | Milestone.RETIRED):
                         assert request in rank.requests_ended, "its blocks are told before its end"
                         rank.requests_returned.append(request)
-                    case Overdue(held):
-                        rank.watch.add(held, self.time(rank))
                     case LeaseOver(lease):
                         rank.leases_ended.append(lease)
                         if self.reuse:

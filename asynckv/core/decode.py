@@ -23,7 +23,7 @@ from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, remember
-from asynckv.core.outbox import DetachRead, Milestone, Outbox, Overdue, PostRead, PullReached, RequestReached, Traced
+from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullReached, RequestReached, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
@@ -480,7 +480,8 @@ class DecodeSide:
 
     # -- time ----------------------------------------------------------------------------------------
 
-    def tick_pull(self, pull: Pull, now: float) -> None:
+    def tick_pull(self, pull: Pull, now: float) -> bool:
+        """Let time pass for a pull. Return True if it has been held for long in the state in which it is."""
         if self.alive_at < now and pull.is_abandoned(now - self.alive_at):
             self._abandon(pull, now)
         was_retired, num_gone = pull.is_retired, len(pull.unanswered)
@@ -493,9 +494,9 @@ class DecodeSide:
             self._blocks_settled(pull, now)
         for source in pull.sources:
             self._let_go(pull, source, now)
-        if now >= pull.warn_at and not pull.is_over and pull.take_warning(now):
-            self._outbox.commands.append(Overdue(pull))
+        is_overdue, state = now >= pull.warn_at and not pull.is_over and pull.take_warning(now), pull.state
         self._carry_out(pull, effects, now)
+        return is_overdue and pull.state is state
 
     def tick_peer(self, peer: Peer, now: float) -> None:
         config = self._config

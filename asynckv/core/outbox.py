@@ -85,12 +85,6 @@ class RequestReached(Struct, frozen=True):
     milestone: Milestone
 
 
-class Overdue(Struct, frozen=True):
-    """A request has been held for `warn_s` in one state, or twice as long as when it was overdue last."""
-
-    held: Lease | Pull
-
-
 class LeaseOver(Struct, frozen=True):
     lease: Lease
 
@@ -116,7 +110,6 @@ Command = (
     | PullReached
     | RequestReached
     | LeaseOver
-    | Overdue
     | PeerReached
     | Traced
     | Told

@@ -30,7 +30,7 @@ from asynckv.core.copies import NO_SLOT, Copies
 from asynckv.core.lease import AT_ONCE, PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Reader, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.limits import remember, warn_after
-from asynckv.core.outbox import LeaseOver, Outbox, Overdue, Traced
+from asynckv.core.outbox import LeaseOver, Outbox, Traced
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
@@ -344,11 +344,10 @@ class PrefillSide:
         if lease is not None and lease.grant_of(PullId(unpack.pull_id), sender, now, proven) is not None:
             self.copies.unpack(unpack)
 
-    def tick_lease(self, lease: Lease, now: float) -> None:
+    def tick_lease(self, lease: Lease, now: float) -> bool:
         noted = len(lease.history)
         effects = lease.tick(now)
-        if effects.is_overdue:
-            self._outbox.commands.append(Overdue(lease))
+        is_overdue = effects.is_overdue
         gone = list[Reader]()
         for stray in effects.strays:
             if self._is_gone(lease, stray, now):
@@ -360,6 +359,7 @@ class PrefillSide:
         if gone:
             effects = lease.lose(gone, now)
         self._follow(lease, effects, noted)
+        return is_overdue
 
     def unreachable(self, reply_to: ReplyTo) -> None:
         remember(self._unreachable, reply_to, None, MAX_UNREACHABLE)

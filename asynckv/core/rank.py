@@ -94,7 +94,9 @@ class RankCore:
         self.decode = DecodeSide(
             layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, arrivals, costs
         )
-        self.on_question: Ask = lambda *_: True  # the engine sets the function that answers
+        self.on_question: Ask = lambda *_: True
+        self.on_overdue: Callable[[Lease | Pull, float], None] = lambda *_: None
+        """The engine sets both: what answers questions about this rank, and what hears of requests held for long."""
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
@@ -482,11 +484,13 @@ class RankCore:
         """Let time pass for one item, and return the steps that this takes at most."""
         match item:
             case Pull() as pull:
-                self.decode.tick_pull(pull, now)
+                if self.decode.tick_pull(pull, now):
+                    self.on_overdue(pull, now)
                 return pull.steps
             case Lease() as lease:
                 steps = lease.steps
-                self.prefill.tick_lease(lease, now)
+                if self.prefill.tick_lease(lease, now):
+                    self.on_overdue(lease, now)
                 return steps
             case Peer() as peer:
                 steps = 1 + len(peer.pulls)

@@ -31,7 +31,6 @@ from asynckv.core.outbox import (
     LeaseOver,
     LoadPeer,
     Milestone,
-    Overdue,
     PackBlocks,
     PeerReached,
     PullReached,
@@ -168,7 +167,7 @@ class Driver:
         """Drive a core: the engine's first, or that of its memory registered anew."""
         self.core, self._is_serving, now = core, False, self.clock.now()
         self.survey, self.inspect, self.watch = survey, survey.inspect, Watch()
-        core.on_question = survey.hear
+        core.on_question, core.on_overdue = survey.hear, self.watch.add
         self.began_at, self.data_down = min(self.began_at, now), ""
         self._beat_at = now + IDLE_BEAT_S
         self._sign_at = now + core.config.lease.lease_s / 2
@@ -501,8 +500,6 @@ class Driver:
                         assert request.pull is not None
                         recorder.pull_tried_again(request.pull, request.next_at - now)
                         self.tell(self.observers.pull_retried, request.pull, now)
-                    case Overdue(held):
-                        self.watch.add(held, now)
                     case LeaseOver(lease):
                         if (end := self.lent.pop(lease, None)) is not None:
                             end()
