@@ -1,5 +1,8 @@
 """The public names and where they are: read by type checkers, and by Python when one is asked for."""
 
+from asynckv.account.inspect import HeldBlocks as HeldBlocks
+from asynckv.account.inspect import RankStatus as RankStatus
+from asynckv.account.inspect import RequestStatus as RequestStatus
 from asynckv.config import EngineConfig as EngineConfig
 from asynckv.config import InspectConfig as InspectConfig
 from asynckv.config import KeysConfig as KeysConfig
@@ -8,9 +11,6 @@ from asynckv.config import LimitsConfig as LimitsConfig
 from asynckv.config import LogConfig as LogConfig
 from asynckv.config import NixlConfig as NixlConfig
 from asynckv.config import PullConfig as PullConfig
-from asynckv.core.inspect import HeldBlocks as HeldBlocks
-from asynckv.core.inspect import RankStatus as RankStatus
-from asynckv.core.inspect import RequestStatus as RequestStatus
 from asynckv.core.types import Endpoint as Endpoint
 from asynckv.core.types import KVTransferParams as KVTransferParams
 from asynckv.edges.sharing import shared_memory as shared_memory

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import asynckv
 import asynckv.layout
 import asynckv.offload
-from asynckv.core.account import Account
+from asynckv.account.values import Account
 from asynckv.core.told import EVENTS
 from asynckv.core.types import Reason
 from asynckv.embed import ledgers

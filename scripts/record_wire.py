@@ -28,9 +28,9 @@ import msgspec
 import typer
 from msgspec import Raw, Struct
 
+from asynckv.account.inspect import HeldBlocks, RankStatus, RequestStatus
+from asynckv.account.values import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
 from asynckv.core import wire
-from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
-from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.core.told import StepWait
 from asynckv.core.types import Cohort, Endpoint, Key, KVTransferParams, Outcome, decode_params
 from asynckv.errors import ConfigError

@@ -22,7 +22,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct, inspect
 
-from asynckv.core import account, types, wire
+from asynckv.account import values
+from asynckv.core import types, wire
 from asynckv.geometry import bounds, check
 
 LONG = 16  # number of repetitions above which a text is written as a recipe
@@ -35,7 +36,7 @@ def limits() -> dict[str, int]:
     return {
         "bytes of a packet": wire.MAX_PACKET,
         "bytes of a packet to who listens": wire.MAX_REQUEST_PACKET,
-        "bytes of an account": account.MAX_ACCOUNT,
+        "bytes of an account": values.MAX_ACCOUNT,
         "bytes of a layout": check.MAX_LAYOUT_BYTES,
         "views of a layout": bounds.MAX_VIEWS,
         "groups of a layout": bounds.MAX_GROUPS,

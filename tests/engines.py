@@ -87,7 +87,7 @@ class Bench:
                 yield prefill, decode, PrefillRanks("prefill", [prefill.engine.endpoint])
                 for side in (prefill, decode):
                     side.engine.check_integrity()
-                    assert wrong_in(side.engine._core.decode) == []
+                    assert wrong_in(side.engine._driver.core.decode) == []
             finally:
                 closing = [asyncio.create_task(side.engine.aclose()) for side in (decode, prefill)]
                 while not self.real and not all(task.done() for task in closing):

@@ -392,7 +392,7 @@ def test_whose_turn_comes_while_its_rank_is_silent_keeps_nobody_else_from_readin
         world.complete(decode, posted_at(decode, "p0")[0])
         world.deliver_all()
     assert [state(p) for p in (waiting, last)] == [PullState.QUEUED, PullState.READING]
-    assert decode.core.inspect.check_integrity() + wrong_in(decode.core.decode) == []
+    assert decode.inspect.check_integrity() + wrong_in(decode.core.decode) == []
 
 
 @pytest.mark.parametrize("when", ["it is set aside", "it is asked"])

@@ -446,7 +446,7 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 
 def quiet(engine: Engine) -> tuple[Any, ...]:
     engine.check_integrity()
-    statistics, core = engine.statistics(), engine._core
+    statistics, core = engine.statistics(), engine._driver.core
     gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
     return (gauges, engine.holds(), core.requests, core.is_closed, engine._ending._suspending)
 

@@ -69,7 +69,7 @@ def test_timers_begin_the_next_attempt_after_the_pause_in_the_time_that_is_left(
         True,
         False,
     )
-    assert [hold.reason for hold in one.core.inspect.holds(1.0)] == ["retrying"]
+    assert [hold.reason for hold in one.decode.inspect.holds(1.0)] == ["retrying"]
     one.world.advance(0.05)
     assert one.state is RequestState.PAUSING
     one.world.advance(0.1)

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from msgspec import NODEFAULT, Struct
 
+from asynckv.account.values import decode_account
 from asynckv.core import wire
-from asynckv.core.account import decode_account
 from asynckv.core.lease import Lease, Lent
 from asynckv.core.types import Cohort, RequestId, decode_params
 from asynckv.core.wire import Claim, Granted, Refused

@@ -125,7 +125,7 @@ async def test_a_draining_engine_discharges_and_a_sleeping_one_cannot(bench: Ben
         lent = [prefill.engine.lend(first), prefill.engine.lend(second)]
         decode.engine.announce("d", first)
         draining = asyncio.create_task(decode.engine.drain(5.0))
-        await until(lambda: decode.engine._core.is_closed)
+        await until(lambda: decode.engine._driver.core.is_closed)
         decode.engine.cancel("d", first)
         decode.engine.cancel("never announced", second)
         assert await passing(bench, draining) == ()
@@ -177,7 +177,7 @@ def test_every_rank_hears_of_it_the_ones_that_nobody_reads_as_well(prefill: int,
     assert {x.outcome for lease in leases for x in lease.discharged.values()} == {Outcome.COMPLETE}
     for rank in (*owners, *readers):
         assert rank.core.is_idle
-        assert rank.core.inspect.check_integrity() == []
+        assert rank.inspect.check_integrity() == []
 
 
 def test_an_early_discharge_is_remembered_for_all_of_its_time() -> None:

@@ -275,8 +275,8 @@ async def test_one_bad_event_takes_no_others_along(
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert sorted(type(r).__name__ for r in results) == ["PullResult", "PullTimeout"]
         # What was lost by the bug is found by its age.
-        (lost,) = decode.engine._core.decode.transfers
-        decode.engine._core.decode.ended(TransferEnded(lost, Ending.DONE), 0.0, sim.clock.now())
+        (lost,) = decode.engine._driver.core.decode.transfers
+        decode.engine._driver.core.decode.ended(TransferEnded(lost, Ending.DONE), 0.0, sim.clock.now())
         decode.engine._driver.soon()
 
 
@@ -318,7 +318,7 @@ async def test_a_bug_that_one_command_meets_keeps_no_other_from_being_carried_ou
                 honest(name, keep=keep)
 
             monkeypatch.setattr(data, "remove_remote_agent", remove)
-            await until(lambda: not decode.engine._core.decode.pulls)
+            await until(lambda: not decode.engine._driver.core.decode.pulls)
             for side in (prefill, second):
                 decode.engine.forget_peer(side.engine.endpoint.address)
             await until(lambda: len(calls) == 2)
@@ -327,7 +327,7 @@ async def test_a_bug_that_one_command_meets_keeps_no_other_from_being_carried_ou
 
 async def test_a_bug_in_a_timer_costs_no_deadline(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     async with sim.pair() as (_, decode, group):
-        core, ticks, begun = decode.engine._core, list[float](), sim.clock.now()
+        core, ticks, begun = decode.engine._driver.core, list[float](), sim.clock.now()
         honest = core.tick
 
         def tick(now: float) -> None:
@@ -412,7 +412,7 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
             assert decode.blocks([10 + i]) == prefill.blocks([i])
             await lent.wait_released()
             await until(
-                lambda: all(p.state.value == "gone" for p in decode.engine._core.decode.peers.by_place.values())
+                lambda: all(p.state.value == "gone" for p in decode.engine._driver.core.decode.peers.by_place.values())
             )
             fds.append(len(os.listdir("/proc/self/fd")))
             # A tombstone of an idle peer stops no pull: it is met anew.
@@ -424,7 +424,7 @@ async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> No
     async with prefill.engine:
         group = PrefillRanks("prefill", [prefill.engine.endpoint])
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
-        prefill.engine._core.prefill.revoke = lambda lease, now, by="": None  # type: ignore[method-assign]
+        prefill.engine._driver.core.prefill.revoke = lambda lease, now, by="": None  # type: ignore[method-assign]
         closing = asyncio.create_task(prefill.engine.aclose())
         for _ in range(3):
             await asyncio.sleep(0)

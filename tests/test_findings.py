@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.core.account import Account, Facts
+from asynckv.account.values import Account, Facts
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import HEADING

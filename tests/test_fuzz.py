@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from asynckv import ConfigError, KeysConfig, LayoutError, LeaseConfig, PrefillRanks, RemoteProtocolError
+from asynckv.account.inspect import HeldBlocks, RankStatus, RequestStatus
+from asynckv.account.values import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
 from asynckv.core import wire as m
-from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
-from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.core.told import StepWait
 from asynckv.core.types import Address, Cohort, KVTransferParams, decode_params
 from asynckv.edges.control.zmq import ZmqPlane, make_pair

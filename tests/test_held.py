@@ -27,11 +27,11 @@ from asynckv import (
     PullConfig,
     PullTimeout,
 )
+from asynckv.account.waits import waits_for
+from asynckv.account.watch import GATHER_S, PAUSE_S
 from asynckv.core.lease import LeaseState
-from asynckv.core.outbox import HeldForLong
 from asynckv.core.pull import PullRequest
 from asynckv.core.types import Outcome, Reason, rank_name
-from asynckv.core.watch import GATHER_S, PAUSE_S
 from asynckv.observe.log import phases
 from tests.engines import Bench, until
 from tests.world import BLOCK, NUM_BLOCKS, Rank, World, begin, make_layout
@@ -64,8 +64,8 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
     running(world, 60.0)
-    assert decode.core.inspect.holds(world.time(decode)) == ()
-    (request,) = decode.core.inspect.requests(world.time(decode))
+    assert decode.inspect.holds(world.time(decode)) == ()
+    (request,) = decode.inspect.requests(world.time(decode))
     assert (request.kind, request.request_id, request.prefill_request_id) == ("announced", "d-req", "req")
     assert (request.state, request.blocks, request.attempt) == ("announced", 0, 1)
     assert (request.age_s, request.state_s, request.left_s) == pytest.approx((60.0, 60.0, 240.0))
@@ -78,7 +78,7 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     assert rank.granted_s is not None
     assert 5 < rank.granted_s < 10
     # And the other side names the reader that renews.
-    (lease,) = prefill.core.inspect.requests(world.time(prefill))
+    (lease,) = prefill.inspect.requests(world.time(prefill))
     assert (lease.kind, lease.state, lease.blocks, lease.sequence) == ("lease", "lent", 1, request.sequence)
     assert lease.waits == "claimed and renewed by decode/tp0@decode-h"
     (reader,) = lease.ranks
@@ -92,16 +92,14 @@ def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
     world, prefill, decode = pair(lease=LeaseConfig(lease_s=30.0))
     params, _ = world.lent(prefill, "req", [3])
     running(world, 10.0)
-    assert prefill.core.watch.next_at < math.inf
+    assert prefill.watch.next_at < math.inf
     world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
     world.settle(decode)
     world.deliver_all()
-    (lease,) = prefill.core.inspect.requests(world.time(prefill))
+    (lease,) = prefill.inspect.requests(world.time(prefill))
     assert lease.ranks[0].state == "granted"
-    prefill.core.outbox.commands.clear()
-    prefill.core.tick(prefill.core.watch.next_at)
-    (held,) = [x for x in prefill.core.outbox.commands if isinstance(x, HeldForLong)]
+    (held,) = prefill.watch.tick(prefill.watch.next_at)
     assert held.waits == "claimed and renewed by decode/tp0@decode-h"
 
 
@@ -111,7 +109,7 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
     pull = world.pull(decode, "d", [9], params, timeout=100)
 
     def state() -> tuple[str, str, int]:
-        (request,) = decode.core.inspect.requests(world.time(decode))
+        (request,) = decode.inspect.requests(world.time(decode))
         return request.state, request.ranks[0].state, request.ranks[0].bytes_read
 
     assert state() == ("connecting", "connecting", 0)
@@ -121,20 +119,20 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
         world.complete(decode, transfer_id)
     state_then, rank_then, landed = state()
     assert (state_then, rank_then, landed > 0) == ("confirming", "not_lent", True)
-    (request,) = decode.core.inspect.requests(world.time(decode))
+    (request,) = decode.inspect.requests(world.time(decode))
     assert request.ranks[0].bytes_planned == landed
     world.lend(prefill, params)
     world.deliver_all()
     world.advance(0)
     assert state() == ("reading", "granted", 0)  # it had begun too early
-    (request,) = decode.core.inspect.requests(world.time(decode))
+    (request,) = decode.inspect.requests(world.time(decode))
     assert (request.kind, request.blocks, request.ranks[0].transfers) == ("pull", 1, len(decode.reads))
     world.complete(decode, next(iter(decode.reads)))
     assert 0 < state()[2] < landed
     world.run()
     assert pull.reason is Reason.COMPLETE
     for rank in (decode, prefill):
-        assert rank.core.inspect.requests(world.time(rank)) == ()
+        assert rank.inspect.requests(world.time(rank)) == ()
 
 
 def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> None:
@@ -145,13 +143,13 @@ def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> Non
     world.deliver_all()
     del world.ranks[decode.name]
     world.advance(25.0)
-    (request,) = prefill.core.inspect.requests(world.time(prefill))
+    (request,) = prefill.inspect.requests(world.time(prefill))
     gone, nobody = request.ranks
     assert (gone.rank, gone.state, gone.granted_s) == ("decode/tp0@decode-h", "lapsed", None)
     assert gone.heard_s == pytest.approx(25.0)
     assert (nobody.rank, nobody.state, nobody.heard_s) == ("*", "unclaimed", None)
     assert request.waits == "claimed and no longer renewed by decode/tp0@decode-h; not claimed by another decode engine"
-    assert lease.waits_for() == ("decode/tp0@decode-h", "*")
+    assert waits_for(lease) == ("decode/tp0@decode-h", "*")
     assert lease.owed() == ("decode/tp0", "*")
     assert lease.state is LeaseState.LENT
 
@@ -528,7 +526,7 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
             other, _ = prefill.lent(group, "s", [2], lease_s=2.0)
             decode.engine.announce("e", other)
             await until(lambda: decode.engine.requests()[0].ranks[0].state == "granted")
-        prefill.engine._core.readers.say_goodbye()
+        prefill.engine._driver.core.readers.say_goodbye()
         prefill.engine._driver.soon()
         await until(lambda: any(e.get("state") == "gone" for e in events))
         assert decode.engine.statistics().gauges["pulls_waiting"] == 0

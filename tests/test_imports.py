@@ -68,6 +68,7 @@ def imports(path: Path) -> Iterator[str]:
 ROOMS = {
     "geometry": CORE_MAY_IMPORT - {"asynckv.core", "asynckv.config"},
     "core": CORE_MAY_IMPORT,
+    "account": CORE_MAY_IMPORT | {"asynckv.account"},
     "offload": CORE_MAY_IMPORT | {"asynckv.offload"},
 }
 PUBLIC = PACKAGE / "offload" / "__init__.py"
@@ -100,6 +101,7 @@ ORDER = (
     "config",
     "geometry",
     "core",
+    "account",
     "offload",
     "keys",
     "ports",

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from asynckv import EngineConfig, InspectConfig
+from asynckv.account import survey
+from asynckv.account.inspect import MAX_RANKS, _rank_state
+from asynckv.account.values import MAX_ACCOUNT, Account, decode_account
 from asynckv.arguments import MAX_NAME
-from asynckv.core import survey
-from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
-from asynckv.core.inspect import MAX_RANKS, _rank_state
 from asynckv.core.peer import PeerState
 from asynckv.core.types import Address, Cohort, ReplyTo
 from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_packet
@@ -30,9 +30,9 @@ def asked(world: World, rank: Rank, *questions: StatusRequest, source: bytes = b
     """Ask, and let the rank take as many turns as it wants."""
     said: list[Status] = []
     for question in questions:
-        rank.core.survey.ask(source, question, said.append, world.time(rank))
-    while rank.core.survey.next_at <= world.time(rank):
-        rank.core.survey.tick(world.time(rank))
+        rank.survey.ask(source, question, said.append, world.time(rank))
+    while rank.survey.next_at <= world.time(rank):
+        rank.survey.tick(world.time(rank))
     return said
 
 
@@ -87,7 +87,7 @@ def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
     assert (announced.kind, announced.prefill_request_id, announced.sequence) == ("announced", "p2", 1)
     assert [(x.rank, x.state, x.pulls) for x in reads.peers] == [("p/tp0@p-0", "ready", 1)]
     assert reads.num_peers == {"ready": 1}
-    (straggler,) = decode.core.inspect.stragglers(world.time(decode))
+    (straggler,) = decode.inspect.stragglers(world.time(decode))
     assert (straggler.request_id, straggler.reason, straggler.held_s) == ("d2", "announced", 1.0)
     assert straggler.left_s == 29.0
     assert account(world, decode, request_id="p2").requests[0].request_id == "d2"
@@ -195,10 +195,10 @@ def test_all_ages_in_an_answer_are_of_one_moment() -> None:
         world.now += 0.001
         world.lend(prefill, world.params([prefill], f"p{n}", [n % 12], 4, lease_s=1000.0))
     said: list[Status] = []
-    prefill.core.survey.ask(b"asker", StatusRequest(1, MAX_TOLD), said.append, world.time(prefill))
+    prefill.survey.ask(b"asker", StatusRequest(1, MAX_TOLD), said.append, world.time(prefill))
     while not said:
         world.now += 0.1  # between two turns
-        prefill.core.survey.tick(world.time(prefill))
+        prefill.survey.tick(world.time(prefill))
     ages = [each.age_s for each in decode_account(said[0].account).requests]
     assert ages == sorted(ages, reverse=True)
     assert ages[0] - ages[-1] == pytest.approx(0.199)
@@ -253,8 +253,8 @@ def test_who_asks_on_and_on_is_not_answered_any_more(enabled: bool) -> None:
     core, now = prefill.core, world.time(prefill)
     for _ in range(20):
         core.receive(ReplyTo(b"way"), encode_packet("s", "", [StatusRequest(n, 1) for n in range(50)]), now)
-    while core.survey.next_at <= now:
-        core.survey.tick(now)
+    while prefill.survey.next_at <= now:
+        prefill.survey.tick(now)
     said = sum(map(len, core.outbox.messages.values()))
     assert said == survey.BURST * (2 if enabled else 1)
     assert core.outbox.counters["dropped.too_many_hellos"] == 1000 - said
@@ -282,7 +282,7 @@ def test_a_question_that_is_repeated_while_it_waits_is_answered_once() -> None:
     prefill = prefill_rank(world)
     said: list[Status] = []
     for source in (b"one", b"one", b"another"):
-        assert prefill.core.survey.ask(source, StatusRequest(7, 1), said.append, world.time(prefill))
+        assert prefill.survey.ask(source, StatusRequest(7, 1), said.append, world.time(prefill))
     said += asked(world, prefill, StatusRequest(8, 1), source=b"third")
     assert [status.nonce for status in said] == [7, 7, 8]
 
@@ -330,15 +330,15 @@ def test_a_bug_in_one_answer_keeps_nobody_else_from_his() -> None:
     world = World()
     prefill = prefill_rank(world)
     said: list[Status] = []
-    prefill.core.survey.facts = lambda: 1 / 0  # type: ignore[assignment,return-value]
+    prefill.survey.facts = lambda: 1 / 0  # type: ignore[assignment,return-value]
     for n in (1, 2):
-        prefill.core.survey.ask(b"asker", StatusRequest(n, 1), said.append, 0.0)
+        prefill.survey.ask(b"asker", StatusRequest(n, 1), said.append, 0.0)
     with pytest.raises(ZeroDivisionError):
-        prefill.core.survey.tick(0.0)
-    del prefill.core.survey.facts
-    prefill.core.survey.facts = type(account(World(), prefill_rank(World())).facts)
-    while prefill.core.survey.next_at <= 0.0:
-        prefill.core.survey.tick(0.0)
+        prefill.survey.tick(0.0)
+    del prefill.survey.facts
+    prefill.survey.facts = type(account(World(), prefill_rank(World())).facts)
+    while prefill.survey.next_at <= 0.0:
+        prefill.survey.tick(0.0)
     assert [status.nonce for status in said] == [2]
 
 
@@ -359,11 +359,11 @@ def test_no_turn_is_long_where_there_is_much() -> None:
     for _ in range(5):
         world.now += 1.0
         said: list[Status] = []
-        prefill.core.survey.ask(b"asker", StatusRequest(1, MAX_TOLD, after), said.append, world.time(prefill))
+        prefill.survey.ask(b"asker", StatusRequest(1, MAX_TOLD, after), said.append, world.time(prefill))
         turns: list[float] = []
         while not said:
             began = time.thread_time()
-            prefill.core.survey.tick(world.time(prefill))
+            prefill.survey.tick(world.time(prefill))
             turns.append(time.thread_time() - began)
         after = decode_account(said[0].account).after
         longest.append(max(turns) / sum(turns))

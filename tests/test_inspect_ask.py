@@ -30,8 +30,8 @@ from asynckv import (
     NixlConfig,
     PrefillRanks,
 )
-from asynckv.core import survey
-from asynckv.core.account import MAX_ACCOUNT, Account, PeerStatus, encode_account
+from asynckv.account import survey
+from asynckv.account.values import MAX_ACCOUNT, Account, PeerStatus, encode_account
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAJOR, MAX_TOLD, Ping, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.edges.control.local import (

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asynckv.account.waits import readers, waits
 from asynckv.core import lease as lease_module
 from asynckv.core.lease import Effects, Lease, LeaseState, Lent, Reader
 from asynckv.core.notes import Gone
@@ -89,7 +90,7 @@ def test_of_many_who_are_waited_for_a_few_are_named() -> None:
         lease = lend()
         for rank in range(ranks):
             Reading(lease, rank, ranks).claim(0.0)
-        assert lease.waits(AT + 0.1).endswith(end), lease.waits(AT + 0.1)
+        assert waits(lease, AT + 0.1).endswith(end), waits(lease, AT + 0.1)
 
 
 # -- what the tables say -------------------------------------------------------------------------------
@@ -241,11 +242,11 @@ def test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone() -> 
     assert state_of(lease) is LeaseState.LENT
     assert [stray.sender for stray in lease.tick(AT + 5.0).strays] == [two.sender]
     assert state_of(lease) is LeaseState.LENT  # the other one may claim again
-    assert {name: state for name, state, _ in lease.readers()} == {
+    assert {name: state for name, state, _ in readers(lease)} == {
         "decode/tp0@process-": "gone",
         "decode/tp1@process-": "lapsed",
     }
-    assert lease.waits(AT + 5.0).startswith("claimed and no longer renewed by decode/tp1")
+    assert waits(lease, AT + 5.0).startswith("claimed and no longer renewed by decode/tp1")
     assert lease.lose([Reader("decode", 1)], AT + 6.0).has_ended
     assert (lease.state, lease.owed()) == (LeaseState.EXPIRED, ("decode/tp0", "decode/tp1"))
     assert lease.history[-2:] == [(AT + 6.0, Gone("decode/tp1@process-")), (AT + 6.0, "expired")]
@@ -538,11 +539,11 @@ def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:
     first.claim(0.0)
     first.release(1.0, Outcome.RETRY)
     assert lease.owed() == ("decode/tp0",)
-    assert [(name, state) for name, state, _ in lease.readers()] == [("decode/tp0@process-", "retrying")]
+    assert [(name, state) for name, state, _ in readers(lease)] == [("decode/tp0@process-", "retrying")]
     assert refused(first.claim(1.1)) is Reason.RELEASED_ALREADY
     assert granted(second.claim(1.1)) == 4.0
     assert second.release(2.0).has_ended
-    assert [(name, state) for name, state, _ in lease.readers()] == [("decode/tp0@process-", "complete")]
+    assert [(name, state) for name, state, _ in readers(lease)] == [("decode/tp0@process-", "complete")]
 
 
 def test_what_is_refused_leaves_nothing_behind() -> None:

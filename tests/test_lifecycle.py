@@ -227,7 +227,7 @@ async def test_whoever_waits_for_what_will_not_be_lent_is_told_so(sim: Bench) ->
         with pytest.raises(PullError) as caught:
             await asyncio.wait_for(task, 5)
         assert caught.value.reason == "engine_closed"
-        (peer,) = decode.engine._core.decode.peers.by_place.values()
+        (peer,) = decode.engine._driver.core.decode.peers.by_place.values()
         assert peer.is_draining
         await decode.engine.pull("e", [(0, [7])], other)
         assert await passing(sim, draining) == ()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from asynckv import ConfigError, LimitsConfig
+from asynckv.account import survey
 from asynckv.config import EngineConfig
-from asynckv.core import limits, survey
+from asynckv.core import limits
 from asynckv.core.limits import MAX_BUCKETS, Limiter
 from asynckv.core.types import Cohort, Reason, ReplyTo
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping, StatusRequest, encode_packet
@@ -142,18 +143,19 @@ def test_one_connection_leaves_hellos_to_others_of_its_host() -> None:
 
 
 def test_a_key_or_a_host_asks_no_more_questions_by_more_connections() -> None:
-    core = World(EngineConfig(engine_id="x")).add("p", make_layout(), engine_id="prefill").core
+    rank = World(EngineConfig(engine_id="x")).add("p", make_layout(), engine_id="prefill")
+    core = rank.core
     for i in range(100):
         question = encode_packet("stranger", "", [StatusRequest(i, 1)])
         core.receive(ReplyTo(b"%d" % i), question, 0.0, "host:10.0.0.7")
-    while core.survey.next_at <= 0.0:
-        core.survey.tick(0.0)
+    while rank.survey.next_at <= 0.0:
+        rank.survey.tick(0.0)
     # As many answers and as many refusals as one connection gets.
     assert core.outbox.counters["sent.status"] == 2 * survey.BURST
     assert core.outbox.counters["dropped.too_many_hellos"] == 100 - 2 * survey.BURST
     core.receive(ReplyTo(b"else"), question, 0.0, "host:10.0.0.8")
-    while core.survey.next_at <= 0.0:
-        core.survey.tick(0.0)
+    while rank.survey.next_at <= 0.0:
+        rank.survey.tick(0.0)
     assert core.outbox.counters["sent.status"] == 2 * survey.BURST + 1
 
 

@@ -197,7 +197,7 @@ class Machine(RuleBasedStateMachine):
     def every_request_can_be_listed(self) -> None:
         for rank in (*self.prefill, *self.decode):
             core = rank.core
-            requests = core.inspect.requests(self.world.time(rank))
+            requests = rank.inspect.requests(self.world.time(rank))
             listed = [r.pull_id or (r.request_id, r.sequence) for r in requests]
             known: list[Any] = [(key.lent.request_id, key.lent.key.sequence) for key in core.prefill.leases.values()]
             assert sorted(listed, key=str) == sorted([*known, *core.decode.pulls], key=str)
@@ -234,7 +234,7 @@ class Machine(RuleBasedStateMachine):
             self.world.advance(1.0)
         self.world.check()
         for rank in (*self.prefill, *self.decode):
-            assert rank.core.is_idle, rank.core.inspect.gauges()
+            assert rank.core.is_idle, rank.inspect.gauges()
             assert len(rank.core.ledger) == 0
         for rank, pull, _, _ in self.pulls:
             assert pull.reason is not None

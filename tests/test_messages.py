@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asynckv.account.values import Account, encode_account
 from asynckv.core import wire as m
-from asynckv.core.account import Account, encode_account
 from asynckv.core.outbox import Outbox
 from asynckv.core.types import (
     MAX_HASHES,

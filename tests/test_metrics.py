@@ -291,7 +291,7 @@ def test_a_registry_refuses_two_collectors_and_one_takes_several_engines() -> No
     assert value(samples, "engine_state", "two", state="new") == 1
     metrics.remove(one)
     assert {dict(labels)["engine_id"] for _, labels in parsed(generate_latest(registry).decode())} == {"two"}
-    assert one._driver.observers == (one._recorder,)
+    assert one._driver.observers.everyone == (one._recorder,)
 
 
 @pytest.mark.parametrize("what", HOSTILE)

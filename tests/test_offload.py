@@ -36,7 +36,7 @@ from asynckv import (
     ReadFailed,
     WrongThread,
 )
-from asynckv.core.account import decode_account
+from asynckv.account.values import decode_account
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.embed import Cancel, EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asynckv import BlocksRetired, EngineConfig, LogConfig, PullError
-from asynckv.core.account import decode_account
+from asynckv.account.values import decode_account
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.errors import ConfigError
 from asynckv.tools.cli import app

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from asynckv.account.waits import waits, waits_for
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
 from asynckv.core import copies, wire
 from asynckv.core import rank as core_rank
@@ -119,12 +120,12 @@ class Lender:
 
     def turns(self, until: float) -> Iterator[int]:
         """Let time pass, and count the calls of each turn."""
-        while (now := self.core.next_at) <= until:
+        while (now := self.rank.next_at) <= until:
             yield events_of(partial(self._turn, now))
             self.core.outbox.commands.clear()
 
     def _turn(self, now: float) -> None:
-        self.core.tick(now)
+        self.rank.tick(now)
         self.core.outbox.take_packets()
 
 
@@ -198,7 +199,7 @@ def test_a_thousand_readers_of_one_request_are_served(is_early: bool) -> None:
         assert {type(answer) for answer in lender.hear(claims, 0.1)} == {Granted}
     assert len(lease.grants) == len(cohorts) == 1024
     assert len(lease.owed()) == 64
-    assert lease.waits(0.2).endswith("and 1020 more")
+    assert waits(lease, 0.2).endswith("and 1020 more")
     releases = [Release(params.key, "s", each, f"p{n}", Outcome.COMPLETE) for n, each in enumerate(cohorts)]
     lender.hear(releases, 0.3)
     assert lease.state is LeaseState.RELEASED
@@ -244,11 +245,11 @@ def test_what_is_said_of_thousands_of_owed_readers_is_bounded() -> None:
     lender = Lender()
     lender.hear([lender.claim("p", Cohort("d", RANKS, 9))])
     lease = lender.lease
-    status = lender.core.inspect.status(lease, 1.0)
+    status = lender.rank.inspect.status(lease, 1.0)
     assert [x.rank for x in status.ranks[:9]] == [f"d/tp{rank}" for rank in range(9)]
     assert len(status.ranks) == 256
     assert status.waits == "claimed and renewed by d/tp9@s; not claimed by d/tp0, d/tp1, d/tp2, d/tp3 and 4091 more"
-    assert events_of(lambda: (lease.waits(1.0), lease.owed(), lease.waits_for(64))) < 1000
+    assert events_of(lambda: (waits(lease, 1.0), lease.owed(), waits_for(lease, 64))) < 1000
     assert len(lease.owed()) == 64
     assert len(list(lease.owing())) == RANKS
 
@@ -257,7 +258,7 @@ def test_readers_that_have_released_count_as_work_of_a_question() -> None:
     lender = Lender()
     lender.hear([lender.release(f"p{rank}", Cohort("d", RANKS, rank)) for rank in range(RANKS - 1)])
     lease = lender.lease
-    assert events_of(lambda: lease.waits(1.0)) < 10 * lease.steps
+    assert events_of(lambda: waits(lease, 1.0)) < 10 * lease.steps
 
 
 def test_a_report_about_many_requests_takes_several_turns() -> None:
@@ -266,7 +267,7 @@ def test_a_report_about_many_requests_takes_several_turns() -> None:
         params = lender.world.params([lender.rank], f"more {number}", [number], 4, written=True)
         lender.core.lend(params, 1, 0.0)
     assert max(lender.turns(29.0)) < TURN_EVENTS
-    assert lender.core.watch.next_at > 29.0
+    assert lender.rank.watch.next_at > 29.0
 
 
 # -- one rule for all messages -----------------------------------------------------------------------------------------

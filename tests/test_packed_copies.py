@@ -417,7 +417,7 @@ class Owner:
         return sorted(self.rank.making)
 
     def is_clean(self) -> bool:
-        assert self.rank.core.inspect.check_integrity() == []
+        assert self.rank.inspect.check_integrity() == []
         return not (
             self.copies.by_key or self.copies.num_waiting or self.copies._making or self.copies.slots.num_in_use
         )

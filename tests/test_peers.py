@@ -18,7 +18,7 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core import peers
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
-from asynckv.core.outbox import PeerChanged
+from asynckv.core.outbox import PeerReached
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
@@ -612,7 +612,7 @@ def test_what_is_said_to_another_start_is_not_taken_by_its_successor() -> None:
     answers = said(world, prefill)
     assert [type(message) for message in answers] == [Unwelcome, Refused, Refused, Refused]
     assert {message.reason for message in answers if isinstance(message, Unwelcome | Refused)} == {Reason.RESTARTED}
-    (lent,) = prefill.core.inspect.requests(world.time(prefill))
+    (lent,) = prefill.inspect.requests(world.time(prefill))
     assert [(rank.rank, rank.state) for rank in lent.ranks] == [("*", "unclaimed")]
 
 
@@ -1069,7 +1069,7 @@ def test_a_rank_that_a_router_says_is_gone_has_left_in_good_order() -> None:
     world.run()
     decode.core.decode.forget(prefill.address, world.time(decode))
     ((peer, before, after),) = [
-        (c.peer, c.before, c.after) for c in decode.core.outbox.commands if isinstance(c, PeerChanged)
+        (c.peer, c.before, c.after) for c in decode.core.outbox.commands if isinstance(c, PeerReached)
     ]
     assert (peer.is_orderly, before, after) == (True, PeerState.READY, PeerState.GONE)
 

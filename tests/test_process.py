@@ -79,7 +79,7 @@ def says_release(packet: bytes) -> bool:
 
 
 def state(side: Side) -> str:
-    (peer,) = side.engine._core.decode.peers.by_place.values()
+    (peer,) = side.engine._driver.core.decode.peers.by_place.values()
     return peer.state.value
 
 

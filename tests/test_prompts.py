@@ -15,7 +15,7 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from asynckv.core.account import decode_account
+from asynckv.account.values import decode_account
 from asynckv.core.told import PromptsCounted
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.embed import EngineDesk

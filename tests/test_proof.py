@@ -198,7 +198,7 @@ def test_a_lapsed_promise_counts_for_nothing_once_the_owner_has_said_so() -> Non
     _, renewal = it.wait(1.1)[0]
     it.refuse(renewal, Reason.EXPIRED)
     assert isinstance(it.ask(), Claim)
-    assert it.decode.core.inspect.gauges()["pulls_unanswered"] == 1
+    assert it.decode.inspect.gauges()["pulls_unanswered"] == 1
     it.land()
     it.wait(20.1)
     assert it.outcome is Reason.TIMEOUT

@@ -10,6 +10,7 @@ import pytest
 import structlog
 from msgspec import structs
 
+from asynckv.account.waits import waits
 from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import Pull, PullState
@@ -167,7 +168,7 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     ended = world.now
 
     def left() -> tuple[str, float | None]:
-        (status,) = decode.core.inspect.requests(world.time(decode))
+        (status,) = decode.inspect.requests(world.time(decode))
         return status.state, status.left_s and round(status.left_s, 6)
 
     assert left() == ("notifying", 20.0)
@@ -215,15 +216,15 @@ def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -
     pull = world.pull(decode, "d-r", [1], params)
     world.deliver_all()
     running = [read.agent_name for read in decode.reads.values()]
-    waits = pull.waits(world.time(decode))
+    words = waits(pull, world.time(decode))
     assert running == ["agent-p0", "agent-p1"]
-    assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), prefill/tp1@p1-1 (world://p1), and not ")
-    assert waits.endswith(" lent yet by prefill/tp1@p1-1 (world://p1)")
+    assert words.startswith("still reading from prefill/tp0@p0-0 (world://p0), prefill/tp1@p1-1 (world://p1), and not ")
+    assert words.endswith(" lent yet by prefill/tp1@p1-1 (world://p1)")
     for transfer, read in list(decode.reads.items()):
         if read.agent_name == "agent-p1":
             world.complete(decode, transfer)
-    waits = pull.waits(world.time(decode))
-    assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), and not lent yet by prefill/tp1@p1-1 (")
+    words = waits(pull, world.time(decode))
+    assert words.startswith("still reading from prefill/tp0@p0-0 (world://p0), and not lent yet by prefill/tp1@p1-1 (")
 
 
 def _announced(world: World, decode: Rank, params: KVTransferParams) -> Pull:

@@ -207,7 +207,9 @@ async def test_a_reader_that_closes_says_goodbye_too_and_a_stranger_is_not_count
         params = group.make_params("r", [(0, [1])], 16, written=True)
         prefill.engine.lend(params)
         await decode.engine.pull("d", [(0, [6])], params)
-        prefill.engine._core.receive(ReplyTo(b"stranger"), encode_packet("stranger", "", [Goodbye()]), sim.clock.now())
+        prefill.engine._driver.core.receive(
+            ReplyTo(b"stranger"), encode_packet("stranger", "", [Goodbye()]), sim.clock.now()
+        )
         assert prefill.engine.statistics().counters.get("readers.left", 0) == 0
         heard = overheard(sim, Goodbye)
         await passing(sim, asyncio.create_task(decode.engine.aclose()))
@@ -354,7 +356,7 @@ async def test_a_bug_while_a_pull_is_planned_fails_it_at_once_and_leaves_nothing
         with monkeypatch.context() as patch:
             patch.setattr(*where, plan)
             if waits:
-                patch.setattr(decode.engine._core.decode.admission, "enter", lambda key, pull_id: False)
+                patch.setattr(decode.engine._driver.core.decode.admission, "enter", lambda key, pull_id: False)
             with pytest.raises(PlanRefused, match="a bug"):
                 await decode.engine.pull("d", [(0, [6])], params)
         assert (decode.engine.holds(), decode.engine.statistics().counters["internal_errors"]) == ((), 1)

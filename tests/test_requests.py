@@ -314,15 +314,15 @@ def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
         world.pull(flood, f"f{i}", [i], group[i])
     world.deliver_all()
     # Half of the room for 8 is for whoever comes first; the others are told to come again.
-    assert prefill.core.inspect.gauges()["parked"] == 4
+    assert prefill.inspect.gauges()["parked"] == 4
     assert prefill.core.outbox.counters["parked.refused"] == 4
     pull = world.pull(other, "o", [1], group[0])
     world.deliver_all()
-    assert prefill.core.inspect.gauges()["parked"] == 5
+    assert prefill.inspect.gauges()["parked"] == 5
     world.lend(prefill, group[0], readers=2)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert prefill.core.inspect.gauges()["parked"] == 3
+    assert prefill.inspect.gauges()["parked"] == 3
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -333,12 +333,12 @@ def test_a_closed_engine_parks_nothing(is_early: bool) -> None:
     pull = world.pull(decode, "d", [2], world.params([prefill], "r", [1], 4))
     if is_early:
         world.deliver_all()
-    assert prefill.core.inspect.gauges()["parked"] == is_early
+    assert prefill.inspect.gauges()["parked"] == is_early
     prefill.core.shut()
     world.settle(prefill)
     world.run()
     assert pull.reason is Reason.ENGINE_CLOSED
-    assert prefill.core.inspect.gauges()["parked"] == 0
+    assert prefill.inspect.gauges()["parked"] == 0
 
 
 def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
@@ -680,7 +680,7 @@ def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
     world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "NIXL_ERR_NOT_FOUND"))
     world.advance(60)
     assert (it.reason, it.state, it.is_returned) == (Reason.READ_FAILED, PullState.QUARANTINED, False)
-    assert decode.core.inspect.gauges()["blocks_quarantined"] == 1
+    assert decode.inspect.gauges()["blocks_quarantined"] == 1
     decode.reads.clear()
     world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
     assert it.is_returned

@@ -579,7 +579,7 @@ def test_a_proven_rank_that_goes_does_not_keep_the_others_from_being_read_again(
     world.lend(second, params)
     world.run(3)
     assert pull.reason == "complete"
-    assert decode.core.inspect.check_integrity() + wrong_in(decode.core.decode) == []
+    assert decode.inspect.check_integrity() + wrong_in(decode.core.decode) == []
 
 
 def test_a_rank_that_was_taken_for_gone_is_released_until_it_acknowledges() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from asynckv.account.inspect import RankStatus, RequestStatus
+from asynckv.account.values import Account, Facts
 from asynckv.core import told
-from asynckv.core.account import Account, Facts
-from asynckv.core.inspect import RankStatus, RequestStatus
 from asynckv.core.told import StepWait
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import make_axis

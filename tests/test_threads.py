@@ -142,7 +142,7 @@ async def test_every_public_method_is_refused_from_another_thread_and_nothing_ch
 def state(engine: Engine) -> tuple[Any, ...]:
     """All that a call may change."""
     engine.check_integrity()
-    core, outbox = engine._core, engine._core.outbox
+    core, outbox = engine._driver.core, engine._driver.core.outbox
     known = (
         engine.statistics(),
         len(engine.holds()),
@@ -152,7 +152,7 @@ def state(engine: Engine) -> tuple[Any, ...]:
         len(outbox.commands),
     )
     driver = engine._driver
-    own = driver._due is None, engine._core.requests, dict(driver.lent), set(driver._loading)
+    own = driver._due is None, engine._driver.core.requests, dict(driver.lent), set(driver._loading)
     return known, own, engine._ending._closing, engine._ending._suspending
 
 

@@ -26,7 +26,7 @@ LEASE = LeaseConfig(lease_s=30.0)
 
 def waits(world: World, rank: Rank) -> dict[str, StepWait]:
     """Return what all three outputs read, after comparing it with the answer to a live question."""
-    found = rank.core.inspect.waits_for_step(world.time(rank))
+    found = rank.inspect.waits_for_step(world.time(rank))
     assert account(world, rank).waits_for_step == found
     return found
 
@@ -63,7 +63,7 @@ async def test_results_that_are_not_taken_are_logged_answered_and_shown(
         await pass_s(sim, 40.0)
         waited_s = sim.clock.now() - told_at
         for side in (prefill, decode):
-            wait = side.engine._core.inspect.waits_for_step(sim.clock.now())
+            wait = side.engine._driver.inspect.waits_for_step(sim.clock.now())
             assert list(wait) == ["result"]
             assert (wait["result"].number, abs(wait["result"].seconds - waited_s) < 0.01) == (1, True)
             assert shown(side) == {"result": wait["result"].seconds, "announcement": 0.0, "claim": 0.0}
@@ -79,7 +79,7 @@ async def test_results_that_are_not_taken_are_logged_answered_and_shown(
         desk.submit([Cancel("d", {"nonsense": 1})])  # refused, and no scheduler waits for that
         await until(lambda: desk.has_news)
         await pass_s(sim, 5.0)
-        assert decode.engine._core.inspect.waits_for_step(sim.clock.now()) == {}
+        assert decode.engine._driver.inspect.waits_for_step(sim.clock.now()) == {}
 
 
 def test_announcements_wait_for_an_engine_that_makes_no_steps_also_when_they_were_let_go() -> None:
@@ -172,7 +172,7 @@ def test_a_thread_that_waited_for_news_once_is_not_taken_for_asleep(
 
 
 def test_the_wait_is_one_value_that_old_readers_skip_and_new_ones_miss_in_old_answers() -> None:
-    from asynckv.core.account import Account, decode_account, encode_account
+    from asynckv.account.values import Account, decode_account, encode_account
 
     said = Account(engine_id="e", waits_for_step={"claim": StepWait(2, 7.0)})
     assert decode_account(encode_account(said)) == said

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount
-from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
+from asynckv.account.inspect import HeldBlocks, RankStatus, RequestStatus
+from asynckv.account.values import Account, Facts, Lag, PeerStatus, PhaseCount
 from asynckv.tools import cli
 from asynckv.tools.diagnose import why_cli
 from asynckv.tools.diagnose.ask import Answer

@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from asynckv.account.inspect import Inspector
+from asynckv.account.survey import Survey
+from asynckv.account.watch import HeldAlike, Watch
 from asynckv.config import EngineConfig
 from asynckv.core.attempts import Request
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import (
     DetachRead,
-    HeldForLong,
-    LeaseEnded,
+    LeaseOver,
     LoadPeer,
     Milestone,
     PackBlocks,
@@ -179,7 +181,10 @@ class Rank(Port):
         self.requests_returned: list[Request] = []
         self.leases_ended: list[Lease] = []
         self.loading: list[Peer] = []
-        self.said: list[tuple[float, HeldForLong]] = []
+        self.said: list[tuple[float, HeldAlike]] = []
+        self.inspect, self.watch = Inspector(core), Watch()
+        self.survey = Survey(core, self.inspect)
+        core.on_question, core.on_overdue = self.survey.hear, self.watch.add
         self.nic.begin(buffers.layout.memories, lambda: None)
         self.open()
 
@@ -187,6 +192,15 @@ class Rank(Port):
     def endpoint(self) -> Endpoint:
         layout = self.core.identity.layout
         return Endpoint(layout.tp_rank, self.address, self.core.identity.incarnation, layout.pp_stage)
+
+    @property
+    def next_at(self) -> float:
+        return min(self.core.next_at, self.watch.next_at, self.survey.next_at)
+
+    def tick(self, now: float) -> None:
+        self.said += [(now, alike) for alike in self.watch.tick(now)]
+        self.survey.tick(now)
+        self.core.tick(now)
 
 
 @dataclass
@@ -350,9 +364,7 @@ class World(Fabric):
                     case RequestReached(request, Milestone.RETURNED | Milestone.RETIRED):
                         assert request in rank.requests_ended, "its blocks are told before its end"
                         rank.requests_returned.append(request)
-                    case HeldForLong():
-                        rank.said.append((self.time(rank), command))
-                    case LeaseEnded(lease):
+                    case LeaseOver(lease):
                         rank.leases_ended.append(lease)
                         if self.reuse:
                             still = {b for h in core.ledger for b in h.blocks.get(0, ())}
@@ -434,14 +446,13 @@ class World(Fabric):
         """Let time pass, waking every rank when it wants."""
         end = self.now + seconds
         while True:
-            due = [(max((r.core.next_at - r.epoch) / r.rate, self.now), r.name) for r in self.ranks.values()]
+            due = [(max((r.next_at - r.epoch) / r.rate, self.now), r.name) for r in self.ranks.values()]
             when, name = min(due)
             if when > end:
                 break
             rank = self.ranks[name]
             self.now = max(when, self.now)
-            before = rank.core.next_at
-            rank.core.tick(max(self.time(rank), before))
+            rank.tick(max(self.time(rank), rank.next_at))
             self.settle(rank)
         self.now = end
 
@@ -458,7 +469,7 @@ class World(Fabric):
 
     def check(self) -> None:
         for rank in self.ranks.values():
-            assert rank.core.inspect.check_integrity() + wrong_in(rank.core.decode) == []
+            assert rank.inspect.check_integrity() + wrong_in(rank.core.decode) == []
             for lease in rank.core.prefill.leases.values():
                 assert lease.is_owed() == bool(lease.owed()), lease.owed()
             for lease in rank.leases_ended:

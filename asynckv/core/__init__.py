@@ -13,6 +13,7 @@ Five machines are tables: a lease, a pull, a peer, a request over its attempts, 
 the events that a state takes; any other event raises before anything has changed. `WHEN` lists conditions that act as
 soon as they hold. `docs/structure.md` follows a request through these files.
 
-Besides `rank`, the engine calls `rank.decode` (reports of the planes; posting; `cancel`, `forget`, `leave`),
-`rank.prefill.revoke` and `rank.inspect`, and empties `rank.outbox`. It makes the `Request`s and the `Lifecycle` itself.
+Besides `rank`, the engine calls `rank.decode` (reports of the planes; posting; `cancel`, `forget`, `leave`) and
+`rank.prefill.revoke`, empties `rank.outbox`, and answers questions (`rank.on_question`, `asynckv/account`). It makes
+the `Lifecycle` itself.
 """

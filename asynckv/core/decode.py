@@ -31,7 +31,6 @@ from asynckv.core.routes import Ready, Routes
 from asynckv.core.source import RELEASE, ROLE, UNBLAMED, Blame, Source
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, How, Key, PullId, Reason, RequestId, TransferId, members
-from asynckv.core.watch import Watch
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.gather import can_ask, recipe
@@ -84,7 +83,6 @@ class DecodeSide:
         timers: Timers,
         nonces: Iterator[int],
         arrivals: Iterator[int],
-        watch: Watch,
         costs: ReadCosts | None = None,
     ) -> None:
         self.pulls: dict[PullId, Pull] = {}
@@ -105,7 +103,7 @@ class DecodeSide:
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
         self._layout, self._config = layout, config
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
-        self._arrivals, self._watch = arrivals, watch
+        self._arrivals = arrivals
         self._transfer_ids = itertools.count(1)
         self.scheduled_at = math.inf  # when the next pull of `_to_meet` has its turn
         self._to_meet: dict[Pull, None] = {}
@@ -482,7 +480,8 @@ class DecodeSide:
 
     # -- time ----------------------------------------------------------------------------------------
 
-    def tick_pull(self, pull: Pull, now: float) -> None:
+    def tick_pull(self, pull: Pull, now: float) -> bool:
+        """Let time pass for a pull. Return True if it has been held for long in the state in which it is."""
         if self.alive_at < now and pull.is_abandoned(now - self.alive_at):
             self._abandon(pull, now)
         was_retired, num_gone = pull.is_retired, len(pull.unanswered)
@@ -495,9 +494,9 @@ class DecodeSide:
             self._blocks_settled(pull, now)
         for source in pull.sources:
             self._let_go(pull, source, now)
-        if now >= pull.warn_at and not pull.is_over and pull.take_warning(now):
-            self._watch.add(pull, now)
+        is_overdue, state = now >= pull.warn_at and not pull.is_over and pull.take_warning(now), pull.state
         self._carry_out(pull, effects, now)
+        return is_overdue and pull.state is state
 
     def tick_peer(self, peer: Peer, now: float) -> None:
         config = self._config

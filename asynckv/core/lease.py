@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, islice, product
+from itertools import islice, product
 
 from msgspec import Struct
 
@@ -45,7 +45,7 @@ PROBE_S = 1.0
 MAX_REFUSALS = 8
 
 MAX_SHOWN_ID = 80
-MAX_NAMED, MAX_OWED = 4, 64  # readers that are named in a sentence, and to the caller
+MAX_OWED = 64  # readers that are named to the caller
 
 MAX_ATTEMPTS = 64
 """Grants and releases of one reader that one lease takes, because all of them are remembered."""
@@ -438,67 +438,6 @@ class Lease:
         """Name the first readers that are owed, and `*` for a cohort that has sent no message."""
         return (*map(str, islice(self.owing(), MAX_OWED)), *["*"] * (self.lent.readers - len(self.cohorts)))
 
-    def waits_for(self, most: int | None = None) -> tuple[str, ...]:
-        """Return names of readers that are owed or hold a grant, with the process that was granted last."""
-        return tuple(islice((name for name, state, _ in self.readers() if state in _WAITS), most))
-
-    def readers(self) -> Iterator[tuple[str, str, Grant | None]]:
-        """Yield name, state and last grant of every reader. The state is `unclaimed`, `granted`, `lapsed`, `retrying`,
-        `gone` or the outcome of the release.
-        """
-        known = self.last_grants()
-        for reader in chain(self.owing(), sorted(reader for reader in known if reader in self.discharged)):
-            if (grant := known.get(reader)) is None:
-                yield str(reader), "unclaimed", None
-            else:
-                yield grant.name, self._state_of(grant), grant
-        for reader, discharge in self.discharged.items():
-            if reader not in self.running:
-                yield discharge.name, discharge.outcome.value, None
-        for _ in range(self.lent.readers - len(self.cohorts)):
-            yield "*", "unclaimed", None
-
-    def _state_of(self, grant: Grant) -> str:
-        if grant.pull_id in self.grants:
-            return "granted"
-        if grant.reader in self.gone:
-            return "gone"
-        return "retrying" if grant.pull_id in self.final else "lapsed"
-
-    def last_grants(self) -> dict[Reader, Grant]:
-        """Return the last grants of the readers that are owed or hold one."""
-        known = self.past | {grant.reader: grant for grant in self.grants.values()}
-        return {x: grant for x, grant in known.items() if x in self.running or x not in self.discharged}
-
-    def is_orderly(self, now: float) -> bool:
-        """Return True if every owed reader renews its grant."""
-        if self.state is not L.LENT or len(self.cohorts) < self.lent.readers:
-            return False
-        renewed = {x.reader for x in self.grants.values() if now - x.asked_at <= self.lent.grant_s / 2}
-        return len(renewed.difference(self.discharged)) == self.num_readers - len(self.discharged)
-
-    def waits(self, now: float) -> str:
-        """Return in words what the lease waits for."""
-        known, said = self.last_grants(), dict[str, list[Reader]]()
-        for reader, grant in known.items():
-            words = _WAITS[state := self._state_of(grant)]
-            if state == "granted" and self.state is L.ENDING:
-                words = "still promised to"
-            elif state == "granted" and now - grant.asked_at > self.lent.grant_s / 2:
-                words = "claimed, but a renewal is overdue, by"
-            said.setdefault(words, []).append(reader)
-        first = {words: heapq.nsmallest(MAX_NAMED, some) for words, some in said.items()}
-        lines = {words: _few([known[x].name for x in some], len(said[words])) for words, some in first.items()}
-        num_silent = self.num_readers - len(self.discharged) - sum(reader not in self.discharged for reader in known)
-        silent = list(map(str, islice((reader for reader in self.owing() if reader not in known), MAX_NAMED)))
-        if unknown := self.lent.readers - len(self.cohorts):
-            more = "another decode engine" if unknown == 1 else f"{unknown} decode engines"
-            silent.append(more if self.cohorts or unknown > 1 else "any reader")
-            num_silent += 1
-        if silent:
-            lines[_WAITS["unclaimed"]] = _few(silent, num_silent)
-        return "; ".join(f"{words} {lines[words]}" for words in sorted(lines))
-
     # -- answers -----------------------------------------------------------------------------------
 
     def _renewer(self, renew: Renew, sender: str, proven: str) -> Reader | Ack | Refused:
@@ -635,17 +574,6 @@ class Lease:
 _rank_name, _owed_readers = lru_cache(1024)(rank_name), lru_cache(1024)(owed_readers)
 _OTHER_KEY = "this reader used another key before"
 WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
-_WAITS = {
-    "granted": "claimed and renewed by",
-    "lapsed": "claimed and no longer renewed by",
-    "retrying": "to be tried again by",
-    "gone": "claimed before its process ended by",
-    "unclaimed": "not claimed by",
-}
-
-
-def _few(names: list[str], number: int) -> str:
-    return ", ".join(names[:MAX_NAMED]) + (f" and {number - MAX_NAMED} more" if number > MAX_NAMED else "")
 
 
 def refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:

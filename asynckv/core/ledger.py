@@ -10,7 +10,7 @@ same pages share their arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -26,15 +26,29 @@ FEW = 16
 ONE = np.int32(1)  # one in the type of the counts, because numpy takes a hundred times as long with a Python integer
 
 
+class Occupant(Protocol):
+    """A holder of blocks that is neither a lease nor a pull: an offload's `store` or `load`, as `what` says."""
+
+    begun_at: float
+
+    @property
+    def what(self) -> str: ...
+
+    @property
+    def held_as(self) -> tuple[str, float]:
+        """Return why the occupant holds its blocks, and until when at most."""
+
+    def waits_for(self) -> tuple[str, ...]: ...
+
+
 class Holding(Struct, frozen=True, eq=False):
-    """The blocks of one holder (a pull by its id, a lease by its key's token, or a store or load of an offload)."""
+    """The blocks of one holder (a pull by its id, a lease by its key's token, or an occupant)."""
 
     holder: str
     kind: Kind
     request_id: str
     since: float
     blocks: Mapping[int, Int64s]
-    what: str = ""
 
     @property
     def num_blocks(self) -> int:
@@ -46,6 +60,7 @@ class Ledger:
 
     def __init__(self, num_blocks: Sequence[int], pools: Sequence[int] = ()) -> None:
         self._holdings: dict[str, Holding] = {}
+        self.occupants: dict[str, Occupant] = {}  # by holder
         self._pools = tuple(pools) or tuple(range(len(num_blocks)))
         most = [max(n for n, q in zip(num_blocks, self._pools, strict=True) if q == p) for p in self._pools]
         lent = {p: np.zeros(n, np.int32) for p, n in zip(self._pools, most, strict=True)}
@@ -70,9 +85,7 @@ class Ledger:
         arrays = self._lent if kind == "lent" else self._writing
         return sum(int(np.count_nonzero(arrays[p])) for p in set(self._pools))
 
-    def hold(
-        self, holder: str, kind: Kind, request_id: str, blocks: Mapping[int, Int64s], now: float, what: str = ""
-    ) -> None:
+    def hold(self, holder: str, kind: Kind, request_id: str, blocks: Mapping[int, Int64s], now: float) -> None:
         """Record a holding of blocks that `check` has just returned."""
         if holder in self._holdings:
             raise LocalProtocolError(f"request {request_id[:200]!r} holds blocks already")
@@ -85,7 +98,7 @@ class Ledger:
                     lent[block] += 1
             else:
                 np.add.at(self._lent[group], ids, ONE)
-        self._holdings[holder] = Holding(holder, kind, request_id, now, blocks, what)
+        self._holdings[holder] = Holding(holder, kind, request_id, now, blocks)
 
     def check(self, kind: Kind, groups: Mapping[int, Sequence[int] | Int64s]) -> dict[int, Int64s]:
         """Return the blocks as arrays, or raise `LocalProtocolError` if another holding excludes this kind of use."""
@@ -128,7 +141,9 @@ class Ledger:
         names: dict[str, list[str]] = {}
         for holder in self.holders_of(group, block):
             if holder.kind == other:
-                names.setdefault(holder.what, []).append(repr(holder.request_id[:200]))
+                occupant = self.occupants.get(holder.holder)
+                what = occupant.what if occupant is not None else ""
+                names.setdefault(what, []).append(repr(holder.request_id[:200]))
         said = []
         for what, some in names.items():
             if other == "writing":
@@ -149,6 +164,7 @@ class Ledger:
         holding = self._holdings.pop(holder, None)
         if holding is None:
             return
+        self.occupants.pop(holder, None)
         for group, ids in holding.blocks.items():
             if holding.kind == "writing":
                 self._writing[group][ids] = False

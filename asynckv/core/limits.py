@@ -8,8 +8,10 @@ What is kept of many peers or requests is bounded too (`remember`).
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -17,6 +19,16 @@ V = TypeVar("V")
 
 MAX_BUCKETS = 16_384
 """Number of buckets. Beyond that, the sharers that were silent for longest begin anew."""
+
+MIN_WARN_S = 0.5  # seconds before which nothing is reported, however short the lease in a stranger's params is
+
+
+@lru_cache(64)
+def warn_after(lease_s: float, fraction: float) -> float:
+    """Return how long a request may be held under a lease before it is reported; infinite if reports are off."""
+    if not fraction:
+        return math.inf
+    return lease_s * fraction if lease_s * fraction > MIN_WARN_S else MIN_WARN_S
 
 
 def remember(known: dict[K, V], key: K, value: V, most: int) -> None:

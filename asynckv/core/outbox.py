@@ -85,21 +85,11 @@ class RequestReached(Struct, frozen=True):
     milestone: Milestone
 
 
-class HeldForLong(Struct, frozen=True):
-    """Requests that have been held for long, in one state and waiting for the same thing, with the oldest of them."""
-
-    state: str
-    waits: str
-    number: int
-    oldest: tuple[Lease | Pull, ...]
-    is_orderly: bool = False
-
-
-class LeaseEnded(Struct, frozen=True):
+class LeaseOver(Struct, frozen=True):
     lease: Lease
 
 
-class PeerChanged(Struct, frozen=True):
+class PeerReached(Struct, frozen=True):
     peer: Peer
     before: PeerState
     after: PeerState
@@ -119,9 +109,8 @@ Command = (
     | PackBlocks
     | PullReached
     | RequestReached
-    | LeaseEnded
-    | HeldForLong
-    | PeerChanged
+    | LeaseOver
+    | PeerReached
     | Traced
     | Told
 )

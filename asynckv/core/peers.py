@@ -21,7 +21,7 @@ from itertools import cycle
 from asynckv.config import PullConfig
 from asynckv.core.flow import InFlight, Line
 from asynckv.core.limits import Limiter
-from asynckv.core.outbox import LoadPeer, Outbox, PeerChanged, RemovePeer
+from asynckv.core.outbox import LoadPeer, Outbox, PeerReached, RemovePeer
 from asynckv.core.peer import FINAL, Due, Peer, PeerEvent, PeerState
 from asynckv.core.routes import Routes
 from asynckv.core.source import RemoteRank
@@ -329,7 +329,7 @@ class Peers:
         if peer.state is not peer.told_as:
             before, peer.told_as = peer.told_as, peer.state
             self.num_changes += before is S.READY or peer.state is S.GONE
-            self._outbox.commands.append(PeerChanged(peer, before, peer.state))
+            self._outbox.commands.append(PeerReached(peer, before, peer.state))
         self._timers.wake(peer, peer.wake_at(self._config))
 
     # -- inside ------------------------------------------------------------------------------------

@@ -29,14 +29,13 @@ from asynckv.config import EngineConfig, check_lease
 from asynckv.core.copies import NO_SLOT, Copies
 from asynckv.core.lease import AT_ONCE, PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Reader, Refusal
 from asynckv.core.ledger import FEW, Ledger
-from asynckv.core.limits import remember
-from asynckv.core.outbox import LeaseEnded, Outbox, Traced
+from asynckv.core.limits import remember, warn_after
+from asynckv.core.outbox import LeaseOver, Outbox, Traced
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.told import MAX_GRANTS, ReaderRefused, lease_granted, short
 from asynckv.core.types import Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
-from asynckv.core.watch import warn_after
 from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack
 from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
@@ -418,7 +417,7 @@ class PrefillSide:
                 if len(self._read_at) > MAX_ENGINES:
                     self._read_at.popitem(last=False)
             outbox.counters[f"leases.{lease.state}"] += 1
-            outbox.commands.append(LeaseEnded(lease))
+            outbox.commands.append(LeaseOver(lease))
         elif effects.wake_at < lease.scheduled_at:
             self._timers.wake(lease, effects.wake_at)
 

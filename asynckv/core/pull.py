@@ -287,11 +287,6 @@ class Pull:
         return False
 
     @property
-    def is_answered(self) -> bool:
-        """Return True if every rank that is to be read has granted the request."""
-        return all(source.covered_until > -math.inf for source in self.sources if source.reads)
-
-    @property
     def holds_blocks(self) -> bool:
         for source in self.sources:
             if source.running or source.doubtful:
@@ -351,23 +346,12 @@ class Pull:
         return self.deadline
 
     @property
-    def held_as(self) -> tuple[str, float]:
-        """Return in a word why the blocks are held, and when that ends at the latest."""
-        if self.is_published:
-            return "retired" if self.is_retired else "quarantined", self.retire_at
-        return self.state.value, self.deadline
-
-    @property
     def steps(self) -> int:
         return 1 + len(self.sources)
 
     @property
     def is_to_be_pulled(self) -> bool:
         return self.kind is KIND.ANNOUNCEMENT and not self.is_published
-
-    def is_orderly(self, now: float) -> bool:
-        """Return True if the pull is only announced, and its deadline has not passed."""
-        return self.lists is None and not self.is_published and now < self.deadline
 
     def take_warning(self, now: float) -> bool:
         """Return True once after `warn_s` in one state, and again at each doubling of that time."""
@@ -588,7 +572,7 @@ class Pull:
         after = self.state
         if now >= self.deadline and self.failure is None and self.reason is None:
             after = ON_EVENT[self.state].get(E.FAILED) or self._impossible(E.FAILED)
-            reason, waiting, sources = self._waiting_for(now)
+            reason, waiting, sources = self.waiting_for(now)
             blame = Blame(tuple(source.name for source in sources))
             self._fail(reason, f"{waiting} when the deadline passed", now, blame)
         self._effects.append(DO.SEND)
@@ -742,7 +726,7 @@ class Pull:
             return
         assert reason is not Reason.COMPLETE
         self.failure, self.blame = (reason, detail), blame
-        self.failed_at, self.failed_in, self.waited_for = now, self._phase, self._waiting_for(now)[1]
+        self.failed_at, self.failed_in, self.waited_for = now, self._phase, self.waiting_for(now)[1]
         is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
         self.drain_by = now if is_late else min(self.deadline, now + self.limits.drain_s)
         self._note(now, notes.Failed(reason, detail))
@@ -753,22 +737,6 @@ class Pull:
                 self._note(now, notes.ReadAgain(source.name))
                 source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors)
                 self.rereads += 1
-
-    def waits(self, now: float) -> str:
-        match self.state:
-            case S.DRAINING | S.QUARANTINED:
-                writing = [source for source in self.sources if source.running or source.doubtful]
-                return f"a transfer may still write the blocks, from {_named(writing)}"
-            case S.NOTIFYING:
-                unsettled = [source for source in self.sources if not source.is_settled]
-                return f"the release is not acknowledged by {_named(unsettled)}"
-            case S.ANNOUNCED if any(source.covered_until > now for source in self.sources):
-                renewed = [source for source in self.sources if source.covered_until > now]
-                return f"announced and never pulled; its lease is renewed at {_named(renewed)}"
-            case S.RELEASED:
-                return ""
-            case _:
-                return self._waiting_for(now)[1]
 
     @property
     def _phase(self) -> str:
@@ -788,37 +756,37 @@ class Pull:
             case _:
                 return "queue"
 
-    def _waiting_for(self, now: float) -> tuple[Reason, str, list[Source]]:
+    def waiting_for(self, now: float) -> tuple[Reason, str, list[Source]]:
         """Return the reason if the deadline passes now, a description of what the pull waits for, and its ranks."""
         reads = [source for source in self.sources if source.reads]
         if self.state is S.ANNOUNCED:
             return Reason.TIMEOUT, "announced and never pulled", []
         if self.state is S.CONNECTING:
             unmet = [source for source in reads if source.tables is None]
-            return Reason.TIMEOUT, f"no handshake with {_named(unmet)}", unmet
+            return Reason.TIMEOUT, f"no handshake with {named(unmet)}", unmet
         ahead = [source for source in reads if source.not_lent_yet]
         not_lent = ", ".join(source.where + _since(now - source.not_lent_yet_at) for source in ahead)
         if self.state is S.READING and (running := [source for source in reads if source.running]):
-            text = f"still reading from {_named(running)}"
+            text = f"still reading from {named(running)}"
             return Reason.TIMEOUT, f"{text}, and not lent yet by {not_lent}" if ahead else text, running
         if ahead:
             return Reason.NOT_LENT_YET, f"not lent yet by {not_lent}", ahead
         if silent := [source for source in reads if source.claims > 0 and source.covered_until == -math.inf]:
-            return Reason.TIMEOUT, f"no answer to the claim from {_named(silent)}", silent
+            return Reason.TIMEOUT, f"no answer to the claim from {named(silent)}", silent
         if self.state is S.QUEUED:
             return Reason.TIMEOUT, "still queued behind others", []
         if self.state is S.READING:
             left = [source for source in reads if not source.has_landed]
-            return Reason.TIMEOUT, f"still reading from {_named(left)}", left
+            return Reason.TIMEOUT, f"still reading from {named(left)}", left
         unproven = [source for source in reads if not source.proven]
-        return Reason.TIMEOUT, f"no proof of the lease from {_named(unproven)}", unproven
+        return Reason.TIMEOUT, f"no proof of the lease from {named(unproven)}", unproven
 
 
 _UNREAD = (S.ANNOUNCED, S.CONNECTING, S.QUEUED)
 _CLAIMS = (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
 
 
-def _named(sources: list[Source]) -> str:
+def named(sources: list[Source]) -> str:
     return ", ".join(source.where for source in sources) or "no rank"
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
@@ -26,10 +26,9 @@ from asynckv.config import EngineConfig
 from asynckv.core import wire
 from asynckv.core.attempts import NONE, Request, RequestState
 from asynckv.core.decode import DecodeSide
-from asynckv.core.inspect import Inspector
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
-from asynckv.core.limits import Limiter
+from asynckv.core.limits import Limiter, warn_after
 from asynckv.core.outbox import Milestone, Outbox, RequestReached
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import Peers
@@ -38,10 +37,8 @@ from asynckv.core.pull import KIND, Kind, Pull, PullRequest, PullState
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.routes import refusal
 from asynckv.core.source import ROLE, Source
-from asynckv.core.survey import Survey
 from asynckv.core.timers import Timed, Timers
 from asynckv.core.types import Address, Cohort, KVTransferParams, PullId, Reason, ReplyTo, RequestId
-from asynckv.core.watch import Watch, warn_after
 from asynckv.errors import (
     AsyncKVError,
     EngineClosed,
@@ -71,6 +68,10 @@ COSTS = dict.fromkeys(_RECEIVED, 2.0) | {
 }
 """Most work of a message, in pings (2 to 3 us each); a `Pack` costs more with a longer recipe (`PARTS`)."""
 
+Ask = Callable[[ReplyTo, wire.StatusRequest, Callable[[wire.Status], None], float, str], bool]
+"""Take a question: who asks, the question, how to answer it, the time, and the key or host that it came from. Return
+False if there is no answer at all."""
+
 SLICE = 1024.0  # work of a part of a packet, 2 to 3 ms; a larger packet is handled in several turns of the loop
 BYTES = 4  # a packet of so many bytes takes no longer than a ping
 MAX_UNREAD, MAX_SENDERS = 16, 64  # packets that wait behind a large one of the same connection, and such connections
@@ -90,21 +91,12 @@ class RankCore:
         self.readers = Readers(identity, self.outbox)
         self.prefill = PrefillSide(identity, config, self.ledger, self.outbox, self.timers, self.readers, arrivals)
         self.lend, self.withdraw = self.prefill.lend, self.prefill.withdraw
-        self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
-            layout,
-            self.cohort,
-            config.pull,
-            self.ledger,
-            self.outbox,
-            self.timers,
-            self.nonces,
-            arrivals,
-            self.watch,
-            costs,
+            layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, arrivals, costs
         )
-        self.inspect = Inspector(self.ledger, self.prefill, self.decode)
-        self.survey = Survey(identity, config, self.ledger, self.prefill, self.decode, self.readers, self.inspect)
+        self.on_question: Ask = lambda *_: True
+        self.on_overdue: Callable[[Lease | Pull, float], None] = lambda *_: None
+        """The engine sets both: what answers questions about this rank, and what hears of requests held for long."""
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
@@ -397,7 +389,7 @@ class RankCore:
     @property
     def is_idle(self) -> bool:
         decode = self.decode
-        return not (decode.pulls or decode.between or self.prefill.leases or self.inspect.guests)
+        return not (decode.pulls or decode.between or self.prefill.leases or self.ledger.occupants)
 
     @property
     def is_bound(self) -> bool:
@@ -481,8 +473,6 @@ class RankCore:
         if self._unread:
             self._read_on(now)
         self.prefill.tick(now)
-        self.watch.tick(now)
-        self.survey.tick(now)
         while most > 0 and (item := self.timers.pop(now)) is not None:
             try:
                 most -= self._wake(item, now)
@@ -494,12 +484,13 @@ class RankCore:
         """Let time pass for one item, and return the steps that this takes at most."""
         match item:
             case Pull() as pull:
-                self.decode.tick_pull(pull, now)
+                if self.decode.tick_pull(pull, now):
+                    self.on_overdue(pull, now)
                 return pull.steps
             case Lease() as lease:
                 steps = lease.steps
                 if self.prefill.tick_lease(lease, now):
-                    self.watch.add(lease, now)
+                    self.on_overdue(lease, now)
                 return steps
             case Peer() as peer:
                 steps = 1 + len(peer.pulls)
@@ -517,8 +508,7 @@ class RankCore:
 
     @property
     def next_at(self) -> float:
-        others = self.prefill.next_at, self.watch.next_at, self.survey.next_at, self.read_on_at
-        return min(self.timers.next_at, *others)
+        return min(self.timers.next_at, self.prefill.next_at, self.read_on_at)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -551,16 +541,13 @@ class RankCore:
                 self.prefill.pack(message, route, source, now, principal, proven)
             case wire.Unpack():
                 self.prefill.unpack(message, source, now, proven)
-            case wire.StatusRequest() if message.most or not self.config.inspect.enabled:
-                return self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal)
-            # Counting takes long if there are many requests, so the question is rate-limited.
-            case wire.StatusRequest() if self._may_ask(principal, route, now):
-                layout = self.identity.layout
-                here = self.identity.engine_id, layout.tp_rank, layout.tp_size
-                self.outbox.send(route, source, wire.Status(message.nonce, *here, self.inspect.gauges()))
+            case wire.StatusRequest(most=0) if self.config.inspect.enabled and not self._may_ask(principal, route, now):
+                return False  # a question for counts alone is limited here, as counting many requests takes long
+            case wire.StatusRequest():
+                return self.on_question(route, message, lambda s: self.outbox.send(route, source, s), now, principal)
             case wire.Goodbye() if self.readers.minor_versions.pop((source, route), None) is not None:
                 self.outbox.counters["readers.left"] += 1
-            case wire.Hello() | wire.StatusRequest():
+            case wire.Hello():
                 return False
             case _:
                 self.outbox.counters["dropped.unexpected"] += 1

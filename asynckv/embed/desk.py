@@ -68,7 +68,7 @@ class EngineDesk:
         self._lent: dict[str, LentRequest] = {}
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
-        engine._driver.untaken = self._untaken
+        engine._untaken = lambda: self.untaken
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
 
@@ -113,8 +113,9 @@ class EngineDesk:
         """True if there are results to take."""
         return bool(self._news)
 
-    def _untaken(self) -> list[float]:
-        """Return the times since which results wait, except refusals of orders with ends that are not awaited."""
+    @property
+    def untaken(self) -> list[float]:
+        """Times since which results wait, except refusals of orders with ends that are not awaited."""
         return [at for kind, value, at in tuple(self._news) if kind != "refused" or type(value.order) in ENDING]
 
     # -- ending ------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class EngineDesk:
                 self._tell("found", (request_id, self._offload().lookup(order.hashes, order.num_tokens)))
             case Cancel():
                 engine.cancel(**given)
-                if engine._driver.guests:
+                if engine._offload is not None:
                     self._offload().cancel(order.request_id)
             case Lend(params):
                 name = params.get("request_id") if isinstance(params, Mapping) else getattr(params, "request_id", None)
@@ -220,7 +221,7 @@ class EngineDesk:
             case Reclaim():
                 engine.reclaim(**given)
             case CountPrompts(counted):
-                engine._driver.recorder.prompts_counted(counted)
+                engine._recorder.prompts_counted(counted)
             case _:
                 raise LocalProtocolError(
                     f"{shown(order)} is not an order; give Announce, Pull, Cancel, Lend, Withdraw, Reclaim, "
@@ -228,9 +229,8 @@ class EngineDesk:
                 )
 
     def _offload(self) -> Offload:
-        for guest in self.engine._driver.guests:
-            if isinstance(guest.owner, Offload):
-                return guest.owner
+        if isinstance(offload := self.engine._offload, Offload):
+            return offload
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
 
     def _refuse(self, order: Order, error: Exception) -> None:

@@ -16,7 +16,6 @@ import asyncio
 import atexit
 import concurrent.futures
 import dataclasses
-import math
 import os
 import select
 import sys
@@ -28,9 +27,9 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, ParamSpec, Self, TypeVar
 
+from asynckv.account.inspect import HeldBlocks
 from asynckv.arguments import number, seconds, shown
 from asynckv.config import EngineConfig
-from asynckv.core.inspect import HeldBlocks
 from asynckv.edges.bell import Bell
 from asynckv.embed.desk import EngineDesk
 from asynckv.embed.orders import Finished, Order
@@ -349,10 +348,9 @@ class EngineThread:
     def _shows_life(self) -> None:
         """Record that the embedding thread is alive. While it waits for news, it counts as alive."""
         if self._started.done() and not self._is_over:
-            driver = self.engine._driver
-            driver.core.decode.alive_at = math.inf
+            self.engine._shows_life(is_asleep=True)
             if not self._waiting or self._has_news:  # more results may have come since it took them
-                driver.core.decode.alive_at = driver.clock.now()
+                self.engine._shows_life()
 
     def _ask_to_end(self, timeout_s: float = CLOSE_S - LAST_S) -> None:
         if (loop := self._loop) is not None:
@@ -514,9 +512,8 @@ class EngineThread:
     def _on_news(self) -> None:
         if self._waiting:
             self._news_bell.ring()
-            driver = self.engine._driver
-            if self._started.done() and driver.core.decode.alive_at == math.inf:
-                driver.core.decode.alive_at = driver.clock.now()
+            if self._started.done() and self.engine._is_asleep:
+                self.engine._shows_life()
 
     def _take_snapshot(self) -> None:
         found, desk = self.engine.statistics(), self._desk

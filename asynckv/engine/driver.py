@@ -14,24 +14,25 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVarTuple, assert_never
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVarTuple, assert_never
 
 import anyio
 
+from asynckv.account.inspect import HeldBlocks
+from asynckv.account.survey import Survey
+from asynckv.account.watch import Watch
 from asynckv.core import told
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lease import Lease
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
     DetachRead,
-    HeldForLong,
-    LeaseEnded,
+    LeaseOver,
     LoadPeer,
     Milestone,
     PackBlocks,
-    PeerChanged,
+    PeerReached,
     PullReached,
     RemovePeer,
     RequestReached,
@@ -48,7 +49,7 @@ from asynckv.engine.home import Home
 from asynckv.engine.lag import NOTED_S, LoopLag
 from asynckv.errors import BackendError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.observe.log import SAME_S, Recorder
-from asynckv.observe.observer import Observer
+from asynckv.observe.observer import Observers
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, CopyMade, DataPlane, TimerHandle
 
 TURNED_AWAY = (
@@ -136,9 +137,8 @@ class Driver:
         self.release_s: deque[float] = deque(maxlen=4096)
         self.lag = lag
         self.began_at = math.inf
-        self.observers: tuple[Observer, ...] = (recorder,)
+        self.observers = Observers(recorder)
         self.guests: list[Guest] = []
-        self.untaken: Callable[[], list[float]] = list  # returns the times of results that a desk keeps for its caller
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
         self._returning: dict[PullId, asyncio.Event] = {}  # pulls whose blocks a caller waits for
@@ -163,9 +163,11 @@ class Driver:
         self._send()
         self._obey()
 
-    def begin(self, core: RankCore) -> None:
+    def begin(self, core: RankCore, survey: Survey) -> None:
         """Drive a core: the engine's first, or that of its memory registered anew."""
         self.core, self._is_serving, now = core, False, self.clock.now()
+        self.survey, self.inspect, self.watch = survey, survey.inspect, Watch()
+        core.on_question, core.on_overdue = survey.hear, self.watch.add
         self.began_at, self.data_down = min(self.began_at, now), ""
         self._beat_at = now + IDLE_BEAT_S
         self._sign_at = now + core.config.lease.lease_s / 2
@@ -202,11 +204,11 @@ class Driver:
             gauges |= {"prompts_in_a_row": seen.in_a_row, "prompts_in_a_row_s": int(seen.in_a_row_s)}
         return gauges
 
-    def tell(self, what: Callable[..., None], *args: Any) -> None:
-        """Tell the log and all other observers something, by the `Observer`'s method for it."""
-        for observer in self.observers:
+    def tell(self, calls: Sequence[Callable[[*Ts], None]], *args: *Ts) -> None:
+        """Tell the log and all other observers something, by one of the lists of `Observers`."""
+        for call in calls:
             try:
-                getattr(observer, what.__name__)(*args)
+                call(*args)
             except Exception as exc:  # no request is to suffer for it
                 if not hasattr(self, "core"):  # it could not be started
                     continue
@@ -236,7 +238,7 @@ class Driver:
         for lease, end in self.lent.items():
             end()
             self.core.outbox.counters["leases.closed"] += 1
-            self.tell(Observer.lease_ended, lease, now)
+            self.tell(self.observers.lease_ended, lease, now)
         self.recorder.tell_groups(now)
         self._returning.clear()
         self.lent.clear()
@@ -272,7 +274,7 @@ class Driver:
 
     def on_question(self, asker: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
         """Take a question that came by another way than the control plane's."""
-        self._safely(self.core.survey.ask, asker, asked, answer, self.clock.now())
+        self._safely(self.survey.ask, asker, asked, answer, self.clock.now())
         self.soon()
 
     def on_refused(self, cause: str, peer: str) -> None:
@@ -322,22 +324,29 @@ class Driver:
 
     def _tick(self, due: float) -> None:
         now, core = self.clock.now(), self.core
-        self.tell(Observer.loop_came, now - due, now)
+        self.tell(self.observers.loop_came, now - due, now)
         if self.lag.take(now - due):
-            self.recorder.loop_was_away(now - due, core.inspect.gauges() | self.lag.note(now), now)
+            self.recorder.loop_was_away(now - due, self.inspect.gauges() | self.lag.note(now), now)
         elif now >= self.lag.noted_at + NOTED_S:
             self.lag.note(now)
         if now >= self._sign_at:
             self._sign_at = now + max(core.config.lease.lease_s / 2, IDLE_BEAT_S)
             waits_for = {x.name for pull in core.decode.pulls.values() for x in pull.sources if x.is_waited_for}
-            self.recorder.alive(core.inspect, sorted(waits_for)[:MAX_WAITED], now)
+            self.recorder.alive(self.inspect, sorted(waits_for)[:MAX_WAITED], now)
         self.recorder.tell_groups(now, SAME_S)
         self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
         self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)
-        if core.next_at <= now:
+        if self._next_at <= now:
+            for alike in self.watch.tick(now):
+                self.recorder.held_for_long(alike, [self.inspect.status(held, now) for held in alike.oldest])
+            self.survey.tick(now)
             core.tick(now)
             self.soon()
-        self._arm(min(core.next_at, self._beat_at))
+        self._arm(min(self._next_at, self._beat_at))
+
+    @property
+    def _next_at(self) -> float:
+        return min(self.core.next_at, self.watch.next_at, self.survey.next_at)
 
     def _arm(self, when: float) -> None:
         if when >= self._timer_at and self._timer is not None:
@@ -370,7 +379,7 @@ class Driver:
                 # Nothing is sent or read any more, but outcomes are told and blocks are given up in time.
                 self.core.outbox.take_packets()
                 self._obey()
-                self._arm(self.core.next_at)
+                self._arm(self._next_at)
             return
         core = self.core
         outbox, decode = core.outbox, core.decode
@@ -403,7 +412,7 @@ class Driver:
             self._internal_error(exc)
         self.turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
-        others = core.prefill.next_at, core.watch.next_at, core.survey.next_at, core.read_on_at
+        others = core.prefill.next_at, self.watch.next_at, self.survey.next_at, core.read_on_at
         when = min(core.timers.earliest, *others, self._beat_at)
         if when < self._timer_at or self._timer is None:
             self._arm(when)
@@ -469,13 +478,13 @@ class Driver:
                         elif self._returning:
                             self._tell_returned(pull)
                         if pull.kind is not Kind.DISCHARGE:
-                            self.tell(Observer.pull_ended, pull, now)
+                            self.tell(self.observers.pull_ended, pull, now)
                     case RequestReached(request, M.ENDED):
                         if request.waiter is not None:
                             request.waiter.ended(request)
                     case PullReached(pull, M.OVER):
                         self.release_s.append(pull.released_at - pull.published_at)
-                        self.tell(Observer.pull_over, pull, now)
+                        self.tell(self.observers.pull_over, pull, now)
                     case PullReached(pull, M.RETURNED):
                         self._tell_returned(pull)
                         if pull.pull_id in self._held:
@@ -483,20 +492,18 @@ class Driver:
                             recorder.blocks_returned(pull, now)
                     case PullReached(pull):  # M.RETIRED
                         self._tell_returned(pull)
-                        self.tell(Observer.blocks_retired, pull, now)
+                        self.tell(self.observers.blocks_retired, pull, now)
                     case RequestReached(request, M.RETURNED | M.RETIRED):
                         if request.waiter is not None:
                             request.waiter.returned(request, not request.is_free)
                     case RequestReached(request):  # M.PAUSES
                         assert request.pull is not None
                         recorder.pull_tried_again(request.pull, request.next_at - now)
-                        self.tell(Observer.pull_retried, request.pull, now)
-                    case HeldForLong(oldest=oldest):
-                        recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in oldest])
-                    case LeaseEnded(lease):
+                        self.tell(self.observers.pull_retried, request.pull, now)
+                    case LeaseOver(lease):
                         if (end := self.lent.pop(lease, None)) is not None:
                             end()
-                        self.tell(Observer.lease_ended, lease, now)
+                        self.tell(self.observers.lease_ended, lease, now)
                     case LoadPeer(peer, metadata):
                         task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                         self._loading.add(task)
@@ -511,8 +518,8 @@ class Driver:
                             )
                     case PackBlocks(slot, gathered):
                         self.data.pack(slot, gathered)
-                    case PeerChanged(peer, before, after):
-                        self.tell(Observer.peer_changed, peer, before, after, now)
+                    case PeerReached(peer, before, after):
+                        self.tell(self.observers.peer_changed, peer, before, after, now)
                     case Traced(subject, entries):
                         recorder.traced(subject, entries)
                     case Told():

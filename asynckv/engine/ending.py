@@ -15,15 +15,14 @@ import asyncio
 import math
 from collections.abc import Sequence
 
+from asynckv.account.inspect import HeldBlocks
 from asynckv.config import EngineConfig
 from asynckv.core import told
-from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
 from asynckv.edges.control.local import LocalDoor
 from asynckv.engine.driver import Driver, kept
-from asynckv.observe.observer import Observer
 
 GRACE_S = 1.0
 """Seconds for which closing waits for acknowledgements alone, or for peers that are being loaded when time is up."""
@@ -59,7 +58,7 @@ class Ending:
         self._life.receive(LifeEvent.DRAIN)
         core.shut()
         await driver.wait(lambda: core.is_idle or self.is_closing, timeout_s)
-        stragglers = core.inspect.stragglers(driver.clock.now())
+        stragglers = driver.inspect.stragglers(driver.clock.now())
         self._recorder.log(told.DrainIncomplete(len(stragglers), _names(stragglers)) if stragglers else told.Drained())
         return stragglers
 
@@ -104,7 +103,7 @@ class Ending:
         """Tell observers, once, that nothing is told any more."""
         if not self._is_stopped:
             self._is_stopped = True
-            self._driver.tell(Observer.engine_stopped)
+            self._driver.tell(self._driver.observers.engine_stopped)
 
     async def close_data(self) -> None:
         data, self.is_busy = self._driver.data, True  # this one, whatever the engine has got when that is over
@@ -187,7 +186,7 @@ class Ending:
         await driver.wait(lambda: self._is_late or not core.is_bound, patience)
         if not core.is_bound:
             await driver.wait(lambda: self._is_late or core.is_idle, GRACE_S)
-        left = core.inspect.stragglers(driver.clock.now())
+        left = driver.inspect.stragglers(driver.clock.now())
         if left:
             promised = [hold.request_id[:80] for hold in left if hold.reason in PROMISED]
             cut_short = promised[:MAX_NAMED] or None

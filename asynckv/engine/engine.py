@@ -16,12 +16,13 @@ from typing import Any, Self
 import anyio
 import msgspec
 
+from asynckv.account.inspect import HeldBlocks, Inspector, RequestStatus, retry_status
+from asynckv.account.survey import Survey
+from asynckv.account.values import Facts, Lag
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_RETRIES, EngineConfig
 from asynckv.core import told
-from asynckv.core.account import Facts, Lag
 from asynckv.core.attempts import Request, Waiter
-from asynckv.core.inspect import HeldBlocks, RequestStatus, retry_status
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
@@ -42,7 +43,6 @@ from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.log import Recorder, process_facts
-from asynckv.observe.observer import Observer
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
 from asynckv.version import VERSION
@@ -121,6 +121,8 @@ class Engine:
             lag,
         )
         self._started_at, self._planes = math.inf, dict[str, str]()
+        self._untaken: Callable[[], list[float]] = list
+        """Function that returns the times of results that wait to be taken. A desk sets it."""
         self._ending = Ending(self._driver, config)
         self.observation = Observation(self._driver, config, registration.layout)
 
@@ -220,9 +222,8 @@ class Engine:
             agent.packing,
         )
         core = RankCore(identity, self.config, driver.data.costs)
-        core.survey.facts, core.inspect.beside = self._facts, driver.guest_gauges
-        core.inspect.untaken = lambda: driver.untaken()
-        driver.begin(core)
+        inspect = Inspector(core, driver.guest_gauges, lambda: self._untaken())
+        driver.begin(core, Survey(core, inspect, self._facts))
         self._home.is_settled = True
 
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
@@ -370,10 +371,10 @@ class Engine:
         return self._driver.core.prefill.memory_epoch if hasattr(self._driver, "core") else 0
 
     @property
-    def _core(self) -> RankCore:
+    def _inspect(self) -> Inspector:
         if not self._home.is_settled:
             raise EngineClosed(NOT_STARTED)
-        return self._driver.core
+        return self._driver.inspect
 
     # -- prefill -----------------------------------------------------------------------------------
 
@@ -400,7 +401,7 @@ class Engine:
         driver.soon()  # first, because nothing may begin without a turn
         now = self._clock.now()
         lease = driver.core.lend(wanted, num_readers, now)
-        driver.tell(Observer.lease_lent, lease, wanted, now)
+        driver.tell(driver.observers.lease_lent, lease, wanted, now)
         return LentRequest(driver, lease)
 
     def withdraw(self, params: KVTransferParams | Mapping[str, Any]) -> None:
@@ -655,21 +656,34 @@ class Engine:
         driver.soon()
         driver.core.decode.forget(Address(address), self._clock.now())
 
+    # -- for a desk and its thread -------------------------------------------------------------------
+
+    @property
+    def _offload(self) -> object | None:
+        """Return the `Offload` that uses this engine's memory; None if there is none."""
+        return next((guest.owner for guest in self._driver.guests), None)
+
+    @property
+    def _is_asleep(self) -> bool:
+        return self._driver.core.decode.alive_at == math.inf
+
+    def _shows_life(self, *, is_asleep: bool = False) -> None:
+        """Note that the embedder is alive, or that it sleeps until there are results."""
+        self._driver.core.decode.alive_at = math.inf if is_asleep else self._clock.now()
+
     # -- questions ---------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """Return a snapshot of counters and gauges."""
         self._home.asked(self.statistics)
-        core, driver, lag = self._core, self._driver, self._driver.lag
+        inspect, driver, lag = self._inspect, self._driver, self._driver.lag
         counters = driver.counters()
-        return Statistics(
-            counters, core.inspect.gauges(), tuple(driver.release_s), lag.last_s, lag.most_s, lag.counts()
-        )
+        return Statistics(counters, inspect.gauges(), tuple(driver.release_s), lag.last_s, lag.most_s, lag.counts())
 
     def _facts(self) -> Facts:
         """Return facts that the core cannot know, for status answers about this engine."""
         driver, now, lag = self._driver, self._clock.now(), self._driver.lag
-        between = self._core.inspect.between_attempts(now)
+        between = self._inspect.between_attempts(now)
         return Facts(
             version=VERSION,
             host=socket.gethostname(),
@@ -688,7 +702,7 @@ class Engine:
         """Return the holders of blocks, with reasons, ages, remaining times and the peers that they wait for; oldest
         first."""
         self._home.asked(self.holds)
-        return self._core.inspect.holds(self._clock.now())
+        return self._inspect.holds(self._clock.now())
 
     def requests(self) -> tuple[RequestStatus, ...]:
         """Return the status of every request that is announced, pulled or lent here, the oldest first.
@@ -697,7 +711,7 @@ class Engine:
         blocks of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
         """
         self._home.asked(self.requests)
-        return self._core.inspect.requests(self._clock.now())
+        return self._inspect.requests(self._clock.now())
 
     def describe(self) -> dict[str, str]:
         """Return the versions, transports and modes in use."""
@@ -711,7 +725,7 @@ class Engine:
             AsyncKVError: They contradict each other. This is a bug; please report it with the message.
         """
         self._home.asked(self.check_integrity)
-        if wrong := self._core.inspect.check_integrity():
+        if wrong := self._inspect.check_integrity():
             raise AsyncKVError("integrity: " + "; ".join(wrong))
 
 

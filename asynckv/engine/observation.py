@@ -17,7 +17,7 @@ from asynckv.core.types import rank_name
 from asynckv.engine.driver import Driver
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.layout import Layout
-from asynckv.observe.observer import Observer, Reading
+from asynckv.observe.observer import Observer, Observers, Reading
 
 T = TypeVar("T")
 
@@ -40,11 +40,12 @@ class Observation:
         if not isinstance(observer, Observer):
             raise LocalProtocolError(f"observer is {shown(observer)}; give an asynckv.Observer")
         with _CHANGING:
-            self._driver.observers = (*self._driver.observers, observer)
+            self._driver.observers = Observers(*self._driver.observers.everyone, observer)
 
     def unobserve(self, observer: Observer) -> None:
         with _CHANGING:
-            self._driver.observers = tuple(each for each in self._driver.observers if each is not observer)
+            left = [each for each in self._driver.observers.everyone if each is not observer]
+            self._driver.observers = Observers(*left)
 
     def ask(self, question: Callable[[], T], timeout_s: float) -> T:
         """Ask something on the engine's loop, or raise `TimeoutError`: `observation.ask(engine.holds, 1.0)`."""
@@ -70,7 +71,7 @@ class Observation:
             state=driver.life.state.value,
             incarnation=core.identity.incarnation,
             counters=driver.counters(),
-            gauges=core.inspect.gauges(),
+            gauges=driver.inspect.gauges(),
             # States are texts; `.value` takes longer than all the rest of it, of tens of thousands.
             pulls=Counter([p.state for p in pulls]),
             leases=Counter([lease.state for lease in leases]),
@@ -81,11 +82,11 @@ class Observation:
             oldest_s={
                 "lease": max(lease_ages, default=0.0),
                 "unclaimed": max([now - x.lent_at for x in leases if not x.cohorts], default=0.0),
-                "step": core.inspect.step_s(now) or 0.0,
+                "step": driver.inspect.step_s(now) or 0.0,
                 "pull": max((now - p.called_at for p in pulls if not p.is_published), default=0.0),
                 "quarantined": max((now - p.published_at for p in held), default=0.0),
             },
-            waits_for_step=core.inspect.waits_for_step(now),
+            waits_for_step=driver.inspect.waits_for_step(now),
             blocks_retired=sum(hold.num_blocks for hold in retired if hold is not None),
             limits={
                 "bytes": config.total_bytes,

@@ -25,14 +25,15 @@ from typing import Any
 
 import msgspec
 
+from asynckv.account.inspect import Inspector, RequestStatus
+from asynckv.account.waits import last_grants, waits_for
+from asynckv.account.watch import HeldAlike
 from asynckv.arguments import is_text
 from asynckv.config import EngineConfig, LogConfig
 from asynckv.core import told
-from asynckv.core.inspect import Inspector, RequestStatus
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.notes import Gone, History, Lapsed, Note
-from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.told import MAX_NAMED, Told, short
@@ -361,7 +362,7 @@ class Recorder(Observer):
             self.log(ended)
             return
         late_s = min(lease.ended_at, now) - lease.expires_at if lease.state is LeaseState.EXPIRED else 0.0
-        owed = list(lease.waits_for(MAX_NAMED))
+        owed = list(waits_for(lease, MAX_NAMED))
         ended = msgspec.structs.replace(
             ended,
             owed=owed,
@@ -391,7 +392,7 @@ class Recorder(Observer):
         for pull_id in itertools.islice(lease.grants, told.MAX_GRANTS):  # these readers claimed before it was lent
             self.log(told.lease_granted(lease, pull_id))
 
-    def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
+    def held_for_long(self, held: HeldAlike, oldest: Sequence[RequestStatus]) -> None:
         found = list(zip(held.oldest, oldest, strict=True))
         level: told.Level = "info" if held.is_orderly else "warning"
         for lease in (x for x, _ in found if isinstance(x, Lease)):
@@ -468,7 +469,7 @@ def written_blocks(pull: Pull) -> int:
 
 def _claims(lease: Lease) -> dict[str, told.LastClaim]:
     """Return the last attempts of the first few readers that are owed or hold a grant."""
-    grants, at = heapq.nsmallest(MAX_RANKS, lease.last_grants().values(), key=attrgetter("reader")), lease.lent_at
+    grants, at = heapq.nsmallest(MAX_RANKS, last_grants(lease).values(), key=attrgetter("reader")), lease.lent_at
     return {x.name: told.LastClaim(x.pull_id, round(x.since - at, 3), round(x.asked_at - at, 3)) for x in grants}
 
 
@@ -481,7 +482,7 @@ def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
 
 def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
     lent_s, left_s = round(status.age_s, 3), _rounded(status.left_s)
-    owed = list(lease.waits_for(MAX_NAMED))
+    owed = list(waits_for(lease, MAX_NAMED))
     return told.HeldLease(*_lease_ids(lease), lent_s, _claims(lease), left_s, _refused(lease), owed)
 
 

@@ -56,6 +56,23 @@ class Observer:
         """Observe that the engine was closed; no further calls follow."""
 
 
+class Observers:
+    """All observers of an engine, as the calls to make for each kind of news."""
+
+    def __init__(self, *everyone: Observer) -> None:
+        self.everyone = everyone
+        self.pull_ended = [each.pull_ended for each in everyone]
+        self.pull_retried = [each.pull_retried for each in everyone]
+        self.pull_over = [each.pull_over for each in everyone]
+        self.blocks_retired = [each.blocks_retired for each in everyone]
+        self.lease_lent = [each.lease_lent for each in everyone]
+        self.lease_ended = [each.lease_ended for each in everyone]
+        self.peer_changed = [each.peer_changed for each in everyone]
+        self.offload_ended = [each.offload_ended for each in everyone]
+        self.loop_came = [each.loop_came for each in everyone]
+        self.engine_stopped = [each.engine_stopped for each in everyone]
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """The state of an engine at one moment.

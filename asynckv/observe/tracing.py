@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asynckv.account.waits import waits_for
 from asynckv.core import notes
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import remember
@@ -143,12 +144,12 @@ class Tracing(Observer):
                 "asynckv.tp_rank": lent.tp_rank,
                 "asynckv.blocks": sum(n for group in lent.groups for _, n in group.runs),
                 "asynckv.lease.end": end,
-                "asynckv.lease.owed": lease.waits_for(MAX_NAMED),
+                "asynckv.lease.owed": waits_for(lease, MAX_NAMED),
             }
         )
         self._add_events(span, lease.history)
         if lease.state is not LeaseState.RELEASED:
-            self._fail(span, end, f"owed by {', '.join(lease.waits_for(MAX_NAMED)) or 'no reader'}")
+            self._fail(span, end, f"owed by {', '.join(waits_for(lease, MAX_NAMED)) or 'no reader'}")
         span.end(self._wall_ns(min(lease.ended_at, now)))
 
     def pull_ended(self, pull: Pull, now: float) -> None:

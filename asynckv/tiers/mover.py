@@ -16,17 +16,16 @@ from typing import Literal
 
 from msgspec import structs
 
+from asynckv.account.inspect import HeldBlocks
 from asynckv.config import OffloadConfig
 from asynckv.core import told
 from asynckv.core.attempts import Waiter
 from asynckv.core.events import Ending
-from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import Reason, TransferId
 from asynckv.engine.driver import Driver, wait_until
 from asynckv.errors import EngineClosed, Overloaded
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.bounds import Int64s
-from asynckv.observe.observer import Observer
 from asynckv.observe.sampling import Rate
 from asynckv.offload.catalogue import Positions
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
@@ -151,8 +150,8 @@ class Mover:
             else:
                 shelf.catalogue.load(job.job_id, chain, tokens, positions=positions, until=until, is_pinning=not blocks)
             job.parts[shelf.far] = None
-        core.ledger.hold(job.job_id, use, request_id, held, now, kind.value)
-        core.inspect.guests[job.job_id] = self.jobs[job.job_id] = job
+        core.ledger.hold(job.job_id, use, request_id, held, now)
+        core.ledger.occupants[job.job_id] = self.jobs[job.job_id] = job
         self._running[kind] += 1
         self._by_request.setdefault(request_id, {})[job.job_id] = job
         if sum(map(len, held.values())) > IN_ONE_TURN:
@@ -246,7 +245,7 @@ class Mover:
             if ended.is_held:
                 self._held[job.job_id] = job
             self.counts[f"{ended.kind.value}.{ended.outcome.value}"] += 1
-            self._driver.tell(Observer.offload_ended, ended.kind.value, now - job.begun_at, now)
+            self._driver.tell(self._driver.observers.offload_ended, ended.kind.value, now - job.begun_at, now)
             if job.kind is JobKind.STORE and (missed := sum(map(len, ended.missing))):
                 why = JobOutcome.NO_ROOM if ended.outcome is JobOutcome.DONE else ended.outcome
                 self.counts[f"not_stored.{why.value}"] += missed
@@ -320,7 +319,6 @@ class Mover:
         core.ledger.drop(job.job_id)
         if job.ended is not None and job.ended.is_held:
             self._log_late(told.OffloadReturned, job)
-        core.inspect.guests.pop(job.job_id, None)
         if self.jobs.pop(job.job_id, None) is not None:
             self._running[job.kind] -= 1
             same = self._by_request[job.request_id]
@@ -452,7 +450,7 @@ class Mover:
             driver.clock, self._idle, lambda: all(x.is_doubtful for x in self.posted.values()), began + timeout_s
         )
         now = driver.clock.now()
-        return tuple(hold for hold in driver.core.inspect.holds(now) if hold.pull_id in self.jobs)
+        return tuple(hold for hold in driver.inspect.holds(now) if hold.pull_id in self.jobs)
 
     @property
     def to_write_back(self) -> int:

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from asynckv.account.inspect import HeldBlocks
 from asynckv.arguments import integer, number, seconds, shown, text
 from asynckv.config import OffloadConfig
 from asynckv.core.attempts import Waiter
-from asynckv.core.inspect import HeldBlocks
 from asynckv.engine.engine import Engine, Groups
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.geometry.blocks import BlockList, check_block_ids
@@ -118,7 +118,7 @@ class Offload:
                 directory; nothing is left running.
             EngineClosed: The engine does not run.
         """
-        self.engine._driver.home.here(self.start)
+        self._tiers.driver.home.here(self.start)
         await self._tiers.start()
 
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from asynckv.core.account import decode_account
+from asynckv.account.values import decode_account
 from asynckv.core.wire import StatusRequest
 from asynckv.engine import Engine
 from asynckv.tools.diagnose.ask import Answer
@@ -80,7 +80,7 @@ class Asker:
                 self.answers.append(self._answer(process, engine))
 
     def _answer(self, process: Process, engine: Engine) -> Answer:
-        work = engine._driver.core.survey._work(StatusRequest(1, MOST_ASKED))
+        work = engine._driver.survey._work(StatusRequest(1, MOST_ASKED))
         next(work)
         try:
             while True:

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from asynckv.account.inspect import Inspector
 from asynckv.core.pull import Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.source import Source
@@ -200,7 +201,7 @@ class Hostile:
                 for _ in range(50)
             ]
             control.hear(ROUTE, encode_packet(f"{rng.getrandbits(128):032x}", identity.incarnation, hellos))
-        parked = self.core.inspect.gauges()["parked"]
+        parked = Inspector(self.core).gauges()["parked"]
         for _ in range(CLAIMS // EACH):
             stranger = f"{rng.getrandbits(128):032x}"
             early: list[Message] = []
@@ -211,7 +212,7 @@ class Hostile:
                 early.append(Claim(key, "P", cohort, pull_id, rng.getrandbits(48), bytes(16), 1e5))
                 early.append(Release(key, "P", cohort, pull_id, Outcome.COMPLETE))
             control.hear(ROUTE, encode_packet(stranger, identity.incarnation, early))
-        taken, most = self.core.inspect.gauges()["parked"] - parked, self.core.config.lease.max_parked
+        taken, most = Inspector(self.core).gauges()["parked"] - parked, self.core.config.lease.max_parked
         if taken > max(most // 2, 1):
             self.world.violate(f"one connection takes {taken} of {most} places at {self.process.name} for early claims")
 

@@ -122,7 +122,7 @@ class Mishaps:
 
     def fate_of(self, rank: Any, transfer: Transfer, fate: TransferFate) -> TransferFate:
         """Return the fate of a read."""
-        posted = rank.engine._core.decode.transfers.get(transfer.transfer_id)
+        posted = rank.engine._driver.core.decode.transfers.get(transfer.transfer_id)
         ask = None if posted is None else self._tokens.get(posted.pull.params.key.token)
         mishap = None if ask is None else self._at.get((ask, rank.name))
         match mishap.kind if mishap is not None else "":

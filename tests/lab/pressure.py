@@ -76,7 +76,7 @@ class Order:
     @contextlib.contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:
         """Listen to an engine's admission, which does not announce its order."""
-        decode: Any = engine._core.decode
+        decode: Any = engine._driver.core.decode
         admission = decode.admission
         before_next, before_enter = admission.next, admission.enter
 

@@ -334,7 +334,7 @@ class _Rank(StagedRank):
             self.service.world.violate(f"{self.process.name} posts a read into block {strange[0]}, nobody's to fill")
             return
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
-        posted = self.engine._core.decode.transfers
+        posted = self.engine._driver.core.decode.transfers
         mine = posted[transfer.transfer_id].pull
         self.reads[int(transfer.transfer_id)] = posted[transfer.transfer_id].source.rank.place[1], mine.pull_id
         owner = transfer.owner.host.split("#")[0]
@@ -358,7 +358,7 @@ class _Rank(StagedRank):
 
     def _fits(self, transfer: Transfer) -> None:
         """No more is in flight than may be, from each rank and in all."""
-        posted = self.engine._core.decode.transfers
+        posted = self.engine._driver.core.decode.transfers
         known = [t for t in self.data.running.values() if not t.is_over and t.transfer_id in posted]
         running = [t for t in known if posted[t.transfer_id].pull.reason is None]
         same = [t for t in running if t.owner is transfer.owner]
@@ -554,7 +554,7 @@ class Service(Stage):
     def _meet_hostile(self, rank: _Rank, fault: Fault) -> None:
         if not rank.process.is_dead and rank.engine._home.is_settled:
             rng = self.world.random_of("hostile", rank.name, self.world.now)
-            attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._core, rng)
+            attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._driver.core, rng)
             attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
 
     def _meet_drain(self, rank: _Rank, fault: Fault) -> None:
@@ -604,7 +604,7 @@ class Service(Stage):
             if asked is None or port is None:
                 continue
             reach_s = rng.choice((0.001, 0.05))
-            for transfer_id, posted in reader.engine._core.decode.transfers.items():
+            for transfer_id, posted in reader.engine._driver.core.decode.transfers.items():
                 transfer = reader.data.running.get(transfer_id)
                 if transfer is not None and posted.pull.params.key == key and posted.source.address == address:
                     believed = (posted.source.covered_until - reader.epoch) / reader.rate
@@ -682,7 +682,7 @@ class Service(Stage):
         if clock.ran_s > seconds * 1.001 + TURN_S:
             self.world.violate(f"{rank.name} drained for {clock.ran_s:.3f} s instead of {seconds:.3f} s")
         held = {hold.request_id for hold in rank.engine.holds()} - {hold.request_id for hold in stragglers}
-        if held or (not stragglers and not rank.engine._core.is_idle):
+        if held or (not stragglers and not rank.engine._driver.core.is_idle):
             self.world.violate(f"{rank.name} has drained and does not name {held or 'who is left'}")
         self.world.note(rank.name, "drained", [f"{s.request_id} {s.reason}" for s in stragglers])
 
@@ -721,7 +721,7 @@ class Service(Stage):
 
     def _check_belief(self, rank: _Rank, lent: _Lent) -> None:
         readers = [
-            (r.process, r.engine._core)
+            (r.process, r.engine._driver.core)
             for e in self.decode
             for r in e
             if not r.process.is_dead and r.engine._home.is_settled
@@ -855,7 +855,7 @@ class Service(Stage):
 
     def _tighten(self, rank: _Rank) -> None:
         """Let a rank remember little of what has been."""
-        memory, core = self.script.memory, rank.engine._core
+        memory, core = self.script.memory, rank.engine._driver.core
         if memory and core.prefill.max_ended != memory:
             core.prefill.max_ended, core.prefill.spent = memory, SpentKeys(memory)
 
@@ -863,8 +863,8 @@ class Service(Stage):
         key = msgspec.convert(lent.params["key"], Key)
         if key.memory_epoch >= rank.engine.memory_epoch:
             self.wire.spent(rank.process, rank.engine.incarnation, key.token)
-        if self.script.memory and rank.engine._core.prefill.spent.num_gaps > self.script.memory:
-            self.world.violate(f"{rank.name} remembers {rank.engine._core.prefill.spent.num_gaps} gaps")
+        if self.script.memory and rank.engine._driver.core.prefill.spent.num_gaps > self.script.memory:
+            self.world.violate(f"{rank.name} remembers {rank.engine._driver.core.prefill.spent.num_gaps} gaps")
 
     def _lend_again(self, rank: _Rank, lent: _Lent) -> None:
         """A confused scheduler: what was lent or withdrawn may not be lent once more."""
@@ -885,7 +885,7 @@ class Service(Stage):
             handle = rank.engine.lend(lent.params, num_readers=len(lent.ask.engines))
         except (AsyncKVError, EngineClosed) as exc:
             self.world.note(rank.name, "does not lend", repr(exc))
-            is_forgotten = "was open for too long" in str(exc) and rank.engine._core.prefill.spent.num_given_up
+            is_forgotten = "was open for too long" in str(exc) and rank.engine._driver.core.prefill.spent.num_given_up
             self.outcomes["lend.given_up"] += bool(is_forgotten)
             if not isinstance(exc, EngineClosed) and "memory epoch" not in str(exc) and not is_forgotten:
                 self.world.violate(f"{rank.name} does not lend request {lent.ask.number}: {exc}")
@@ -945,7 +945,7 @@ class Service(Stage):
         """Without keys, others claim in a reader's place before it is heard itself, or greet as its later start."""
         if not {"garbage", "hostile"} & {f.kind for f in self.script.faults}:
             return False
-        is_replaced = rank.engine._core.prefill._readers.is_replaced(past.sender, of.keys.get(past.reader, ""))
+        is_replaced = rank.engine._driver.core.prefill._readers.is_replaced(past.sender, of.keys.get(past.reader, ""))
         is_unheard = ReplyTo(reader.name.encode()) not in past.ways
         return is_replaced or (is_unheard and bool({b"hostile", b"stranger"} & set(past.ways)))
 
@@ -1060,8 +1060,8 @@ class Service(Stage):
         for rank in self.ranks.values():
             if rank.process.is_dead or not rank.engine._home.is_settled or rank.data.is_closed:
                 continue
-            core = rank.engine._core
-            if wrong := core.inspect.check_integrity() + wrong_in(core.decode):
+            core = rank.engine._driver.core
+            if wrong := rank.engine._driver.inspect.check_integrity() + wrong_in(core.decode):
                 world.violate(f"{rank.name}: {'; '.join(wrong)}")
                 return
             if core.outbox.counters["internal_errors"]:
@@ -1078,7 +1078,7 @@ class Service(Stage):
                 return
             stuck = [t for t in rank.data.running.values() if not t.is_over]
             if not stuck and not core.is_idle:
-                world.violate(f"{rank.name} is not idle: {core.inspect.gauges()}")
+                world.violate(f"{rank.name} is not idle: {rank.engine._driver.inspect.gauges()}")
                 return
             holds = [h for h in core.ledger if h.kind == "lent"]
             if holds or (len(core.ledger) and not stuck):

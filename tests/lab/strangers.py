@@ -18,8 +18,8 @@ from typing import Self
 import msgspec
 import zmq
 
+from asynckv.account.values import Account, encode_account
 from asynckv.core import wire as m
-from asynckv.core.account import Account, encode_account
 from asynckv.core.types import Cohort, KVTransferParams, Outcome, Reason
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.gather import Recipe

@@ -237,7 +237,7 @@ class _Rank(StagedRank):
         if job is None:
             world.violate(f"{where} goes on after its blocks were given back")
             return
-        call, holding = self.calls.get(job.request_id), self.engine._core.ledger.get(job.job_id)
+        call, holding = self.calls.get(job.request_id), self.engine._driver.core.ledger.get(job.job_id)
         for tag in np.unique(self.tags[memory][start : start + length]).tolist():
             if tag < 0:
                 continue
@@ -308,7 +308,7 @@ class _Rank(StagedRank):
             held_s = PULL.held_s if call.kind == "pull" else HELD_S
             if since.ran_s > (held_s + SLACK_S) * 1.001 + TURN_S:
                 service.world.violate(f"{what} waited {since.ran_s:.3f} s for its blocks")
-        elif any(holding.request_id == call.request_id for holding in self.engine._core.ledger):
+        elif any(holding.request_id == call.request_id for holding in self.engine._driver.core.ledger):
             service.world.violate(f"{what} has ended as {outcome}, and the ledger says that it holds blocks")
         service.world.at(process.now, partial(self.give_back, call, process, is_lost))
 
@@ -875,7 +875,7 @@ class TierService(Stage):
             said = rank.offload._catalogue.statistics()
             if said["pins"]:
                 world.violate(f"{rank.process.name} has {said['pins']} pins left")
-            held = {hold.request_id for hold in rank.engine._core.ledger} - {
+            held = {hold.request_id for hold in rank.engine._driver.core.ledger} - {
                 job.request_id for job in mover.jobs.values()
             }
             if held:

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from asynckv.core import notes
-from asynckv.core.outbox import Command, DetachRead, LeaseEnded, Milestone, PullReached
+from asynckv.core.outbox import Command, DetachRead, LeaseOver, Milestone, PullReached
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.types import Key, Outcome, Reason, TransferId, rank_name
 from asynckv.core.wire import (
@@ -333,7 +333,7 @@ class Witness:
                 known := self._pulled.get((process.name, pull.pull_id))
             ) is not None:
                 known.retired_at = process.now
-            case LeaseEnded(lease):
+            case LeaseOver(lease):
                 self._ended[id(lease)] = process.now
             case _:
                 pass

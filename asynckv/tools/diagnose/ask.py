@@ -29,11 +29,11 @@ from pathlib import Path
 
 import msgspec
 
+from asynckv.account.inspect import HeldBlocks, RequestStatus
+from asynckv.account.survey import MAX_PEERS
+from asynckv.account.values import MAX_ACCOUNT, Account, PeerStatus, decode_account
 from asynckv.arguments import number
 from asynckv.config import KeysConfig
-from asynckv.core.account import MAX_ACCOUNT, Account, PeerStatus, decode_account
-from asynckv.core.inspect import HeldBlocks, RequestStatus
-from asynckv.core.survey import MAX_PEERS
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_TOLD, OtherVersion, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.edges.control.local import SUFFIX, is_left_behind, pid_of, rank_of, read_packet, write_packet

@@ -17,8 +17,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from asynckv.account.inspect import RequestStatus
 from asynckv.arguments import without_control
-from asynckv.core.inspect import RequestStatus
 from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds

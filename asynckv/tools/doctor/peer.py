@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from asynckv.account.values import decode_account
 from asynckv.config import KeysConfig
 from asynckv.core import wire
-from asynckv.core.account import decode_account
 from asynckv.core.readers import DOCTOR
 from asynckv.core.types import Address, Cohort, ReplyTo
 from asynckv.edges.control import zmq

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from asynckv.core.inspect import HeldBlocks, RequestStatus
+from asynckv.account.inspect import HeldBlocks, RequestStatus
 from asynckv.core.told import StepWait
 from asynckv.errors import RemoteProtocolError
 

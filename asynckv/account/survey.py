@@ -21,18 +21,14 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from asynckv.config import EngineConfig
-from asynckv.core.account import Account, Facts, PeerStatus, PhaseCount, encode_account
-from asynckv.core.decode import DecodeSide
+from asynckv.account.inspect import HeldBlocks, Inspector, RequestStatus, Tally
+from asynckv.account.values import Account, Facts, PeerStatus, PhaseCount, encode_account
 from asynckv.core.flow import READING
-from asynckv.core.inspect import HeldBlocks, Inspector, RequestStatus, Tally
 from asynckv.core.lease import Lease, LeaseState
-from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
 from asynckv.core.peer import Peer, PeerState
-from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Kind, Pull
-from asynckv.core.readers import Identity, Readers
+from asynckv.core.rank import RankCore
 from asynckv.core.types import members
 from asynckv.core.wire import Status, StatusRequest
 
@@ -57,7 +53,7 @@ MAX_TEXT = 128 * 1024
 
 MAX_PEERS = 256
 
-MAX_GUESTS = 64
+MAX_OCCUPANTS = 64
 
 MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
 """Block ids of each group of one request, in a list of requests and in an answer about one request."""
@@ -89,27 +85,25 @@ class _Counts(Struct):
 
 
 class Survey:
-    """Answers of one rank. The engine sets `facts`."""
+    """Answers of one rank. `facts` returns what only the engine around it knows."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        config: EngineConfig,
-        ledger: Ledger,
-        prefill: PrefillSide,
-        decode: DecodeSide,
-        readers: Readers,
-        inspector: Inspector,
-    ) -> None:
+    def __init__(self, core: RankCore, inspect: Inspector, facts: Callable[[], Facts] = Facts) -> None:
         self.next_at = math.inf
-        self.facts: Callable[[], Facts] = Facts
-        self._identity, self._config, self._ledger = identity, config, ledger
-        self._prefill, self._decode, self._readers, self._inspector = prefill, decode, readers, inspector
+        self.inspect, self.facts = inspect, facts
+        self._identity, self._config, self._ledger = core.identity, core.config, core.ledger
+        self._prefill, self._decode, self._readers = core.prefill, core.decode, core.readers
         self._limits, self._total = Limiter(RATE, BURST), Limiter(TOTAL_RATE, TOTAL_BURST)
         self._refusals = Limiter(RATE, BURST)
         self._waiting: deque[tuple[Hashable, StatusRequest, Answer]] = deque()
         self._working: Generator[None, float, Status] | None = None
         self._counts: _Counts | None = None
+
+    def hear(self, asker: Hashable, asked: StatusRequest, answer: Answer, now: float, principal: str) -> bool:
+        """Take a packet's question. One for gauges alone is answered now, because the core limits those."""
+        if asked.most or not self._config.inspect.enabled:
+            return self.ask(asker, asked, answer, now, principal)
+        answer(self._status(asked.nonce, self.inspect.gauges()))
+        return True
 
     def ask(self, asker: Hashable, asked: StatusRequest, answer: Answer, now: float, principal: str = "") -> bool:
         """Take a question. A refusal is answered now, and any other question in one of the next turns.
@@ -135,7 +129,7 @@ class Survey:
             return True
         if not self._refusals.take(principal or asker, now):
             return False
-        answer(self._status(asked.nonce, {}, refusal))
+        answer(self._status(asked.nonce, {}, encode_account(refusal)))
         return True
 
     def tick(self, now: float) -> None:
@@ -160,9 +154,9 @@ class Survey:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _status(self, nonce: int, gauges: dict[str, int], account: Account) -> Status:
+    def _status(self, nonce: int, gauges: dict[str, int], account: bytes = b"") -> Status:
         layout = self._identity.layout
-        return Status(nonce, self._identity.engine_id, layout.tp_rank, layout.tp_size, gauges, encode_account(account))
+        return Status(nonce, self._identity.engine_id, layout.tp_rank, layout.tp_size, gauges, account)
 
     def _work(self, asked: StatusRequest) -> Generator[None, float, Status]:
         """Answer one question. Every `yield` ends a slice, and receives the time at which the next slice begins."""
@@ -175,7 +169,7 @@ class Survey:
         holds: list[HeldBlocks] = []
         after = yield from self._tell(asked, requests, holds, now)
         if not (asked.after or asked.request_id):
-            holds += self._inspector.guest_holds(MAX_GUESTS, MAX_IDS, now)
+            holds += self.inspect.occupants(MAX_OCCUPANTS, MAX_IDS, now)
         facts = self.facts()
         identity, layout = self._identity, self._identity.layout
         phases = [
@@ -206,10 +200,10 @@ class Survey:
             peers=tuple(_peer_status(peer, counts.at) for peer in (counts.busy + counts.idle)[:MAX_PEERS]),
             num_readers=len(self._readers.minor_versions),
             budgets=self._budgets(),
-            waits_for_step=self._inspector.waits_for_step(now),
-            step_s=self._inspector.step_s(now),
+            waits_for_step=self.inspect.waits_for_step(now),
+            step_s=self.inspect.step_s(now),
         )
-        return self._status(asked.nonce, self._inspector.gauges(counts.tally), account)
+        return self._status(asked.nonce, self.inspect.gauges(counts.tally), encode_account(account))
 
     def _count(self, now: float) -> Generator[None, float, float]:
         counts = _Counts(now, now, {}, Tally(), {}, [], [])
@@ -234,8 +228,8 @@ class Survey:
                 if len(some) < MAX_PEERS:
                     some.append(peer)
             now = yield
-        for guest in self._inspector.guests.values():
-            counts.add(guest.what, guest.held_as[0], guest.begun_at)
+        for occupant in self._ledger.occupants.values():
+            counts.add(occupant.what, occupant.held_as[0], occupant.begun_at)
         counts.fresh_until = now + max(FRESH_S, FRESH_S_EACH * (len(leases) + len(pulls)))
         self._counts = counts
         return now
@@ -257,7 +251,7 @@ class Survey:
             if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):
                 return str(told.number)
             told = request
-            status = self._inspector.status(request, now)
+            status = self.inspect.status(request, now)
             if asked.request_id:
                 began = request.history[0][0]
                 told_of = tuple((at - began, str(what)[:MAX_EVENT]) for at, what in request.history[-MAX_HISTORY:])
@@ -265,7 +259,7 @@ class Survey:
             work += 1 + len(status.ranks)
             requests.append(status)
             letters += _letters(status)
-            held = self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
+            held = self.inspect.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
             if held is not None:
                 holds.append(held)
                 letters += len(held.request_id) + sum(map(len, held.waits_for))

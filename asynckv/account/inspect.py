@@ -10,16 +10,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
+from asynckv.account.waits import readers, waits, waits_for
 from asynckv.core.attempts import blocks_of
-from asynckv.core.decode import DecodeSide
 from asynckv.core.flow import READING, WAITING
 from asynckv.core.lease import Lease
-from asynckv.core.ledger import Holding, Ledger
+from asynckv.core.ledger import Holding, Ledger, Occupant
 from asynckv.core.peer import Peer, PeerState
-from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Kind, Pull
+from asynckv.core.rank import RankCore
 from asynckv.core.source import ReleaseState, Source
 from asynckv.core.told import StepWait
 from asynckv.core.types import PullId
@@ -140,37 +139,24 @@ class Tally:
         for source in pull.sources:
             self.transfers_in_doubt += len(source.doubtful)
         if not pull.is_published:
-            self.unanswered += not pull.is_answered
+            self.unanswered += any(x.covered_until == -math.inf for x in pull.sources if x.reads)
         elif (hold := ledger.get(pull.pull_id)) is not None:
             self.blocks_quarantined += hold.num_blocks
 
 
-class Guest(Protocol):
-    """A holder of blocks that is neither a lease nor a pull: an offload's `store` or `load`, as `what` says."""
-
-    @property
-    def what(self) -> str: ...
-
-    @property
-    def begun_at(self) -> float: ...
-
-    @property
-    def held_as(self) -> tuple[str, float]:
-        """Return why the guest holds its blocks, and until when at most."""
-
-    def waits_for(self) -> tuple[str, ...]: ...
-
-
 class Inspector:
-    """Everything that a rank holds and owes, from its ledger and its two sides."""
+    """Everything that a rank holds and owes, from its ledger and its two sides.
 
-    def __init__(self, ledger: Ledger, prefill: PrefillSide, decode: DecodeSide) -> None:
-        self._ledger, self._prefill, self._decode = ledger, prefill, decode
-        self.guests: dict[str, Guest] = {}  # other holders of blocks, by their name in the ledger
-        self.beside: Callable[[], Mapping[str, int]] = dict
-        """Function that returns the gauges of other users of the memory. The engine sets it."""
-        self.untaken: Callable[[], list[float]] = list
-        """Function that returns the times of results that wait to be taken. The engine sets it."""
+    Args:
+        beside: Function that returns the gauges of other users of the memory.
+        untaken: Function that returns the times of results that wait to be taken.
+    """
+
+    def __init__(
+        self, core: RankCore, beside: Callable[[], Mapping[str, int]] = dict, untaken: Callable[[], list[float]] = list
+    ) -> None:
+        self._ledger, self._prefill, self._decode = core.ledger, core.prefill, core.decode
+        self._beside, self._untaken = beside, untaken
 
     def gauges(self, tally: Tally | None = None) -> dict[str, int]:
         """Return counts of what is owed and held now. `tally` saves the count if every pull was counted already."""
@@ -195,7 +181,7 @@ class Inspector:
             "blocks_lent": self._ledger.num_held("lent"),
             "blocks_writing": self._ledger.num_held("writing"),
             "blocks_quarantined": tally.blocks_quarantined,
-            **self.beside(),
+            **self._beside(),
         }
 
     def step_s(self, now: float) -> float | None:
@@ -209,7 +195,7 @@ class Inspector:
         Nothing waits in an engine that is idle, however long it makes no steps.
         """
         decode, prefill, step_at = self._decode, self._prefill, self._decode.alive_at
-        since = {"result": self.untaken(), "announcement": list[float](), "claim": prefill.claimed_at(now)}
+        since = {"result": self._untaken(), "announcement": list[float](), "claim": prefill.claimed_at(now)}
         if now - step_at >= LEAST_STEP_S:  # otherwise nothing is counted, because there may be very many
             since["announcement"] = [x.called_at for x in decode.pulls.values() if x.is_to_be_pulled]
             since["announcement"] += [at for at, _ in decode.abandoned.values() if at == step_at]
@@ -224,42 +210,41 @@ class Inspector:
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
         """Return the holders of blocks, and the requests that wait for another attempt at filling theirs."""
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
+        pulls, occupants = self._decode.pulls, self._ledger.occupants
         holds = tuple(
             self._hold(
-                hold,
-                self._decode.pulls.get(PullId(hold.holder)) or leases.get(hold.holder) or self.guests.get(hold.holder),
-                now,
+                hold, pulls.get(PullId(hold.holder)) or leases.get(hold.holder) or occupants.get(hold.holder), now
             )
             for hold in sorted(self._ledger, key=lambda h: h.since)
         )
         return holds + self.between_attempts(now)
 
-    def guest_holds(self, most: int, num_ids: int, now: float) -> tuple[HeldBlocks, ...]:
-        some = [(self._ledger.get(holder), guest) for holder, guest in list(self.guests.items())[:most]]
-        return tuple(self._hold(hold, guest, now, num_ids) for hold, guest in some if hold is not None)
+    def occupants(self, most: int, num_ids: int, now: float) -> tuple[HeldBlocks, ...]:
+        some = [(self._ledger.get(holder), each) for holder, each in islice(self._ledger.occupants.items(), most)]
+        return tuple(self._hold(hold, each, now, num_ids) for hold, each in some if hold is not None)
 
     def hold(self, request: Lease | Pull, most: int, now: float) -> HeldBlocks | None:
         hold = self._ledger.get(_holder(request))
         return self._hold(hold, request, now, most) if hold is not None else None
 
     def _hold(
-        self, hold: Holding, request: Lease | Pull | Guest | None, now: float, most: int | None = None
+        self, hold: Holding, request: Lease | Pull | Occupant | None, now: float, most: int | None = None
     ) -> HeldBlocks:
-        reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
+        reason, until, names = str(hold.kind), math.inf, tuple[str, ...]()
         if isinstance(request, Pull):
-            waits_for = tuple(x.where for x in request.sources if x.is_waited_for)
-            reason, until = request.held_as
+            names = tuple(x.where for x in request.sources if x.is_waited_for)
+            reason, until = _held_as(request)
         elif isinstance(request, Lease):
-            waits_for, reason, until = request.waits_for(MAX_RANKS), request.state.value, request.until
+            names, reason, until = waits_for(request, MAX_RANKS), request.state.value, request.until
         elif request is not None:
-            waits_for, (reason, until) = request.waits_for(), request.held_as
+            names, (reason, until) = request.waits_for(), request.held_as
         return HeldBlocks(
             request_id=hold.request_id,
             reason=reason,
             blocks={g: tuple(ids[:most].tolist()) for g, ids in hold.blocks.items()},
             held_s=now - hold.since,
             left_s=max(until - now, 0.0),
-            waits_for=waits_for,
+            waits_for=names,
             pull_id="" if request is None or isinstance(request, Lease) else hold.holder,
             copies=len(self._prefill.copies.by_key.get(request.lent.key, ())) if isinstance(request, Lease) else 0,
         )
@@ -282,7 +267,7 @@ class Inspector:
         holders = {hold.holder for hold in self._ledger}
         leases = {key.token: lease.lent.request_id for key, lease in self._prefill.leases.items()}
         names = leases | {hold.holder: hold.request_id for hold in self._ledger}  # a token must stay secret
-        expected = set(leases) | set(self.guests)
+        expected = set(leases) | set(self._ledger.occupants)
         expected |= {p.pull_id for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
         for holder in sorted(holders ^ expected):
             name = f"request {names[holder]!r}" if holder in names else holder
@@ -328,6 +313,13 @@ def _holder(request: Lease | Pull) -> str:
     return request.lent.key.token if isinstance(request, Lease) else request.pull_id
 
 
+def _held_as(pull: Pull) -> tuple[str, float]:
+    """Return in a word why a pull's blocks are held, and when that ends at the latest."""
+    if pull.is_published:
+        return "retired" if pull.is_retired else "quarantined", pull.retire_at
+    return pull.state.value, pull.deadline
+
+
 def retry_status(hold: HeldBlocks) -> RequestStatus:
     return RequestStatus(
         kind="retrying",
@@ -345,7 +337,7 @@ def retry_status(hold: HeldBlocks) -> RequestStatus:
 
 def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
     ranks = []
-    for name, state, grant in islice(lease.readers(), MAX_RANKS):
+    for name, state, grant in islice(readers(lease), MAX_RANKS):
         if state == "granted" and grant is not None and grant.until <= now:
             state = "lapsed"  # the lease itself notices at its next event
         granted = grant.until - now if grant is not None and state == "granted" else None
@@ -361,7 +353,7 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
         state_s=max(now - lease.since, 0.0),
         left_s=_finite(lease.until - now),
         blocks=blocks,
-        waits=lease.waits(now),
+        waits=waits(lease, now),
         ranks=tuple(ranks),
         sequence=lease.lent.key.sequence,
         warn_s=_finite(lease.lent.warn_s),
@@ -379,7 +371,7 @@ def _pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: i
         state_s=max(now - pull.since, 0.0),
         left_s=_finite(pull.until - now),
         blocks=blocks,
-        waits=pull.waits(now),
+        waits=waits(pull, now),
         ranks=tuple(_rank_status(source, peer_of(source), now) for source in pull.sources),
         pull_id=pull.pull_id,
         attempt=pull.attempt,

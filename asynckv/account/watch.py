@@ -8,13 +8,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from functools import lru_cache
 
+from msgspec import Struct
+
+from asynckv.account.waits import is_orderly, waits
 from asynckv.core.lease import Lease, LeaseState
-from asynckv.core.outbox import HeldForLong, Outbox
 from asynckv.core.pull import Pull, PullState
 
-MIN_WARN_S = 0.5  # seconds before which nothing is reported, however short the lease in a stranger's params is
 GATHER_S = 0.25
 
 PAUSE_S = 10.0  # seconds between two reports
@@ -25,18 +25,19 @@ OLDEST = 3
 SLICE = 256  # steps of one turn of the loop
 
 
-@lru_cache(64)
-def warn_after(lease_s: float, fraction: float) -> float:
-    """Return how long a request may be held under a lease before it is reported; infinite if reports are off."""
-    if not fraction:
-        return math.inf
-    return lease_s * fraction if lease_s * fraction > MIN_WARN_S else MIN_WARN_S
+class HeldAlike(Struct, frozen=True):
+    """Requests that have been held for long, in one state and waiting for the same thing, with the oldest of them."""
+
+    state: str
+    waits: str
+    number: int
+    oldest: tuple[Lease | Pull, ...]
+    is_orderly: bool = False
 
 
 class Watch:
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self) -> None:
         self.next_at = math.inf
-        self._outbox = outbox
         self._said_at = -math.inf
         self._gathered: OrderedDict[Lease | Pull, LeaseState | PullState] = OrderedDict()
         """Held requests, and the state of each when it was added last."""
@@ -48,29 +49,30 @@ class Watch:
             self.next_at = max(now + GATHER_S, self._said_at + PAUSE_S)
         self._gathered[held] = held.state
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> list[HeldAlike]:
+        """Return the report that is due, by group; nothing if it follows in a later turn."""
         if now < self.next_at:
-            return
+            return []
         steps = 0
         while self._gathered and steps < SLICE:
             held, state = self._gathered.popitem(last=False)
             steps += held.steps
             if held.state is state:
                 # Ask now, because the reason for waiting may have changed since the request was added.
-                kind = state, held.waits(now), held.is_orderly(now)
+                kind = state, waits(held, now), is_orderly(held, now)
                 self._found.setdefault(kind, []).append(held)
         if self._gathered:
-            return  # the others follow in the next turns
+            return []  # the others follow in the next turns
         found, self._found, self.next_at = self._found, {}, math.inf
         kinds = sorted(found.items(), key=lambda kind: -len(kind[1]))
-        for (state, waits, is_orderly), some in kinds[:MAX_KINDS]:
-            self._say(state.value, waits, some, is_orderly)
+        groups = [(state.value, words, orderly, some) for (state, words, orderly), some in kinds[:MAX_KINDS]]
         if rest := kinds[MAX_KINDS:]:
             others = [x for _, some in rest for x in some]
-            self._say("", f"{len(rest)} other ways to be held", others, all(kind[2] for kind, _ in rest))
+            groups.append(("", f"{len(rest)} other ways to be held", all(kind[2] for kind, _ in rest), others))
         if kinds:
             self._said_at = now
+        return [HeldAlike(state, words, len(some), _oldest(some), orderly) for state, words, orderly, some in groups]
 
-    def _say(self, state: str, waits: str, held: list[Lease | Pull], is_orderly: bool) -> None:
-        oldest = heapq.nsmallest(OLDEST, held, key=lambda x: x.history[0][0])
-        self._outbox.commands.append(HeldForLong(state, waits, len(held), tuple(oldest), is_orderly))
+
+def _oldest(some: list[Lease | Pull]) -> tuple[Lease | Pull, ...]:
+    return tuple(heapq.nsmallest(OLDEST, some, key=lambda x: x.history[0][0]))
