@@ -236,6 +236,7 @@ class Pull:
     not_before: float = -math.inf  # time until which another attempt would meet a rank in its back-off
     drain_by: float = math.inf
     is_returned: bool = False
+    was_held: bool = False  # True once the engine has told an outcome before the blocks returned
     is_retired: bool = False  # True once the blocks were held for `held_s`: they are never reused in this process
     number: int = 0  # place among all leases and pulls of the rank, in the order in which they began
     arrival: int = 0

@@ -41,7 +41,7 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.told import Told, short
-from asynckv.core.types import Address, How, PullId, ReplyTo, members
+from asynckv.core.types import Address, How, ReplyTo, members
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
@@ -110,7 +110,6 @@ class Driver:
     """One rank's core on an event loop: one once the engine has started, and another after it was resumed.
 
     Attributes:
-        lent: Unfinished leases, and what is called at the end of each.
         turned: Event that every turn sets, for tasks that wait for an end.
         release_s: Seconds that the last releases took in the background.
         data_down: Reason for which the data plane does not serve now; empty while it does.
@@ -131,7 +130,6 @@ class Driver:
     ) -> None:
         self.home, self.life, self.recorder = home, life, recorder
         self.data, self.control, self.clock = data, control, clock
-        self.lent: dict[Lease, Callable[[], None]] = {}
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)
         self.lag = lag
@@ -140,8 +138,6 @@ class Driver:
         self.guests: list[Guest] = []
         self.untaken: Callable[[], list[float]] = list  # returns the times of results that a desk keeps for its caller
         self.data_down = self.control_down = ""
-        self._held: set[PullId] = set()
-        self._returning: dict[PullId, asyncio.Event] = {}  # pulls whose blocks a caller waits for
         self._loading: set[asyncio.Task[None]] = set()
         self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
         self._has_waited = False  # True if queued messages were already held back one turn, to share a packet
@@ -231,28 +227,27 @@ class Driver:
         self.core.destroyed(self.clock.now())
         self._obey()
         now = self.clock.now()
-        for event in self._returning.values():
-            event.set()
-        for lease, end in self.lent.items():
-            end()
-            self.core.outbox.counters["leases.closed"] += 1
-            self.tell(Observer.lease_ended, lease, now)
+        for lease in self.core.prefill.leases.values():
+            if lease.on_end is not None:  # else told before, because a suspended engine that is closed ends twice
+                self._lease_ended(lease, now)
+                self.core.outbox.counters["leases.closed"] += 1
+        self.turned.set()
         self.recorder.tell_groups(now)
-        self._returning.clear()
-        self.lent.clear()
-        self._held.clear()
 
     async def until_returned(self, pull: Pull) -> None:
         """Wait until nothing can write a pull's blocks any more; raise `BlocksRetired` if they are given up."""
         self.home.here(PullError.returned)
-        if not (pull.is_returned or pull.is_retired or self.life.state is LifeState.CLOSED):
-            await self._returning.setdefault(pull.pull_id, asyncio.Event()).wait()
+        while not (pull.is_returned or pull.is_retired or self.life.state is LifeState.CLOSED):
+            self.turned.clear()
+            await self.turned.wait()
         if pull.is_retired and not pull.is_returned:
             raise BlocksRetired("a transfer that does not end may still write these blocks; never use them again")
 
-    def _tell_returned(self, pull: Pull) -> None:
-        if (event := self._returning.pop(pull.pull_id, None)) is not None:
-            event.set()
+    def _lease_ended(self, lease: Lease, now: float) -> None:
+        on_end, lease.on_end = lease.on_end, None
+        if on_end is not None:
+            on_end()
+        self.tell(Observer.lease_ended, lease, now)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -371,6 +366,7 @@ class Driver:
                 self.core.outbox.take_packets()
                 self._obey()
                 self._arm(self.core.next_at)
+                self.turned.set()
             return
         core = self.core
         outbox, decode = core.outbox, core.decode
@@ -464,10 +460,8 @@ class Driver:
                 match command:
                     case PullReached(pull, M.ENDED):
                         if not pull.is_returned:
-                            self._held.add(pull.pull_id)
+                            pull.was_held = True
                             outbox.counters["blocks.kept"] += 1
-                        elif self._returning:
-                            self._tell_returned(pull)
                         if pull.kind is not Kind.DISCHARGE:
                             self.tell(Observer.pull_ended, pull, now)
                     case RequestReached(request, M.ENDED):
@@ -477,12 +471,9 @@ class Driver:
                         self.release_s.append(pull.released_at - pull.published_at)
                         self.tell(Observer.pull_over, pull, now)
                     case PullReached(pull, M.RETURNED):
-                        self._tell_returned(pull)
-                        if pull.pull_id in self._held:
-                            self._held.discard(pull.pull_id)
+                        if pull.was_held:
                             recorder.blocks_returned(pull, now)
                     case PullReached(pull):  # M.RETIRED
-                        self._tell_returned(pull)
                         self.tell(Observer.blocks_retired, pull, now)
                     case RequestReached(request, M.RETURNED | M.RETIRED):
                         if request.waiter is not None:
@@ -494,9 +485,7 @@ class Driver:
                     case HeldForLong(oldest=oldest):
                         recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in oldest])
                     case LeaseEnded(lease):
-                        if (end := self.lent.pop(lease, None)) is not None:
-                            end()
-                        self.tell(Observer.lease_ended, lease, now)
+                        self._lease_ended(lease, now)
                     case LoadPeer(peer, metadata):
                         task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                         self._loading.add(task)
