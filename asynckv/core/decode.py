@@ -299,7 +299,7 @@ class DecodeSide:
         packing = transfer.peer.packing
         if packing is not None and 0 <= packed.slot < packing.num_slots:
             transfer.is_packed, read = True, read._replace(slot=packed.slot)
-            pull.num_packed += 1
+            pull.measures.num_packed += 1
         else:
             transfer.beside = 0
         self.answered.append(PostRead(transfer_id, transfer.peer.agent_name, read, pull))

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from msgspec import Struct
+
 from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
@@ -204,6 +206,25 @@ class PullRequest:
     priority: int = 0
 
 
+class Measures(Struct, gc=False):
+    """Times and amounts of a pull that are told, and steer nothing. Each time is infinite until it has come."""
+
+    ready_at: float = math.inf
+    admitted_at: float = math.inf
+    planned_at: float = math.inf
+    posted_at: float = math.inf
+    read_at: float = -math.inf
+    failed_at: float = math.inf
+    released_at: float = math.inf
+    post_s: float = 0.0
+    detect_s: float = 0.0
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    num_descriptors_posted: int = 0
+    rereads: int = 0
+    num_packed: int = 0  # packed copies that were read
+
+
 @dataclass(slots=True, eq=False)
 class Pull:
     pull_id: PullId
@@ -242,25 +263,12 @@ class Pull:
     arrival: int = 0
 
     begun_at: float = math.inf
-    ready_at: float = math.inf
-    admitted_at: float = math.inf
-    planned_at: float = math.inf
-    posted_at: float = math.inf
-    read_at: float = -math.inf
-    failed_at: float = math.inf
     failed_in: str = ""
     waited_for: str = ""
     unanswered: tuple[str, ...] = ()  # ranks that did not acknowledge the release before it was given up
     published_at: float = math.inf
-    released_at: float = math.inf
-    post_s: float = 0.0
-    detect_s: float = 0.0
-    num_bytes: int = 0
-    num_descriptors: int = 0
     num_posted: int = 0
-    num_descriptors_posted: int = 0
-    rereads: int = 0
-    num_packed: int = 0  # packed copies that were read
+    measures: Measures = field(default_factory=Measures)
     num_traced: int = 0  # number of history entries that were reported one by one
     scheduled_at: float = math.inf
     _effects: list[Effect] = field(default_factory=list)
@@ -410,8 +418,7 @@ class Pull:
             after, then = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED), E.ROUTED
             self.lists, self.deadline = start
             self.kind, self.called_at, self.begun_at, self.warn_at = KIND.PULL, now, now, now + self.warn_s
-        if now < self.ready_at:
-            self.ready_at = now
+        self.measures.ready_at = now
         for source, read in zip(self.sources, tables, strict=True):
             if read is not None:
                 source.role, source.tables = ROLE.READ, read
@@ -433,26 +440,24 @@ class Pull:
 
     def unplannable(self, reason: Reason, detail: str, now: float) -> list[Effect]:
         """Fail an admitted pull, because its plan cannot be made; see `admitted`."""
-        self.admitted_at = min(self.admitted_at, now)
+        self.measures.admitted_at = min(self.measures.admitted_at, now)
         return self.fail(reason, detail, now)
 
     def admitted(self, plans: Iterable[tuple[Source, Plan]], now: float) -> list[Effect]:
         """Begin to read, with these plans for the sources that have none yet."""
-        after = ON_EVENT[self.state].get(E.ADMITTED) or self._impossible(E.ADMITTED)
+        after, measures = ON_EVENT[self.state].get(E.ADMITTED) or self._impossible(E.ADMITTED), self.measures
         for source, plan in plans:
             source.plan = plan
             source.following = plan.posts(self.limits.max_post_bytes, self.limits.max_post_descriptors)
             source.next_read = next(source.following, None)
             source.has_landed = source.next_read is None
-            self.num_bytes += plan.num_bytes
-            self.num_descriptors += plan.num_descriptors
+            measures.num_bytes += plan.num_bytes
+            measures.num_descriptors += plan.num_descriptors
             if source.next_read is None:
                 source.claim_at = math.inf
                 source.prove()
-        if now < self.admitted_at:
-            self.admitted_at = now
-        if now < self.planned_at:
-            self.planned_at = now
+        if measures.admitted_at == math.inf:  # else the pull reads again
+            measures.admitted_at = measures.planned_at = now
         self.warn_at = now + self.warn_s
         return self._settle(after, now)
 
@@ -525,9 +530,9 @@ class Pull:
         if before < source.first_posted_at:
             source.first_posted_at = before
         if not self.num_posted:
-            self.posted_at = before
+            self.measures.posted_at = before
         self.num_posted += 1
-        self.num_descriptors_posted += read.num_descriptors
+        self.measures.num_descriptors_posted += read.num_descriptors
         return read
 
     def ended(
@@ -538,7 +543,7 @@ class Pull:
         event = E.ENDED if is_done else E.TRANSFER_FAILED
         after = ON_EVENT[self.state].get(event) or self._impossible(event)
         if is_done:
-            self.detect_s = max(self.detect_s, detect_s)
+            self.measures.detect_s = max(self.measures.detect_s, detect_s)
         if transfer.ending is ENDING.IN_DOUBT:
             source.doubtful.add(transfer.transfer_id)
         elif source.doubtful:
@@ -548,7 +553,7 @@ class Pull:
         if is_done:
             source.bytes_read += num_bytes
         if is_done and source.has_landed:
-            source.done_at = self.read_at = now
+            source.done_at = self.measures.read_at = now
             source.nonce_when_done = max(source.nonces, default=0)
             if source.lent_by < math.inf:  # else nothing is granted, so nothing is proven
                 source.prove()
@@ -673,9 +678,9 @@ class Pull:
             case S.NOTIFYING:
                 self._publish(before, now)
             case S.QUARANTINED:
-                self.released_at = now
+                self.measures.released_at = now
             case S.RELEASED:
-                self.released_at = min(self.released_at, now)
+                self.measures.released_at = min(self.measures.released_at, now)
                 effects.append(DO.FINISH)
             case S.DRAINING:
                 effects.append(DO.DETACH)
@@ -743,7 +748,7 @@ class Pull:
             return
         assert reason is not Reason.COMPLETE
         self.failure, self.blame = (reason, detail), blame
-        self.failed_at, self.failed_in, self.waited_for = now, self._phase, self._waiting_for(now)[1]
+        self.measures.failed_at, self.failed_in, self.waited_for = now, self._phase, self._waiting_for(now)[1]
         is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
         self.drain_by = now if is_late else min(self.deadline, now + self.limits.drain_s)
         self._note(now, notes.Failed(reason, detail))
@@ -753,7 +758,7 @@ class Pull:
             if source.was_early:
                 self._note(now, notes.ReadAgain(source.name))
                 source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors)
-                self.rereads += 1
+                self.measures.rereads += 1
 
     def waits(self, now: float) -> str:
         match self.state:
@@ -780,9 +785,9 @@ class Pull:
                 return "announced"
             case S.CONNECTING:
                 return "handshake"
-            case S.QUEUED if self.admitted_at < math.inf and self.planned_at == math.inf:
+            case S.QUEUED if self.measures.admitted_at < math.inf and self.measures.planned_at == math.inf:
                 return "plan"
-            case S.READING if self.posted_at < math.inf:
+            case S.READING if self.measures.posted_at < math.inf:
                 return "read"
             case S.CONFIRMING:
                 return "confirm"

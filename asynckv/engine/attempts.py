@@ -94,10 +94,10 @@ def result_of(pull: Pull, layout: Layout) -> PullResult:
     return PullResult(
         request_id=pull.request_id,
         pull_id=pull.pull_id,
-        num_bytes=pull.num_bytes,
+        num_bytes=pull.measures.num_bytes,
         num_posts=pull.num_posted,
-        descriptors_planned=pull.num_descriptors,
-        descriptors_posted=pull.num_descriptors_posted,
+        descriptors_planned=pull.measures.num_descriptors,
+        descriptors_posted=pull.measures.num_descriptors_posted,
         phases=phases(pull),
         padding=tuple(pull.lists.padding(layout)),
         num_tokens=pull.lists.num_tokens,

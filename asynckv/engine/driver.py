@@ -22,7 +22,6 @@ import anyio
 from asynckv.core import told
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.inspect import HeldBlocks
-from asynckv.core.lease import Lease
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
     DetachRead,
@@ -229,8 +228,9 @@ class Driver:
         now = self.clock.now()
         for lease in self.core.prefill.leases.values():
             if lease.on_end is not None:  # else told before, because a suspended engine that is closed ends twice
-                self._lease_ended(lease, now)
+                lease.on_end()
                 self.core.outbox.counters["leases.closed"] += 1
+                self.tell(Observer.lease_ended, lease, now)
         self.turned.set()
         self.recorder.tell_groups(now)
 
@@ -242,12 +242,6 @@ class Driver:
             await self.turned.wait()
         if pull.is_retired and not pull.is_returned:
             raise BlocksRetired("a transfer that does not end may still write these blocks; never use them again")
-
-    def _lease_ended(self, lease: Lease, now: float) -> None:
-        on_end, lease.on_end = lease.on_end, None
-        if on_end is not None:
-            on_end()
-        self.tell(Observer.lease_ended, lease, now)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -416,7 +410,7 @@ class Driver:
                     self._internal_error(exc)
                     ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
                 now = clock.now()
-                post.pull.post_s += now - began
+                post.pull.measures.post_s += now - began
                 if ended is not None:
                     decode.ended(ended, 0.0, now)
             elif decode.entered or decode.admission.turns:
@@ -427,7 +421,7 @@ class Driver:
                     continue
                 if pull is None:
                     break
-                now = pull.planned_at = clock.now()
+                now = pull.measures.planned_at = clock.now()
             else:
                 break
             began = now
@@ -468,7 +462,7 @@ class Driver:
                         if request.waiter is not None:
                             request.waiter.ended(request)
                     case PullReached(pull, M.OVER):
-                        self.release_s.append(pull.released_at - pull.published_at)
+                        self.release_s.append(pull.measures.released_at - pull.published_at)
                         self.tell(Observer.pull_over, pull, now)
                     case PullReached(pull, M.RETURNED):
                         if pull.was_held:
@@ -485,7 +479,9 @@ class Driver:
                     case HeldForLong(oldest=oldest):
                         recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in oldest])
                     case LeaseEnded(lease):
-                        self._lease_ended(lease, now)
+                        if lease.on_end is not None:
+                            lease.on_end()
+                        self.tell(Observer.lease_ended, lease, now)
                     case LoadPeer(peer, metadata):
                         task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                         self._loading.add(task)

@@ -62,6 +62,7 @@ class LentRequest:
             call(self._how())
 
     def _end(self) -> None:
+        self._lease.on_end = None
         if self._ended is not None:
             self._ended.set()
         for call in self._calls:
