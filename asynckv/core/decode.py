@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import assert_never
+from typing import assert_never, get_args
 
 from asynckv.config import PullConfig
 from asynckv.core import told, wire
@@ -62,8 +62,16 @@ class _Transfer:
     beside: int = 0  # transfers of the peer when this one began, if it shows how long reads take with or without copies
     is_detached: bool = False  # True once it concerns only the peer: its pull goes on without it
 
+    def show_pace(self, now: float) -> None:
+        """Note how long reads of the peer take, with packed copies or without."""
+        if now > self.posted_at:
+            # By Little's law a peer's reads end that far apart.
+            seconds = (now - self.posted_at) / self.beside
+            self.peer.asks.pace.note(is_first=self.is_packed, num_bytes=self.read.num_bytes, seconds=seconds)
 
-_ANSWERS = (wire.Ack, wire.Granted, wire.NotYet, wire.Refused, wire.Packed)
+
+Answer = wire.Ack | wire.Granted | wire.NotYet | wire.Refused | wire.Packed
+_ANSWERS = get_args(Answer)
 
 
 def _source_at(pull: Pull | None, address: Address) -> Source | None:
@@ -329,10 +337,8 @@ class DecodeSide:
             if peer.line.is_set_aside and peer.state is S.READY:
                 self._take_back(peer)
             counters["bytes.read"] += transfer.read.num_bytes
-            if transfer.beside and now > transfer.posted_at:
-                # By Little's law a peer's reads end that far apart.
-                seconds = (now - transfer.posted_at) / transfer.beside
-                peer.asks.pace.note(is_first=transfer.is_packed, num_bytes=transfer.read.num_bytes, seconds=seconds)
+            if transfer.beside:
+                transfer.show_pace(now)
         elif ending is ENDING.REFUSED:
             # The pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
             self._outbox.commands.append(told.TableRefused(peer.name, cause))
@@ -340,8 +346,7 @@ class DecodeSide:
         if not was_detached:
             if peer_lost:
                 pull.could_not_meet(now + self._config.backoff_s)
-            if now - transfer.posted_at < detect_s:
-                detect_s = now - transfer.posted_at
+            detect_s = min(detect_s, now - transfer.posted_at)
             effects = pull.ended(source, transfer_ended, transfer.read.num_bytes, detect_s, now)
             # The pull has to be woken earlier only if it sends something, or has failed.
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
@@ -414,42 +419,46 @@ class DecodeSide:
                     self._ready(peer, now)
             else:
                 peer.heard_at = now
-        if not isinstance(message, _ANSWERS):
+        if isinstance(message, _ANSWERS):
+            self._answered(message, address, sender, now)
+        else:
             self._told(message, peer, address, sender, now)
-            return
-        # The answer to a claim, a renewal or a release.
-        pull, source = self.pulls.get(PullId(message.pull_id)), None
+
+    def _answered(self, answer: Answer, address: Address, sender: str, now: float) -> None:
+        """Take the answer to a claim, a renewal, a release, or a wish for a packed copy."""
+        pull, source = self.pulls.get(PullId(answer.pull_id)), None
         for each in pull.sources if pull is not None else ():
             if each.rank.place[0] == address:
                 source = each
                 break
-        if pull is None or source is None or message.key != pull.params.key:
+        if pull is None or source is None or answer.key != pull.params.key:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
         effects: list[Effect] | None = None
-        match message:
+        match answer:
             case wire.Refused(nonce=nonce, reason=Reason.RESTARTED):
+                # This is the one answer that another process than `sender` gives: a host was rebooted or a pod moved,
+                # and what listens at the address now says that ours is gone. Only a nonce of ours makes it credible.
                 peer = self.peers.by_place.get(source.rank.place)
-                asked = nonce in source.nonces or (nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT)
-                if peer is not None and asked:
-                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {message.detail}", now, How.REPLACED)
+                if peer is not None and source.has_asked(nonce):
+                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now, How.REPLACED)
                 return
             case _ if source.rank.place[1] != sender:
                 self._outbox.counters["dropped.foreign_answer"] += 1
                 return
             case wire.Packed():
-                self._packed(pull, source, message, now)
+                self._packed(pull, source, answer, now)
                 return
+            case wire.Ack() | wire.Refused(nonce=wire.RELEASE_NONCE) if source.release is RELEASE.UNSENT:
+                pass  # nothing was released, so it answers nothing
             case wire.Ack():
-                if source.release is not RELEASE.UNSENT:
-                    effects = pull.settled(source, "acknowledged", now)
+                effects = pull.settled(source, "acknowledged", now)
             case wire.Refused(nonce=wire.RELEASE_NONCE):
-                if source.release is not RELEASE.UNSENT:
-                    if not source.is_settled:
-                        self._outbox.commands.append(told.release_refused(pull, source.name, message))
-                    effects = pull.settled(source, f"refused: {message.reason}", now)
+                if not source.is_settled:
+                    self._outbox.commands.append(told.release_refused(pull, source.name, answer))
+                effects = pull.settled(source, f"refused: {answer.reason}", now)
             case _:
-                effects = pull.answered(source, message, now)
+                effects = pull.answered(source, answer, now)
         if effects is None:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
@@ -574,16 +583,7 @@ class DecodeSide:
                     else:
                         self._queue(pull)
                 case DO.DETACH:
-                    asked: dict[Peer, None] = {}
-                    for transfer_id in [each for source in pull.sources for each in source.running]:
-                        # A transfer that is not known has just ended.
-                        transfer = self.transfers.get(transfer_id)
-                        if transfer is not None and transfer.read.table.boxes and not transfer.is_packed:
-                            is_posted = transfer.peer.asks.take(transfer_id) is None
-                            self._outbox.commands.append(DetachRead(transfer_id, is_posted))
-                            asked[transfer.peer] = None
-                    for each in asked:
-                        self._ask(each, now)
+                    self._detach_reads(pull, now)
                 case DO.LEAVE:
                     self.entered.pop(pull, None)
                     self.admission.leave(pull.pull_id)
@@ -591,29 +591,7 @@ class DecodeSide:
                     if not at_once:  # else QUEUE follows in this same list of effects
                         self.admission.expect(pull.route.flow, pull.pull_id)
                 case DO.TELL:
-                    self.started.discard(pull.pull_id)
-                    if self.by_request.get(pull.request_id) is pull:
-                        del self.by_request[pull.request_id]
-                    if pull.kind is not KIND.DISCHARGE:
-                        self._outbox.counters[f"pulls.{pull.reason}"] += 1
-                    self._outbox.commands.append(PullReached(pull, M.ENDED))
-                    if isinstance(pull.owner, Request):
-                        self._attempt_ended(pull, pull.owner, now)
-                    for source in pull.sources:
-                        peer = self.peers.by_place.get(source.rank.place)
-                        if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
-                            # The rank may still be alive. Send one release anyway, so that its lease need not expire.
-                            self._outbox.send(*source.rank.place, pull.make_release(source, now))
-                            pull.unanswered += (source.name,)
-                            if peer is None:  # the rank gave way, and nothing else would close the link
-                                self.peers.unlink(source.address)
-                            effects += pull.settled(source, "the rank is gone", now)
-                        elif peer is not None and peer.is_doubted:
-                            self.peers.probe(peer, now)
-                        if peer in self.peers.waiting and all(self.pulls[p].is_published for p in peer.pulls):
-                            del self.peers.waiting[peer]  # no pull needs it any more
-                        if source.running or source.is_waiting:
-                            self._make_room(source)
+                    effects += self._tell_outcome(pull, now)
                 case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
                     if self.by_request.get(pull.request_id) is not pull:  # else its outcome follows, and says it
@@ -633,6 +611,46 @@ class DecodeSide:
             pull.num_traced = len(pull.history)
         if wakes and pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
             self._timers.wake(pull, when)
+
+    def _detach_reads(self, pull: Pull, now: float) -> None:
+        asked: dict[Peer, None] = {}
+        for transfer_id in [each for source in pull.sources for each in source.running]:
+            # A transfer that is not known has just ended.
+            transfer = self.transfers.get(transfer_id)
+            if transfer is not None and transfer.read.table.boxes and not transfer.is_packed:
+                is_posted = transfer.peer.asks.take(transfer_id) is None
+                self._outbox.commands.append(DetachRead(transfer_id, is_posted))
+                asked[transfer.peer] = None
+        for peer in asked:
+            self._ask(peer, now)
+
+    def _tell_outcome(self, pull: Pull, now: float) -> list[Effect]:
+        """Tell the caller, and give back what the pull needs no more. Return what follows where a rank is gone."""
+        self.started.discard(pull.pull_id)
+        if self.by_request.get(pull.request_id) is pull:
+            del self.by_request[pull.request_id]
+        if pull.kind is not KIND.DISCHARGE:
+            self._outbox.counters[f"pulls.{pull.reason}"] += 1
+        self._outbox.commands.append(PullReached(pull, M.ENDED))
+        if isinstance(pull.owner, Request):
+            self._attempt_ended(pull, pull.owner, now)
+        effects: list[Effect] = []
+        for source in pull.sources:
+            peer = self.peers.by_place.get(source.rank.place)
+            if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
+                # The rank may still be alive. Send one release anyway, so that its lease need not expire.
+                self._outbox.send(*source.rank.place, pull.make_release(source, now))
+                pull.unanswered += (source.name,)
+                if peer is None:  # the rank gave way, and nothing else would close the link
+                    self.peers.unlink(source.address)
+                effects += pull.settled(source, "the rank is gone", now)
+            elif peer is not None and peer.is_doubted:
+                self.peers.probe(peer, now)
+            if peer in self.peers.waiting and all(self.pulls[p].is_published for p in peer.pulls):
+                del self.peers.waiting[peer]  # no pull needs it any more
+            if source.running or source.is_waiting:
+                self._make_room(source)
+        return effects
 
     def _attempt_ended(self, pull: Pull, request: Request, now: float) -> None:
         request.ended(now)
@@ -689,43 +707,47 @@ class DecodeSide:
     def _route(self, pull: Pull, now: float, *, at_once: bool = False) -> None:
         """Choose what is read of which rank, and claim, once every rank that may be read is ready."""
         effects: list[Effect] = []
-        while pull not in self._to_meet and pull.failure is None and pull.state in (P.ANNOUNCED, P.CONNECTING):
+        while pull not in self._to_meet and pull.is_unrouted:
             sources = [source for source in pull.sources if source.role is ROLE.READ]
             if not sources:
                 if pull.kind in (KIND.HIT, KIND.DISCHARGE):
                     break
-                if not self._widen(pull, now):
-                    self._fail_unmet(pull, "no prefill rank holds our data", now)
+                self._widen(pull, "no prefill rank holds our data", now)
                 continue
             known = [source for source in sources if self.peers.by_place[source.rank.place].is_loaded]
             for source in known:
                 effects += pull.met(source, now)
             if pull.lists is None or pull.state is not P.CONNECTING:
                 break
-            if any(source.tables is None for source in sources):
-                # The ranks that have answered may be enough, because a rank that holds nothing of ours need not be
-                # waited for. But without stages here, every remote stage holds layers of ours, and must have answered.
-                if len(known) < len(sources):
-                    stages = {source.rank.pp_stage for source in known}
-                    whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
-                    if whole and len(stages) < pull.params.pp_size:
-                        break
-                peers = [self.peers.by_place[source.rank.place] for source in known]
-                chosen = self.routes.choose_sources(peers, pull.lists.wanted) if known else ""
-                if isinstance(chosen, str):
-                    if len(known) < len(sources):
-                        break
-                    if not self._widen(pull, now):
-                        self._fail_unmet(pull, f"layouts differ: {chosen}", now)
-                    continue
-                read_of = dict(zip([source.rank.place for source in known], chosen, strict=True))
-                tables = [read_of.get(source.rank.place) for source in pull.sources]
-                self._remember(pull, pull.lists.wanted, tables)
-            else:
-                tables = [source.tables for source in pull.sources]
-            effects += pull.routed(tables, now)
+            chosen = self._choose(pull, sources, known, pull.lists.wanted)
+            if isinstance(chosen, str):
+                self._widen(pull, f"layouts differ: {chosen}", now)
+                continue
+            if chosen is not None:
+                effects += pull.routed(chosen, now)
             break
         self._carry_out(pull, effects, now, at_once=at_once and self.can_read(pull))
+
+    def _choose(
+        self, pull: Pull, sources: list[Source], known: list[Source], wanted: tuple[int, ...]
+    ) -> list[PeerTables | None] | str | None:
+        """Return what is read of each rank, why nothing can be, or None while ranks have to be waited for."""
+        if all(source.tables is not None for source in sources):
+            return [source.tables for source in pull.sources]
+        # The ranks that have answered may be enough, because a rank that holds nothing of ours need not be waited for.
+        # But without stages here, every remote stage holds layers of ours, and must have answered.
+        may_answer, stages = len(known) < len(sources), {source.rank.pp_stage for source in known}
+        is_whole = self._layout.pp_size == 1 and len(wanted) == len(self._layout.groups)
+        if may_answer and is_whole and len(stages) < pull.params.pp_size:
+            return None
+        peers = [self.peers.by_place[source.rank.place] for source in known]
+        chosen = self.routes.choose_sources(peers, wanted) if known else ""
+        if isinstance(chosen, str):
+            return None if may_answer else chosen
+        read_of = dict(zip([source.rank.place for source in known], chosen, strict=True))
+        tables = [read_of.get(source.rank.place) for source in pull.sources]
+        self._remember(pull, wanted, tables)
+        return tables
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Remember what is read of each rank for later requests, if all of the route's ranks are ready."""
@@ -742,14 +764,17 @@ class DecodeSide:
             ready.append(peer)
         pull.route.ready[wanted] = Ready(self.peers.num_changes, ready, tables)
 
-    def _widen(self, pull: Pull, now: float) -> bool:
+    def _widen(self, pull: Pull, detail: str, now: float) -> None:
+        """Meet all ranks that this rank answers for, or fail the pull, because they are met and do not hold enough."""
         others = [source for source in pull.sources if source.role is ROLE.UNKNOWN]
         for source in others:
             source.wanted()
         for source in others:
             if pull.failure is None:
                 self._meet(pull, source, now)
-        return bool(others)
+        if not others:
+            reason, detail, blame = pull.unmet or (Reason.GEOMETRY, detail, UNBLAMED)
+            self.fail(pull, reason, detail, now, blame)
 
     def _tables_made(self, peer: Peer, tables: PeerTables) -> None:
         for warning in tables.warnings:
@@ -788,11 +813,6 @@ class DecodeSide:
             pull.goes_without(source, reason, detail, blame)
         elif not source.proven:
             self.fail(pull, reason, detail, now, blame)
-
-    def _fail_unmet(self, pull: Pull, detail: str, now: float) -> None:
-        """Fail a pull of ranks that do not hold what it needs, perhaps because one of them could not be met."""
-        reason, detail, blame = pull.unmet or (Reason.GEOMETRY, detail, UNBLAMED)
-        self.fail(pull, reason, detail, now, blame)
 
     def _pulls_of(self, peer: Peer) -> list[Pull]:
         """Return the pulls that owe or hold something at a peer, in order of arrival."""

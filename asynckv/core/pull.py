@@ -30,17 +30,7 @@ from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
-from asynckv.core.source import (
-    LONG_AGO,
-    MAX_CLAIM_PAUSE_S,
-    MIN_RENEW_S,
-    RATE_MARGIN,
-    RELEASE,
-    ROLE,
-    UNBLAMED,
-    Blame,
-    Source,
-)
+from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, UNBLAMED, Blame, Source
 from asynckv.core.types import Cohort, How, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
@@ -143,11 +133,18 @@ def _runs(pull: Pull) -> bool:
     return False
 
 
-def _is_told(pull: Pull) -> bool:
+def _is_told(pull: Pull, _: float) -> bool:
     for source in pull.sources:
         if source.release is not RELEASE.SETTLED:
             return False
     return True
+
+
+def _began_early(pull: Pull, _: float) -> bool:
+    for source in pull.sources:
+        if source.was_early:
+            return True
+    return False
 
 
 def _all_landed(pull: Pull, _: float) -> bool:
@@ -168,12 +165,13 @@ EMPTY = Fact("nothing is wanted: a full prefix hit", lambda pull, _: pull.kind i
 LANDED = Fact("every read has landed", _all_landed)
 UNLENT = Fact("it is not lent yet, and nothing runs", lambda pull, _: pull.not_lent_yet and not _runs(pull))
 PROVEN = Fact("every read is proven", _all_proven)
-EARLY = Fact("a read began before the request was lent", lambda pull, _: any(x.was_early for x in pull.sources))
+EARLY = Fact("a read began before the request was lent", _began_early)
 DRAINED = Fact("nothing runs, or the time is up", lambda pull, now: now >= pull.drain_by or not _runs(pull))
 OVER = Fact(
-    "every rank is told, and nothing can write the blocks", lambda pull, _: _is_told(pull) and not pull.holds_blocks
+    "every rank is told, and nothing can write the blocks",
+    lambda pull, now: _is_told(pull, now) and not pull.holds_blocks,
 )
-TOLD = Fact("every rank is told", lambda pull, _: _is_told(pull))
+TOLD = Fact("every rank is told", _is_told)
 FREE = Fact("nothing can write the blocks any more", lambda pull, _: not pull.holds_blocks)
 
 WHEN: Mapping[PullState, Mapping[Fact, PullState]] = {
@@ -286,6 +284,10 @@ class Pull:
     @property
     def is_queued(self) -> bool:
         return self.state is S.QUEUED and not self.not_lent_yet
+
+    @property
+    def is_unrouted(self) -> bool:
+        return self.failure is None and self.state in (S.ANNOUNCED, S.CONNECTING)
 
     @property
     def not_lent_yet(self) -> bool:
@@ -476,24 +478,7 @@ class Pull:
         waited = source.not_lent_yet
         match answer:
             case Granted():
-                # A grant counts from before the answered claim was sent.
-                sent_at, params = source.nonces[answer.nonce], self.params
-                deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
-                if deadline > source.covered_until:
-                    source.covered_until = deadline
-                if answer.nonce > source.granted_nonce:
-                    source.granted_nonce = answer.nonce
-                source.not_lent_yet = False
-                # If params left after the KV was written, a read can be too late, but never too early. A grant before
-                # the first read needs no clock either.
-                if params.written or source.first_posted_at == math.inf:
-                    source.lent_by = LONG_AGO
-                else:
-                    source.lent_by = min(source.lent_by, now - answer.lent_for_s * (1 - RATE_MARGIN))
-                if deadline > now or answer.nonce == next(reversed(source.nonces)):
-                    source.claims = 0
-                    source.claim_at = max(sent_at + min(params.renew_s, answer.seconds / 2), now + MIN_RENEW_S)
-                source.prove()
+                source.granted(answer, self.params, now)
                 if len(self.history) < MAX_HISTORY:
                     self.history.append((now, notes.Promised(source.rank.name, answer.seconds)))
             case NotYet():

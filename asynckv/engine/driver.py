@@ -355,13 +355,7 @@ class Driver:
     def _turn(self) -> None:
         self._due = None
         if self.life.is_shut:
-            if self.life.state in (LifeState.SHUT, LifeState.STUCK):
-                # Nothing is sent or read any more, but outcomes are told and blocks are given up in time.
-                self.core.outbox.take_packets()
-                self._obey()
-                self._arm(self.core.next_at)
-                self.turned.set()
-            return
+            return self._turn_when_shut()
         core = self.core
         outbox, decode = core.outbox, core.decode
         try:
@@ -397,6 +391,14 @@ class Driver:
         when = min(core.timers.earliest, *others, self._beat_at)
         if when < self._timer_at or self._timer is None:
             self._arm(when)
+
+    def _turn_when_shut(self) -> None:
+        """Tell outcomes, and give up blocks in time, until the agent is destroyed. Nothing is sent or read any more."""
+        if self.life.state in (LifeState.SHUT, LifeState.STUCK):
+            self.core.outbox.take_packets()
+            self._obey()
+            self._arm(self.core.next_at)
+            self.turned.set()
 
     def _read(self) -> None:
         clock, decode = self.clock, self.core.decode
