@@ -340,7 +340,8 @@ class DecodeSide:
             if transfer.beside:
                 transfer.show_pace(now)
         elif ending is ENDING.REFUSED:
-            # The pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
+            # Preparing a table takes a while, so that its refusal and the pull's deadline may be found in one turn. The
+            # pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
             self._outbox.commands.append(told.TableRefused(peer.name, cause))
             self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
         if not was_detached:
@@ -437,8 +438,8 @@ class DecodeSide:
         effects: list[Effect] | None = None
         match answer:
             case wire.Refused(nonce=nonce, reason=Reason.RESTARTED):
-                # This is the one answer that another process than `sender` gives: a host was rebooted or a pod moved,
-                # and what listens at the address now says that ours is gone. Only a nonce of ours makes it credible.
+                # The prefill process was restarted at the same address, and its successor answers our claim. It is the
+                # one answer that may come from another start, so it needs a nonce that only the asked rank has seen.
                 peer = self.peers.by_place.get(source.rank.place)
                 if peer is not None and source.has_asked(nonce):
                     self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now, How.REPLACED)
@@ -594,7 +595,9 @@ class DecodeSide:
                     effects += self._tell_outcome(pull, now)
                 case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
-                    if self.by_request.get(pull.request_id) is not pull:  # else its outcome follows, and says it
+                    # Mostly the blocks return with the outcome, which follows as TELL and says so. They return alone if
+                    # a read still ran at the deadline: its caller was told that they are held, and waits for this.
+                    if self.by_request.get(pull.request_id) is not pull:
                         self._outbox.commands.append(PullReached(pull, M.RETURNED))
                         self._blocks_settled(pull, now)
                 case DO.FINISH:
@@ -657,6 +660,8 @@ class DecodeSide:
         if request.state is RequestState.OVER and (pull.reason not in pull.retryable or request.discharge is None):
             self._outbox.commands.append(RequestReached(request, M.ENDED))
             return
+        # A request may be over although its ranks were promised another attempt (`Outcome.RETRY`), because its deadline
+        # leaves no time for the pause. `RankCore` ends such a request in the next turn, with a discharge.
         self.between[pull.request_id] = request
         if request.state is RequestState.PAUSING:
             self._outbox.commands.append(RequestReached(request, M.PAUSES))
@@ -698,7 +703,8 @@ class DecodeSide:
 
     def _let_go(self, pull: Pull, source: Source, now: float) -> None:
         """Detach a pull from a released rank, once no transfer from there can write or is waited for."""
-        # After retirement a transfer that may still write keeps the peer in the data plane, but not its heartbeat.
+        # A read of one rank may stay in doubt for ten minutes. Another rank that has acknowledged the release is not
+        # pinged for that long. Nor is the rank in doubt after retirement, though it stays in the data plane.
         if source.is_settled and (pull.is_retired or not (source.running or source.doubtful)):
             self.peers.detach(source.rank.place, pull.pull_id, now)
 
@@ -787,7 +793,8 @@ class DecodeSide:
         if peer is None or peer.state is S.GONE:
             before, peer = peer, self.peers.find(pull.params.engine_id, source.rank, now)
             if before is not None and before is not peer:
-                # A release that is owed there is still owed to the same process start.
+                # The link broke while other pulls owed a release there, and this pull meets the same process start
+                # again. The releases are still owed to it, and fail with the new peer if it is lost as well.
                 for pull_id in before.pulls:
                     other = _source_at(self.pulls[pull_id], source.address)
                     if other is not None and not other.is_settled:
@@ -824,7 +831,9 @@ class DecodeSide:
         for pull in self._pulls_of(peer):
             source = pull.sources[pull.route.index[peer.place]]
             if source.role is ROLE.READ and not pull.is_published:
-                self._meet(pull, source, now)  # the pull may name another rank than the one that answered
+                # Two requests may give one endpoint different names while its handshake runs. The answer decides, and
+                # the request that named it wrongly fails here.
+                self._meet(pull, source, now)
             self._route(pull, now)
             if pull.is_queued:
                 self._queue(pull)
@@ -862,7 +871,11 @@ class DecodeSide:
             peer.num_failed += was_well and pull.failure is not None
 
     def _set_aside(self, peer: Peer) -> None:
-        """Stop counting the transfers of a peer that sends nothing, so that others have the room."""
+        """Stop counting the transfers of a peer that sends nothing, so that others have the room.
+
+        A prefill rank whose NIC hangs answers pings, while its reads never end: with `total_requests` of them in
+        flight, no pull of any other engine could begin before their deadlines.
+        """
         if not peer.line.is_set_aside:
             self._outbox.counters["peers.set_aside"] += 1
             peer.line.is_set_aside = True
