@@ -74,13 +74,6 @@ Answer = wire.Ack | wire.Granted | wire.NotYet | wire.Refused | wire.Packed
 _ANSWERS = get_args(Answer)
 
 
-def _source_at(pull: Pull | None, address: Address) -> Source | None:
-    for source in pull.sources if pull is not None else ():
-        if source.rank.place[0] == address:
-            return source
-    return None
-
-
 class DecodeSide:
     def __init__(
         self,
@@ -212,8 +205,8 @@ class DecodeSide:
         for peer in self.peers.in_the_way(pull.params.engine_id, pull.route.ranks):
             text = f"{peer.where} has not answered, and gave way to others that were named since; correct the endpoints"
             for other in self._pulls_of(peer):
-                source = _source_at(other, peer.address)
-                if source is not None and source.reads and not source.proven and other.reason is None:
+                source = other.source_at(peer.place)
+                if source.reads and not source.proven and other.reason is None:
                     # Other ranks might hold the same, but meeting them would take the room that is needed here.
                     other.could_not_meet(now + self._config.backoff_s)
                     self.fail(other, Reason.UNREACHABLE, text, now, Blame((source.name,), How.GAVE_WAY))
@@ -796,8 +789,7 @@ class DecodeSide:
                 # The link broke while other pulls owed a release there, and this pull meets the same process start
                 # again. The releases are still owed to it, and fail with the new peer if it is lost as well.
                 for pull_id in before.pulls:
-                    other = _source_at(self.pulls[pull_id], source.address)
-                    if other is not None and not other.is_settled:
+                    if not self.pulls[pull_id].source_at(before.place).is_settled:
                         self.peers.attach(peer, pull_id, now)
                 before.pulls.clear()
         if pull.pull_id not in peer.pulls:
@@ -829,7 +821,7 @@ class DecodeSide:
         """Continue all pulls that waited for a peer."""
         self.posting.take_turn(peer.line)
         for pull in self._pulls_of(peer):
-            source = pull.sources[pull.route.index[peer.place]]
+            source = pull.source_at(peer.place)
             if source.role is ROLE.READ and not pull.is_published:
                 # Two requests may give one endpoint different names while its handshake runs. The answer decides, and
                 # the request that named it wrongly fails here.
@@ -854,7 +846,7 @@ class DecodeSide:
     def _fail_readers(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         peer.num_failed = 0
         for pull in self._pulls_of(peer):
-            was_well, source = pull.failure is None, pull.sources[pull.route.index[peer.place]]
+            was_well, source = pull.failure is None, pull.source_at(peer.place)
             if pull.is_published:
                 there = self.peers.by_place.get(source.rank.place)  # another peer, if the rank was met anew
                 if source.release is not RELEASE.SETTLED and (there is None or there.state is S.GONE):

@@ -31,7 +31,18 @@ from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
 from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, UNBLAMED, Blame, Source
-from asynckv.core.types import Cohort, How, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
+from asynckv.core.types import (
+    Cohort,
+    How,
+    KVTransferParams,
+    Outcome,
+    Place,
+    PullId,
+    Reason,
+    RequestId,
+    TransferId,
+    members,
+)
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
@@ -308,6 +319,9 @@ class Pull:
             if source.running or source.doubtful:
                 return True
         return False
+
+    def source_at(self, place: Place) -> Source:
+        return self.sources[self.route.index[place]]
 
     @property
     def wake_at(self) -> float:

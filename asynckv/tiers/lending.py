@@ -5,7 +5,6 @@ Lent blocks are pinned until no reader may read them any more. For a reader, suc
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from asynckv.arguments import integer, number, text
 from asynckv.config import MIN_LEASE_S, OffloadConfig
 from asynckv.core.types import MAX_ID, Reason
 from asynckv.engine.engine import Engine
-from asynckv.engine.lent import LentRequest
 from asynckv.errors import LocalProtocolError, Overloaded
 from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.offload.found import Found
@@ -27,7 +25,6 @@ class Lending:
     def __init__(self, config: OffloadConfig, mover: Mover, found: Callable[[list[bytes]], Found]) -> None:
         self._config, self._mover, self._found = config, mover, found
         (self._own,) = mover.shelves
-        self._leases: set[asyncio.Task[None]] = set()
 
     async def lend(
         self,
@@ -76,9 +73,7 @@ class Lending:
         finally:
             mover.unpin(job.job_id)  # what was brought is pinned for the lease, or not at all
         mover.counts["lent"] += 1
-        task = asyncio.get_running_loop().create_task(self._keep(lent, pin))
-        self._leases.add(task)
-        task.add_done_callback(self._leases.discard)
+        lent._when_released(lambda _: mover.unpin(pin))
         return params
 
     def _pinned(
@@ -103,7 +98,3 @@ class Lending:
                 )
             groups.append((0, [known.get(place) for place in range(places.stop)]))
         return groups
-
-    async def _keep(self, lent: LentRequest, pin: str) -> None:
-        await lent.wait_released()
-        self._mover.unpin(pin)
