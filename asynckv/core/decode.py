@@ -170,7 +170,7 @@ class DecodeSide:
             pull = next(iter(self._to_meet))
             del self._to_meet[pull]
             self._meetings.charge("", now, self.peers.num_new(pull.route.ranks) - 1)
-            if pull.state in (P.ANNOUNCED, P.CONNECTING) and pull.failure is None:
+            if pull.is_unrouted:
                 self._meet_all(pull, now)
                 if pull is not newest:  # else its caller does
                     self._route(pull, now)
