@@ -204,7 +204,7 @@ def test_claims_leave_in_the_turn_in_which_their_pulls_begin_and_before_they_are
             data.deferred, send = True, driver.control.send
 
             def noted(to: Any, packet: bytes) -> bool:
-                planned = sum(pull.planned_at < math.inf for pull in driver.core.decode.pulls.values())
+                planned = sum(pull.measures.planned_at < math.inf for pull in driver.core.decode.pulls.values())
                 sent.append((planned, len(driver.core.decode.pulls)))
                 return send(to, packet)
 

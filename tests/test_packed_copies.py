@@ -844,7 +844,7 @@ def test_packed_copies_fill_the_blocks() -> None:
     assert counters["copies.asked"] == counters["copies.made"] == pair.asked == number
     assert counters["sent.packed"] == number
     assert counters["received.unpack"] == number - 1  # the release says it of the last one
-    assert (pair.lease.num_packed, pair.pull.num_packed) == (number, number)
+    assert (pair.lease.num_packed, pair.pull.measures.num_packed) == (number, number)
     assert pair.pull.is_over
     assert pair.lease.is_over
     assert pair.is_clean()
@@ -893,7 +893,7 @@ def test_what_the_owner_refuses_is_staged() -> None:
     assert pair.pull.reason is Reason.COMPLETE
     assert pair.is_right()
     assert sorted(read.is_staged for read in pair.reader.posts.values()) == [False] * 4 + [True] * 4
-    assert pair.pull.num_packed == 4
+    assert pair.pull.measures.num_packed == 4
     assert pair.is_clean()
 
 
@@ -1019,7 +1019,7 @@ def test_an_owner_answers_only_for_its_own_copies() -> None:
         world.settle(owner)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert pull.num_packed == 8
+    assert pull.measures.num_packed == 8
 
 
 def test_a_slow_rank_keeps_no_slot_of_another_in_use() -> None:
@@ -1248,7 +1248,7 @@ def test_two_readers_are_served_by_one_owner() -> None:
     assert pair.is_right()
     for mine, theirs in zip((7, 8), (5, 6), strict=True):
         assert all(other.buffers.head(mine, h) == pair.owner.buffers.head(theirs, h) for h in range(8))
-    assert pull.num_packed + pair.pull.num_packed == 16
+    assert pull.measures.num_packed + pair.pull.measures.num_packed == 16
     assert lease.is_over
     assert pair.is_clean()
 

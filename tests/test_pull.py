@@ -66,7 +66,7 @@ def test_a_pull_that_came_before_its_request_says_so_and_that_it_reads_again() -
         f"release {NAME}: acknowledged",
         "released",
     ]
-    assert pull.rereads == 1
+    assert pull.measures.rereads == 1
 
 
 def test_a_pull_that_waits_and_then_reads_nothing_repeats_its_release_in_time() -> None:
@@ -88,7 +88,7 @@ def test_a_pull_that_waits_and_then_reads_nothing_repeats_its_release_in_time() 
     world.deliver_all()
     assert pull.state is PullState.QUEUED
     world.complete_all()
-    assert (pull.state, pull.num_bytes) == (PullState.NOTIFYING, 0)
+    assert (pull.state, pull.measures.num_bytes) == (PullState.NOTIFYING, 0)
     world.letters.clear()
     world.advance(2 * pull.limits.release_retry_s)
     world.deliver_all()
@@ -147,7 +147,7 @@ def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> N
     ):
         decode.core.decode.ended(TransferEnded(transfer, ending), seconds, world.time(decode))
         world.settle(decode)
-    assert (pull.detect_s, pull.reason) == (0.5, Reason.READ_FAILED)
+    assert (pull.measures.detect_s, pull.reason) == (0.5, Reason.READ_FAILED)
 
 
 def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:

@@ -68,7 +68,7 @@ def test_a_pull_that_waits_for_its_turn_fails_in_the_queue_also_when_it_waits_ag
     assert (waiting.reason, waiting.failed_in) == (Reason.TIMEOUT, "queue")
     world.deliver_all()
     world.complete(decode, next(iter(decode.reads)))
-    assert (state(again), again.planned_at < 1.0) == (PullState.QUEUED, True)
+    assert (state(again), again.measures.planned_at < 1.0) == (PullState.QUEUED, True)
     world.advance(1.0)
     assert (again.reason, again.failed_in) == (Reason.NOT_LENT_YET, "queue")
 

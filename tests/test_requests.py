@@ -247,7 +247,7 @@ def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
     it = begin(decode[0].core, PullRequest("d-req", [(0, [])], params), 30, world.time(decode[0]))
     world.settle(decode[0])
     world.run()
-    assert (it.reason, it.num_bytes) == (Reason.COMPLETE, 0)
+    assert (it.reason, it.measures.num_bytes) == (Reason.COMPLETE, 0)
     assert [lease.state for lease in leases] == [LeaseState.RELEASED] * 2
 
 

@@ -196,7 +196,7 @@ def check_pull() -> None:
     # Read before it was lent, as far as can be shown: again.
     it = Attempt().to(S.CONFIRMING)
     assert it.grant(lent_for_s=0.0) == [Effect.QUEUE]
-    assert (it.pull.state, it.pull.rereads) == (S.QUEUED, 1)
+    assert (it.pull.state, it.pull.measures.rereads) == (S.QUEUED, 1)
     # Draining takes what comes, and ends when nothing runs.
     for late in (
         Attempt.fail,

@@ -222,7 +222,7 @@ def test_only_the_rank_that_was_read_too_early_is_read_again() -> None:
     it.world.run(1.0)
     assert pull.reason is Reason.COMPLETE
     assert all(set(decode.buffers.head(9, head)) == {0x77} for head in range(6, 12))
-    assert pull.rereads == 1
+    assert pull.measures.rereads == 1
 
 
 # -- ranges that the usual rule does not predict -----------------------------------------------------------
@@ -360,7 +360,7 @@ def test_stages_that_are_there_are_read_for_what_they_have() -> None:
     pull = world.pull(decode, "d", [5], params)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert pull.num_bytes == 2 * 4 * 2 * 2
+    assert pull.measures.num_bytes == 2 * 4 * 2 * 2
     assert all(lease.state is LeaseState.RELEASED for lease in leases)
 
 

@@ -152,7 +152,8 @@ def state(engine: Engine) -> tuple[Any, ...]:
         len(outbox.commands),
     )
     driver = engine._driver
-    own = driver._due is None, engine._driver.core.requests, dict(driver.lent), set(driver._loading)
+    lent = {lease: lease.on_end for lease in core.prefill.leases.values()}
+    own = driver._due is None, engine._driver.core.requests, lent, set(driver._loading)
     return known, own, engine._ending._closing, engine._ending._suspending
 
 

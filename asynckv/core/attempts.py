@@ -106,10 +106,8 @@ class Request:
     def discharge(self) -> Reason | None:
         """Return the reason to give the prefill ranks if they expect another attempt, and none follows; else None."""
         pull = self.pull
-        if self.state is not S.OVER or pull is None or pull.reason not in pull.retryable:
-            return None
-        if not self.wanted.is_last:
-            return None  # the caller may try again
+        if self.state is not S.OVER or pull is None or not self.was_promised or not self.wanted.is_last:
+            return None  # the ranks expect nothing, or the caller itself may try again
         return self.stopped or (pull.reason if self.refusal is None else Reason.UNPLANNABLE)
 
     # -- events ------------------------------------------------------------------------------------

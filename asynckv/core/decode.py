@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import assert_never
+from typing import assert_never, get_args
 
 from asynckv.config import PullConfig
 from asynckv.core import told, wire
@@ -61,15 +61,16 @@ class _Transfer:
     beside: int = 0  # transfers of the peer when this one began, if it shows how long reads take with or without copies
     is_detached: bool = False  # True once it concerns only the peer: its pull goes on without it
 
+    def show_pace(self, now: float) -> None:
+        """Note how long reads of the peer take, with packed copies or without."""
+        if now > self.posted_at:
+            # By Little's law a peer's reads end that far apart.
+            seconds = (now - self.posted_at) / self.beside
+            self.peer.asks.pace.note(is_first=self.is_packed, num_bytes=self.read.num_bytes, seconds=seconds)
 
-_ANSWERS = (wire.Ack, wire.Granted, wire.NotYet, wire.Refused, wire.Packed)
 
-
-def _source_at(pull: Pull | None, address: Address) -> Source | None:
-    for source in pull.sources if pull is not None else ():
-        if source.rank.place[0] == address:
-            return source
-    return None
+Answer = wire.Ack | wire.Granted | wire.NotYet | wire.Refused | wire.Packed
+_ANSWERS = get_args(Answer)
 
 
 class DecodeSide:
@@ -167,7 +168,7 @@ class DecodeSide:
             pull = next(iter(self._to_meet))
             del self._to_meet[pull]
             self._meetings.charge("", now, self.peers.num_new(pull.route.ranks) - 1)
-            if pull.state in (P.ANNOUNCED, P.CONNECTING) and pull.failure is None:
+            if pull.is_unrouted:
                 self._meet_all(pull, now)
                 if pull is not newest:  # else its caller does
                     self._route(pull, now)
@@ -202,8 +203,8 @@ class DecodeSide:
         for peer in self.peers.in_the_way(pull.params.engine_id, pull.route.ranks):
             text = f"{peer.where} has not answered, and gave way to others that were named since; correct the endpoints"
             for other in self._pulls_of(peer):
-                source = _source_at(other, peer.address)
-                if source is not None and source.reads and not source.proven and other.reason is None:
+                source = other.source_at(peer.place)
+                if source.reads and not source.proven and other.reason is None:
                     # Other ranks might hold the same, but meeting them would take the room that is needed here.
                     other.could_not_meet(now + self._config.backoff_s)
                     self.fail(other, Reason.UNREACHABLE, text, now, Blame((source.name,), How.GAVE_WAY))
@@ -297,7 +298,7 @@ class DecodeSide:
         packing = transfer.peer.packing
         if packing is not None and 0 <= packed.slot < packing.num_slots:
             transfer.is_packed, read = True, read._replace(slot=packed.slot)
-            pull.num_packed += 1
+            pull.measures.num_packed += 1
         else:
             transfer.beside = 0
         self.answered.append(PostRead(transfer_id, transfer.peer.agent_name, read, pull))
@@ -327,19 +328,17 @@ class DecodeSide:
             if peer.line.is_set_aside and peer.state is S.READY:
                 self._take_back(peer)
             counters["bytes.read"] += transfer.read.num_bytes
-            if transfer.beside and now > transfer.posted_at:
-                # By Little's law a peer's reads end that far apart.
-                seconds = (now - transfer.posted_at) / transfer.beside
-                peer.asks.pace.note(is_first=transfer.is_packed, num_bytes=transfer.read.num_bytes, seconds=seconds)
+            if transfer.beside:
+                transfer.show_pace(now)
         elif ending is ENDING.REFUSED:
-            # The pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
+            # Preparing a table takes a while, so that its refusal and the pull's deadline may be found in one turn. The
+            # pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
             self._outbox.commands.append(told.TableRefused(peer.name, cause))
             self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
         if not was_detached:
             if peer_lost:
                 pull.could_not_meet(now + self._config.backoff_s)
-            if now - transfer.posted_at < detect_s:
-                detect_s = now - transfer.posted_at
+            detect_s = min(detect_s, now - transfer.posted_at)
             effects = pull.ended(source, transfer_ended, transfer.read.num_bytes, detect_s, now)
             # The pull has to be woken earlier only if it sends something, or has failed.
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
@@ -412,42 +411,46 @@ class DecodeSide:
                     self._ready(peer, now)
             else:
                 peer.heard_at = now
-        if not isinstance(message, _ANSWERS):
+        if isinstance(message, _ANSWERS):
+            self._answered(message, address, sender, now)
+        else:
             self._told(message, peer, address, sender, now)
-            return
-        # The answer to a claim, a renewal or a release.
-        pull, source = self.pulls.get(PullId(message.pull_id)), None
+
+    def _answered(self, answer: Answer, address: Address, sender: str, now: float) -> None:
+        """Take the answer to a claim, a renewal, a release, or a wish for a packed copy."""
+        pull, source = self.pulls.get(PullId(answer.pull_id)), None
         for each in pull.sources if pull is not None else ():
             if each.rank.place[0] == address:
                 source = each
                 break
-        if pull is None or source is None or message.key != pull.params.key:
+        if pull is None or source is None or answer.key != pull.params.key:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
         effects: list[Effect] | None = None
-        match message:
+        match answer:
             case wire.Refused(nonce=nonce, reason=Reason.RESTARTED):
+                # The prefill process was restarted at the same address, and its successor answers our claim. It is the
+                # one answer that may come from another start, so it needs a nonce that only the asked rank has seen.
                 peer = self.peers.by_place.get(source.rank.place)
-                asked = nonce in source.nonces or (nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT)
-                if peer is not None and asked:
-                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {message.detail}", now, How.REPLACED)
+                if peer is not None and source.has_asked(nonce):
+                    self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now, How.REPLACED)
                 return
             case _ if source.rank.place[1] != sender:
                 self._outbox.counters["dropped.foreign_answer"] += 1
                 return
             case wire.Packed():
-                self._packed(pull, source, message, now)
+                self._packed(pull, source, answer, now)
                 return
+            case wire.Ack() | wire.Refused(nonce=wire.RELEASE_NONCE) if source.release is RELEASE.UNSENT:
+                pass  # nothing was released, so it answers nothing
             case wire.Ack():
-                if source.release is not RELEASE.UNSENT:
-                    effects = pull.settled(source, "acknowledged", now)
+                effects = pull.settled(source, "acknowledged", now)
             case wire.Refused(nonce=wire.RELEASE_NONCE):
-                if source.release is not RELEASE.UNSENT:
-                    if not source.is_settled:
-                        self._outbox.commands.append(told.release_refused(pull, source.name, message))
-                    effects = pull.settled(source, f"refused: {message.reason}", now)
+                if not source.is_settled:
+                    self._outbox.commands.append(told.release_refused(pull, source.name, answer))
+                effects = pull.settled(source, f"refused: {answer.reason}", now)
             case _:
-                effects = pull.answered(source, message, now)
+                effects = pull.answered(source, answer, now)
         if effects is None:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
@@ -573,16 +576,7 @@ class DecodeSide:
                     else:
                         self._queue(pull)
                 case DO.DETACH:
-                    asked: dict[Peer, None] = {}
-                    for transfer_id in [each for source in pull.sources for each in source.running]:
-                        # A transfer that is not known has just ended.
-                        transfer = self.transfers.get(transfer_id)
-                        if transfer is not None and transfer.read.table.boxes and not transfer.is_packed:
-                            is_posted = transfer.peer.asks.take(transfer_id) is None
-                            self._outbox.commands.append(DetachRead(transfer_id, is_posted))
-                            asked[transfer.peer] = None
-                    for each in asked:
-                        self._ask(each, now)
+                    self._detach_reads(pull, now)
                 case DO.LEAVE:
                     self.entered.pop(pull, None)
                     self.admission.leave(pull.pull_id)
@@ -590,32 +584,12 @@ class DecodeSide:
                     if not at_once:  # else QUEUE follows in this same list of effects
                         self.admission.expect(pull.route.flow, pull.pull_id)
                 case DO.TELL:
-                    self.started.discard(pull.pull_id)
-                    if self.by_request.get(pull.request_id) is pull:
-                        del self.by_request[pull.request_id]
-                    if pull.kind is not KIND.DISCHARGE:
-                        self._outbox.counters[f"pulls.{pull.reason}"] += 1
-                    self._outbox.commands.append(PullReached(pull, M.ENDED))
-                    if isinstance(pull.owner, Request):
-                        self._attempt_ended(pull, pull.owner, now)
-                    for source in pull.sources:
-                        peer = self.peers.by_place.get(source.rank.place)
-                        if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
-                            # The rank may still be alive. Send one release anyway, so that its lease need not expire.
-                            self._outbox.send(*source.rank.place, pull.make_release(source, now))
-                            pull.unanswered += (source.name,)
-                            if peer is None:  # the rank gave way, and nothing else would close the link
-                                self.peers.unlink(source.address)
-                            effects += pull.settled(source, "the rank is gone", now)
-                        elif peer is not None and peer.is_doubted:
-                            self.peers.probe(peer, now)
-                        if peer in self.peers.waiting and all(self.pulls[p].is_published for p in peer.pulls):
-                            del self.peers.waiting[peer]  # no pull needs it any more
-                        if source.running or source.is_waiting:
-                            self._make_room(source)
+                    effects += self._tell_outcome(pull, now)
                 case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
-                    if self.by_request.get(pull.request_id) is not pull:  # else its outcome follows, and says it
+                    # Mostly the blocks return with the outcome, which follows as TELL and says so. They return alone if
+                    # a read still ran at the deadline: its caller was told that they are held, and waits for this.
+                    if self.by_request.get(pull.request_id) is not pull:
                         self._outbox.commands.append(PullReached(pull, M.RETURNED))
                         self._blocks_settled(pull, now)
                 case DO.FINISH:
@@ -633,11 +607,53 @@ class DecodeSide:
         if wakes and pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
             self._timers.wake(pull, when)
 
+    def _detach_reads(self, pull: Pull, now: float) -> None:
+        asked: dict[Peer, None] = {}
+        for transfer_id in [each for source in pull.sources for each in source.running]:
+            # A transfer that is not known has just ended.
+            transfer = self.transfers.get(transfer_id)
+            if transfer is not None and transfer.read.table.boxes and not transfer.is_packed:
+                is_posted = transfer.peer.asks.take(transfer_id) is None
+                self._outbox.commands.append(DetachRead(transfer_id, is_posted))
+                asked[transfer.peer] = None
+        for peer in asked:
+            self._ask(peer, now)
+
+    def _tell_outcome(self, pull: Pull, now: float) -> list[Effect]:
+        """Tell the caller, and give back what the pull needs no more. Return what follows where a rank is gone."""
+        self.started.discard(pull.pull_id)
+        if self.by_request.get(pull.request_id) is pull:
+            del self.by_request[pull.request_id]
+        if pull.kind is not KIND.DISCHARGE:
+            self._outbox.counters[f"pulls.{pull.reason}"] += 1
+        self._outbox.commands.append(PullReached(pull, M.ENDED))
+        if isinstance(pull.owner, Request):
+            self._attempt_ended(pull, pull.owner, now)
+        effects: list[Effect] = []
+        for source in pull.sources:
+            peer = self.peers.by_place.get(source.rank.place)
+            if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
+                # The rank may still be alive. Send one release anyway, so that its lease need not expire.
+                self._outbox.send(*source.rank.place, pull.make_release(source, now))
+                pull.unanswered += (source.name,)
+                if peer is None:  # the rank gave way, and nothing else would close the link
+                    self.peers.unlink(source.address)
+                effects += pull.settled(source, "the rank is gone", now)
+            elif peer is not None and peer.is_doubted:
+                self.peers.probe(peer, now)
+            if peer in self.peers.waiting and all(self.pulls[p].is_published for p in peer.pulls):
+                del self.peers.waiting[peer]  # no pull needs it any more
+            if source.running or source.is_waiting:
+                self._make_room(source)
+        return effects
+
     def _attempt_ended(self, pull: Pull, request: Request, now: float) -> None:
         request.ended(now)
         if request.state is RequestState.OVER and (pull.reason not in pull.retryable or request.discharge is None):
             self._outbox.commands.append(RequestReached(request, M.ENDED))
             return
+        # A request may be over although its ranks were promised another attempt (`Outcome.RETRY`), because its deadline
+        # leaves no time for the pause. `RankCore` ends such a request in the next turn, with a discharge.
         self.between[pull.request_id] = request
         if request.state is RequestState.PAUSING:
             self._outbox.commands.append(RequestReached(request, M.PAUSES))
@@ -679,7 +695,8 @@ class DecodeSide:
 
     def _let_go(self, pull: Pull, source: Source, now: float) -> None:
         """Detach a pull from a released rank, once no transfer from there can write or is waited for."""
-        # After retirement a transfer that may still write keeps the peer in the data plane, but not its heartbeat.
+        # A read of one rank may stay in doubt for ten minutes. Another rank that has acknowledged the release is not
+        # pinged for that long. Nor is the rank in doubt after retirement, though it stays in the data plane.
         if source.is_settled and (pull.is_retired or not (source.running or source.doubtful)):
             self.peers.detach(source.rank.place, pull.pull_id, now)
 
@@ -688,43 +705,47 @@ class DecodeSide:
     def _route(self, pull: Pull, now: float, *, at_once: bool = False) -> None:
         """Choose what is read of which rank, and claim, once every rank that may be read is ready."""
         effects: list[Effect] = []
-        while pull not in self._to_meet and pull.failure is None and pull.state in (P.ANNOUNCED, P.CONNECTING):
+        while pull not in self._to_meet and pull.is_unrouted:
             sources = [source for source in pull.sources if source.role is ROLE.READ]
             if not sources:
                 if pull.kind in (KIND.HIT, KIND.DISCHARGE):
                     break
-                if not self._widen(pull, now):
-                    self._fail_unmet(pull, "no prefill rank holds our data", now)
+                self._widen(pull, "no prefill rank holds our data", now)
                 continue
             known = [source for source in sources if self.peers.by_place[source.rank.place].is_loaded]
             for source in known:
                 effects += pull.met(source, now)
             if pull.lists is None or pull.state is not P.CONNECTING:
                 break
-            if any(source.tables is None for source in sources):
-                # The ranks that have answered may be enough, because a rank that holds nothing of ours need not be
-                # waited for. But without stages here, every remote stage holds layers of ours, and must have answered.
-                if len(known) < len(sources):
-                    stages = {source.rank.pp_stage for source in known}
-                    whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
-                    if whole and len(stages) < pull.params.pp_size:
-                        break
-                peers = [self.peers.by_place[source.rank.place] for source in known]
-                chosen = self.routes.choose_sources(peers, pull.lists.wanted) if known else ""
-                if isinstance(chosen, str):
-                    if len(known) < len(sources):
-                        break
-                    if not self._widen(pull, now):
-                        self._fail_unmet(pull, f"layouts differ: {chosen}", now)
-                    continue
-                read_of = dict(zip([source.rank.place for source in known], chosen, strict=True))
-                tables = [read_of.get(source.rank.place) for source in pull.sources]
-                self._remember(pull, pull.lists.wanted, tables)
-            else:
-                tables = [source.tables for source in pull.sources]
-            effects += pull.routed(tables, now)
+            chosen = self._choose(pull, sources, known, pull.lists.wanted)
+            if isinstance(chosen, str):
+                self._widen(pull, f"layouts differ: {chosen}", now)
+                continue
+            if chosen is not None:
+                effects += pull.routed(chosen, now)
             break
         self._carry_out(pull, effects, now, at_once=at_once and self.can_read(pull))
+
+    def _choose(
+        self, pull: Pull, sources: list[Source], known: list[Source], wanted: tuple[int, ...]
+    ) -> list[PeerTables | None] | str | None:
+        """Return what is read of each rank, why nothing can be, or None while ranks have to be waited for."""
+        if all(source.tables is not None for source in sources):
+            return [source.tables for source in pull.sources]
+        # The ranks that have answered may be enough, because a rank that holds nothing of ours need not be waited for.
+        # But without stages here, every remote stage holds layers of ours, and must have answered.
+        may_answer, stages = len(known) < len(sources), {source.rank.pp_stage for source in known}
+        is_whole = self._layout.pp_size == 1 and len(wanted) == len(self._layout.groups)
+        if may_answer and is_whole and len(stages) < pull.params.pp_size:
+            return None
+        peers = [self.peers.by_place[source.rank.place] for source in known]
+        chosen = self.routes.choose_sources(peers, wanted) if known else ""
+        if isinstance(chosen, str):
+            return None if may_answer else chosen
+        read_of = dict(zip([source.rank.place for source in known], chosen, strict=True))
+        tables = [read_of.get(source.rank.place) for source in pull.sources]
+        self._remember(pull, wanted, tables)
+        return tables
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Remember what is read of each rank for later requests, if all of the route's ranks are ready."""
@@ -741,14 +762,17 @@ class DecodeSide:
             ready.append(peer)
         pull.route.ready[wanted] = Ready(self.peers.num_changes, ready, tables)
 
-    def _widen(self, pull: Pull, now: float) -> bool:
+    def _widen(self, pull: Pull, detail: str, now: float) -> None:
+        """Meet all ranks that this rank answers for, or fail the pull, because they are met and do not hold enough."""
         others = [source for source in pull.sources if source.role is ROLE.UNKNOWN]
         for source in others:
             source.wanted()
         for source in others:
             if pull.failure is None:
                 self._meet(pull, source, now)
-        return bool(others)
+        if not others:
+            reason, detail, blame = pull.unmet or (Reason.GEOMETRY, detail, UNBLAMED)
+            self.fail(pull, reason, detail, now, blame)
 
     def _tables_made(self, peer: Peer, tables: PeerTables) -> None:
         for warning in tables.warnings:
@@ -761,10 +785,10 @@ class DecodeSide:
         if peer is None or peer.state is S.GONE:
             before, peer = peer, self.peers.find(pull.params.engine_id, source.rank, now)
             if before is not None and before is not peer:
-                # A release that is owed there is still owed to the same process start.
+                # The link broke while other pulls owed a release there, and this pull meets the same process start
+                # again. The releases are still owed to it, and fail with the new peer if it is lost as well.
                 for pull_id in before.pulls:
-                    other = _source_at(self.pulls[pull_id], source.address)
-                    if other is not None and not other.is_settled:
+                    if not self.pulls[pull_id].source_at(before.place).is_settled:
                         self.peers.attach(peer, pull_id, now)
                 before.pulls.clear()
         if pull.pull_id not in peer.pulls:
@@ -788,11 +812,6 @@ class DecodeSide:
         elif not source.proven:
             self.fail(pull, reason, detail, now, blame)
 
-    def _fail_unmet(self, pull: Pull, detail: str, now: float) -> None:
-        """Fail a pull of ranks that do not hold what it needs, perhaps because one of them could not be met."""
-        reason, detail, blame = pull.unmet or (Reason.GEOMETRY, detail, UNBLAMED)
-        self.fail(pull, reason, detail, now, blame)
-
     def _pulls_of(self, peer: Peer) -> list[Pull]:
         """Return the pulls that owe or hold something at a peer, in order of arrival."""
         return sorted((self.pulls[p] for p in peer.pulls), key=lambda pull: pull.arrival)
@@ -801,9 +820,11 @@ class DecodeSide:
         """Continue all pulls that waited for a peer."""
         self.posting.take_turn(peer.line)
         for pull in self._pulls_of(peer):
-            source = pull.sources[pull.route.index[peer.place]]
+            source = pull.source_at(peer.place)
             if source.role is ROLE.READ and not pull.is_published:
-                self._meet(pull, source, now)  # the pull may name another rank than the one that answered
+                # Two requests may give one endpoint different names while its handshake runs. The answer decides, and
+                # the request that named it wrongly fails here.
+                self._meet(pull, source, now)
             self._route(pull, now)
             if pull.is_queued:
                 self._queue(pull)
@@ -824,7 +845,7 @@ class DecodeSide:
     def _fail_readers(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         peer.num_failed = 0
         for pull in self._pulls_of(peer):
-            was_well, source = pull.failure is None, pull.sources[pull.route.index[peer.place]]
+            was_well, source = pull.failure is None, pull.source_at(peer.place)
             if pull.is_published:
                 there = self.peers.by_place.get(source.rank.place)  # another peer, if the rank was met anew
                 if source.release is not RELEASE.SETTLED and (there is None or there.state is S.GONE):
@@ -841,7 +862,11 @@ class DecodeSide:
             peer.num_failed += was_well and pull.failure is not None
 
     def _set_aside(self, peer: Peer) -> None:
-        """Stop counting the transfers of a peer that sends nothing, so that others have the room."""
+        """Stop counting the transfers of a peer that sends nothing, so that others have the room.
+
+        A prefill rank whose NIC hangs answers pings, while its reads never end: with `total_requests` of them in
+        flight, no pull of any other engine could begin before their deadlines.
+        """
         if not peer.line.is_set_aside:
             self._outbox.counters["peers.set_aside"] += 1
             peer.line.is_set_aside = True

@@ -246,6 +246,7 @@ class Lease:
     """Owed readers without a running grant, and with a process that has ended."""
     refused: list[Refusal] = field(default_factory=list)
     revoked_by: str = ""
+    on_end: Callable[[], None] | None = None  # the engine calls it at the end, and it is None from then on
     scheduled_at: float = math.inf
     is_sampled: bool = False  # True if the end is logged even if all is well
 

@@ -24,22 +24,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from msgspec import Struct
+
 from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
-from asynckv.core.source import (
-    LONG_AGO,
-    MAX_CLAIM_PAUSE_S,
-    MIN_RENEW_S,
-    RATE_MARGIN,
-    RELEASE,
-    ROLE,
-    UNBLAMED,
-    Blame,
-    Source,
+from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, UNBLAMED, Blame, Source
+from asynckv.core.types import (
+    Cohort,
+    How,
+    KVTransferParams,
+    Outcome,
+    Place,
+    PullId,
+    Reason,
+    RequestId,
+    TransferId,
+    members,
 )
-from asynckv.core.types import Cohort, How, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
@@ -141,11 +144,18 @@ def _runs(pull: Pull) -> bool:
     return False
 
 
-def _is_told(pull: Pull) -> bool:
+def _is_told(pull: Pull, _: float) -> bool:
     for source in pull.sources:
         if source.release is not RELEASE.SETTLED:
             return False
     return True
+
+
+def _began_early(pull: Pull, _: float) -> bool:
+    for source in pull.sources:
+        if source.was_early:
+            return True
+    return False
 
 
 def _all_landed(pull: Pull, _: float) -> bool:
@@ -166,12 +176,13 @@ EMPTY = Fact("nothing is wanted: a full prefix hit", lambda pull, _: pull.kind i
 LANDED = Fact("every read has landed", _all_landed)
 UNLENT = Fact("it is not lent yet, and nothing runs", lambda pull, _: pull.not_lent_yet and not _runs(pull))
 PROVEN = Fact("every read is proven", _all_proven)
-EARLY = Fact("a read began before the request was lent", lambda pull, _: any(x.was_early for x in pull.sources))
+EARLY = Fact("a read began before the request was lent", _began_early)
 DRAINED = Fact("nothing runs, or the time is up", lambda pull, now: now >= pull.drain_by or not _runs(pull))
 OVER = Fact(
-    "every rank is told, and nothing can write the blocks", lambda pull, _: _is_told(pull) and not pull.holds_blocks
+    "every rank is told, and nothing can write the blocks",
+    lambda pull, now: _is_told(pull, now) and not pull.holds_blocks,
 )
-TOLD = Fact("every rank is told", lambda pull, _: _is_told(pull))
+TOLD = Fact("every rank is told", _is_told)
 FREE = Fact("nothing can write the blocks any more", lambda pull, _: not pull.holds_blocks)
 
 WHEN: Mapping[PullState, Mapping[Fact, PullState]] = {
@@ -202,6 +213,25 @@ class PullRequest:
     num_tokens: int | None = None
     is_last: bool = True
     priority: int = 0
+
+
+class Measures(Struct, gc=False):
+    """Times and amounts of a pull that are told, and steer nothing. Each time is infinite until it has come."""
+
+    ready_at: float = math.inf
+    admitted_at: float = math.inf
+    planned_at: float = math.inf
+    posted_at: float = math.inf
+    read_at: float = -math.inf
+    failed_at: float = math.inf
+    released_at: float = math.inf
+    post_s: float = 0.0
+    detect_s: float = 0.0
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    num_descriptors_posted: int = 0
+    rereads: int = 0
+    num_packed: int = 0  # packed copies that were read
 
 
 @dataclass(slots=True, eq=False)
@@ -236,30 +266,18 @@ class Pull:
     not_before: float = -math.inf  # time until which another attempt would meet a rank in its back-off
     drain_by: float = math.inf
     is_returned: bool = False
+    was_held: bool = False  # True once the engine has told an outcome before the blocks returned
     is_retired: bool = False  # True once the blocks were held for `held_s`: they are never reused in this process
     number: int = 0  # place among all leases and pulls of the rank, in the order in which they began
     arrival: int = 0
 
     begun_at: float = math.inf
-    ready_at: float = math.inf
-    admitted_at: float = math.inf
-    planned_at: float = math.inf
-    posted_at: float = math.inf
-    read_at: float = -math.inf
-    failed_at: float = math.inf
     failed_in: str = ""
     waited_for: str = ""
     unanswered: tuple[str, ...] = ()  # ranks that did not acknowledge the release before it was given up
     published_at: float = math.inf
-    released_at: float = math.inf
-    post_s: float = 0.0
-    detect_s: float = 0.0
-    num_bytes: int = 0
-    num_descriptors: int = 0
     num_posted: int = 0
-    num_descriptors_posted: int = 0
-    rereads: int = 0
-    num_packed: int = 0  # packed copies that were read
+    measures: Measures = field(default_factory=Measures)
     num_traced: int = 0  # number of history entries that were reported one by one
     scheduled_at: float = math.inf
     _effects: list[Effect] = field(default_factory=list)
@@ -279,6 +297,10 @@ class Pull:
         return self.state is S.QUEUED and not self.not_lent_yet
 
     @property
+    def is_unrouted(self) -> bool:
+        return self.failure is None and self.state in (S.ANNOUNCED, S.CONNECTING)
+
+    @property
     def not_lent_yet(self) -> bool:
         """Return True if a rank has said that the request is not lent yet, so that reading now would be useless."""
         for source in self.sources:  # no generator, because this is called often
@@ -292,6 +314,9 @@ class Pull:
             if source.running or source.doubtful:
                 return True
         return False
+
+    def source_at(self, place: Place) -> Source:
+        return self.sources[self.route.index[place]]
 
     @property
     def wake_at(self) -> float:
@@ -393,8 +418,7 @@ class Pull:
             after, then = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED), E.ROUTED
             self.lists, self.deadline = start
             self.kind, self.called_at, self.begun_at, self.warn_at = KIND.PULL, now, now, now + self.warn_s
-        if now < self.ready_at:
-            self.ready_at = now
+        self.measures.ready_at = now
         for source, read in zip(self.sources, tables, strict=True):
             if read is not None:
                 source.role, source.tables = ROLE.READ, read
@@ -416,26 +440,24 @@ class Pull:
 
     def unplannable(self, reason: Reason, detail: str, now: float) -> list[Effect]:
         """Fail an admitted pull, because its plan cannot be made; see `admitted`."""
-        self.admitted_at = min(self.admitted_at, now)
+        self.measures.admitted_at = min(self.measures.admitted_at, now)
         return self.fail(reason, detail, now)
 
     def admitted(self, plans: Iterable[tuple[Source, Plan]], now: float) -> list[Effect]:
         """Begin to read, with these plans for the sources that have none yet."""
-        after = ON_EVENT[self.state].get(E.ADMITTED) or self._impossible(E.ADMITTED)
+        after, measures = ON_EVENT[self.state].get(E.ADMITTED) or self._impossible(E.ADMITTED), self.measures
         for source, plan in plans:
             source.plan = plan
             source.following = plan.posts(self.limits.max_post_bytes, self.limits.max_post_descriptors)
             source.next_read = next(source.following, None)
             source.has_landed = source.next_read is None
-            self.num_bytes += plan.num_bytes
-            self.num_descriptors += plan.num_descriptors
+            measures.num_bytes += plan.num_bytes
+            measures.num_descriptors += plan.num_descriptors
             if source.next_read is None:
                 source.claim_at = math.inf
                 source.prove()
-        if now < self.admitted_at:
-            self.admitted_at = now
-        if now < self.planned_at:
-            self.planned_at = now
+        if measures.admitted_at == math.inf:  # else the pull reads again
+            measures.admitted_at = measures.planned_at = now
         self.warn_at = now + self.warn_s
         return self._settle(after, now)
 
@@ -454,24 +476,7 @@ class Pull:
         waited = source.not_lent_yet
         match answer:
             case Granted():
-                # A grant counts from before the answered claim was sent.
-                sent_at, params = source.nonces[answer.nonce], self.params
-                deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
-                if deadline > source.covered_until:
-                    source.covered_until = deadline
-                if answer.nonce > source.granted_nonce:
-                    source.granted_nonce = answer.nonce
-                source.not_lent_yet = False
-                # If params left after the KV was written, a read can be too late, but never too early. A grant before
-                # the first read needs no clock either.
-                if params.written or source.first_posted_at == math.inf:
-                    source.lent_by = LONG_AGO
-                else:
-                    source.lent_by = min(source.lent_by, now - answer.lent_for_s * (1 - RATE_MARGIN))
-                if deadline > now or answer.nonce == next(reversed(source.nonces)):
-                    source.claims = 0
-                    source.claim_at = max(sent_at + min(params.renew_s, answer.seconds / 2), now + MIN_RENEW_S)
-                source.prove()
+                source.granted(answer, self.params, now)
                 if len(self.history) < MAX_HISTORY:
                     self.history.append((now, notes.Promised(source.rank.name, answer.seconds)))
             case NotYet():
@@ -508,9 +513,9 @@ class Pull:
         if before < source.first_posted_at:
             source.first_posted_at = before
         if not self.num_posted:
-            self.posted_at = before
+            self.measures.posted_at = before
         self.num_posted += 1
-        self.num_descriptors_posted += read.num_descriptors
+        self.measures.num_descriptors_posted += read.num_descriptors
         return read
 
     def ended(
@@ -521,7 +526,7 @@ class Pull:
         event = E.ENDED if is_done else E.TRANSFER_FAILED
         after = ON_EVENT[self.state].get(event) or self._impossible(event)
         if is_done:
-            self.detect_s = max(self.detect_s, detect_s)
+            self.measures.detect_s = max(self.measures.detect_s, detect_s)
         if transfer.ending is ENDING.IN_DOUBT:
             source.doubtful.add(transfer.transfer_id)
         elif source.doubtful:
@@ -531,7 +536,7 @@ class Pull:
         if is_done:
             source.bytes_read += num_bytes
         if is_done and source.has_landed:
-            source.done_at = self.read_at = now
+            source.done_at = self.measures.read_at = now
             source.nonce_when_done = max(source.nonces, default=0)
             if source.lent_by < math.inf:  # else nothing is granted, so nothing is proven
                 source.prove()
@@ -656,9 +661,9 @@ class Pull:
             case S.NOTIFYING:
                 self._publish(before, now)
             case S.QUARANTINED:
-                self.released_at = now
+                self.measures.released_at = now
             case S.RELEASED:
-                self.released_at = min(self.released_at, now)
+                self.measures.released_at = min(self.measures.released_at, now)
                 effects.append(DO.FINISH)
             case S.DRAINING:
                 effects.append(DO.DETACH)
@@ -726,7 +731,7 @@ class Pull:
             return
         assert reason is not Reason.COMPLETE
         self.failure, self.blame = (reason, detail), blame
-        self.failed_at, self.failed_in, self.waited_for = now, self._phase, self.waiting_for(now)[1]
+        self.measures.failed_at, self.failed_in, self.waited_for = now, self._phase, self.waiting_for(now)[1]
         is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
         self.drain_by = now if is_late else min(self.deadline, now + self.limits.drain_s)
         self._note(now, notes.Failed(reason, detail))
@@ -736,7 +741,7 @@ class Pull:
             if source.was_early:
                 self._note(now, notes.ReadAgain(source.name))
                 source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors)
-                self.rereads += 1
+                self.measures.rereads += 1
 
     @property
     def _phase(self) -> str:
@@ -747,9 +752,9 @@ class Pull:
                 return "announced"
             case S.CONNECTING:
                 return "handshake"
-            case S.QUEUED if self.admitted_at < math.inf and self.planned_at == math.inf:
+            case S.QUEUED if self.measures.admitted_at < math.inf and self.measures.planned_at == math.inf:
                 return "plan"
-            case S.READING if self.posted_at < math.inf:
+            case S.READING if self.measures.posted_at < math.inf:
                 return "read"
             case S.CONFIRMING:
                 return "confirm"

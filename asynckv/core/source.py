@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asynckv.core.types import Address, How, Place, PullId, Reason, TransferId, members
-from asynckv.core.wire import Refused
+from asynckv.core.types import Address, How, KVTransferParams, Place, PullId, Reason, TransferId, members
+from asynckv.core.wire import RELEASE_NONCE, Granted, Refused
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
@@ -123,7 +123,7 @@ class Source:
     @property
     def was_early(self) -> bool:
         """True if the first read began before the blocks were lent, so that it proves nothing."""
-        return self.reads and not self.proven and self.first_posted_at <= self.lent_by < math.inf
+        return self.role is ROLE.READ and not self.proven and self.first_posted_at <= self.lent_by < math.inf
 
     @property
     def reads(self) -> bool:
@@ -178,6 +178,30 @@ class Source:
         self.claims += 1
         pause_s = retry_s * 2 ** (self.claims - 1 if self.claims < 7 else 6)
         self.claim_at = now + (pause_s if pause_s < MAX_CLAIM_PAUSE_S else MAX_CLAIM_PAUSE_S)
+
+    def has_asked(self, nonce: int) -> bool:
+        """Return True if a claim, a renewal or a release of ours carried this nonce."""
+        return nonce in self.nonces or (nonce == RELEASE_NONCE and self.release is RELEASE.SENT)
+
+    def granted(self, grant: Granted, params: KVTransferParams, now: float) -> None:
+        """Take a grant, which counts from before the answered claim was sent."""
+        sent_at = self.nonces[grant.nonce]
+        deadline = sent_at + grant.seconds * (1 - RATE_MARGIN)
+        if deadline > self.covered_until:
+            self.covered_until = deadline
+        if grant.nonce > self.granted_nonce:
+            self.granted_nonce = grant.nonce
+        self.not_lent_yet = False
+        # If params left after the KV was written, a read can be too late, but never too early. A grant before the first
+        # read needs no clock either.
+        if params.written or self.first_posted_at == math.inf:
+            self.lent_by = LONG_AGO
+        else:
+            self.lent_by = min(self.lent_by, now - grant.lent_for_s * (1 - RATE_MARGIN))
+        if deadline > now or grant.nonce == next(reversed(self.nonces)):
+            self.claims = 0
+            self.claim_at = max(sent_at + min(params.renew_s, grant.seconds / 2), now + MIN_RENEW_S)
+        self.prove()
 
     def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str] | None:
         """Take a refusal, and return why the attempt fails, if it does. `reads_yet`: the pull reads or is queued."""

@@ -205,8 +205,9 @@ class DecodeLedger(_Ledger):
         super().__init__(integer("num_ranks", num_ranks, 1, MAX_RANKS))
         self._fetches: dict[str, Fetch] = {}  # all that are not over, by name
         self._current: dict[str, Fetch] = {}  # those that were not cancelled and have no reported end, by request id
-        self._readers: dict[Key, Fetch] = {}  # the request that is pulled for each key
-        self._waiting: dict[Key, dict[str, Fetch]] = {}  # requests that wait for another pull of their key, by name
+        self._siblings: dict[
+            Key, list[Fetch]
+        ] = {}  # of each key, the request that is pulled, and those that wait for it
         self._spent: dict[Key, None] = {}  # keys of params that were read or given up, oldest first
         self._outcome = Outcome()
 
@@ -247,11 +248,11 @@ class DecodeLedger(_Ledger):
             checked = msgspec.structs.replace(checked, traceparent=traceparent, tracestate=tracestate)
         fetch = Fetch(request_id, unused(request_id, self._fetches), checked, msgspec.to_builtins(checked))
         self._fetches[fetch.name] = self._current[request_id] = fetch
-        if checked.key in self._readers:
+        if checked.key in self._siblings:
             fetch.state = State.WAITING
-            self._waiting.setdefault(checked.key, {})[fetch.name] = fetch
+            self._siblings[checked.key].append(fetch)
         else:
-            self._readers[checked.key] = fetch
+            self._siblings[checked.key] = [fetch]
             fetch.announcement = self._order(Announce(fetch.name, fetch.plain))
         return fetch
 
@@ -262,7 +263,7 @@ class DecodeLedger(_Ledger):
         through a prefix cache.
         """
         fetch = self._current.get(request_id)
-        if fetch is not None and fetch.state is State.WAITING and fetch.params.key in self._readers:
+        if fetch is not None and fetch.state is State.WAITING and fetch.params.key in self._siblings:
             return None
         return fetch is not None and fetch.state is State.QUEUED
 
@@ -456,18 +457,19 @@ class DecodeLedger(_Ledger):
             )
         fetch.state = after
         key = fetch.params.key
-        if after in (State.HELD, State.OVER) and self._readers.get(key) is fetch:
+        siblings = self._siblings.get(key, [])
+        if after in (State.HELD, State.OVER) and siblings and siblings[0] is fetch:
             # Siblings use the blocks that are in place by now, or compute their prompts, or fail too.
-            del self._readers[key]
-            siblings = self._waiting.pop(key, {})
+            del self._siblings[key]
             if fetch.errors and not fetch.is_cancelled:  # a later request may still try these params
-                for other in siblings.values():
+                for other in siblings[1:]:
                     other.errors.update(fetch.errors)
             else:
                 remember(self._spent, key, None, MAX_SPENT)
+        elif after is State.OVER and fetch in siblings:
+            siblings.remove(fetch)
         if after is State.OVER:
             del self._fetches[fetch.name]
-            self._waiting.get(key, {}).pop(fetch.name, None)
 
 
 # -- prefill ---------------------------------------------------------------------------------------

@@ -46,30 +46,29 @@ ERRORS: Mapping[Reason, type[PullError]] = {
 class Caller:
     """A coroutine that waits for the end of a request."""
 
-    _news: asyncio.Future[None] | None = None
+    _news: asyncio.Event | None = None
 
     def ended(self, job: Request) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._news is not None:
+            self._news.set()
 
     def returned(self, job: Request, is_retired: bool) -> None:
         """Do nothing: `PullError.returned` asks the driver."""
 
     async def wait(self, driver: Driver, request: Request) -> PullResult:
         """Wait for the result, or raise the error of the last attempt."""
-        core, new_future = driver.core, asyncio.get_running_loop().create_future
+        core, news = driver.core, asyncio.Event()
+        self._news = news
         try:
-            while request.state is not RequestState.OVER:
-                self._news = new_future()
-                await self._news
+            if request.state is not RequestState.OVER:
+                await news.wait()
         except asyncio.CancelledError:
             core.abandon(request, driver.clock.now())
             driver.soon()
             # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
             while request.state is not RequestState.OVER and not driver.life.is_shut and driver.core is core:
                 with suppress(asyncio.CancelledError), anyio.CancelScope(shield=True):
-                    self._news = new_future()
-                    await self._news
+                    await news.wait()
             raise
         return outcome(driver, request)
 
@@ -94,10 +93,10 @@ def result_of(pull: Pull, layout: Layout) -> PullResult:
     return PullResult(
         request_id=pull.request_id,
         pull_id=pull.pull_id,
-        num_bytes=pull.num_bytes,
+        num_bytes=pull.measures.num_bytes,
         num_posts=pull.num_posted,
-        descriptors_planned=pull.num_descriptors,
-        descriptors_posted=pull.num_descriptors_posted,
+        descriptors_planned=pull.measures.num_descriptors,
+        descriptors_posted=pull.measures.num_descriptors_posted,
         phases=phases(pull),
         padding=tuple(pull.lists.padding(layout)),
         num_tokens=pull.lists.num_tokens,

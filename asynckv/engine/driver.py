@@ -24,7 +24,6 @@ from asynckv.account.survey import Survey
 from asynckv.account.watch import Watch
 from asynckv.core import told
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.lease import Lease
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
     DetachRead,
@@ -42,7 +41,7 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.told import Told, short
-from asynckv.core.types import Address, How, PullId, ReplyTo, members
+from asynckv.core.types import Address, How, ReplyTo, members
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
@@ -111,7 +110,6 @@ class Driver:
     """One rank's core on an event loop: one once the engine has started, and another after it was resumed.
 
     Attributes:
-        lent: Unfinished leases, and what is called at the end of each.
         turned: Event that every turn sets, for tasks that wait for an end.
         release_s: Seconds that the last releases took in the background.
         data_down: Reason for which the data plane does not serve now; empty while it does.
@@ -132,7 +130,6 @@ class Driver:
     ) -> None:
         self.home, self.life, self.recorder = home, life, recorder
         self.data, self.control, self.clock = data, control, clock
-        self.lent: dict[Lease, Callable[[], None]] = {}
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)
         self.lag = lag
@@ -140,8 +137,6 @@ class Driver:
         self.observers = Observers(recorder)
         self.guests: list[Guest] = []
         self.data_down = self.control_down = ""
-        self._held: set[PullId] = set()
-        self._returning: dict[PullId, asyncio.Event] = {}  # pulls whose blocks a caller waits for
         self._loading: set[asyncio.Task[None]] = set()
         self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
         self._has_waited = False  # True if queued messages were already held back one turn, to share a packet
@@ -233,28 +228,22 @@ class Driver:
         self.core.destroyed(self.clock.now())
         self._obey()
         now = self.clock.now()
-        for event in self._returning.values():
-            event.set()
-        for lease, end in self.lent.items():
-            end()
-            self.core.outbox.counters["leases.closed"] += 1
-            self.tell(self.observers.lease_ended, lease, now)
+        for lease in self.core.prefill.leases.values():
+            if lease.on_end is not None:  # else told before, because a suspended engine that is closed ends twice
+                lease.on_end()
+                self.core.outbox.counters["leases.closed"] += 1
+                self.tell(self.observers.lease_ended, lease, now)
+        self.turned.set()
         self.recorder.tell_groups(now)
-        self._returning.clear()
-        self.lent.clear()
-        self._held.clear()
 
     async def until_returned(self, pull: Pull) -> None:
         """Wait until nothing can write a pull's blocks any more; raise `BlocksRetired` if they are given up."""
         self.home.here(PullError.returned)
-        if not (pull.is_returned or pull.is_retired or self.life.state is LifeState.CLOSED):
-            await self._returning.setdefault(pull.pull_id, asyncio.Event()).wait()
+        while not (pull.is_returned or pull.is_retired or self.life.state is LifeState.CLOSED):
+            self.turned.clear()
+            await self.turned.wait()
         if pull.is_retired and not pull.is_returned:
             raise BlocksRetired("a transfer that does not end may still write these blocks; never use them again")
-
-    def _tell_returned(self, pull: Pull) -> None:
-        if (event := self._returning.pop(pull.pull_id, None)) is not None:
-            event.set()
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -375,12 +364,7 @@ class Driver:
     def _turn(self) -> None:
         self._due = None
         if self.life.is_shut:
-            if self.life.state in (LifeState.SHUT, LifeState.STUCK):
-                # Nothing is sent or read any more, but outcomes are told and blocks are given up in time.
-                self.core.outbox.take_packets()
-                self._obey()
-                self._arm(self._next_at)
-            return
+            return self._turn_when_shut()
         core = self.core
         outbox, decode = core.outbox, core.decode
         try:
@@ -417,6 +401,14 @@ class Driver:
         if when < self._timer_at or self._timer is None:
             self._arm(when)
 
+    def _turn_when_shut(self) -> None:
+        """Tell outcomes, and give up blocks in time, until the agent is destroyed. Nothing is sent or read any more."""
+        if self.life.state in (LifeState.SHUT, LifeState.STUCK):
+            self.core.outbox.take_packets()
+            self._obey()
+            self._arm(self._next_at)
+            self.turned.set()
+
     def _read(self) -> None:
         clock, decode = self.clock, self.core.decode
         started = began = clock.now()
@@ -429,7 +421,7 @@ class Driver:
                     self._internal_error(exc)
                     ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
                 now = clock.now()
-                post.pull.post_s += now - began
+                post.pull.measures.post_s += now - began
                 if ended is not None:
                     decode.ended(ended, 0.0, now)
             elif decode.entered or decode.admission.turns:
@@ -440,7 +432,7 @@ class Driver:
                     continue
                 if pull is None:
                     break
-                now = pull.planned_at = clock.now()
+                now = pull.measures.planned_at = clock.now()
             else:
                 break
             began = now
@@ -473,25 +465,20 @@ class Driver:
                 match command:
                     case PullReached(pull, M.ENDED):
                         if not pull.is_returned:
-                            self._held.add(pull.pull_id)
+                            pull.was_held = True
                             outbox.counters["blocks.kept"] += 1
-                        elif self._returning:
-                            self._tell_returned(pull)
                         if pull.kind is not Kind.DISCHARGE:
                             self.tell(self.observers.pull_ended, pull, now)
                     case RequestReached(request, M.ENDED):
                         if request.waiter is not None:
                             request.waiter.ended(request)
                     case PullReached(pull, M.OVER):
-                        self.release_s.append(pull.released_at - pull.published_at)
+                        self.release_s.append(pull.measures.released_at - pull.published_at)
                         self.tell(self.observers.pull_over, pull, now)
                     case PullReached(pull, M.RETURNED):
-                        self._tell_returned(pull)
-                        if pull.pull_id in self._held:
-                            self._held.discard(pull.pull_id)
+                        if pull.was_held:
                             recorder.blocks_returned(pull, now)
                     case PullReached(pull):  # M.RETIRED
-                        self._tell_returned(pull)
                         self.tell(self.observers.blocks_retired, pull, now)
                     case RequestReached(request, M.RETURNED | M.RETIRED):
                         if request.waiter is not None:
@@ -501,8 +488,8 @@ class Driver:
                         recorder.pull_tried_again(request.pull, request.next_at - now)
                         self.tell(self.observers.pull_retried, request.pull, now)
                     case LeaseOver(lease):
-                        if (end := self.lent.pop(lease, None)) is not None:
-                            end()
+                        if lease.on_end is not None:
+                            lease.on_end()
                         self.tell(self.observers.lease_ended, lease, now)
                     case LoadPeer(peer, metadata):
                         task = asyncio.get_running_loop().create_task(self._load(peer, metadata))

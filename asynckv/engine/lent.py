@@ -19,7 +19,7 @@ class LentRequest:
         self._ended: asyncio.Event | None = None  # made for a caller that waits
         self._calls: list[Callable[[LeaseEnd], None]] = []
         if not lease.is_over:  # else it was released before it was lent
-            driver.lent[lease] = self._end
+            lease.on_end = self._end
 
     def __repr__(self) -> str:
         return f"<LentRequest {self.request_id!r} {self._lease.state.value}>"
@@ -49,19 +49,20 @@ class LentRequest:
     async def wait_released(self) -> LeaseEnd:
         """Wait until the blocks are the engine's again, whatever the reason."""
         self._driver.home.here(self.wait_released)
-        if self._lease in self._driver.lent:
+        if self._lease.on_end is not None:
             self._ended = self._ended or asyncio.Event()
             await self._ended.wait()
         return self._how()
 
     def _when_released(self, call: Callable[[LeaseEnd], None]) -> None:
         """Call this on the loop once the blocks are the engine's again, at once if they are."""
-        if self._lease in self._driver.lent:
+        if self._lease.on_end is not None:
             self._calls.append(call)
         else:
             call(self._how())
 
     def _end(self) -> None:
+        self._lease.on_end = None
         if self._ended is not None:
             self._ended.set()
         for call in self._calls:

@@ -80,24 +80,25 @@ def phases(pull: Pull) -> dict[str, float]:
     noticed. `release` runs in the background until every rank acknowledged. A failed pull was in its last phase until
     it failed, then in `drain`. A pull that was only announced has `announced` for all but these two.
     """
-    release_s = max(pull.released_at - pull.published_at, 0.0) if pull.released_at < math.inf else 0.0
-    end = pull.published_at if pull.failed_at == math.inf else pull.failed_at
-    failed = {"drain": pull.published_at - end} if pull.failed_at < math.inf else {}
+    seen = pull.measures
+    release_s = max(seen.released_at - pull.published_at, 0.0) if seen.released_at < math.inf else 0.0
+    end = pull.published_at if seen.failed_at == math.inf else seen.failed_at
+    failed = {"drain": pull.published_at - end} if seen.failed_at < math.inf else {}
     if pull.begun_at == math.inf:
         return {"announced": end - pull.history[0][0], **failed, "release": release_s}
-    ready, first = min(pull.ready_at, end), min(pull.posted_at, end)
-    plan_s = max(min(pull.planned_at, end) - min(pull.admitted_at, end), 0.0)
+    ready, first = min(seen.ready_at, end), min(seen.posted_at, end)
+    plan_s = max(min(seen.planned_at, end) - min(seen.admitted_at, end), 0.0)
     # One of several ranks may have been read long before the failure, and data may be read before it is lent.
-    read_at = end if pull.failed_in == "read" else min(max(pull.read_at, first), end)
+    read_at = end if pull.failed_in == "read" else min(max(seen.read_at, first), end)
     confirm_s = 0.0 if pull.failed_in == "queue" else end - read_at
     handshake_s, read_s = ready - pull.begun_at, read_at - first
     return {
         "handshake": handshake_s,
         "queue": max(end - pull.begun_at - handshake_s - plan_s - read_s - confirm_s, 0.0),
         "plan": plan_s,
-        "post": pull.post_s,
+        "post": seen.post_s,
         "read": read_s,
-        "detect": pull.detect_s,
+        "detect": seen.detect_s,
         "confirm": confirm_s,
         **failed,
         "release": release_s,
@@ -223,11 +224,11 @@ class Recorder(Observer):
             waited_for=short(pull.waited_for) if is_failed else "",
             peer_ranks=[source.name for source in pull.sources[:MAX_NAMED]],
             read_ranks=[source.name for source in pull.sources if source.reads][:MAX_NAMED],
-            bytes=pull.num_bytes if pull.reason is Reason.COMPLETE else 0,
-            descriptors=pull.num_descriptors,
+            bytes=pull.measures.num_bytes if pull.reason is Reason.COMPLETE else 0,
+            descriptors=pull.measures.num_descriptors,
             posts=pull.num_posted,
-            rereads=pull.rereads,
-            packed=pull.num_packed or None,
+            rereads=pull.measures.rereads,
+            packed=pull.measures.num_packed or None,
             phases={k: round(v, 6) for k, v in phases(pull).items()},
             unanswered=list(pull.unanswered[:MAX_NAMED]) or None,
             history=None if good and not slow else _relative(pull.history),

@@ -87,12 +87,12 @@ class Tally(Observer):
                 durations.total_s += seconds
         reason, num_bytes = pull.reason, 0
         if reason is Reason.COMPLETE:
-            outcome, num_bytes = "complete", pull.num_bytes
+            outcome, num_bytes = "complete", pull.measures.num_bytes
         else:
             outcome = "cancelled" if reason is Reason.CANCELLED else "failed"
         self.pulls[outcome].add(pull.published_at - pull.called_at)
         self.posts += pull.num_posted
-        self.rereads += pull.rereads
+        self.rereads += pull.measures.rereads
         peer = pull.params.engine_id
         if peer not in self.peer_bytes and len(self.peer_bytes) >= MAX_PEERS:
             peer = OTHER
@@ -103,7 +103,7 @@ class Tally(Observer):
         self.retried[str(pull.reason)] += 1
 
     def pull_over(self, pull: Pull, now: float) -> None:
-        self.phases["release"].add(max(pull.released_at - pull.published_at, 0.0))
+        self.phases["release"].add(max(pull.measures.released_at - pull.published_at, 0.0))
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
         self.blocks_given_up += written_blocks(pull)

@@ -172,7 +172,7 @@ class Tracing(Observer):
                 "asynckv.peer": params.engine_id,
                 "asynckv.reader": rank_name(pull.cohort.id, pull.cohort.tp_rank, pull.cohort.pp_stage),
                 "asynckv.outcome": str(reason),
-                "asynckv.bytes": pull.num_bytes if reason is Reason.COMPLETE else 0,
+                "asynckv.bytes": pull.measures.num_bytes if reason is Reason.COMPLETE else 0,
                 "asynckv.posts": pull.num_posted,
             }
         )
@@ -196,7 +196,7 @@ class Tracing(Observer):
         if span is not None:
             span.set_attributes({"asynckv.request_id": pull.request_id[:MAX_TEXT], "asynckv.pull_id": pull.pull_id})
             self._add_events(span, pull.history[_num_to_outcome(pull) :])
-            span.end(self._wall_ns(max(pull.released_at, pull.published_at)))
+            span.end(self._wall_ns(max(pull.measures.released_at, pull.published_at)))
 
     # -- inside ------------------------------------------------------------------------------------
 

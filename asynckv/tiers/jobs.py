@@ -57,7 +57,7 @@ class OffloadJob:
     held_by: set[str] = field(default_factory=set)
     ended: JobEnded | None = None
     ended_at: float = math.inf
-    outcome: asyncio.Future[JobEnded] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)  # set once it has ended, or was closed before its end
     is_returned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -92,14 +92,12 @@ class OffloadJob:
         self.ended_at = now
         if ended.is_held:
             self.retired_at = now + held_s
-        if not self.outcome.done():
-            self.outcome.set_result(ended)
+        self.is_over.set()
         return ended
 
     def closed(self) -> None:
-        if not self.outcome.done():
-            self.outcome.set_exception(EngineClosed("the offload was closed"))
-            self.outcome.exception()  # perhaps no caller waits
+        if self.ended is None:
+            self.is_over.set()
             self.tell_ended()
 
     def tell_ended(self) -> None:
@@ -114,7 +112,8 @@ class OffloadJob:
 
     def how_it_ended(self) -> JobEnded:
         """Return the end; raise an error if the job was given up or closed, or its blocks are held."""
-        ended = self.outcome.result()
+        if (ended := self.ended) is None:
+            raise EngineClosed("the offload was closed")
         if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
             raise self.error()
         return ended

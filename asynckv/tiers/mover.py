@@ -173,7 +173,7 @@ class Mover:
         gives it up.
         """
         try:
-            await job.outcome
+            await job.is_over.wait()
         except asyncio.CancelledError:
             if job.ended is None:
                 self.give_up([job])

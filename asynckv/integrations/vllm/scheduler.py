@@ -25,6 +25,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,16 @@ FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 logger = logging.getLogger("vllm.asynckv")  # vLLM shows the lines of loggers below its own
 
 
+@dataclass(slots=True)
+class Queued:
+    """A request that has no blocks yet, and which tokens of its prompt are to be read: from `first` up to `end`."""
+
+    request: Any
+    since: float
+    first: int = 0
+    end: int = 0  # 0 if nothing is to be read
+
+
 class SchedulerHalf:
     """The connector in vLLM's scheduler; only for that scheduler's thread."""
 
@@ -70,16 +81,14 @@ class SchedulerHalf:
         self.shape = Shape.of(vllm_config, kv_cache_config)
         self.pulls = DecodeLedger(num_ranks=1)  # vLLM joins its workers' reports
         self.loans: PrefillLedger | None = None  # None until the workers' addresses are known
-        self._end: dict[str, int] = {}  # tokens from the start of a queued request's prompt that are to be read
         self._failing: list[str] = []
         self._erred: set[str] = set()  # requests that ended with an error while they were loaded
-        self._first: dict[str, int] = {}  # the first token that the local prefix cache lacks
         from asynckv.integrations.vllm.stats import SchedulerTally
 
         self.tally = SchedulerTally()
         self._adapters: dict[tuple[str, str], int] = {}  # name and path of each adapter, and its number; 0: reloaded
         self._pool: Any = None
-        self._queued: dict[str, tuple[Any, float]] = {}  # without blocks, and since when; the oldest first
+        self._queued: dict[str, Queued] = {}  # by id, the oldest first
         self._reclaimed_at = -math.inf
         self._reclaims: list[Order] = []
 
@@ -116,7 +125,7 @@ class SchedulerHalf:
     # -- a request comes, and gets blocks -----------------------------------------------------------
 
     def add(self, request: Any) -> None:
-        self._queued[request.request_id] = request, monotonic()
+        self._queued[request.request_id] = Queued(request, monotonic())
         self._look_at_adapter(request)
         given = request.kv_transfer_params
         if given is not None and not isinstance(given, dict):
@@ -175,7 +184,7 @@ class SchedulerHalf:
         if not end:
             self.spare(request)
             return False
-        self._end[request.request_id] = end
+        self._queued[request.request_id].end = end
         return True
 
     def _computes(self, request: Any, cause: str, why: str = "") -> bool:
@@ -231,35 +240,33 @@ class SchedulerHalf:
 
     def match(self, request: Any, num_cached: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local prefix cache can be read; None to be asked again."""
-        fetch = self.pulls.get(request.request_id)
-        if fetch is None:
+        fetch, queued = self.pulls.get(request.request_id), self._queued.get(request.request_id)
+        if fetch is None or queued is None:
+            self.spare(request)  # with blocks of its own, it is not read any more
             return 0, False
         # If the load that it waited for has failed, it fails as a load too, so that vLLM's policy applies.
         may_pull = True if fetch.errors else self.pulls.may_pull(request.request_id)
         if may_pull is None:
             return None, False
-        more = self._end[request.request_id] - num_cached
+        more, queued.first = queued.end - num_cached, num_cached
         if not may_pull:
             if more > self.shape.largest_block:
                 self._computes(request, "sibling")
             self.spare(request)
             more = 0
-        self._first[request.request_id] = num_cached
         return (more, True) if more > 0 else (0, False)
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """Order the pull of a request that has its blocks (`update_state_after_alloc`); called with 0 after a load."""
-        self._queued.pop(request.request_id, None)
-        fetch = self.pulls.get(request.request_id)
-        if fetch is None or fetch.state not in (State.QUEUED, State.WAITING):
+        queued, fetch = self._queued.pop(request.request_id, None), self.pulls.get(request.request_id)
+        if queued is None or fetch is None or fetch.state not in (State.QUEUED, State.WAITING):
             return
         if num_external > 0 and fetch.errors:
             self._failing.append(request.request_id)
             self.spare(request)
         elif num_external > 0 and fetch.state is State.QUEUED:
-            first = self._first.get(request.request_id, 0)
-            end = first + num_external
-            lists = self.shape.missing(blocks, first, end)
+            end = queued.first + num_external
+            lists = self.shape.missing(blocks, queued.first, end)
             priority = max(-MAX_INTEGER, min(request.priority, MAX_INTEGER))
             self.pulls.pull(request.request_id, lists, num_tokens=end, priority=priority)
         else:
@@ -268,8 +275,6 @@ class SchedulerHalf:
 
     def spare(self, request: Any) -> None:
         """Cancel the reading of a request that needs no lent KV, or is gone. The request may be unknown."""
-        self._end.pop(request.request_id, None)
-        self._first.pop(request.request_id, None)
         if request.request_id not in self._erred:
             self.pulls.cancel(request.request_id)
 
@@ -302,10 +307,14 @@ class SchedulerHalf:
 
     def _reclaim(self, now: float) -> None:
         """Ask readers for room for the oldest queued request, once it has waited for `grant_s`."""
-        request, since = next(iter(self._queued.values()))
-        if self._pool is None or now - since < self.options.lease.grant_s or now - self._reclaimed_at < RECLAIM_S:
+        oldest = next(iter(self._queued.values()))
+        if (
+            self._pool is None
+            or now - oldest.since < self.options.lease.grant_s
+            or now - self._reclaimed_at < RECLAIM_S
+        ):
             return
-        if (lacking := self.shape.num_blocks(request.num_tokens) - self._pool.get_num_free_blocks()) > 0:
+        if (lacking := self.shape.num_blocks(oldest.request.num_tokens) - self._pool.get_num_free_blocks()) > 0:
             self._reclaimed_at = now
             self._reclaims.append(Reclaim(lacking))
 
