@@ -107,7 +107,7 @@ def _is_reopenable(fd: int) -> bool:
 PACE = 1.5
 
 
-class Taster(Protocol):
+class PeerTrials(Protocol):
     """A trial of peers in another process before they are loaded here (`taster.py`)."""
 
     num_refused: int
@@ -129,7 +129,7 @@ class NixlPlane:
 
     _loop: asyncio.AbstractEventLoop  # of the last start
 
-    def __init__(self, config: NixlConfig, agent_name: str, taster: Taster | None = None) -> None:
+    def __init__(self, config: NixlConfig, agent_name: str, taster: PeerTrials | None = None) -> None:
         self._config, self._taster = config, taster
         self._name = self._base_name = agent_name
         self._starts = 0
