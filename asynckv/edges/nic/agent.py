@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -104,14 +104,21 @@ def make_epoll() -> select.epoll:
         return select.epoll()
 
 
+class _Closing(Protocol):
+    def close(self) -> None: ...
+
+
+Closing = TypeVar("Closing", bound=_Closing)
+
+
 @contextmanager
-def set_up(agent: Agent) -> Iterator[Agent]:
-    """Close an agent if its set-up fails, because the caller has no reference to it yet."""
+def set_up(made: Closing) -> Iterator[Closing]:
+    """Close an agent, or a plane of them, if its set-up fails; one that cannot be closed says so at its next start."""
     try:
-        yield agent
+        yield made
     except BaseException:
         with suppress(BackendError):
-            agent.close()
+            made.close()
         raise
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -91,14 +90,10 @@ class NixlCopies:
         kinds = {memory.kind for some in (near, *far.values()) for memory in some}
         self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
         self._areas: list[Bytes] = []  # staging memory of all threads
-        try:
+        with set_up(self):
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"
                 self._posters.start(name, self._make_agent(api, name, near, far), TELL_S, joins=False)
-        except BaseException:
-            with suppress(BackendError):  # the next start reports it
-                self.close()
-            raise
 
     def _make_agent(self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]]) -> Agent:
         params = {"ucx_error_handling_mode": "none", "engine_config": f"TLS={self._tls}"}
