@@ -305,7 +305,7 @@ class Record(NamedTuple):
     tag: str = ""  # name of the record's group, for people
 
 
-class Stored(NamedTuple):
+class StoredRecord(NamedTuple):
     """A record that a record plane found when it started."""
 
     key: bytes
@@ -352,7 +352,7 @@ class RecordPlane(_MovePlane, Protocol):
         on_ready: Callable[[], None],
         loop: asyncio.AbstractEventLoop | None = None,
         layouts: Mapping[str, bytes] = MappingProxyType({}),
-    ) -> Sequence[Stored]:
+    ) -> Sequence[StoredRecord]:
         """Open the records, register the memory that they move from and to, and return them, the oldest first.
 
         The `layouts` of records, encoded, are kept by their fingerprints for processes that find the records later.

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.files.index import Entry, checksum, read_index
+from asynckv.edges.files.index import IndexRow, checksum, read_index
 from asynckv.edges.files.store import segment_extents, segment_path
 from asynckv.edges.files.tier import FileTier
 from asynckv.edges.host_pool import HostPool
@@ -127,7 +127,7 @@ async def read_along(folder: Path) -> dict[str, int]:
         life.pool.close()
 
 
-def unsound(folder: Path) -> list[Entry]:
+def unsound(folder: Path) -> list[IndexRow]:
     """Name the blocks of an index that are not what was stored, and have not been given up since they were read."""
     said, found = read_index(folder), []
     for entry in said.entries:

@@ -33,7 +33,7 @@ from asynckv.edges.control.local import LocalDoor
 from asynckv.edges.files import nixl as file_nixl
 from asynckv.edges.files import tier as file_tier
 from asynckv.edges.files import worker as file_worker
-from asynckv.edges.files.index import INDEX, DamagedIndex, Entry, FileIndex, checksum, read_index, typed
+from asynckv.edges.files.index import INDEX, DamagedIndex, FileIndex, IndexRow, checksum, read_index, typed
 from asynckv.edges.files.io import Extent
 from asynckv.edges.files.store import OWNER, OwnerLock, owner_of
 from asynckv.edges.files.tier import FileTier
@@ -41,7 +41,7 @@ from asynckv.edges.host_pool import HostPool
 from asynckv.edges.nic.agent import Agent
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
-from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
+from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, StoredRecord
 from asynckv.tools.offload.folder import look, prune_folder
 from tests.killed import EVERY, unsound
 from tests.lab import plain_files
@@ -78,7 +78,7 @@ class Tier:
         self._event = asyncio.Event()
         self._numbers = itertools.count(1)
 
-    def start(self, **layouts: bytes) -> Sequence[Stored]:
+    def start(self, **layouts: bytes) -> Sequence[StoredRecord]:
         return self.plane.start(self.pool.memory, self._poll, None, layouts)
 
     def _poll(self) -> None:
@@ -182,7 +182,7 @@ async def test_what_is_stored_is_found_by_the_next_start(
     await tier.plane.quiesce()
     tier.plane.close()
     found = tier.start()
-    assert sorted(found) == sorted(Stored(r.key, r.far, r.size, "layout", "group") for r in all_of_it)
+    assert sorted(found) == sorted(StoredRecord(r.key, r.far, r.size, "layout", "group") for r in all_of_it)
     assert read_index(tmp_path / "tier").layouts == {"layout": b"how it lies"}
     elsewhere = [r._replace(near=(COUNT - 1) * SIZE - r.near) for r in all_of_it]
     assert (await tier.load(elsewhere)).ending is DONE
@@ -379,7 +379,7 @@ def spoil(folder: Path, good: bytes, at: int) -> None:
 @pytest.mark.slow
 def test_a_wrong_byte_of_the_first_page_is_told_or_changes_nothing(tmp_path: Path) -> None:
     """All 4,096 of them: each either leaves every record, or is damage, for the owner and for other readers."""
-    (index := FileIndex(tmp_path)).change({0: Entry(0, PAGE, b"key", 0, "layout", "group", 0)}, [])
+    (index := FileIndex(tmp_path)).change({0: IndexRow(0, PAGE, b"key", 0, "layout", "group", 0)}, [])
     index.note(segment_bytes=SEGMENT)
     index.close()
     good, said = (tmp_path / INDEX).read_bytes(), read_index(tmp_path)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -233,6 +234,22 @@ def test_what_is_loaded(what: str) -> None:
     code = f"import sys, {code}; print(*(x for x in sys.modules if x.partition('.')[0] == 'asynckv'))"
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
     assert {room(module) for module in done.stdout.split()} - GROUND == rooms - GROUND
+
+
+SAME_NAME = {
+    "BlocksRetired": "the public error, and the event that logs it, whose name in logs is the class's",
+    "LeaseEnded": "the event, and what sinks are told of it",
+    "PeerChanged": "the event, and what sinks are told of it",
+    "Refused": "the message between ranks and the event; counters, and logs, have the names of the classes",
+}
+"""Classes of one name in modules that an engine loads, and why."""
+
+
+def test_a_class_name_means_one_thing_in_what_an_engine_loads() -> None:
+    rooms = LOADING["an engine"][1] | GROUND | {"offload", "tiers"}
+    loaded = (path for module, path in MODULES.items() if room(module) in rooms)
+    names = Counter(node.name for path in loaded for node in nodes(path) if isinstance(node, ast.ClassDef))
+    assert {name for name, number in names.items() if number > 1} == SAME_NAME.keys()
 
 
 # -- libraries -------------------------------------------------------------------------------------------------

@@ -667,7 +667,7 @@ async def test_a_process_that_ends_just_after_it_has_loaded_a_peer_was_ended_by_
     await child.keeper.start(())
     trial = asyncio.ensure_future(child.load(AgentInfo("good", b""), SOMEBODY))
     await asyncio.sleep(0)
-    child._hear(wire.Loaded(""))  # both are heard in one turn of the loop
+    child._hear(wire.LoadEnded(""))  # both are heard in one turn of the loop
     child._lost("signal 11", 0.0)
     assert await trial == "signal 11"
     await child.keeper.quiesce()

@@ -12,7 +12,7 @@ import pytest
 from asynckv.account.waits import readers, waits
 from asynckv.core import lease as lease_module
 from asynckv.core.lease import Effects, Lease, LeaseState, Lent, Reader
-from asynckv.core.notes import Gone
+from asynckv.core.notes import ReaderGone
 from asynckv.core.types import Cohort, Key, Outcome, Reason, RequestId
 from asynckv.core.wire import Ack, Claim, Granted, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
@@ -249,7 +249,7 @@ def test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone() -> 
     assert waits(lease, AT + 5.0).startswith("claimed and no longer renewed by decode/tp1")
     assert lease.lose([Reader("decode", 1)], AT + 6.0).has_ended
     assert (lease.state, lease.owed()) == (LeaseState.EXPIRED, ("decode/tp0", "decode/tp1"))
-    assert lease.history[-2:] == [(AT + 6.0, Gone("decode/tp1@process-")), (AT + 6.0, "expired")]
+    assert lease.history[-2:] == [(AT + 6.0, ReaderGone("decode/tp1@process-")), (AT + 6.0, "expired")]
 
 
 def test_a_lease_does_not_end_early_while_a_reader_that_is_not_owed_holds_a_grant() -> None:

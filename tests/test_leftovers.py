@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from asynckv.config import OffloadConfig
-from asynckv.edges.files.index import INDEX, STORED_AT, DamagedIndex, Entry, FileIndex, read_index
+from asynckv.edges.files.index import INDEX, STORED_AT, DamagedIndex, FileIndex, IndexRow, read_index
 from asynckv.edges.files.io import ALIGN
 from asynckv.edges.files.leftovers import left_in, rank_folder
 from asynckv.edges.files.store import OwnerLock
@@ -151,7 +151,7 @@ def test_one_rank_that_cannot_be_used_is_named_with_its_cause(tmp_path: Path, ho
 
 def test_an_index_whose_pages_lead_back_to_themselves_is_damaged(tmp_path: Path) -> None:
     index = FileIndex(tmp_path)
-    index.change({at: Entry(at * ALIGN, ALIGN, b"key", 0, "form", "tag", 0) for at in range(20_000)}, [])
+    index.change({at: IndexRow(at * ALIGN, ALIGN, b"key", 0, "form", "tag", 0) for at in range(20_000)}, [])
     index.close()
     assert len(read_index(tmp_path).entries) == 20_000
     # All that the root of the records' tree says is to be found below is one page now, over and over again.

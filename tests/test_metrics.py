@@ -38,7 +38,7 @@ from asynckv.core.pull import Pull as CorePull
 from asynckv.observe import endpoint as endpoints
 from asynckv.observe import metrics as metrics_module
 from asynckv.observe.metrics import FAMILIES, place_of
-from asynckv.observe.metrics_tally import BUCKETS_S, MAX_PEERS, PHASES, Durations, Tally
+from asynckv.observe.metrics_tally import BUCKETS_S, MAX_PEERS, PHASES, Durations, MetricsTally
 from tests.engines import Bench, memory, until
 from tests.lab.tiers import SimDisk
 from tests.observed import QUICK, end, lived, passing, story
@@ -211,7 +211,7 @@ async def test_durations_are_counted_as_the_log_tells_them(sim: Bench) -> None:
             pulls.append(pull)
 
     async with sim.pair() as (prefill, decode, group):
-        kept, tally = Kept(), Tally()
+        kept, tally = Kept(), MetricsTally()
         for observer in (kept, tally):
             decode.engine.observation.observe(observer)
         params, _ = prefill.lent(group, "r", [1], written=True)
@@ -330,7 +330,7 @@ async def test_what_an_observer_raises_is_counted_and_changes_nothing(
             raise RuntimeError("a bug of the observer's")
 
     async with sim.pair() as (prefill, decode, group):
-        broken, tally = Broken(), Tally()
+        broken, tally = Broken(), MetricsTally()
         decode.engine.observation.observe(broken)
         decode.engine.observation.observe(tally)
         for i in range(3):
@@ -521,7 +521,7 @@ async def test_a_reading_that_takes_long_serves_others_as_well(sim: Bench, monke
 
 
 def test_a_copy_of_a_tally_is_nobody_elses() -> None:
-    tally = Tally()
+    tally = MetricsTally()
     before = tally.copy()
     for durations in (tally.phases["read"], tally.pulls["failed"], tally.leases["expired"], tally.lag):
         durations.add(1.0)

@@ -23,7 +23,7 @@ from asynckv.offload.eviction import LRU, POLICIES, Policy, S3Fifo, policy_named
 from asynckv.offload.found import ABSENT, READY, Found, longest
 from asynckv.offload.job import Job, JobEvent, JobKind, JobOutcome, JobState
 from asynckv.offload.keys import MAX_HASH_BYTES, StoredGroup, as_hashes, block_hashes, namespace, needed, stored_groups
-from asynckv.offload.slots import Slots
+from asynckv.offload.slots import TierSlots
 from tests.lab.offload_audit import audit_slots
 
 examples = settings(deadline=None, max_examples=50)
@@ -92,7 +92,7 @@ def test_a_job_takes_what_its_table_lists_and_nothing_else(state: JobState, even
 def test_slots_never_overlap_and_none_is_lost(data: st.DataObject) -> None:
     records = data.draw(st.lists(st.sampled_from([1, 2, 5, 7, 11]), min_size=1, max_size=4))
     num_bytes = data.draw(st.integers(352, 500))
-    slots = Slots(num_bytes, records)
+    slots = TierSlots(num_bytes, records)
     taken: dict[tuple[int, int], set[int]] = {}
     for _ in range(data.draw(st.integers(1, 25))):
         if data.draw(st.booleans()) and taken:
@@ -120,7 +120,7 @@ def test_slots_never_overlap_and_none_is_lost(data: st.DataObject) -> None:
 @examples
 @given(wanted=st.lists(st.tuples(st.integers(0, 1), st.integers(-2, 90)), max_size=60))
 def test_what_was_claimed_is_taken_and_the_rest_is_free(wanted: list[tuple[int, int]]) -> None:
-    slots = Slots(200, [2, 3])
+    slots = TierSlots(200, [2, 3])
     claimed = [place for place, is_good in zip(wanted, slots.claim(wanted), strict=True) if is_good]
     assert len(set(claimed)) == len(claimed)
     places = [set(range(s * slots.sizes[k], (s + 1) * slots.sizes[k])) for k, s in claimed]
@@ -130,7 +130,7 @@ def test_what_was_claimed_is_taken_and_the_rest_is_free(wanted: list[tuple[int, 
 
 
 def test_a_slot_that_is_lost_free_twice_or_out_of_its_chunk_is_found() -> None:
-    slots = Slots(200, [2, 3])
+    slots = TierSlots(200, [2, 3])
     [slot] = slots.take(0, 1)
     assert audit_slots(slots, [{slot}, set()]) == []
     assert audit_slots(slots, [set(), set()]) == [f"slots [{slot}] of 2 bytes are neither free nor taken"]
@@ -147,7 +147,7 @@ def test_what_is_claimed_costs_its_records_and_not_the_tier() -> None:
         assert steps < 1_000, "every slot is looked at"
         return count
 
-    slots = Slots(1 << 50, [4096])
+    slots = TierSlots(1 << 50, [4096])
     before = sys.gettrace()
     sys.settrace(count)
     try:
@@ -159,7 +159,7 @@ def test_what_is_claimed_costs_its_records_and_not_the_tier() -> None:
 
 
 def test_chunks_that_no_size_divides_do_not_overlap() -> None:
-    slots = Slots(1000, [5, 7, 11])
+    slots = TierSlots(1000, [5, 7, 11])
     places = [
         set(range(slot * size, (slot + 1) * size))
         for _ in range(20)
@@ -171,14 +171,14 @@ def test_chunks_that_no_size_divides_do_not_overlap() -> None:
 
 
 def test_a_chunk_goes_back_with_its_last_slot() -> None:
-    slots = Slots(1000, [5, 11])
+    slots = TierSlots(1000, [5, 11])
     for slot in slots.take(0, 1000):
         slots.put(0, slot)
     assert len(slots.take(1, 1000)) > 80
 
 
 def test_neighbours_are_handed_out_together() -> None:
-    slots = Slots(1000, [1])
+    slots = TierSlots(1000, [1])
     assert slots.take(0, 600) == list(range(600))
     for slot in [*range(0, 100, 2), *range(200, 264), *range(301, 310)]:
         slots.put(0, slot)
@@ -193,7 +193,7 @@ def test_a_tier_that_is_too_small_is_refused_with_what_it_needs() -> None:
     with pytest.raises(
         ConfigError, match="num_bytes is 100, which cannot hold records of 4, 64 bytes; give 1024 or more"
     ):
-        Slots(100, [4, 64])
+        TierSlots(100, [4, 64])
 
 
 # -- policies -----------------------------------------------------------------------------------------

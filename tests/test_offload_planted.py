@@ -22,7 +22,7 @@ from asynckv.offload.cutting import Cutting
 from asynckv.offload.entry import Entry
 from asynckv.offload.eviction import S3Fifo
 from asynckv.offload.job import Jobs
-from asynckv.offload.slots import Runs, Slots
+from asynckv.offload.slots import Runs, TierSlots
 from asynckv.offload.tier import Tier
 from asynckv.offload.traffic import Traffic
 from tests.test_offload_machine import play
@@ -165,14 +165,14 @@ PLANTED = {
         part.test_neighbours_are_handed_out_together,
     ),
     "chunks overlap": Bug(
-        Slots,
+        TierSlots,
         "bounds",
         "-(-chunk * self.chunk_bytes // size)",
         "chunk * self.chunk_bytes // size",
         part.test_chunks_that_no_size_divides_do_not_overlap,
     ),
     "a chunk never goes back": Bug(
-        Slots, "put", "length == hi - lo", "False", part.test_a_chunk_goes_back_with_its_last_slot
+        TierSlots, "put", "length == hi - lo", "False", part.test_a_chunk_goes_back_with_its_last_slot
     ),
     "a size of record keeps what another has no room for": Bug(
         T, "_evict", "self._evict_chunk(kind, victim.used)", "0", example.test_a_size_of_record_follows_what_is_used

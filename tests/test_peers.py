@@ -17,7 +17,7 @@ import pytest
 from asynckv.config import EngineConfig, PullConfig
 from asynckv.core import peers
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.flow import InFlight, Line
+from asynckv.core.flow import InFlight, PeerLine
 from asynckv.core.outbox import PeerReached
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import MAX_UNMET
@@ -137,7 +137,7 @@ def test_each_start_of_a_process_has_a_pause_of_its_own() -> None:
 
 def test_a_rank_may_be_down_for_a_year() -> None:
     config = PullConfig()
-    it = Peer("prefill", 0, 0, Address("tcp://127.0.0.1:1"), "start", Line(InFlight()))
+    it = Peer("prefill", 0, 0, Address("tcp://127.0.0.1:1"), "start", PeerLine(InFlight()))
     for number in range(5000):
         it.greet(number, config, 1e7)
         it.failed(Reason.UNREACHABLE, "no answer", config, 1e7)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from asynckv.core.flow import InFlight, Line, Posting
+from asynckv.core.flow import InFlight, PeerLine, Posting
 from asynckv.core.pull import Effect, PullState
 from asynckv.core.source import UNBLAMED
 from asynckv.core.types import PullId, Reason, TransferId
@@ -93,7 +93,7 @@ def test_a_pause_is_at_most_64_times_the_first() -> None:
 
 
 def test_whoever_was_sent_away_may_stand_in_line_again() -> None:
-    line, posting = Line(InFlight(), is_open=True), Posting(1 << 20, 1 << 20)
+    line, posting = PeerLine(InFlight(), is_open=True), Posting(1 << 20, 1 << 20)
     read: Any = SimpleNamespace(num_bytes=1, num_descriptors=1)
     poster: Any = SimpleNamespace(next_read=read, may_post=True, not_lent_yet=False, is_waiting=False)
     posting.offer(line, poster)

@@ -16,7 +16,7 @@ from asynckv.config import PullConfig
 from asynckv.core import attempts, lifecycle, peer, pull
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.flow import InFlight, Line
+from asynckv.core.flow import InFlight, PeerLine
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Effect, Pull, PullRequest, PullState
@@ -273,7 +273,7 @@ CONFIG = PullConfig()
 
 
 def peer_at(state: PeerState) -> Peer:
-    it = Peer("p", 0, 0, *PLACE, Line(InFlight()))
+    it = Peer("p", 0, 0, *PLACE, PeerLine(InFlight()))
     steps: list[Callable[[], object]] = [
         lambda: it.greet(1, CONFIG, 0.0),
         lambda: it.welcomed("agent", LAYOUT, None, CONFIG, 0.0),

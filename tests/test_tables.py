@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asynckv.core import lease, peer, pull
-from asynckv.core.flow import InFlight, Line
+from asynckv.core.flow import InFlight, PeerLine
 from asynckv.core.lease import LeaseState
 from asynckv.core.peer import Peer, PeerEvent, PeerState
 from asynckv.core.pull import PullEvent, PullState
@@ -43,7 +43,7 @@ def test_every_state_has_a_row_and_is_reachable(name: str) -> None:
 @pytest.mark.parametrize("state", PeerState)
 @pytest.mark.parametrize("event", PeerEvent)
 def test_an_impossible_peer_event_changes_nothing(state: PeerState, event: PeerEvent) -> None:
-    it = Peer("engine", 0, 0, Address("tcp://127.0.0.1:1"), "incarnation", Line(InFlight()), state)
+    it = Peer("engine", 0, 0, Address("tcp://127.0.0.1:1"), "incarnation", PeerLine(InFlight()), state)
     if event in peer.ON_EVENT[state]:
         it.receive(event)
         assert it.state is peer.ON_EVENT[state][event]

@@ -27,7 +27,7 @@ from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullRea
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
-from asynckv.core.routes import Ready, Routes
+from asynckv.core.routes import ReadyRoute, Routes
 from asynckv.core.source import RELEASE, ROLE, UNBLAMED, Blame, Source
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, How, Key, PullId, Reason, RequestId, TransferId, members
@@ -760,7 +760,7 @@ class DecodeSide:
             if not is_same or peer.state is S.GONE or (read is not None and not peer.line.is_open):
                 return
             ready.append(peer)
-        pull.route.ready[wanted] = Ready(self.peers.num_changes, ready, tables)
+        pull.route.ready[wanted] = ReadyRoute(self.peers.num_changes, ready, tables)
 
     def _widen(self, pull: Pull, detail: str, now: float) -> None:
         """Meet all ranks that this rank answers for, or fail the pull, because they are met and do not hold enough."""

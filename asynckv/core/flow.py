@@ -219,7 +219,7 @@ class InFlight:
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class PeerLine:
     """One peer's posters, in order of arrival, and the transfers in flight from the peer."""
 
     in_flight: InFlight
@@ -238,9 +238,9 @@ class Line:
 class Posting:
     def __init__(self, max_bytes: float, max_descriptors: float) -> None:
         self.in_flight = InFlight(max_bytes, max_descriptors)
-        self.turns: deque[Line] = deque()  # lines that may post; empty if no line has anything to post
+        self.turns: deque[PeerLine] = deque()  # lines that may post; empty if no line has anything to post
 
-    def offer(self, line: Line, poster: Source) -> None:
+    def offer(self, line: PeerLine, poster: Source) -> None:
         """Put a poster into its peer's line, unless it stands there already or has nothing to post."""
         if not poster.is_waiting and poster.may_post and not poster.not_lent_yet and poster.next_read is not None:
             poster.is_waiting = True
@@ -249,7 +249,7 @@ class Posting:
                 line.has_turn = True
                 self.turns.append(line)
 
-    def take_turn(self, line: Line) -> None:
+    def take_turn(self, line: PeerLine) -> None:
         """Give a line a turn to post, because something has changed for it."""
         if line.posters and not line.has_turn:
             line.has_turn = True
@@ -275,7 +275,7 @@ class Posting:
                 return posters[0]
         return None
 
-    def posted(self, line: Line, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
+    def posted(self, line: PeerLine, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
         for room in (line.in_flight,) if line.is_set_aside else (line.in_flight, self.in_flight):
             room.sizes[transfer_id] = num_bytes, num_descriptors
             room.num_bytes += num_bytes
@@ -285,7 +285,7 @@ class Posting:
         if line.posters:
             self.take_turn(line)
 
-    def left(self, line: Line, transfer_id: TransferId) -> None:
+    def left(self, line: PeerLine, transfer_id: TransferId) -> None:
         for room in (line.in_flight, self.in_flight):
             if (size := room.sizes.pop(transfer_id, None)) is not None:
                 room.num_bytes -= size[0]

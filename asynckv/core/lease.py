@@ -305,7 +305,7 @@ class Lease:
         after = ON_EVENT[self.state].get(Gone) or self._impossible(Gone)
         for reader in readers:
             self.gone.add(reader)
-            self._note(now, notes.Gone(self.past[reader].name))
+            self._note(now, notes.ReaderGone(self.past[reader].name))
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
@@ -469,7 +469,7 @@ class Lease:
                 return refused(ask, Reason.OVERLOADED, f"more than {MAX_GRANTS} grants of this request run")
             name = _rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
             if len(self.history) < MAX_HISTORY:
-                self.history.append((now, notes.Granted(name, pull_id)))
+                self.history.append((now, notes.GrantedTo(name, pull_id)))
             self.attempts[reader] = self.attempts.get(reader, 0) + 1
             self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now, (reply_to,))
             self.running[reader] = self.running.get(reader, 0) + 1

@@ -23,7 +23,7 @@ class Note(Struct, frozen=True, tag_field="note", tag=str.lower):
 History = list[tuple[float, str | Note]]  # states and notes, each with a time
 
 
-class Granted(Note, frozen=True):
+class GrantedTo(Note, frozen=True, tag="granted"):
     words = "granted to {reader}, pull {pull_id}"
     reader: str
     pull_id: PullId
@@ -42,7 +42,7 @@ class Lapsed(Note, frozen=True):
     pull_id: PullId
 
 
-class Gone(Note, frozen=True):
+class ReaderGone(Note, frozen=True, tag="gone"):
     words = "gone: {reader}"
     reader: str
 
@@ -59,7 +59,7 @@ class Promised(Note, frozen=True):
     seconds: float
 
 
-class NotYet(Note, frozen=True):
+class AnsweredNotYet(Note, frozen=True, tag="notyet"):
     words = "{rank} not yet"
     rank: str
 
@@ -92,13 +92,13 @@ class Retired(Note, frozen=True):
 
 
 AnyNote = (
-    Granted
+    GrantedTo
     | Released
     | Lapsed
-    | Gone
+    | ReaderGone
     | Revoked
     | Promised
-    | NotYet
+    | AnsweredNotYet
     | Unrenewed
     | ReadAgain
     | Failed

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from asynckv.config import PullConfig
 from asynckv.core.asks import Asks
-from asynckv.core.flow import Line
+from asynckv.core.flow import PeerLine
 from asynckv.core.source import RemoteRank
 from asynckv.core.types import Address, Cohort, How, Place, PullId, Reason, TransferId, impossible, members, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
@@ -85,7 +85,7 @@ class Peer:
     pp_stage: int
     address: Address
     incarnation: str
-    line: Line  # queue of the sources that read from the peer
+    line: PeerLine  # queue of the sources that read from the peer
     state: PeerState = S.NEW
     told_as: PeerState = S.NEW  # state in the last event about the peer
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 from asynckv.config import PullConfig
-from asynckv.core.flow import InFlight, Line
+from asynckv.core.flow import InFlight, PeerLine
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import LoadPeer, Outbox, PeerReached, RemovePeer
 from asynckv.core.peer import FINAL, Due, Peer, PeerEvent, PeerState
@@ -56,7 +56,7 @@ class Peers:
     ) -> None:
         self.by_place: dict[Place, Peer] = {}
         self.num_changes = 0
-        """Number of times that a peer ceased to be ready, was lost or forgotten. A `Ready` holds until the next."""
+        """Times that a peer ceased to be ready, was lost or forgotten. A `ReadyRoute` holds until the next."""
         self._there: defaultdict[Address, dict[Peer, None]] = defaultdict(dict)  # the same by address
         self._layout, self._cohort, self._config = layout, cohort, config
         self._outbox, self._timers, self._nonces, self._routes = outbox, timers, nonces, routes
@@ -88,7 +88,7 @@ class Peers:
                 self._timers.forget(peer)
                 peer = None
         if peer is None:
-            line = Line(InFlight(self._config.window_bytes, self._config.window_descriptors))
+            line = PeerLine(InFlight(self._config.window_bytes, self._config.window_descriptors))
             peer = Peer(engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
             if lost is not None:
                 peer.is_doubted, peer.failures = True, lost.failures

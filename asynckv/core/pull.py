@@ -481,7 +481,7 @@ class Pull:
                     self.history.append((now, notes.Promised(source.rank.name, answer.seconds)))
             case NotYet():
                 source.not_lent_yet, source.not_lent_yet_at = source.covered_until == -math.inf, now
-                self._note(now, notes.NotYet(source.name))
+                self._note(now, notes.AnsweredNotYet(source.name))
             case Refused():
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):

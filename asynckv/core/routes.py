@@ -32,7 +32,7 @@ MAX_CHOICES = 4096
 Chosen = tuple[PeerTables | None, ...]
 
 
-class Ready(NamedTuple):
+class ReadyRoute(NamedTuple):
     """The ranks of a route, all of them ready, and the tables to read from each (None: it is only released).
 
     It is valid while `Peers.num_changes` is unchanged.
@@ -56,7 +56,7 @@ class Route:
     ranks: tuple[RemoteRank, ...]
     flow: FlowKey
     index: dict[Place, int]  # place of a rank -> its number among `ranks`, and among the sources of every pull
-    ready: dict[tuple[int, ...], Ready] = field(default_factory=dict)
+    ready: dict[tuple[int, ...], ReadyRoute] = field(default_factory=dict)
 
 
 class Routes:

@@ -40,18 +40,18 @@ class Aside(Executor):
         return ended
 
 
-class Ending(Protocol):
+class Stoppable(Protocol):
     def stop(self) -> None: ...
 
     def wait(self, timeout_s: float) -> bool: ...
 
 
-_started: weakref.WeakSet[Ending] = weakref.WeakSet()
+_started: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 
 os.register_at_fork(after_in_child=_started.clear)  # a child has none of these threads, but maybe a lock they held
 
 
-def end_at_exit(thread: Ending) -> None:
+def end_at_exit(thread: Stoppable) -> None:
     """Register a thread to be ended at exit, because inside NIXL it would not survive the end of the interpreter."""
     _started.add(thread)
 

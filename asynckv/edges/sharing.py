@@ -72,7 +72,7 @@ def map_shared(num_bytes: int) -> mmap.mmap:
 class NotShared(BackendError): ...
 
 
-class Share(NamedTuple):
+class SharedMapping(NamedTuple):
     fd: int
     offset: int
     address: int
@@ -93,7 +93,7 @@ class Shares:
     """The mappings under some regions, with descriptors of their own; raises `NotShared` for a region without one."""
 
     def __init__(self, memories: Sequence[Memory]) -> None:
-        self.shares: list[Share] = []
+        self.shares: list[SharedMapping] = []
         self._fds: dict[tuple[int, int], int] = {}
         try:
             self._find(memories)
@@ -128,7 +128,7 @@ class Shares:
                         f"{where} is shared, but neither a descriptor nor a path leads to it any more; {REMEDY}"
                     )
                 self._fds[mapping.file] = fd
-        self.shares = [Share(self._fds[m.file], m.offset, m.start, m.end - m.start) for m in needed.values()]
+        self.shares = [SharedMapping(self._fds[m.file], m.offset, m.start, m.end - m.start) for m in needed.values()]
 
 
 def _under(memory: Memory, mappings: Sequence[_Mapping], where: str) -> Iterator[_Mapping]:

@@ -84,7 +84,7 @@ async def kept(task: asyncio.Task[tuple[HeldBlocks, ...]]) -> tuple[HeldBlocks, 
     return left
 
 
-class Guest(Protocol):
+class EngineGuest(Protocol):
     """A part that uses the engine's memory too, and ends before the engine: an offload, called `owner` by its user.
 
     Its counters, gauges and description are reported with the engine's own. `let_go` stops its use of the memory and
@@ -135,7 +135,7 @@ class Driver:
         self.lag = lag
         self.began_at = math.inf
         self.observers = Observers(recorder)
-        self.guests: list[Guest] = []
+        self.guests: list[EngineGuest] = []
         self.data_down = self.control_down = ""
         self._loading: set[asyncio.Task[None]] = set()
         self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
@@ -168,7 +168,7 @@ class Driver:
         self._sign_at = now + core.config.lease.lease_s / 2
         core.outbox.trace = self.recorder.is_tracing
 
-    def attach(self, guest: Guest) -> None:
+    def attach(self, guest: EngineGuest) -> None:
         """Let a guest use the memory until the engine ends; one guest at a time."""
         if self.life.state is not LifeState.RUNNING:
             raise EngineClosed(f"the engine is {self.life.state.value}, and takes no offload")

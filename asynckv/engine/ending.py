@@ -34,7 +34,7 @@ LOG_S = 0.25
 MAX_NAMED = 64  # most requests with grants that were cut short that the log names
 
 
-class Ending:
+class Shutdown:
     def __init__(self, driver: Driver, config: EngineConfig) -> None:
         self._driver, self._config = driver, config
         self._life, self._recorder = driver.life, driver.recorder

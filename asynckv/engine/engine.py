@@ -32,7 +32,7 @@ from asynckv.edges.control.local import LocalDoor, socket_name
 from asynckv.edges.kernel import identity, processor_waits
 from asynckv.engine.attempts import Caller, outcome
 from asynckv.engine.driver import Driver
-from asynckv.engine.ending import Ending
+from asynckv.engine.ending import Shutdown
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lag import LoopLag
 from asynckv.engine.lent import LentRequest
@@ -123,7 +123,7 @@ class Engine:
         self._started_at, self._planes = math.inf, dict[str, str]()
         self._untaken: Callable[[], list[float]] = list
         """Function that returns the times of results that wait to be taken. A desk sets it."""
-        self._ending = Ending(self._driver, config)
+        self._ending = Shutdown(self._driver, config)
         self.observation = Observation(self._driver, config, registration.layout)
 
     # -- life --------------------------------------------------------------------------------------

@@ -31,14 +31,18 @@ PlainIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)]]  # msgspec 
 
 def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:
     """Return block ids as an array, with `NULL` in place of `None` and of the engine's `null_block`."""
-    is_flat = type(ids) is list or isinstance(ids, Sequence) or hasattr(ids, "__array__")
-    if not is_flat or (type(ids) is not list and isinstance(ids, NO_SEQUENCE)):
+    plain = _plain_ids(ids)
+    out = np.fromiter(plain, np.int64, len(plain)) if plain is not None else _checked_ids(ids)
+    if null_block != NULL:
+        out[out == null_block] = NULL
+    return out
+
+
+def _checked_ids(ids: BlockIds) -> Int64s:
+    """Return any ids as an array, with `NULL` in place of `None`."""
+    is_flat = isinstance(ids, Sequence) or hasattr(ids, "__array__")
+    if not is_flat or isinstance(ids, NO_SEQUENCE):
         raise LayoutError(f"block ids are {shown(ids)}; give a flat list of integers")
-    if (plain := _plain_ids(ids)) is not None:
-        out = np.fromiter(plain, np.int64, len(plain))
-        if null_block != NULL:
-            out[out == null_block] = NULL
-        return out
     if isinstance(ids, list | tuple) and bool in set(map(type, ids)):
         raise LayoutError("block ids hold a bool; give a flat list of integers")
     try:
@@ -58,10 +62,7 @@ def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:
         raise LayoutError(
             f"block id {int(array[bad[0]])} is not one from 0 to {MAX_BLOCK_ID}; give None for a place without a block"
         )
-    out = array.astype(np.int64)
-    if null_block != NULL:
-        out[out == null_block] = NULL
-    return out
+    return array.astype(np.int64)
 
 
 def _plain_ids(ids: object) -> list[int] | None:
@@ -174,13 +175,9 @@ def check_block_ids(
         ):  # a short list of different, existing block ids and nothing else needs no further check
             array = np.array(ids, np.int64)
         else:
-            try:
-                array = as_block_ids(ids, group.null_block)
-            except LayoutError as exc:
-                raise PlanRefused(f"{_named(index, group)}: {exc}") from None
-            check_blocks(_named(index, group), group, array)
+            array = _long_list(_named(index, group), group, ids)
         end = (begin // group.block_size + len(array)) * group.block_size
-        if num_tokens is not None and len(array) and begin < num_tokens and end < num_tokens:
+        if num_tokens is not None and len(array) and end < num_tokens:
             raise PlanRefused(
                 f"{_named(index, group)}: {len(array)} blocks of {group.block_size} tokens from token {begin} on end "
                 f"at token {end}, but {num_tokens} are wanted; give all blocks (None where nothing is wanted), or a "
@@ -188,6 +185,15 @@ def check_block_ids(
             )
         out.append((begin, array))
     return tuple(out)
+
+
+def _long_list(where: str, group: Group, ids: BlockIds) -> Int64s:
+    try:
+        array = as_block_ids(ids, group.null_block)
+    except LayoutError as exc:
+        raise PlanRefused(f"{where}: {exc}") from None
+    check_blocks(where, group, array)
+    return array
 
 
 def _named(index: int, group: Group) -> str:
@@ -203,7 +209,7 @@ def check_covers(
         return
     count = int(counts.sum())
     end = (offer.first_token // group.block_size + count) * group.block_size
-    if offer.first_token < num_tokens and end < num_tokens:
+    if end < num_tokens:
         raise PlanRefused(
             f"{where}: {count} blocks of {group.block_size} tokens from token {offer.first_token} on end at token "
             f"{end}, but num_tokens is {num_tokens}; give make_params all blocks, or as many tokens as they hold"

@@ -17,7 +17,7 @@ If both sides hold one, ranks that overlap hold the same entry, whatever the ext
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import structs
@@ -301,19 +301,11 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
         if groups is not None and view.group not in groups:
             continue
         for part in view.parts:
-            spots: list[tuple[int, _Spot]] = []  # the remote ranks that have this part, and where
-            for name in names[view.layer]:
-                found = [(i, layers.get(name, {}).get(part.name)) for i, layers in enumerate(held_by)]
-                if spots := [(i, spot) for i, spot in found if spot is not None]:
-                    break
+            spots = _spots(held_by, names[view.layer], part.name)
             if not spots:
                 missing[view.layer] = None
                 continue
-            mine = _Spot(view, part, local)
-            for _, spot in spots:
-                if (part := _said_as(mine, spot)) is not mine.part:
-                    mine = mine._replace(part=part)
-            twins = [(i, spot.view, _said_as(spot, mine)) for i, spot in spots]
+            part, twins = _said_alike(_Spot(view, part, local), spots)
             if not part.axis:
                 i, remote_view, twin = twins[0]
                 out[i].append(Share(view, remote_view, part, twin, 0, 0))
@@ -333,15 +325,42 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
                 else:
                     i, remote_view, twin = twins[at]
                     out[i].append(Share(view, remote_view, part, twin, lo, hi))
+    if differences := _gaps(local, remotes, held_by, missing, gaps):
+        raise NotCovered(differences[:MAX_DIFFERENCES])
+    return [tuple(shares) for shares in out]
+
+
+def _spots(held_by: Sequence[dict[str, _Parts]], names: Sequence[str], part: str) -> list[tuple[int, _Spot]]:
+    """Return the remote ranks that have a part of a layer, and where, by the first of its names that any has."""
+    for name in names:
+        found = [(i, layers.get(name, {}).get(part)) for i, layers in enumerate(held_by)]
+        if spots := [(i, spot) for i, spot in found if spot is not None]:
+            return spots
+    return []
+
+
+def _said_alike(mine: _Spot, spots: Sequence[tuple[int, _Spot]]) -> tuple[Part, list[tuple[int, View, Part]]]:
+    """Return a part as all remote ranks say it, and theirs as this rank says it."""
+    for _, spot in spots:
+        mine = mine._replace(part=_said_as(mine, spot))
+    return mine.part, [(i, spot.view, _said_as(spot, mine)) for i, spot in spots]
+
+
+def _gaps(
+    local: Layout,
+    remotes: Sequence[Layout],
+    held_by: Sequence[dict[str, _Parts]],
+    missing: Collection[str],
+    gaps: Mapping[tuple[str, str], Sequence[str]],
+) -> list[Difference]:
+    """Return what no remote rank holds: wanted layers, ranges, and other layers of ours if all stages are here."""
     differences = [Difference("layers that no remote rank has", _some(missing), "none")] if missing else []
     for (gap, ranks), layers in gaps.items():
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         differences.append(Difference(f"held ranges of layer {layers[0]!r}{more}", f"needs {gap}", f"holds {ranks}"))
-    stages = {remote.pp_stage for remote in remotes}
-    if local.pp_size == 1 and not missing and len(stages) == remotes[0].pp_size:
+    has_all_stages = local.pp_size == 1 and len({remote.pp_stage for remote in remotes}) == remotes[0].pp_size
+    if has_all_stages and not missing:
         known = {layer for layers in held_by for layer in layers}
-        if strange := [layer for layer in names if not any(name in known for name in names[layer])]:
+        if strange := strange_layers(local, known):
             differences.append(Difference("layers only on one side", _some(strange), "none"))
-    if differences:
-        raise NotCovered(differences[:MAX_DIFFERENCES])
-    return [tuple(shares) for shares in out]
+    return differences

@@ -33,7 +33,7 @@ from asynckv.config import EngineConfig, LogConfig
 from asynckv.core import told
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
-from asynckv.core.notes import Gone, History, Lapsed, Note
+from asynckv.core.notes import History, Lapsed, Note, ReaderGone
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.told import MAX_NAMED, Told, short
@@ -253,7 +253,7 @@ class Recorder(Observer):
         said = _fields(ended)
         group = (many, said["cause"], about)
         # The history of a lease that was granted once to each reader says no more than `seconds` and `claims`.
-        lived = sum(not isinstance(what, Lapsed | Gone) for _, what in history or ())
+        lived = sum(not isinstance(what, Lapsed | ReaderGone) for _, what in history or ())
         if "refused" in said or lived > 2 + len(said.get("claims", ())) or self._told.take(group, now):
             self.write("warning", ended.event, said)
             return

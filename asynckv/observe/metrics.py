@@ -38,7 +38,7 @@ from asynckv.core.told import StepWait
 from asynckv.core.types import Reason
 from asynckv.core.wire import REFUSED, UNWELCOME
 from asynckv.errors import ConfigError, EngineClosed
-from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, Tally
+from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, MetricsTally
 from asynckv.observe.observer import Observed, Reading, observation_of
 from asynckv.version import VERSION
 
@@ -129,10 +129,10 @@ class Metrics(Collector):
 
 class _Shown:
     def __init__(self, engine: Observed) -> None:
-        self.engine, self.tally = engine, Tally()
+        self.engine, self.tally = engine, MetricsTally()
         self.names = engine.engine_id, engine.rank
-        self._last: tuple[float, Reading, Tally] | None = None
-        self._fresh: tuple[float, Reading, Tally] | None = None
+        self._last: tuple[float, Reading, MetricsTally] | None = None
+        self._fresh: tuple[float, Reading, MetricsTally] | None = None
         self._fresh_until = -math.inf
         engine.observe(self.tally)
 
@@ -145,7 +145,7 @@ class _Shown:
         except Exception:  # a bug of asynckv must not cost the application's other metrics
             log.exception("asynckv: no reading of %s/%s could be taken for its metrics", *self.names)
 
-    def _read(self) -> tuple[float, Reading, Tally]:
+    def _read(self) -> tuple[float, Reading, MetricsTally]:
         """Take a reading, on the loop. One that took long also serves the next scrapes."""
         if self._fresh is not None and time.monotonic() < self._fresh_until:
             return self._fresh
@@ -265,7 +265,7 @@ def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
 NOT_SHOWN = frozenset({"transfers.late_news"})
 
 
-def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+def _tallied(tally: MetricsTally) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     yield from _by_label(
         pull_phase_seconds=tally.phases,
         pull_duration_seconds=tally.pulls,

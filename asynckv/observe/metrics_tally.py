@@ -47,7 +47,7 @@ class Durations:
         return other
 
 
-class Tally(Observer):
+class MetricsTally(Observer):
     """Counts of one engine's observer.
 
     Attributes:

@@ -49,9 +49,9 @@ _NAMES: Mapping[str, str] = {
 """Transitions with another name in traces, which name what happened instead of what the pull waits for."""
 
 _NOTES: Mapping[type[Note], str] = {
-    notes.Granted: "granted",
+    notes.GrantedTo: "granted",
     notes.Promised: "granted",
-    notes.NotYet: "not_lent_yet",
+    notes.AnsweredNotYet: "not_lent_yet",
     notes.Unrenewed: "not_renewed",
     notes.ReadAgain: "read_again",
     notes.Released: "released",

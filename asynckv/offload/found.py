@@ -126,6 +126,13 @@ def _codes(host: Tier, file: Tier, g: int, hashes: list[bytes]) -> Codes:
     return codes
 
 
+def _present(host: Tier, file: Tier, g: int, keys: Sequence[bytes], size: int) -> Codes:
+    """Return for each of a group's first `size` blocks whether a tier has it; keys may be fewer."""
+    present = np.zeros(size, np.uint8)
+    present[: len(keys)] = [key in host.index[g] or key in file.index[g] for key in keys[:size]]
+    return present
+
+
 def make_room(
     groups: Sequence[StoredGroup],
     host: Tier,
@@ -165,9 +172,7 @@ def make_room(
         for at, (group, places, count) in enumerate(zip(groups, new, up_to(low), strict=True)):
             known = np.ones(low // group.block_size, np.uint8)
             if group.is_state or group.window:
-                tiers = [tier.index[at] for tier in (host, file)]
-                mine = keys[at][: len(known)]
-                known[:] = [any(key in index for index in tiers) for key in mine] + [0] * (len(known) - len(mine))
+                known[:] = _present(host, file, at, keys[at], len(known))
                 known[list(places[:count])] = 1
             codes.append(known)
         return up_to(longest(groups, codes).tokens)
@@ -184,8 +189,7 @@ def make_room(
     for at in sorted(range(len(groups)), key=lambda at: room.short(wanted, kinds[at]), reverse=True):
         made[at] = host.make(at, [keys[at][place] for place in new[at][: counts[at]]], host.tick)
     host.may_take = math.inf
-    if [*map(len, made)] != counts:  # one group took a chunk that another needed
-        have = [*map(len, made)]
+    if (have := [*map(len, made)]) != counts:  # one group took a chunk that another needed
         counts = fitting(lambda counts: all(n <= m for n, m in zip(counts, have, strict=True)))
         for at, entries in enumerate(made):
             for entry in entries[counts[at] :]:

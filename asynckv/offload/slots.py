@@ -94,7 +94,7 @@ class Room(NamedTuple):
         return -(-(wanted[kind] - self.slots[kind]) // self.per_chunk[kind]) - self.whole[kind]
 
 
-class Slots:
+class TierSlots:
     """The slots of one tier.
 
     Args:

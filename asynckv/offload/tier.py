@@ -19,7 +19,7 @@ from asynckv.core.types import members
 from asynckv.offload.entry import Entry, EntryEvent, EntryState, Holder
 from asynckv.offload.eviction import Policy, S3Fifo, policy_named
 from asynckv.offload.keys import StoredGroup
-from asynckv.offload.slots import Room, Slots
+from asynckv.offload.slots import Room, TierSlots
 
 
 class Place(enum.StrEnum):
@@ -35,7 +35,7 @@ SLICE = 512  # blocks that are dropped in one turn, in about a millisecond
 class Tier:
     def __init__(self, place: Place, groups: Sequence[StoredGroup], num_bytes: int, policy: str) -> None:
         self.place = place
-        self.slots = Slots(num_bytes, [group.record_bytes for group in groups], f"{place}_bytes")
+        self.slots = TierSlots(num_bytes, [group.record_bytes for group in groups], f"{place}_bytes")
         self.index: list[dict[bytes, Entry]] = [{} for _ in groups]  # WRITING and READY entries, by group
         self.writing: list[set[bytes]] = [set() for _ in groups]  # per group, the hashes of WRITING entries
         self.leaving: set[Entry] = set()

@@ -10,7 +10,7 @@ from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.eviction import Policy, S3Fifo
 from asynckv.offload.job import JobKind, MoveKind
-from asynckv.offload.slots import Slots
+from asynckv.offload.slots import TierSlots
 from asynckv.offload.tier import Tier
 from asynckv.tiers.offload import Offload
 
@@ -124,7 +124,7 @@ def _aside(policy: Policy[Entry]) -> Iterator[dict[Entry, int]]:
         yield queue.aside
 
 
-def audit_slots(slots: Slots, taken: Sequence[set[int]]) -> list[str]:
+def audit_slots(slots: TierSlots, taken: Sequence[set[int]]) -> list[str]:
     """Compare with the slots that are taken, per size of record."""
     wrong = []
     for kind, some in enumerate(taken):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from asynckv.core.types import TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.plan import ReadRequest
-from asynckv.ports import CopyOp, Record, Stored
+from asynckv.ports import CopyOp, Record, StoredRecord
 from tests.lab.tiers import SimCopies, SimDisk, SimRecords, digest
 from tests.lab.world import Process
 
@@ -121,7 +121,7 @@ class WorldRecords(SimRecords):
         self.deferred, self._process, self._fate_of = True, process, fate_of
         self._random = process.world.random_of("records", process.name)
 
-    def start(self, *args: Any) -> Sequence[Stored]:
+    def start(self, *args: Any) -> Sequence[StoredRecord]:
         """Open the disk, unless another process has it."""
         owner = self.disk.owner
         if not self._is_shared:

@@ -18,7 +18,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
-from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
+from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, StoredRecord
 from asynckv.testing.fabric import Bytes, bytes_at
 
 
@@ -236,12 +236,12 @@ class SimRecords:
         on_ready: Callable[[], None],
         loop: asyncio.AbstractEventLoop | None = None,
         layouts: Mapping[str, bytes] = MappingProxyType({}),
-    ) -> Sequence[Stored]:
+    ) -> Sequence[StoredRecord]:
         """Say what is there."""
         assert not self.is_open
         self.disk.layouts |= layouts
         self.is_open, self._on_ready, self._memory = True, on_ready, bytes_at(memory)
-        return [Stored(r.key, far, r.size, r.layout, r.tag) for far, (r, _) in self.disk.records.items()]
+        return [StoredRecord(r.key, far, r.size, r.layout, r.tag) for far, (r, _) in self.disk.records.items()]
 
     def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
         """Begin a move."""

@@ -650,7 +650,7 @@ class _Debt:
 
     def has_claimed(self) -> bool:
         history = self.holder.handle._lease.history
-        return any(isinstance(x, notes.Granted) and self.reader.title in x.reader for _, x in history)
+        return any(isinstance(x, notes.GrantedTo) and self.reader.title in x.reader for _, x in history)
 
     def siblings_spoke(self) -> bool:
         siblings = set(self.witness.service.script.decode_names[self.reader.engine_number]) - {self.reader.name}

@@ -227,17 +227,9 @@ class Door:
             is_at_rest = not self._busy and not any(each.muted_until for each in self.connections.values())
             look_at = looked_at + (REST_S if is_at_rest else LOOK_S)
             wake_at = min(
-                *self._sweeps,
-                tick_at if self._busy or self._is_shut else math.inf,
-                look_at if self.connections else math.inf,
+                *self._sweeps, tick_at if self._must_tick() else math.inf, look_at if self.connections else math.inf
             )
-            wait_s = None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0)
-            has_opened = False
-            for fd, _ in self._epoll.poll(wait_s):
-                if fd in (self._fd, self._bell.fileno()):
-                    has_opened = True
-                elif fd in self._watched and self._watched[fd].has_news():
-                    self._attend(self._watched[fd])
+            has_opened = self._poll(None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0))
             if has_opened or time.monotonic() >= look_at:
                 self._bell.silence()
                 for opened in self._take():
@@ -247,15 +239,33 @@ class Door:
                 for fd in [fd for fd, c in self.connections.items() if not _is_same(fd, c.duplicate.fileno())]:
                     self._forget(fd)
             if time.monotonic() >= look_at:
-                for each in self.connections.values():
-                    if each not in self._busy and each.has_news():
-                        self._attend(each)
-                looked_at = time.monotonic()
-                for each in [x for x in self.connections.values() if 0 < x.muted_until < looked_at + LOOK_S]:
-                    each.mute(is_on=False)
-            if (self._busy or self._is_shut) and time.monotonic() >= tick_at:
+                looked_at = self._look()
+            if self._must_tick() and time.monotonic() >= tick_at:
                 self._tick()
                 tick_at = time.monotonic() + TICK_S
+
+    def _must_tick(self) -> bool:
+        return bool(self._busy) or self._is_shut
+
+    def _poll(self, wait_s: float | None) -> bool:
+        """Wait, attend to connections with news, and return True if libzmq or the bell has something to say."""
+        has_opened = False
+        for fd, _ in self._epoll.poll(wait_s):
+            if fd in (self._fd, self._bell.fileno()):
+                has_opened = True
+            elif fd in self._watched and self._watched[fd].has_news():
+                self._attend(self._watched[fd])
+        return has_opened
+
+    def _look(self) -> float:
+        """Attend to all connections with news, end the silence of muted ones whose time is up; return the time."""
+        for each in self.connections.values():
+            if each not in self._busy and each.has_news():
+                self._attend(each)
+        now = time.monotonic()
+        for each in [x for x in self.connections.values() if 0 < x.muted_until < now + LOOK_S]:
+            each.mute(is_on=False)
+        return now
 
     def _attend(self, connection: Connection) -> None:
         self._busy.add(connection)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from asynckv.offload.job import Move
 from asynckv.offload.keys import NAMESPACE_BYTES, StoredGroup
-from asynckv.ports import Record, Stored
+from asynckv.ports import Record, StoredRecord
 
 MAX_TAG = 64
 
@@ -25,7 +25,9 @@ class BlockRecords:
                 out.append(Record(space + key, near * size, far * size, size, self._form, tag))
         return out
 
-    def known(self, found: Iterable[Stored]) -> tuple[list[tuple[int, int, bytes]], list[tuple[int, int]], list[int]]:
+    def known(
+        self, found: Iterable[StoredRecord]
+    ) -> tuple[list[tuple[int, int, bytes]], list[tuple[int, int]], list[int]]:
         fits, others, strange = [], [], []
         spaces = {space: at for at, space in enumerate(self._spaces)}
         sizes = {group.record_bytes: at for at, group in enumerate(self._groups)}

@@ -59,7 +59,7 @@ SOUND = (
 """Condition that the rest of the file tier needs of a row, because sqlite takes any value in any column."""
 
 
-class Entry(NamedTuple):
+class IndexRow(NamedTuple):
     far: int
     size: int
     key: bytes
@@ -72,7 +72,7 @@ class Entry(NamedTuple):
 class Said(NamedTuple):
     facts: dict[str, int]  # numbers about the directory, by name
     layouts: dict[str, bytes]  # encoded layouts, by fingerprint
-    entries: list[Entry]  # by place
+    entries: list[IndexRow]  # by place
     malformed: list[int]  # places of rows that are not `SOUND`
 
 
@@ -168,12 +168,12 @@ def _said(db: sqlite3.Connection, records: bool) -> Said:
     db.execute("BEGIN")
     facts = {str(name): value for name, value in db.execute("SELECT * FROM meta") if type(value) is int}
     layouts = {str(name): body for name, body in db.execute("SELECT * FROM layouts") if isinstance(body, bytes)}
-    entries, malformed = list[Entry](), list[int]()
+    entries, malformed = list[IndexRow](), list[int]()
     if records:
         malformed += [far for (far,) in db.execute(f"SELECT far {FROM} WHERE NOT ({SOUND})")]
         columns = "far, size, key, checksum, layout, tag, stored_at"
         with no_collection():
-            entries += map(Entry._make, db.execute(f"SELECT {columns} {FROM} WHERE {SOUND} ORDER BY far"))
+            entries += map(IndexRow._make, db.execute(f"SELECT {columns} {FROM} WHERE {SOUND} ORDER BY far"))
     db.execute("COMMIT")
     return Said(facts, layouts, entries, malformed)
 
@@ -218,7 +218,7 @@ class FileIndex:
     def note(self, **facts: int) -> None:
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
 
-    def change(self, stored: Mapping[int, Entry], forgotten: Iterable[int]) -> None:
+    def change(self, stored: Mapping[int, IndexRow], forgotten: Iterable[int]) -> None:
         """Forget the records at some places and note those stored at others, all or nothing."""
         db = self._db
         db.execute("BEGIN IMMEDIATE")

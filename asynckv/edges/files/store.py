@@ -213,7 +213,9 @@ class Segments:
                     path.unlink()
             if exc.errno in FULL:
                 check_room(folder, num_bytes, refused=exc.strerror or str(exc))
-            raise self._refused(exc) from None
+            raise BackendError(
+                f"{folder} cannot be used: {explained(folder, exc)}; or name another directory"
+            ) from None
 
     def path(self, number: int) -> Path:
         return segment_path(self._folder, number)
@@ -242,9 +244,6 @@ class Segments:
             found = os.fstat(self.fds[-1])
             if stat.S_ISREG(found.st_mode):
                 self.kept[-1] = min(found.st_size, length)
-
-    def _refused(self, exc: OSError) -> BackendError:
-        return BackendError(f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory")
 
     def extents(self, near: int, far: int, size: int) -> Iterator[Extent]:
         for number, extent in segment_extents(far, size, self.segment_bytes):

@@ -28,18 +28,18 @@ import anyio.to_thread
 from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.files.index import DamagedIndex, Entry, FileIndex, Said, read_index
+from asynckv.edges.files.index import DamagedIndex, FileIndex, IndexRow, Said, read_index
 from asynckv.edges.files.io import ALIGN, FileIO, no_collection
 from asynckv.edges.files.store import SEGMENT_BYTES, NoRoom, OwnerLock, Segments, check_room
 from asynckv.edges.files.worker import Worker
 from asynckv.edges.folders import check_folder
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
-from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
+from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, StoredRecord
 
 SLOW_S = 10.0
 CLOSE_S = 10.0
-Opened = tuple[FileIndex | None, Segments, dict[int, Entry]]  # records by place
+Opened = tuple[FileIndex | None, Segments, dict[int, IndexRow]]  # records by place
 
 
 class FileTier:
@@ -91,7 +91,7 @@ class FileTier:
         on_ready: Callable[[], None],
         loop: asyncio.AbstractEventLoop | None = None,
         layouts: Mapping[str, bytes] = MappingProxyType({}),
-    ) -> list[Stored]:
+    ) -> list[StoredRecord]:
         if self._worker is not None:
             raise BackendError(f"the file tier in {self._folder} has not ended; `close()` first")
         if memory.kind != "cpu" or memory.base % ALIGN:
@@ -114,7 +114,7 @@ class FileTier:
             self._wake()
         with no_collection():
             oldest_first = sorted(entries.values(), key=lambda entry: entry.stored_at)
-            return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in oldest_first]
+            return [StoredRecord(e.key, e.far, e.size, e.layout, e.tag) for e in oldest_first]
 
     def _open_as_can_be(self) -> tuple[Opened, str]:
         """Open the directory, for writing if possible; return it and the reason if it is only read."""
@@ -155,7 +155,7 @@ class FileTier:
             undo.pop_all()
         return index, segments, entries
 
-    def _recover(self, said: Said, segments: Segments) -> tuple[dict[int, Entry], list[int]]:
+    def _recover(self, said: Said, segments: Segments) -> tuple[dict[int, IndexRow], list[int]]:
         """Return the records that can still be there, the newest where some overlap; and the places of all others."""
         entries, malformed = said.entries, said.malformed
         self.found["malformed"] = len(malformed)

@@ -20,7 +20,7 @@ from asynckv.arguments import shown
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.aside import end_at_exit
-from asynckv.edges.files.index import MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
+from asynckv.edges.files.index import MAX_CHANGES, MAX_KEY, FileIndex, IndexRow, checksum, now
 from asynckv.edges.files.io import ALIGN, Extent, FileIO, FileTooShort, transfer
 from asynckv.edges.files.store import Segments, explained_index
 from asynckv.edges.folders import FULL, explained
@@ -47,7 +47,7 @@ class Takes(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class _Move:
+class _RecordMove:
     move_id: TransferId
     is_write: bool
     records: Sequence[Record]
@@ -70,7 +70,7 @@ class _Move:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    move: _Move
+    move: _RecordMove
     positions: list[int]
     sums: list[int] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ class Worker:
         index: FileIndex | None,
         only_read: str,
         io: FileIO,
-        entries: dict[int, Entry],
+        entries: dict[int, IndexRow],
         slow_s: float,
         wake: Callable[[], None],
     ) -> None:
@@ -104,8 +104,8 @@ class Worker:
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
         self._entries = entries  # by place; only the thread changes it
         self._gate = threading.Condition()
-        self._moves: dict[TransferId, _Move] = {}
-        self._queues: dict[bool, deque[_Move]] = {False: deque(), True: deque()}
+        self._moves: dict[TransferId, _RecordMove] = {}
+        self._queues: dict[bool, deque[_RecordMove]] = {False: deque(), True: deque()}
         self._forgotten: list[int] = []
         self._news: list[RecordNews] = []
         self._takes, self._cause = Takes.ALL if index is not None else Takes.READS, only_read
@@ -115,7 +115,7 @@ class Worker:
         self._batches: dict[int, _Batch] = {}
         self._number = 0
         self._nap_s = NAPS_S[0]
-        self._stored: dict[int, Entry] = {}
+        self._stored: dict[int, IndexRow] = {}
         self._dropped: set[int] = set()  # with `_stored`, the changes that the index has not been told yet
         self._pending_since = 0.0
         self._failing: dict[bool, set[int]] = {False: set(), True: set()}  # places, since the last success
@@ -144,7 +144,7 @@ class Worker:
         wrong = next((cause for cause in map(self._wrong, records) if cause), "")
         with self._gate:
             assert move_id not in self._moves, f"move {move_id} has not ended"
-            move = self._moves[move_id] = _Move(move_id, is_write, tuple(records), time.monotonic())
+            move = self._moves[move_id] = _RecordMove(move_id, is_write, tuple(records), time.monotonic())
             self._counts["moves"] += 1
             is_refused = self._takes < (Takes.ALL if is_write else Takes.READS)
             if cause := wrong or (self._cause if is_refused else "closed" if self._is_stopping else ""):
@@ -225,7 +225,7 @@ class Worker:
 
     # -- under the lock, on either side --------------------------------------------------------------
 
-    def _settle(self, move: _Move) -> None:
+    def _settle(self, move: _RecordMove) -> None:
         if not move.is_over or self._moves.pop(move.move_id, None) is None:
             return
         if move.is_void:
@@ -410,7 +410,7 @@ class Worker:
         for i, expected in zip(batch.positions, batch.sums, strict=True):
             record = move.records[i]
             if move.is_write:
-                entry = Entry(record.far, record.size, record.key, expected, record.layout, record.tag, at)
+                entry = IndexRow(record.far, record.size, record.key, expected, record.layout, record.tag, at)
                 self._entries[record.far] = self._stored[record.far] = entry
                 self._dropped.discard(record.far)
                 self._pending_since = self._pending_since or time.monotonic()
@@ -430,7 +430,7 @@ class Worker:
             self._busy_since = None
             self._settle(batch.move)
 
-    def _lose(self, move: _Move, i: int, cause: str, counted: str) -> None:
+    def _lose(self, move: _RecordMove, i: int, cause: str, counted: str) -> None:
         self._counts[counted] += 1
         record = move.records[i]
         move.lost.append(i)
@@ -440,7 +440,7 @@ class Worker:
         if not move.is_write and (entry := self._entries.get(record.far)) is not None and entry.key == record.key:
             self._drop(record.far)
 
-    def _trouble(self, move: _Move, i: int, exc: OSError) -> None:
+    def _trouble(self, move: _RecordMove, i: int, exc: OSError) -> None:
         word, what = exc.strerror or str(exc), "writing" if move.is_write else "reading"
         self._lose(move, i, f"{what} failed: {word}", "io_errors")
         failing = self._failing[move.is_write]

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -104,14 +104,21 @@ def make_epoll() -> select.epoll:
         return select.epoll()
 
 
+class _Closing(Protocol):
+    def close(self) -> None: ...
+
+
+Closing = TypeVar("Closing", bound=_Closing)
+
+
 @contextmanager
-def set_up(agent: Agent) -> Iterator[Agent]:
-    """Close an agent if its set-up fails, because the caller has no reference to it yet."""
+def set_up(made: Closing) -> Iterator[Closing]:
+    """Close an agent, or a plane of them, if its set-up fails; one that cannot be closed says so at its next start."""
     try:
-        yield agent
+        yield made
     except BaseException:
         with suppress(BackendError):
-            agent.close()
+            made.close()
         raise
 
 
@@ -124,7 +131,7 @@ class _Lists(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Remote:
+class _RemoteMemory:
     memories: Sequence[Memory]
     own: str = ""  # `SOURCE` or `SINK` for memory of this process
     alias: str = ""  # the name under which NIXL knows it here
@@ -147,11 +154,11 @@ def _unstaged(transfer_id: TransferId, staged: _Staged, ending: Ending, cause: s
     return TransferEnded(transfer_id, ending, cause)
 
 
-class _Transfer(NamedTuple):
+class _NixlTransfer(NamedTuple):
     handle: int
     name: str
     lists: _Lists | None  # None for files
-    remote: _Remote | None  # as it was loaded at the post; it may have been loaded anew since
+    remote: _RemoteMemory | None  # as it was loaded at the post; it may have been loaded anew since
     staged: _Staged | None = None
 
 
@@ -204,12 +211,12 @@ class Agent:
         self._registered: list[Any] = []
         self._memories: tuple[Memory, ...] = ()
         self.stage: Stage | None = None
-        self._remotes: dict[str, _Remote] = {}
+        self._remotes: dict[str, _RemoteMemory] = {}
         self._loads = 0
         self._knows_form: bool | None = None  # this NIXL's metadata has the known form; None before the first load
         self._gone: set[str] = set()  # remote agents that ended during a transfer; NIXL refuses them
-        self.running: dict[TransferId, _Transfer] = {}
-        self.doubtful: dict[TransferId, _Transfer] = {}
+        self.running: dict[TransferId, _NixlTransfer] = {}
+        self.doubtful: dict[TransferId, _NixlTransfer] = {}
         self.unreleased: list[int] = []  # handles of ended transfers that NIXL could not release yet
         self.done_in_post = 0
         self.notifications = 0
@@ -234,7 +241,7 @@ class Agent:
         """Register memory for copies within this process: from it as `name + SOURCE`, to it as `name + SINK`."""
         self._register(memories)
         for suffix in (SOURCE, SINK):
-            self._remotes[name + suffix] = _Remote(memories, suffix, self.name)
+            self._remotes[name + suffix] = _RemoteMemory(memories, suffix, self.name)
 
     def register_besides(self, memory: Memory) -> Callable[[], None]:
         """Register memory that no table names; return a function that deregisters it, if it is still the last one."""
@@ -279,7 +286,7 @@ class Agent:
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
         if found != alias:
             raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
-        self._remotes[name] = _Remote(memories, alias=alias, packing=remote.packing or NO_PACKING)
+        self._remotes[name] = _RemoteMemory(memories, alias=alias, packing=remote.packing or NO_PACKING)
 
     def is_connected(self, name: str) -> bool:
         return name in self._remotes and name not in self._gone
@@ -341,7 +348,7 @@ class Agent:
         lists = remote.lists[id(table)] = _Lists(table, made[0], made[1], firsts, {})
         return lists
 
-    def _make_room(self, remote: _Remote, num_rows: int) -> None:
+    def _make_room(self, remote: _RemoteMemory, num_rows: int) -> None:
         num_rows += sum([lists.table.num_rows for lists in remote.lists.values()])
         if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
             return
@@ -408,10 +415,10 @@ class Agent:
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
-        return self._post(transfer_id, _Transfer(handle, name, lists, remote))
+        return self._post(transfer_id, _NixlTransfer(handle, name, lists, remote))
 
     def _post_staged(
-        self, transfer_id: TransferId, name: str, remote: _Remote, read: ReadRequest
+        self, transfer_id: TransferId, name: str, remote: _RemoteMemory, read: ReadRequest
     ) -> TransferEnded | None:
         """Post a read into a slot, or its pieces one by one if this agent has none for it."""
         stage = self.stage
@@ -431,9 +438,9 @@ class Agent:
             stage.slots.give_back(transfer_id)
             return TransferEnded(transfer_id, Ending.FAILED, f"it cannot be cut into chunks: {exc!r}")
         staged = _Staged(stage, lists, iter(chunks), chunks[0])
-        return self._advance(transfer_id, _Transfer(0, name, lists, remote, staged), staged)
+        return self._advance(transfer_id, _NixlTransfer(0, name, lists, remote, staged), staged)
 
-    def _advance(self, transfer_id: TransferId, transfer: _Transfer, staged: _Staged) -> TransferEnded | None:
+    def _advance(self, transfer_id: TransferId, transfer: _NixlTransfer, staged: _Staged) -> TransferEnded | None:
         """Read and place chunk after chunk, until one takes a while, or all are placed."""
         mine, theirs = staged.lists.local._handle, staged.lists.remote._handle
         for chunk in staged.chunks:
@@ -463,7 +470,7 @@ class Agent:
         return None if is_placed else _unstaged(transfer_id, staged, Ending.FAILED, "it was detached, and not placed")
 
     def _post_ranges(
-        self, transfer_id: TransferId, name: str, remote: _Remote, read: ReadRequest
+        self, transfer_id: TransferId, name: str, remote: _RemoteMemory, read: ReadRequest
     ) -> TransferEnded | None:
         """Post a read of a staged table in ranges of its own: its pieces, or the long ranges of a packed copy."""
         try:
@@ -482,7 +489,7 @@ class Agent:
             handle = self._create(self._read, mine, theirs, remote.alias, kind)
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
-        return self._post(transfer_id, _Transfer(handle, name, None, remote))
+        return self._post(transfer_id, _NixlTransfer(handle, name, None, remote))
 
     def post_file(
         self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
@@ -493,7 +500,7 @@ class Agent:
             handle = self._create(op, near, far, self.name, "FILE")
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
-        return self._post(transfer_id, _Transfer(handle, self.name, None, None))
+        return self._post(transfer_id, _NixlTransfer(handle, self.name, None, None))
 
     def time_read(self, owner: Agent, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> float:
         """Return the seconds of one read from another agent of this thread; infinite if it fails or takes too long.
@@ -522,7 +529,7 @@ class Agent:
         sides = self._agent.get_xfer_descs(mine, "DRAM"), self._agent.get_xfer_descs(theirs, kind)
         return int(self._raw.createXferReq(op, *sides, name, b"", []))
 
-    def _post(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
+    def _post(self, transfer_id: TransferId, transfer: _NixlTransfer) -> TransferEnded | None:
         try:
             status = int(self._raw.postXferReq(transfer.handle, b""))
         except Exception as exc:
@@ -568,7 +575,7 @@ class Agent:
             self.running = chosen | self.running
         return news + self.sweep() if news else news
 
-    def _ask(self, transfers: dict[TransferId, _Transfer]) -> list[TransferEnded]:
+    def _ask(self, transfers: dict[TransferId, _NixlTransfer]) -> list[TransferEnded]:
         status = self._raw.getXferStatus
         news = []
         for transfer_id, transfer in list(transfers.items()):
@@ -590,7 +597,7 @@ class Agent:
                     news.append(ended)
         return news
 
-    def _trouble(self, transfer_id: TransferId, transfer: _Transfer, exc: Exception) -> TransferEnded:
+    def _trouble(self, transfer_id: TransferId, transfer: _NixlTransfer, exc: Exception) -> TransferEnded:
         if isinstance(exc, self._lost):
             # A transfer that was in doubt says nothing about a connection that was made since.
             is_current = self._remotes.get(transfer.name) is transfer.remote

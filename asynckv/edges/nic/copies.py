@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -36,7 +35,7 @@ CLOSED = "the copy plane was closed"
 
 
 @dataclass(slots=True, eq=False)
-class _Move:
+class _CopyMove:
     move_id: TransferId
     op: CopyOp
     far: str  # the other memory and the direction, as agents name them
@@ -73,9 +72,9 @@ class NixlCopies:
         self._on_ready: Callable[[], None] = lambda: None
         self._tls = ""
         self._ids = count(1)
-        self._moves: dict[TransferId, _Move] = {}
-        self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
-        self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}  # their move, thread and size
+        self._moves: dict[TransferId, _CopyMove] = {}
+        self._waiting: dict[CopyOp, deque[_CopyMove]] = {op: deque() for op in CopyOp}
+        self._pieces: dict[TransferId, tuple[_CopyMove, Poster, int]] = {}  # their move, thread and size
         self._detached: dict[TransferId, Poster] = {}  # ended pieces; their slots may still be written
         self._given: Counter[Poster] = Counter()  # bytes given to each thread and not yet reported as ended
         self._news: list[TransferEnded] = []
@@ -91,14 +90,10 @@ class NixlCopies:
         kinds = {memory.kind for some in (near, *far.values()) for memory in some}
         self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
         self._areas: list[Bytes] = []  # staging memory of all threads
-        try:
+        with set_up(self):
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"
                 self._posters.start(name, self._make_agent(api, name, near, far), TELL_S, joins=False)
-        except BaseException:
-            with suppress(BackendError):  # the next start reports it
-                self.close()
-            raise
 
     def _make_agent(self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]]) -> Agent:
         params = {"ucx_error_handling_mode": "none", "engine_config": f"TLS={self._tls}"}
@@ -136,7 +131,7 @@ class NixlCopies:
     def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
         assert move_id not in self._moves, f"move {move_id} has not ended"
         place = far + (SOURCE if op is CopyOp.READ else SINK)
-        move = self._moves[move_id] = _Move(move_id, op, place, iter(pieces))
+        move = self._moves[move_id] = _CopyMove(move_id, op, place, iter(pieces))
         self._counts["moves"] += 1
         self._waiting[op].append(move)
         self._pump()
@@ -180,7 +175,7 @@ class NixlCopies:
     def _has_room(self, poster: Poster) -> bool:
         return self._given[poster] < self._window and len(self._pieces) < WINDOW_PIECES * len(self._posters)
 
-    def _hand_over(self, move: _Move, piece: ReadRequest, poster: Poster | None) -> None:
+    def _hand_over(self, move: _CopyMove, piece: ReadRequest, poster: Poster | None) -> None:
         number = TransferId(next(self._ids))
         if poster is None or not poster.post(number, move.far, piece, move.is_off):
             name = poster.name if poster is not None else "the copy plane"
@@ -192,11 +187,11 @@ class NixlCopies:
         self._given[poster] += piece.num_bytes
         move.running.add(number)
 
-    def _settle(self, move: _Move) -> None:
+    def _settle(self, move: _CopyMove) -> None:
         if move.pieces is None and not move.running and move.move_id in self._moves:
             self._end(move)
 
-    def _end(self, move: _Move) -> None:
+    def _end(self, move: _CopyMove) -> None:
         del self._moves[move.move_id]
         self._counts["failed"] += move.ending is not Ending.DONE
         self._tell(TransferEnded(move.move_id, move.ending, move.cause))

@@ -107,7 +107,7 @@ def _is_reopenable(fd: int) -> bool:
 PACE = 1.5
 
 
-class Taster(Protocol):
+class PeerTrials(Protocol):
     """A trial of peers in another process before they are loaded here (`taster.py`)."""
 
     num_refused: int
@@ -129,7 +129,7 @@ class NixlPlane:
 
     _loop: asyncio.AbstractEventLoop  # of the last start
 
-    def __init__(self, config: NixlConfig, agent_name: str, taster: Taster | None = None) -> None:
+    def __init__(self, config: NixlConfig, agent_name: str, taster: PeerTrials | None = None) -> None:
         self._config, self._taster = config, taster
         self._name = self._base_name = agent_name
         self._starts = 0
@@ -170,7 +170,7 @@ class NixlPlane:
             self._name = f"{self._base_name}-{self._starts}"
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
         self._is_sweep_due = self._has_posted = False
-        try:
+        with set_up(self):
             self._agent = self._make_agent(self._name, memories)
             self._listen(self._agent)
             is_on_host = all(memory.kind == "cpu" for memory in memories)
@@ -194,10 +194,6 @@ class NixlPlane:
                     self._posters.start(agent.name, agent)
             packing = self._packer.packing if self._packer is not None else None
             return self._agent.info()._replace(packing=packing)
-        except BaseException:
-            with suppress(BackendError):  # the next start reports it
-                self.close()
-            raise
 
     def _listen(self, agent: Agent) -> None:
         fds = []
@@ -330,28 +326,22 @@ class NixlPlane:
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         assert self._agent is not None
         self._counts["posts"] += 1
-        config, num_bytes = self._config, 0
         if read.table.boxes and read.is_staged:
             self._counts["posts_staged"] += 1
             # Only posting threads have staging memory. If they are gone or full, the loop reads piece by piece.
             if self._hand_over(transfer_id, name, read):
                 return None
-        # Descriptors are counted before NIXL merges them, because the post itself has to go through all of them.
-        is_middling = read.num_bytes >= config.bulk_bytes * BESIDE
-        if self._posters and (
-            read.num_bytes >= config.bulk_bytes
-            or len(read.local) >= config.bulk_descriptors
-            or (is_middling and self._posts_copy and self._is_beside_others())
-        ):
-            num_bytes = read.num_bytes
-            if self._hand_over(transfer_id, name, read):
-                return None
-        began = time.monotonic() if num_bytes else 0.0
+        is_middling = read.num_bytes >= self._config.bulk_bytes * BESIDE
+        is_bulk = bool(self._posters) and self._is_bulk(read, is_middling)
+        if is_bulk and self._hand_over(transfer_id, name, read):
+            return None
+        began = time.monotonic() if is_bulk else 0.0
         ended = self._agent.post(transfer_id, name, read)
+        is_done = ended is not None and ended.ending is Ending.DONE
         if is_middling:
-            self._posts_copy = ended is not None and ended.ending is Ending.DONE
-        if num_bytes and ended is not None and ended.ending is Ending.DONE:
-            self._pace.note(is_first=False, num_bytes=num_bytes, seconds=time.monotonic() - began)
+            self._posts_copy = is_done
+        if is_bulk and is_done:
+            self._pace.note(is_first=False, num_bytes=read.num_bytes, seconds=time.monotonic() - began)
         if ended is None and not self._is_sweep_due:
             # A post makes progress, and may have consumed the wake-up of another transfer.
             self._is_sweep_due = True
@@ -359,6 +349,11 @@ class NixlPlane:
         if ended is None or ended.ending is Ending.IN_DOUBT:
             self._arm()
         return ended
+
+    def _is_bulk(self, read: ReadRequest, is_middling: bool) -> bool:
+        # Descriptors are counted before NIXL merges them, because the post itself has to go through all of them.
+        is_large = read.num_bytes >= self._config.bulk_bytes or len(read.local) >= self._config.bulk_descriptors
+        return is_large or (is_middling and self._posts_copy and self._is_beside_others())
 
     def _is_beside_others(self) -> bool:
         """Return True if a posting thread has reads, or if this is not the first such read in this turn of the loop.

@@ -62,7 +62,7 @@ class Child:
                 task.add_done_callback(self._tasks.discard)
             case wire.Drop(name):
                 self._plane.remove_remote_agent(name)
-            case wire.Watch(serving):
+            case wire.WatchReaders(serving):
                 self._plane.watch(serving)
             case wire.Setup():
                 self._set_up(order)
@@ -90,7 +90,7 @@ class Child:
             await self._plane.add_remote_agent(order.remote, order.memories)
         except Exception as exc:
             cause = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)  # an empty cause means success
-        self._link.send(wire.Loaded(cause))
+        self._link.send(wire.LoadEnded(cause))
 
     def _on_ready(self) -> None:
         self._plane.poll()  # makes progress for remote readers

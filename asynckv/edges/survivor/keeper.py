@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from asynckv.config import NixlConfig
-from asynckv.edges.sharing import Share, Shares
+from asynckv.edges.sharing import SharedMapping, Shares
 from asynckv.edges.survivor import wire
 from asynckv.edges.survivor.main import COLLISION
 from asynckv.errors import BackendError, EngineClosed
@@ -58,7 +58,7 @@ def check_processes() -> None:
 class _Process:
     """One child, until it was waited for; `collisions` counts those before it that found the addresses taken."""
 
-    def __init__(self, shares: Sequence[Share], fds: Sequence[int], setup: wire.Setup, collisions: int) -> None:
+    def __init__(self, shares: Sequence[SharedMapping], fds: Sequence[int], setup: wire.Setup, collisions: int) -> None:
         self.name, self.collisions = setup.agent_name, collisions
         self.ready: wire.Ready | None = None
         self.cause = ""  # the reason of its end, if it or the keeper gave one
@@ -437,7 +437,7 @@ class Keeper:
     def watch(self, serving: bool) -> None:
         """Note whether remote readers may read: if so, the child makes progress for them, and must answer beats."""
         self._is_watched = serving
-        self.order(wire.Watch(serving))
+        self.order(wire.WatchReaders(serving))
         if serving and self._beat_timer is None and self._shares is not None:
             self._beat()
 

@@ -46,7 +46,7 @@ class _Child:
         return cause
 
     def _hear(self, news: wire.News) -> None:
-        if isinstance(news, wire.Loaded):
+        if isinstance(news, wire.LoadEnded):
             self._end(news.cause)
 
     def _lost(self, cause: str, pause_s: float) -> None:

@@ -34,7 +34,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag=2):
     name: str
 
 
-class Watch(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class WatchReaders(msgspec.Struct, frozen=True, array_like=True, tag=6):
     serving: bool
 
 
@@ -45,7 +45,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """A question that the child answers with `Stats`, which shows that its loop turns."""
 
 
-Order = Setup | Load | Drop | Watch | Close | Beat
+Order = Setup | Load | Drop | WatchReaders | Close | Beat
 orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
 
@@ -57,7 +57,7 @@ class Unready(msgspec.Struct, frozen=True, array_like=True, tag=2):
     cause: str
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class LoadEnded(msgspec.Struct, frozen=True, array_like=True, tag=3):
     cause: str  # the reason if the load failed; empty if it succeeded
 
 
@@ -65,7 +65,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):
     values: dict[str, int]
 
 
-News = Ready | Unready | Loaded | Stats
+News = Ready | Unready | LoadEnded | Stats
 news: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from asynckv.core import told
-from asynckv.core.notes import AnyNote, Granted, Note, Promised, Released
+from asynckv.core.notes import AnyNote, GrantedTo, Note, Promised, Released
 from asynckv.core.told import LastClaim, RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
@@ -224,7 +224,7 @@ class LoggedLease:
                 claim(name, said.get("pull_id") or "", claimed_s, heard_s)
         if self.ended is not None:
             for at_s, note in history(self.ended):
-                if isinstance(note, Granted):
+                if isinstance(note, GrantedTo):
                     is_known = note.reader in out and out[note.reader].pull_id == note.pull_id
                     claim(note.reader, note.pull_id, at_s, math.nan if is_known else at_s)
             for name, said in _objects(self.ended.fields.get("claims")):
@@ -234,7 +234,7 @@ class LoggedLease:
     @property
     def retrying(self) -> frozenset[str]:
         """Readers that released for now, and announced another attempt."""
-        notes = (x for _, x in history(self.ended) if isinstance(x, Granted | Released))
+        notes = (x for _, x in history(self.ended) if isinstance(x, GrantedTo | Released))
         last = {x.reader: isinstance(x, Released) and x.outcome == "retry" for x in notes}
         return frozenset(name for name, retries in last.items() if retries)
 

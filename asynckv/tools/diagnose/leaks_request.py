@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from asynckv.arguments import without_control
-from asynckv.core.notes import Granted
+from asynckv.core.notes import GrantedTo
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.axis import steps_of
 from asynckv.tools.diagnose.join import LoggedRequest, Service
@@ -63,7 +63,7 @@ def names(request: LoggedRequest) -> set[str]:
     out |= {name for x in request.all_pulls for name in (x.prefill_request_id, x.pull_id)}
     for lease in request.leases.values():  # they know the pulls of a reader with a missing log
         out |= lease.pull_ids | {x.text("pull_id") for x in lease.granted}
-        out |= {x.what.pull_id for x in steps_of(lease) if isinstance(x.what, Granted)}
+        out |= {x.what.pull_id for x in steps_of(lease) if isinstance(x.what, GrantedTo)}
     return out - {""}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Note, Promised, Released, Revoked
+from asynckv.core.notes import GrantedTo, Note, Promised, Released, Revoked
 from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import OLD_WORDS
 from asynckv.tools.diagnose.records import Record
@@ -25,7 +25,7 @@ _NOTES: Mapping[type[Note], re.Pattern[str]] = {
         re.sub(r"{(\w+)(:g)?}", lambda found: f"(?P<{found[1]}>{_FIELD.get(found[1], '.+')})", kind.words) + r"\Z",
         re.DOTALL,
     )
-    for kind in (Granted, Released, Revoked, Promised)
+    for kind in (GrantedTo, Released, Revoked, Promised)
 }
 """Notes that a reader looks for, by their words."""
 

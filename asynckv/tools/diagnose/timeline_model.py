@@ -19,7 +19,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Revoked
+from asynckv.core.notes import GrantedTo, Revoked
 from asynckv.tools.diagnose.axis import Axis, counted, is_time, shown_seconds, steps_of
 from asynckv.tools.diagnose.join import LEASE_EVENTS, PULL_EVENTS, LoggedLease, LoggedPull, LoggedRequest, Process
 from asynckv.tools.diagnose.presence import Fate, Presence
@@ -265,7 +265,7 @@ def _lease_lane(axis: Axis, lease: LoggedLease) -> Lane:
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
     grants = [start + x.claimed_s for x in lease.claims.values()]
-    grants += [x.at for x in steps if isinstance(x.what, Granted)]
+    grants += [x.at for x in steps if isinstance(x.what, GrantedTo)]
     cuts = [("lent", start)]
     if (first := min((x for x in grants if start <= x <= end), default=math.nan)) <= end:
         cuts.append(("granted", first))

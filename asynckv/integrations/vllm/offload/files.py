@@ -18,7 +18,7 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.integrations.vllm.compat import OffloadingConfig
 from asynckv.offload.keys import StoredGroup
-from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored
+from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, StoredRecord
 
 log = logging.getLogger("vllm.asynckv")
 START_S = 600.0  # the start takes disk space, which takes long if the file system writes zeros
@@ -66,10 +66,10 @@ class Files:
         self._thread = LoopThread("asynckv-files")
         self._timer = 0
 
-    def start(self, memory: Memory) -> Sequence[Stored]:
+    def start(self, memory: Memory) -> Sequence[StoredRecord]:
         """Open the files and return the stored records, or raise `BackendError`."""
 
-        async def start() -> Sequence[Stored]:
+        async def start() -> Sequence[StoredRecord]:
             return self._plane.start(memory, self._ready)
 
         try:
