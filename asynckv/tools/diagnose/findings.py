@@ -20,7 +20,7 @@ from asynckv.tools.diagnose import standing
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
-from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, base_name
+from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, Service, base_name
 from asynckv.tools.diagnose.leaks_between import will_be_tried_again
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
@@ -97,13 +97,21 @@ class Findings:
 @dataclass(frozen=True, slots=True)
 class Seen:
     logs: Logs
-    axis: Axis  # has the service, and gives its times
+    presence: Presence  # has the service, its times, and the fates of its processes
     grounds: Sequence[Ground]  # all processes
     late: Sequence[Leak]  # of `find_leaks`
     copies: Sequence[LateCopy] = ()  # of `late_copies`
     answers: Sequence[Answer] = ()  # of engines that were asked
     since: float = -math.inf  # nothing counts that was over before
     failed: Sequence[str] = ()  # stores and loads of the request that was asked for, each in a line
+
+    @property
+    def axis(self) -> Axis:
+        return self.presence.axis
+
+    @property
+    def service(self) -> Service:
+        return self.presence.service
 
 
 def find(seen: Seen) -> Findings:
@@ -112,7 +120,7 @@ def find(seen: Seen) -> Findings:
     failed = _failed(seen, presence)
     there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
     told_of = {_key(x) for x in seen.late}
-    waits = standing.waiting(presence, [x for x in seen.axis.service.requests if _key(x) not in told_of])
+    waits = standing.waiting(presence, [x for x in seen.service.requests if _key(x) not in told_of])
     named = _ranks(there)
     stalled = [*_stalled(seen, presence, named, [x for x in failed if x.verdict.cause is STUCK], waits)]
     halted = _ranks(stalled)
@@ -192,7 +200,7 @@ def _silent(seen: Seen) -> Iterator[Finding]:
     are older than one that answers.
     """
     there = {base_name(x.rank): x.at - x.account.facts.uptime_s for x in seen.answers if not x.error}
-    named = seen.axis.service.ranks_by_address()
+    named = seen.service.ranks_by_address()
     told = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind == "died"}
     for answer in seen.answers:
         rank = answer.account.rank or named.get(answer.address, "")
@@ -213,7 +221,7 @@ def _silent(seen: Seen) -> Iterator[Finding]:
 def _stopped(seen: Seen) -> Iterator[Finding]:
     """Find stopped or paused processes of this host that were not asked."""
     asked = {x.rank for x in seen.answers if x.error}
-    for process in seen.axis.service.processes.values():
+    for process in seen.service.processes.values():
         if process.halted and process.rank not in asked:
             mine = [x for x in seen.late if _is_about(x, {process.rank})]
             what = f"{process.rank} is stopped or paused"
@@ -228,7 +236,7 @@ def _stalled(
     waits: Sequence[standing.Waiting],
 ) -> Iterator[Finding]:
     """Find engines that make no steps although something waits for one, and prefill ranks that do not lend."""
-    for process in seen.axis.service.processes.values():
+    for process in seen.service.processes.values():
         rank, late = process.rank, [x for x in seen.late if _is_step_of(x, process.rank)]
         mine = [x for x in failed if x.verdict.names["by"] == rank]
         is_over = presence.fate(process).kind in ("died", "stopped")
@@ -305,7 +313,7 @@ def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
 
 def _refusals(seen: Seen) -> list[Record]:
     """Return pulls that decode engines refused by themselves, of requests without a complete pull."""
-    requests = (r for r in seen.axis.service.requests if not any(p.cause == "complete" for p in r.all_pulls))
+    requests = (r for r in seen.service.requests if not any(p.cause == "complete" for p in r.all_pulls))
     refused = (x for r in requests for x in r.before if x.event == told.PullRefused.event)
     return [x for x in refused if not x.at < seen.since]
 
@@ -359,7 +367,7 @@ def _twice(seen: Seen, late: Iterable[Leak], failed: Iterable[Failure]) -> Itera
     """Find ranks that two processes were at once, of which both took one request that was late or failed."""
     keys, pulls = set(map(_key, late)), {x for each in failed for x in each.pulls}
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for request in seen.axis.service.requests:
+    for request in seen.service.requests:
         if _key(request) in keys or not pulls.isdisjoint(request.all_pulls):
             readers = sorted({x.process for x in request.all_pulls}, key=lambda x: (x.base, x.first_at))
             for one, other in itertools.pairwise(readers):
@@ -377,7 +385,7 @@ def _ran_at_once(axis: Axis, one: Process, other: Process) -> bool:
 
 def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
     """Find the shares of prompts that engines computed by themselves, by cause; True with those that are wrong."""
-    for process in seen.axis.service.processes.values():
+    for process in seen.service.processes.values():
         lines = list(process.of(told.PromptsCounted))
         new = [x for x in lines if not seen.axis.at(process, x.at) < seen.since]
         so_far = [Counter(), *map(_counts, lines)][-len(new) - 1 :]
@@ -469,7 +477,7 @@ def _away(found: Sequence[Pause], late: Iterable[Leak | Failure]) -> tuple[list[
 def _logged(seen: Seen, level: str) -> Iterator[Finding]:
     """Find events at a level that no other finding reports, by event and process."""
     found: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for process in seen.axis.service.processes.values():
+    for process in seen.service.processes.values():
         for record in process.records:
             is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
             is_told = is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
@@ -502,7 +510,7 @@ def _open(seen: Seen, presence: Presence, told_of: Collection[str]) -> Iterator[
     """Find warnings of processes that nothing has ended, except about ranks that are reported."""
     known = {*told_of, *map(base_name, told_of)}
     for record, subject in standing.open_warnings(presence):
-        at = seen.axis.at(seen.axis.service.processes[record.incarnation], record.at)
+        at = seen.axis.at(seen.service.processes[record.incarnation], record.at)
         if known.isdisjoint((record.text("peer") or record.rank, subject)) and not at < seen.since:
             what = f"{record.event} of {record.rank}{f', {subject},' if subject else ''} is not over"
             texts = [x for name in ("state", "cause", "detail") if (x := record.text(name))]
@@ -514,14 +522,14 @@ def _notes(seen: Seen) -> Iterator[Finding]:
     """Find what else was seen: clocks, and requests that an answer shows to be over."""
     for note in seen.axis.notes():
         yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
-    for process in (x for x in seen.axis.service.processes.values() if x.over):
+    for process in (x for x in seen.service.processes.values() if x.over):
         what = f"{counted(len(process.over), 'request')} held for long in its log ({listed(process.over)})"
         yield Finding(HEADING.UNKNOWN, "over", f"{process.rank} answers, and no longer holds {what}")
 
 
 def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
     """Find things that were expected and could not be judged: missing, short or unreadable logs."""
-    service = seen.axis.service
+    service = seen.service
 
     def limit(code: str, what: str, evidence: str = "", remedy: str = "") -> Finding:
         return Finding(HEADING.UNKNOWN, code, what, evidence[:MAX_TEXT], remedy)

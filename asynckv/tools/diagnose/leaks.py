@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asynckv.tools.diagnose.axis import Axis, make_axis
+from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import WELL, OwnerView, ReaderView
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, pulls_of
@@ -21,16 +21,18 @@ from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
 from asynckv.tools.diagnose.presence import LATE_S, UNDER_WAY_S, Presence
 
 
-def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[LoggedRequest] | None = None) -> list[Leak]:
+def find_leaks(
+    service: Service, presence: Presence | None = None, of: Iterable[LoggedRequest] | None = None
+) -> list[Leak]:
     """Find late requests, the oldest first.
 
     Args:
         service: Of `join`.
-        axis: Aligns clocks; if left out, they are aligned by what the processes said to each other.
+        presence: The fates of its processes; if left out, they are judged by what is in the service.
         of: Of these requests only.
     """
-    presence = Presence(axis or make_axis(service))
-    leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(presence, request)]
+    known = presence or Presence(make_axis(service))
+    leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(known, request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 
 

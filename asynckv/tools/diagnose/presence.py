@@ -74,12 +74,12 @@ class Presence:
     """The fates of all processes of a service, in one common time."""
 
     def __init__(self, axis: Axis) -> None:
-        self.service, self._axis, self.moment = (service := axis.service), axis, axis.moment
+        self.service, self.axis, self.moment = (service := axis.service), axis, axis.moment
         self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
         # Clocks that cannot be compared do not show which process goes on after another.
-        told_at = (when(x, x.last_at)[0] for x in processes if self._axis.group(x) == 0)
+        told_at = (when(x, x.last_at)[0] for x in processes if self.axis.group(x) == 0)
         self.last = max(told_at, default=0.0)
         """Time until which logs continue, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
@@ -118,12 +118,12 @@ class Presence:
         return next((x for rank in ranks if (x := self._addresses.get(start_of(rank), ""))), "")
 
     def _shown(self, process: Process, at: float) -> str:
-        return self.moment(self._axis.at(process, at))
+        return self.moment(self.axis.at(process, at))
 
     def _hear(self, rank: str, other: Process, at: float) -> None:
         """Note that a process has heard of a rank at some time of its own clock."""
         process = self.service.process_named(rank)
-        if process is not None and self._axis.group(other) == self._axis.group(process) and not math.isnan(at):
+        if process is not None and self.axis.group(other) == self.axis.group(process) and not math.isnan(at):
             known = self._heard[process.incarnation]
             self._heard[process.incarnation] = max(known, self.when(other, at)[0])
 
@@ -174,7 +174,7 @@ class Presence:
     def _is_overdue(self, process: Process) -> bool:
         """Return True if logs go on for so long that a living process would have written a line, or be heard of."""
         heard = max(self.when(process, process.last_at)[1], self._heard[process.incarnation])
-        is_told = process.says_info and self._axis.group(process) == 0
+        is_told = process.says_info and self.axis.group(process) == 0
         return is_told and self.last >= heard + lease_of(process) + LATE_S
 
     def _replaces(self, after: Process, process: Process) -> bool:

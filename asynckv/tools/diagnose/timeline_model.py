@@ -406,9 +406,8 @@ def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark
 # -- what was there besides --------------------------------------------------------------------------
 
 
-def ground(axis: Axis) -> list[Ground]:
-    out = []
-    presence = Presence(axis)
+def ground(presence: Presence) -> list[Ground]:
+    out, axis = [], presence.axis
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []
