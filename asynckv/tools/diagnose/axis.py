@@ -90,7 +90,7 @@ def exchanges(service: Service) -> Iterator[Pair]:
     for request in service.requests:
         pulls: dict[str, list[LoggedPull]] = {}
         for pull in request.all_pulls:
-            for start in {start_of(x) for x in pull.peer_ranks} if pull.cause == "complete" else ():
+            for start in dict.fromkeys(map(start_of, pull.peer_ranks)) if pull.cause == "complete" else ():
                 pulls.setdefault(start, []).append(pull)
         for lease in request.leases.values():
             if own := [x for x in pulls.get(lease.process.start, ()) if x.process is not lease.process]:
@@ -107,7 +107,7 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
             left.setdefault(peer, record.at)
         elif state == "loading":
             came.setdefault(peer, record.at)
-    for peer in {*left, *came}:
+    for peer in dict.fromkeys((*left, *came)):
         if (prefill := service.started_as(peer)) is None:
             continue
         met = next((x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start), None)

@@ -21,7 +21,6 @@ from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
 from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, Service, base_name
-from asynckv.tools.diagnose.leaks_between import will_be_tried_again
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak, listed, some
@@ -239,7 +238,7 @@ def _stalled(
     for process in seen.service.processes.values():
         rank, late = process.rank, [x for x in seen.late if _is_step_of(x, process.rank)]
         mine = [x for x in failed if x.verdict.names["by"] == rank]
-        is_over = presence.fate(process).kind in ("died", "stopped")
+        is_over = presence.fate(process).is_over
         now, worst = None if is_over else last_stall(process), longest_stall(process)
         late = late if worst is not None else []
         if rank in told_of or not (now or mine or late):
@@ -341,7 +340,7 @@ def _failed(seen: Seen, presence: Presence) -> list[Failure]:
             last |= set(last_attempt([p for r in family for p in r.all_pulls]))
 
     def counts(pull: LoggedPull) -> bool:
-        if pull not in last or pull.ended is None or will_be_tried_again(pull):
+        if pull not in last or pull.ended is None or pull.will_be_tried_again:
             return False
         return not axis.at(pull.process, pull.ended.at) < seen.since
 

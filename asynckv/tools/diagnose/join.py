@@ -33,6 +33,8 @@ from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Logs, Record, number
 
+GATHERED_S = 11.0
+"""Most seconds by which a line is late: events about requests are gathered for some seconds."""
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
 
@@ -111,6 +113,10 @@ class Process:
         """The name of its clock, which is that of its machine: the boot, or the host if its log does not say that."""
         return self.boot_id or self.host or self.incarnation
 
+    def ends_before(self, due_at: float) -> bool:
+        """Return True if its log ends before a line that was due at some moment must be there."""
+        return self.last_at <= due_at + GATHERED_S
+
     def of(self, *events: type[told.Told]) -> Iterator[Record]:
         """Yield its lines about itself and its peers; for several events, one after the other."""
         if not self._by_event:
@@ -147,6 +153,19 @@ class LoggedLease:
         if self.ended is not None:
             return self.ended.text("cause") or "ended"
         return (self.held[-1].text("state") or "lent") if self.held else "lent"
+
+    @property
+    def is_open(self) -> bool:
+        """True if it is held when the log ends. A good end without a line was not sampled."""
+        if self.ended is not None or self.lent is not None or not self.held:
+            return self.ended is None and self.lent is not None
+        held = self.held[-1]
+        # A release is no warning: in a log of warnings only one past its lease says that it was not released.
+        promised = (x.number("lent_s") + x.number("left_s") for x in self.held[:-1])
+        is_told = self.process.says_info or any(until <= held.number("lent_s", 0.0) for until in promised)
+        # Without a claim it would have expired, and been told, a moment after its lease.
+        may_last = bool(self.claims) or self.process.last_at <= held.at + held.number("left_s", math.inf) + 1.0
+        return is_told and may_last and self.process.ends_before(held.at + held.number("lent_s", 0.0))
 
     @property
     def lent_at(self) -> float:
@@ -354,6 +373,24 @@ class LoggedPull:
         if self.ended is not None:
             return self.cause
         return self.held[-1].text("state") if self.held else ""
+
+    @property
+    def is_open(self) -> bool:
+        """True if a warning is its last word, and no further line was due before its process's log ends."""
+        if self.ended is not None or not self.held:
+            return False
+        return self.process.ends_before(self.held[-1].at + self.held[-1].number("state_s", 0.0))
+
+    @property
+    def is_announced(self) -> bool:
+        """True if it is open, and was announced only."""
+        return self.is_open and self.state == "announced"
+
+    @property
+    def will_be_tried_again(self) -> bool:
+        """True if another attempt was promised that need not have ended when its process's log ends."""
+        promised = (x.at + x.number("after_s", 0.0) for x in self.retried)
+        return self.process.stopped is None and self.process.ends_before(max(promised, default=-math.inf))
 
     @property
     def attempt(self) -> int:

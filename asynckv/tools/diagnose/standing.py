@@ -19,7 +19,7 @@ from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time
 from asynckv.tools.diagnose.causes import WELL
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
-from asynckv.tools.diagnose.leaks_between import is_last_word, read_beside
+from asynckv.tools.diagnose.leaks_between import read_beside
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
 from asynckv.tools.diagnose.records import Record, integer
@@ -89,16 +89,14 @@ def _late(pull: LoggedPull) -> dict[str, str]:
 
 def _waits(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> bool:
     """Return True if a warning about a pull is the last word of it, on either side."""
-    if pull.ended is not None or not pull.held or pull.held[-1].level != "warning" or not is_last_word(pull):
+    if not pull.is_open or (last := pull.held[-1]).level != "warning":
         return False
-    last = pull.held[-1]
-    if any(x.at >= last.at and x.event in told.ENDS[last.event] for x in pull.records):
-        return False
+    is_over = any(x.at >= last.at and x.event in told.ENDS[last.event] for x in pull.records)
     # A goodbye ends all pulls, and a death is a finding of its own. A good end is no warning.
-    if not pull.process.says_info or presence.fate(pull.process).kind in ("stopped", "died"):
-        return False
-    owed = [x for x in request.leases.values() if pull.process.start not in map(start_of, x.released)]
-    return pull.state != "quarantined" and (bool(owed) or not request.leases)
+    is_told = not pull.process.says_info or presence.fate(pull.process).is_over
+    readers = [set(map(start_of, x.released)) for x in request.leases.values()]
+    is_released = bool(readers) and all(pull.process.start in x for x in readers)
+    return pull.state != "quarantined" and not (is_over or is_told or is_released)
 
 
 def open_warnings(presence: Presence) -> Iterator[tuple[Record, str]]:
@@ -125,8 +123,7 @@ def may_be_open(record: Record) -> bool:
 def _is_unsettled(presence: Presence, record: Record) -> bool:
     """Return True if a peer was silent or could not be met when last spoken of, and nothing shows what became of it."""
     peer = presence.service.process_named(record.text("peer"))
-    fate = presence.fate(peer).kind if peer is not None else ""
-    is_past = fate in ("stopped", "died") or (peer is not None and peer.successor is not None)
+    is_past = peer is not None and (presence.fate(peer).is_over or peer.successor is not None)
     return record.text("state") in ("suspect", "new") and not is_past
 
 
