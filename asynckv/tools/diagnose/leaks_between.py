@@ -12,8 +12,17 @@ from collections.abc import Iterator
 from asynckv.core import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import REFUSED_AS, ReaderView
-from asynckv.tools.diagnose.join import GATHERED_S, LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
-from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed
+from asynckv.tools.diagnose.join import (
+    GATHERED_S,
+    LoggedLease,
+    LoggedPull,
+    LoggedRequest,
+    Process,
+    base_name,
+    engine_of,
+    start_of,
+)
+from asynckv.tools.diagnose.leaks_values import in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 

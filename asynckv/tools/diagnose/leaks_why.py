@@ -17,8 +17,8 @@ from asynckv.core.told import RefusedMessage
 from asynckv.core.types import How
 from asynckv.tools.diagnose import leaks_between as between
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, OwnerView, ReaderView, in_words, remedy_of
-from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
-from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, engine_of, start_of
+from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Fate, Presence, lease_of
 
 W, R = OwnerView, ReaderView
