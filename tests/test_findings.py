@@ -20,6 +20,7 @@ from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import records_of, tell
 from asynckv.tools.diagnose.leaks_request import find_requests
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from asynckv.tools.diagnose.timeline_model import ground, stories
 from asynckv.tools.diagnose.why_page import make
@@ -65,8 +66,8 @@ def well() -> list[Record]:
 def screen(records: list[Record]) -> tuple[Findings, str]:
     logs = Logs(sorted(records, key=lambda x: x.at))
     joined = join(logs)
-    axis = make_axis(joined)
-    seen = Seen(logs, axis, ground(axis), find_leaks(joined))
+    presence = Presence(axis := make_axis(joined))
+    seen = Seen(logs, presence, ground(presence), find_leaks(joined))
     found = find(seen)
     return found, make(seen, found, ["test.log"], stories(axis))
 
@@ -276,8 +277,8 @@ def test_a_socket_that_is_younger_than_the_engine_that_answers_is_of_another_one
     ]  # fmt: skip
     service = join(list(records_of(answers, 200.0)))
     tell(service, answers, 200.0)
-    axis = make_axis(service)
-    found = find(Seen(Logs(), axis, ground(axis), find_leaks(service), answers=answers))
+    presence = Presence(make_axis(service))
+    found = find(Seen(Logs(), presence, ground(presence), find_leaks(service), answers=answers))
     assert [x.code for x in found.wrong] == ["no_answer"] * is_dead
 
 
@@ -351,8 +352,8 @@ def test_a_process_without_a_processor_is_told_so(waited: dict[str, float], says
 
 def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:
     joined = join(read_logs([service().write(tmp_path)]))
-    axis, leaks = make_axis(joined), find_leaks(joined)
-    seen = Seen(Logs(), axis, ground(axis), leaks)
+    presence, leaks = Presence(axis := make_axis(joined)), find_leaks(joined)
+    seen = Seen(Logs(), presence, ground(presence), leaks)
     requests = page_data(make(seen, Findings(late=leaks), ["x"], stories(axis)))["requests"]
     [late] = [x for x in requests if x["request_id"] == "chat-20"]
     assert late["is_bad"]

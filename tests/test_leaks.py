@@ -1045,8 +1045,8 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
 def seen_of(records: list[Record], logs: Logs | None = None) -> Seen:
     """All that is known of some records."""
     service = join(records)
-    axis = make_axis(service)
-    return Seen(logs or Logs(records), axis, ground(axis), find_leaks(service, axis))
+    presence = Presence(make_axis(service))
+    return Seen(logs or Logs(records), presence, ground(presence), find_leaks(service, presence))
 
 
 def plain(records: list[Record], logs: Logs | None = None) -> dict[str, Any]:
@@ -1295,8 +1295,8 @@ def test_a_process_that_is_there_has_not_died_but_may_hang() -> None:
     def judged(is_there: bool) -> tuple[CAUSE, list[str], list[str]]:
         service = join(records)
         service.processes[D].is_here = is_there
-        axis = make_axis(service)
-        found = find(Seen(Logs(), axis, ground(axis), find_leaks(service)))
+        presence = Presence(make_axis(service))
+        found = find(Seen(Logs(), presence, ground(presence), find_leaks(service)))
         [late] = found.late
         return late.cause, [x.code for x in found.wrong], [x.code for x in found.limits]
 

@@ -74,12 +74,12 @@ def reworded(record: Record) -> Record:
 
 def concluded(records: list[Record]) -> list[Any]:
     """All that is concluded from some records, without its words."""
-    axis = make_axis(join(records))
-    leaks = find_leaks(axis.service, axis)
-    found = find(Seen(Logs(records), axis, ground(axis), leaks))
+    presence = Presence(make_axis(join(records)))
+    leaks = find_leaks(presence.service, presence)
+    found = find(Seen(Logs(records), presence, ground(presence), leaks))
     return [
         *((x.cell, x.cause, x.state, x.request_id, x.reader, x.about, x.owed, x.missing, len(x.also)) for x in leaks),
-        *((x.verdict.cause, x.verdict.reader, len(x.pulls)) for x in failures(Presence(axis))),
+        *((x.verdict.cause, x.verdict.reader, len(x.pulls)) for x in failures(presence)),
         *((x.heading, x.code, x.requests) for x in (*found.wrong, *found.limits)),
     ]
 

@@ -31,6 +31,7 @@ from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Finding, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks_live import records_of
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import ground
 from tests.engines import Bench, until
@@ -148,8 +149,8 @@ def test_a_row_that_began_after_good_times_is_found_too_and_not_once_it_is_repai
     lines = (counted(5.0, 9_000), counted(60.0, 9_000, 60, in_a_row=60, in_a_row_s=40.0), counted(80.0, 9_900, 60))
     assert [x.code for x in found(*lines)[0]] == ["without_params"]
     logs = Logs(sorted([*well(), *lines], key=lambda x: x.at))
-    axis = make_axis(join(logs))
-    later = find(Seen(logs, axis, ground(axis), (), since=START + 70.0))
+    presence = Presence(make_axis(join(logs)))
+    later = find(Seen(logs, presence, ground(presence), (), since=START + 70.0))
     assert (later.wrong, later.notes) == ([], [])
 
 
@@ -227,8 +228,8 @@ async def test_a_running_engine_is_judged_by_the_same_rules_as_its_log(
         await count(decode.engine, NONE)
         answer = await asked(decode.engine)
         records = list(records_of([answer], 1e9))
-        axis = make_axis(join(records))
-        live = find(Seen(Logs(records), axis, ground(axis), (), answers=[answer]))
+        presence = Presence(make_axis(join(records)))
+        live = find(Seen(Logs(records), presence, ground(presence), (), answers=[answer]))
     log, out = tmp_path / "log.jsonl", tmp_path / "out.json"
     log.write_text(stream.getvalue())
     ended = CliRunner().invoke(app, ["why", str(log), "--json", str(out)])

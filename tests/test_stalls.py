@@ -20,6 +20,7 @@ from asynckv.tools.diagnose.findings import Finding, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import records_of
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import ground
 from tests.test_leaks import (
@@ -45,8 +46,9 @@ RUNNING = [begun(P), begun(D), *met(), *asked_before()]
 def wrong(records: Sequence[Record], answers: Sequence[Answer] = ()) -> list[Finding]:
     logs = Logs(sorted([*records, *records_of(answers, 1e9 + 60.0)], key=lambda x: x.at))
     service = join(logs)
-    axis = make_axis(service)
-    return list(find(Seen(logs, axis, ground(axis), find_leaks(service, axis), answers=answers)).wrong)
+    presence = Presence(make_axis(service))
+    seen = Seen(logs, presence, ground(presence), find_leaks(service, presence), answers=answers)
+    return list(find(seen).wrong)
 
 
 def signs(start: str, *at: float) -> list[Record]:

@@ -400,7 +400,7 @@ def test_what_a_log_says_of_its_engine_counts_beside_an_answer() -> None:
     """An answer repeats when its engine started, perhaps a little earlier than the log has it."""
     logged = [replace(x, where=f"{x.rank}.log:1") for x in (begun(P), begun(D))]
     answers = [replace(x, at=1e9 + 99.0) for x in HEALTHY]  # after 100 s
-    known = looked({"all": logged}, answers)[0].axis.service
+    known = looked({"all": logged}, answers)[0].service
     for start in (P, D):
         assert (known.processes[start].host, known.processes[start].first_at) == ("h", 1e9 - 1.0)
         assert known.processes[start].started is logged[start == D]

@@ -20,6 +20,7 @@ from asynckv.tools.diagnose.axis import Axis, Offset, make_axis, shown_offset, s
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, read_logs
 from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Story, ground, stories
 from asynckv.tools.diagnose.why_page import make
@@ -145,7 +146,7 @@ def test_a_lease_that_nobody_claimed(axis: Axis) -> None:
 
 
 def test_the_ground_has_starts_ends_and_when_the_loop_was_away(axis: Axis) -> None:
-    by_rank = {x.process.rank: x for x in ground(axis)}
+    by_rank = {x.process.rank: x for x in ground(Presence(axis))}
     (away,) = by_rank[D[1]].away
     assert away.seconds == pytest.approx(0.15)
     assert abs(away.end - BEGIN - 2.2) <= axis.offset(by_rank[D[1]].process).within_s
@@ -179,7 +180,7 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     written.line("engine_stopped", 34.0, D[0])
     written.line("engine_stopped", 34.0, D[1])
     axis = axis_of(written, tmp_path)
-    prefill, *readers = ground(axis)
+    prefill, *readers = ground(Presence(axis))
     assert [x.gone for x in readers] == [None, None], "an end in order is no death"
     gone = prefill.gone
     assert gone is not None
@@ -207,7 +208,7 @@ def test_a_log_that_only_ends_early_is_no_death(tmp_path: Path) -> None:
     written.complete(1, 2.0, D[1])
     written.complete(2, 25.0)
     axis = axis_of(written, tmp_path)
-    gone = {x.process.rank: x.gone for x in ground(axis)}
+    gone = {x.process.rank: x.gone for x in ground(Presence(axis))}
     assert gone[P] is gone[D[0]] is None, "all logs end at some time"
     early = gone[D[1]]
     assert early is not None
@@ -288,7 +289,8 @@ class Checked(HTMLParser):
 
 
 def seen_of(axis: Axis) -> Seen:
-    return Seen(Logs(), axis, ground(axis), find_leaks(axis.service, axis))
+    presence = Presence(axis)
+    return Seen(Logs(), presence, ground(presence), find_leaks(axis.service, presence))
 
 
 def check_outputs(axis: Axis, found: list[Story]) -> None:
@@ -321,7 +323,7 @@ def test_every_form_holds_together(axis: Axis) -> None:
 
 def test_one_request_on_a_narrow_screen(axis: Axis) -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, no_color=True, color_system=None)
-    why_text.show_story(axis, named(axis, "chat-8"), ground(axis), console)
+    why_text.show_story(axis, named(axis, "chat-8"), ground(Presence(axis)), console)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(x) <= 80 for x in out.splitlines())
     assert "± " in out
@@ -349,7 +351,7 @@ def test_no_id_is_cut_on_a_narrow_screen(width: int, tmp_path: Path) -> None:
 
 def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
-    why_text.show_story(axis, named(axis, "chat-8"), ground(axis), console)
+    why_text.show_story(axis, named(axis, "chat-8"), ground(Presence(axis)), console)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b[7" in out
     assert "\x1b[31mremote" not in out

@@ -21,6 +21,7 @@ from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks_live import records_of
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs
 from asynckv.tools.diagnose.timeline_model import ground
 from asynckv.tools.diagnose.why_report import report
@@ -81,8 +82,8 @@ def shown(answers: list[Answer], *, width: int = 100, top: int = 20) -> str:
 
 def found_in(answers: list[Answer]) -> tuple[dict[str, Any], str]:
     records = list(records_of(answers, 1e9))
-    axis = make_axis(join(records))
-    seen = Seen(Logs(records), axis, ground(axis), [], answers=answers)
+    presence = Presence(make_axis(join(records)))
+    seen = Seen(Logs(records), presence, ground(presence), [], answers=answers)
     document = report(find(seen), seen)
     out = io.StringIO()
     show_findings(document, Console(file=out, width=100))

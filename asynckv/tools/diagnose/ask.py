@@ -82,6 +82,11 @@ class Answer:
         return self.account.rank or self.address
 
     @property
+    def has_told(self) -> bool:
+        """True if it says of which process it is, and with that what the process holds."""
+        return not self.error and self.account.incarnation != ""
+
+    @property
     def requests(self) -> tuple[RequestStatus, ...]:
         """The oldest requests, with those between two attempts last."""
         return self.account.requests + self.account.facts.retrying

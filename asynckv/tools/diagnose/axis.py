@@ -22,6 +22,7 @@ from typing import NamedTuple
 from asynckv.core import told
 from asynckv.core.notes import Note
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, Process, Service, history, note_of, start_of
+from asynckv.tools.diagnose.records import grouped
 
 CLOCKS_S = 10.0
 """Most seconds between the clocks of two hosts, if nothing else is known of them."""
@@ -88,10 +89,8 @@ def exchanges(service: Service) -> Iterator[Pair]:
     for process in service.processes.values():
         yield from _handshakes(service, process)
     for request in service.requests:
-        pulls: dict[str, list[LoggedPull]] = {}
-        for pull in request.all_pulls:
-            for start in {start_of(x) for x in pull.peer_ranks} if pull.cause == "complete" else ():
-                pulls.setdefault(start, []).append(pull)
+        complete = [x for x in request.all_pulls if x.cause == "complete"]
+        pulls = grouped((start, x) for x in complete for start in dict.fromkeys(map(start_of, x.peer_ranks)))
         for lease in request.leases.values():
             if own := [x for x in pulls.get(lease.process.start, ()) if x.process is not lease.process]:
                 yield from _of_lease(lease, own)
@@ -107,7 +106,7 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
             left.setdefault(peer, record.at)
         elif state == "loading":
             came.setdefault(peer, record.at)
-    for peer in {*left, *came}:
+    for peer in dict.fromkeys((*left, *came)):
         if (prefill := service.started_as(peer)) is None:
             continue
         met = next((x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start), None)

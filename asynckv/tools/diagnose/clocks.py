@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from asynckv.core import told
-from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.records import Record, grouped
 
 MAX_SET = 2  # times that the clock of one process is set
 PUT_BACK_S = 2.0
@@ -30,10 +29,10 @@ def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[
     Args:
         records: By time. How long a process was silent as its clock was put back is not known, and taken for nothing.
     """
-    files: dict[tuple[str, str], list[tuple[int, Record]]] = defaultdict(list)
-    for record in records:
-        path, _, line = record.where.rpartition(":")
-        files[record.incarnation, path].append((int(line) if line.isdecimal() else 0, record))
+    places = ((x, *x.where.rpartition(":")) for x in records)
+    files = grouped(
+        ((record.incarnation, path), (int(line) if line.isdecimal() else 0, record)) for record, path, _, line in places
+    )
     found: dict[str, list[PutBack]] = {}
     moved: dict[int, Record] = {}
     for (incarnation, _), lines in files.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,14 +20,13 @@ from asynckv.tools.diagnose import standing
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, remedy_of
-from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, base_name
-from asynckv.tools.diagnose.leaks_between import will_be_tried_again
+from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, Service, base_name
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak, listed, some
 from asynckv.tools.diagnose.pauses import Pause, longest, pauses
-from asynckv.tools.diagnose.presence import Fate, Presence
-from asynckv.tools.diagnose.records import Logs, Record, integer
+from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.records import Logs, Record, grouped, integer
 from asynckv.tools.diagnose.stalls import last_stall, longest_stall
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
@@ -42,6 +41,8 @@ RAISE_LIMIT = "Raise the CPU limit of their container (`cpu.max`, `resources.lim
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
 ASK_THEM = "Give their addresses, or the directories of their sockets, to `asynckv why` too."
+HALF_READ = "{} only announces {}, which another rank of its engine has read: ask again in ten seconds"
+DROPPED = "the log of {} lacks {} that could not be written"
 WAIT_OR_LOOK = "See what these ranks and their schedulers do: their logs, `asynckv why` of their sockets, py-spy dump."
 LET_IT_RUN = "Let it run on, or end it: docs/why.md, 'Continue it or kill it'."
 CONNECT = "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`."
@@ -97,7 +98,7 @@ class Findings:
 @dataclass(frozen=True, slots=True)
 class Seen:
     logs: Logs
-    axis: Axis  # has the service, and gives its times
+    presence: Presence  # has the service, its times, and the fates of its processes
     grounds: Sequence[Ground]  # all processes
     late: Sequence[Leak]  # of `find_leaks`
     copies: Sequence[LateCopy] = ()  # of `late_copies`
@@ -105,24 +106,24 @@ class Seen:
     since: float = -math.inf  # nothing counts that was over before
     failed: Sequence[str] = ()  # stores and loads of the request that was asked for, each in a line
 
+    @property
+    def axis(self) -> Axis:
+        return self.presence.axis
+
+    @property
+    def service(self) -> Service:
+        return self.presence.service
+
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
-    presence = Presence(seen.axis)
-    failed = _failed(seen, presence)
+    failed, told_of = _failed(seen), set(map(_key, seen.late))
     there = [*_gone(seen, failed), *_silent(seen), *_stopped(seen)]
-    told_of = {_key(x) for x in seen.late}
-    waits = standing.waiting(presence, [x for x in seen.axis.service.requests if _key(x) not in told_of])
-    named = _ranks(there)
-    stalled = [*_stalled(seen, presence, named, [x for x in failed if x.verdict.cause is STUCK], waits)]
-    halted = _ranks(stalled)
-    gone = _ranks(x for x in there if x.heading is HEADING.GONE)
-    failed = [x for x in failed if x.verdict.cause is not STUCK]
-    failed = [x for x in failed if not (x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone)]
-    # Late requests are told with the process that they hang on, or with the refusal of their pull.
+    waits = standing.waiting(seen.presence, [x for x in seen.service.requests if _key(x) not in told_of])
+    stalled = [*_stalled(seen, _ranks(there), failed, waits)]
     refused = {(x.text("peer"), x.text("prefill_request_id")) for x in _refusals(seen)}
     asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and (x.engine_id, x.request_id) in refused)]
-    late = [x for x in asked if not _is_about(x, named) and not any(_is_step_of(x, y) for y in halted)]
+    late, failed = _unexplained(asked, there, stalled), _unblamed(failed, there)
     found = pauses(seen.axis, seen.since)
     every: list[Leak | Failure] = [*late, *failed]
     slow = [(x, y) for x in every if (y := _machine_of(seen.axis, found, x)) is not None]
@@ -131,16 +132,29 @@ def find(seen: Seen) -> Findings:
     computed, warned = [*_prompts(seen)], [*_logged(seen, "warning")]
     long, also = _away(found, [*asked, *failed])
     wrong = [*first, *stalled, *_machines(found, slow), *_late([x for x in late if id(x) not in done])]
-    wrong += [*_waits(waits, presence, named | halted), *then, *_copies(seen.copies)]
+    wrong += [*_waits(seen, waits, _ranks(there) | _ranks(stalled)), *then, *_copies(seen.copies)]
     wrong += [*_refused(seen), *map(_pulls, (x for x in failed if id(x) not in done))]
     wrong += [*(x for is_wrong, x in computed if is_wrong), *_twice(seen, asked, failed), *long]
     wrong += _logged(seen, "error")
-    wrong += [*_open(seen, presence, _ranks(wrong))]
+    wrong += [*_open(seen, _ranks(wrong))]
     # Whether a warning of a newer version is over is not known.
-    limits = [*_limits(seen, presence), *(x for x in warned if x.code not in told.EVENTS)]
+    limits = [*_limits(seen), *(x for x in warned if x.code not in told.EVENTS)]
     notes = [*also, *_notes(seen), *(x for is_wrong, x in computed if not is_wrong)]
     notes += [x for x in warned if x.code in told.EVENTS]
     return Findings(wrong, limits, notes, asked, seen.copies)
+
+
+def _unexplained(asked: Sequence[Leak], there: Sequence[Finding], stalled: Sequence[Finding]) -> list[Leak]:
+    """Return late requests that are not reported with the process that they hang on."""
+    named, halted = _ranks(there), _ranks(stalled)
+    return [x for x in asked if not (_is_about(x, named) or any(_is_step_of(x, y) for y in halted))]
+
+
+def _unblamed(failed: Sequence[Failure], there: Sequence[Finding]) -> list[Failure]:
+    """Return failures that are not reported with a stuck scheduler or a dead process."""
+    gone = _ranks(x for x in there if x.heading is HEADING.GONE)
+    of_dead = [x for x in failed if x.verdict.cause is CAUSE.PREFILL_DIED and x.verdict.names["by"] in gone]
+    return [x for x in failed if x.verdict.cause is not STUCK and x not in of_dead]
 
 
 def _ranks(found: Iterable[Finding]) -> set[str]:
@@ -168,11 +182,12 @@ def _gone(seen: Seen, failed: Sequence[Failure]) -> Iterator[Finding]:
     """Find ranks of which logs end without a goodbye, the earliest first, with the requests that are late
     since, or failed. The deaths of one rank are one finding.
     """
-    deaths: dict[str, list[tuple[Ground, Fate]]] = defaultdict(list)
-    for ground in sorted(seen.grounds, key=lambda x: x.end):
-        is_old = ground.process.successor is not None and ground.end < seen.since
-        if ground.gone is not None and ground.gone.kind == "died" and not is_old:
-            deaths[ground.process.base].append((ground, ground.gone))
+    ended = [(x, x.gone) for x in sorted(seen.grounds, key=lambda x: x.end) if x.gone is not None]
+    deaths = grouped(
+        (x.process.base, (x, gone))
+        for x, gone in ended
+        if gone.kind == "died" and not (x.process.successor is not None and x.end < seen.since)
+    )
     for base, died in deaths.items():
         ranks, (last, fate) = tuple(x.process.rank for x, _ in died), max(reversed(died), key=lambda x: x[1].is_proved)
         mine = [x for x in seen.late if _is_about(x, ranks)]
@@ -192,7 +207,7 @@ def _silent(seen: Seen) -> Iterator[Finding]:
     are older than one that answers.
     """
     there = {base_name(x.rank): x.at - x.account.facts.uptime_s for x in seen.answers if not x.error}
-    named = seen.axis.service.ranks_by_address()
+    named = seen.service.ranks_by_address()
     told = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind == "died"}
     for answer in seen.answers:
         rank = answer.account.rank or named.get(answer.address, "")
@@ -213,7 +228,7 @@ def _silent(seen: Seen) -> Iterator[Finding]:
 def _stopped(seen: Seen) -> Iterator[Finding]:
     """Find stopped or paused processes of this host that were not asked."""
     asked = {x.rank for x in seen.answers if x.error}
-    for process in seen.axis.service.processes.values():
+    for process in seen.service.processes.values():
         if process.halted and process.rank not in asked:
             mine = [x for x in seen.late if _is_about(x, {process.rank})]
             what = f"{process.rank} is stopped or paused"
@@ -221,20 +236,16 @@ def _stopped(seen: Seen) -> Iterator[Finding]:
 
 
 def _stalled(
-    seen: Seen,
-    presence: Presence,
-    told_of: Collection[str],
-    failed: Sequence[Failure],
-    waits: Sequence[standing.Waiting],
+    seen: Seen, told_of: Collection[str], failed: Sequence[Failure], waits: Sequence[standing.Waiting]
 ) -> Iterator[Finding]:
     """Find engines that make no steps although something waits for one, and prefill ranks that do not lend."""
-    for process in seen.axis.service.processes.values():
-        rank, late = process.rank, [x for x in seen.late if _is_step_of(x, process.rank)]
-        mine = [x for x in failed if x.verdict.names["by"] == rank]
-        is_over = presence.fate(process).kind in ("died", "stopped")
-        now, worst = None if is_over else last_stall(process), longest_stall(process)
-        late = late if worst is not None else []
-        if rank in told_of or not (now or mine or late):
+    for process in (x for x in seen.service.processes.values() if x.rank not in told_of):
+        rank = process.rank
+        mine = [x for x in failed if x.verdict.cause is STUCK and x.verdict.names["by"] == rank]
+        now = None if seen.presence.fate(process).is_over else last_stall(process)
+        worst = longest_stall(process)
+        late = [x for x in seen.late if _is_step_of(x, rank)] if worst is not None else []
+        if not (now or mine or late):
             continue
         names, blocks = _of(late)
         pulls = [pull for x in mine for pull in x.pulls]
@@ -265,9 +276,7 @@ def _dump(process: Process) -> str:
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
     """Find causes of late blocks and their processes, the most frequent first."""
-    groups: dict[tuple[CAUSE, str], list[Leak]] = defaultdict(list)
-    for leak in late:
-        groups[leak.cause, leak.reader].append(leak)
+    groups = grouped(((x.cause, x.reader), x) for x in late)
     for (cause, _), found in sorted(groups.items(), key=lambda x: -len(x[1])):
         entry = CATALOGUE[cause]
         names, blocks = _of(found)
@@ -305,16 +314,14 @@ def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
 
 def _refusals(seen: Seen) -> list[Record]:
     """Return pulls that decode engines refused by themselves, of requests without a complete pull."""
-    requests = (r for r in seen.axis.service.requests if not any(p.cause == "complete" for p in r.all_pulls))
+    requests = (r for r in seen.service.requests if not any(p.cause == "complete" for p in r.all_pulls))
     refused = (x for r in requests for x in r.before if x.event == told.PullRefused.event)
     return [x for x in refused if not x.at < seen.since]
 
 
 def _refused(seen: Seen) -> Iterator[Finding]:
     """Find causes for which decode engines refused requests by themselves, the most frequent first."""
-    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for record in _refusals(seen):
-        groups[record.rank, record.text("cause")].append(record)
+    groups = grouped(((x.rank, x.text("cause")), x) for x in _refusals(seen))
     for (rank, cause), found in sorted(groups.items(), key=lambda x: -len(x[1])):
         names = dict.fromkeys(x.text("prefill_request_id") or x.text("request_id") for x in found)
         what = f"{rank} refused {counted(len(found), 'pull')} by itself, and began nothing: {cause}"
@@ -324,24 +331,19 @@ def _refused(seen: Seen) -> Iterator[Finding]:
         yield Finding(HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), blocks, (rank,))
 
 
-def _failed(seen: Seen, presence: Presence) -> list[Failure]:
-    """Find failed pulls by reason and by rank, whichever start of it, except repeated attempts and late requests."""
+def _failed(seen: Seen) -> list[Failure]:
+    """Find failed pulls by reason and by rank, except repeated attempts and late requests."""
     axis, told = seen.axis, set(map(_key, seen.late))
     last: set[LoggedPull] = set()
-    for family in families(axis.service.requests):
+    for family in families(seen.service.requests):
         if told.isdisjoint(map(_key, family)):
             last |= set(last_attempt([p for r in family for p in r.all_pulls]))
 
     def counts(pull: LoggedPull) -> bool:
-        if pull not in last or pull.ended is None or will_be_tried_again(pull):
-            return False
-        return not axis.at(pull.process, pull.ended.at) < seen.since
+        is_final = pull in last and not pull.will_be_tried_again
+        return is_final and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
 
-    groups: dict[tuple[object, ...], list[Failure]] = defaultdict(list)
-    for each in failures(presence, counts):
-        names = each.verdict.names
-        groups[each.verdict.reader, base_name(names["by"]), names.get("reason")].append(each)
-    return [Failure(same[0].verdict, [pull for x in same for pull in x.pulls]) for same in groups.values()]
+    return failures(seen.presence, counts)
 
 
 def _pulls(failed: Failure) -> Finding:
@@ -358,14 +360,13 @@ def _pulls(failed: Failure) -> Finding:
 def _twice(seen: Seen, late: Iterable[Leak], failed: Iterable[Failure]) -> Iterator[Finding]:
     """Find ranks that two processes were at once, of which both took one request that was late or failed."""
     keys, pulls = set(map(_key, late)), {x for each in failed for x in each.pulls}
-    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for request in seen.axis.service.requests:
+    found: list[tuple[tuple[str, ...], str]] = []
+    for request in seen.service.requests:
         if _key(request) in keys or not pulls.isdisjoint(request.all_pulls):
             readers = sorted({x.process for x in request.all_pulls}, key=lambda x: (x.base, x.first_at))
-            for one, other in itertools.pairwise(readers):
-                if one.base == other.base and _ran_at_once(seen.axis, one, other):
-                    found[one.rank, other.rank].append(request.name)
-    for ranks, names in found.items():
+            at_once = ((x, y) for x, y in itertools.pairwise(readers) if x.base == y.base)
+            found += [((x.rank, y.rank), request.name) for x, y in at_once if _ran_at_once(seen.axis, x, y)]
+    for ranks, names in grouped(found).items():
         what = f"{' and '.join(ranks)} ran at once under one name, and both took {counted(len(names), 'request')}"
         yield Finding(HEADING.WRONG, "one_id_twice", what, "", ONE_NAME, tuple(dict.fromkeys(names)), ranks=ranks)
 
@@ -377,7 +378,7 @@ def _ran_at_once(axis: Axis, one: Process, other: Process) -> bool:
 
 def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
     """Find the shares of prompts that engines computed by themselves, by cause; True with those that are wrong."""
-    for process in seen.axis.service.processes.values():
+    for process in seen.service.processes.values():
         lines = list(process.of(told.PromptsCounted))
         new = [x for x in lines if not seen.axis.at(process, x.at) < seen.since]
         so_far = [Counter(), *map(_counts, lines)][-len(new) - 1 :]
@@ -430,10 +431,7 @@ def _blamed(late: Leak | Failure) -> Sequence[str]:
 
 def _machines(found: Sequence[Pause], slow: Sequence[tuple[Leak | Failure, Pause]]) -> Iterator[Finding]:
     """Find machines without processor time for their processes, of which requests were late."""
-    by_machine: dict[str, list[Leak | Failure]] = defaultdict(list)
-    for late, pause in slow:
-        by_machine[pause.process.clock].append(late)
-    for clock, hurt in by_machine.items():
+    for clock, hurt in grouped((pause.process.clock, late) for late, pause in slow).items():
         mine = [x for x in found if x.is_hosts and x.process.clock == clock]
         worst, ranks = max(mine, key=lambda x: x.seconds), dict.fromkeys(x.process.rank for x in mine)
         host = worst.process.host or worst.process.rank
@@ -468,13 +466,8 @@ def _away(found: Sequence[Pause], late: Iterable[Leak | Failure]) -> tuple[list[
 
 def _logged(seen: Seen, level: str) -> Iterator[Finding]:
     """Find events at a level that no other finding reports, by event and process."""
-    found: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for process in seen.axis.service.processes.values():
-        for record in process.records:
-            is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
-            is_told = is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
-            if record.level == level and not is_told:
-                found[record.event, process.base].append(record)
+    lines = ((x, process) for process in seen.service.processes.values() for x in process.records if x.level == level)
+    found = grouped(((x.event, process.base), x) for x, process in lines if not _is_said_elsewhere(seen, process, x))
     for (event, base), same in sorted(found.items(), key=lambda x: -len(x[1])):
         first = same[0]
         texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
@@ -484,12 +477,17 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
         yield Finding(HEADING.UNKNOWN, event, what, evidence, "See docs/logging.md.", ranks=(first.rank,))
 
 
-def _waits(waits: Sequence[standing.Waiting], presence: Presence, told_of: Collection[str]) -> Iterator[Finding]:
+def _is_said_elsewhere(seen: Seen, process: Process, record: Record) -> bool:
+    is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
+    return is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
+
+
+def _waits(seen: Seen, waits: Sequence[standing.Waiting], told_of: Collection[str]) -> Iterator[Finding]:
     """Find pulls that wait for long, except for ranks that are reported themselves."""
     for each in waits:
         if not any(x in told_of for x in each.owners):
             owners, number = listed(each.owners) or "the prefill side", counted(len(each.pulls), "pull")
-            heading = HEADING.STOPPED if each.is_never_lent(presence) else HEADING.UNKNOWN
+            heading = HEADING.STOPPED if each.is_never_lent(seen.presence) else HEADING.UNKNOWN
             state = ", ".join(each.states).replace("not_lent", "not lent yet")
             what = f"{number} of {each.reader.rank} waited for {owners}, for {shown_seconds(each.seconds)}: {state}"
             names = dict.fromkeys(request.name for request, _ in each.pulls)
@@ -498,11 +496,11 @@ def _waits(waits: Sequence[standing.Waiting], presence: Presence, told_of: Colle
             yield Finding(heading, told.PullHeld.event, what, evidence, WAIT_OR_LOOK, tuple(names), ranks=ranks)
 
 
-def _open(seen: Seen, presence: Presence, told_of: Collection[str]) -> Iterator[Finding]:
+def _open(seen: Seen, told_of: Collection[str]) -> Iterator[Finding]:
     """Find warnings of processes that nothing has ended, except about ranks that are reported."""
     known = {*told_of, *map(base_name, told_of)}
-    for record, subject in standing.open_warnings(presence):
-        at = seen.axis.at(seen.axis.service.processes[record.incarnation], record.at)
+    for record, subject in standing.open_warnings(seen.presence):
+        at = seen.axis.at(seen.service.processes[record.incarnation], record.at)
         if known.isdisjoint((record.text("peer") or record.rank, subject)) and not at < seen.since:
             what = f"{record.event} of {record.rank}{f', {subject},' if subject else ''} is not over"
             texts = [x for name in ("state", "cause", "detail") if (x := record.text(name))]
@@ -514,14 +512,14 @@ def _notes(seen: Seen) -> Iterator[Finding]:
     """Find what else was seen: clocks, and requests that an answer shows to be over."""
     for note in seen.axis.notes():
         yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
-    for process in (x for x in seen.axis.service.processes.values() if x.over):
+    for process in (x for x in seen.service.processes.values() if x.over):
         what = f"{counted(len(process.over), 'request')} held for long in its log ({listed(process.over)})"
         yield Finding(HEADING.UNKNOWN, "over", f"{process.rank} answers, and no longer holds {what}")
 
 
-def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
+def _limits(seen: Seen) -> Iterator[Finding]:
     """Find things that were expected and could not be judged: missing, short or unreadable logs."""
-    service = seen.axis.service
+    service, presence = seen.service, seen.presence
 
     def limit(code: str, what: str, evidence: str = "", remedy: str = "") -> Finding:
         return Finding(HEADING.UNKNOWN, code, what, evidence[:MAX_TEXT], remedy)
@@ -529,17 +527,14 @@ def _limits(seen: Seen, presence: Presence) -> Iterator[Finding]:
     if missing := standing.missing(presence):
         none = "neither a log nor an answer" if seen.answers else "no log"
         yield limit("no_log", f"there is {none} of {some(missing)}, which others name", "", UNSEEN)
-    for rank, name in standing.left_behind(presence):
-        what = f"{rank} only announces {name}, which another rank of its engine has read: ask again in ten seconds"
-        yield limit("half_read", what)
-    for rank, why in standing.cut(presence):
-        yield limit("cut", f"the log of {rank} was cut: {why}", "", UNSEEN)
-    for rank, number in standing.dropped(seen.logs.records, seen.since).items():
-        yield limit(
-            "dropped", f"the log of {rank} lacks {counted(number, 'line')} that could not be written", "", UNSEEN
-        )
-    for rank, why in standing.uncounted(presence, seen.answers):
-        yield limit("uncounted", f"{rank} has counted what no log shows: {why}", "", UNSEEN)
+    of_ranks = (
+        ("half_read", standing.left_behind(presence), HALF_READ, ""),
+        ("cut", standing.cut(presence), "the log of {} was cut: {}", UNSEEN),
+        ("dropped", standing.dropped(seen.logs.records, seen.since), DROPPED, UNSEEN),
+        ("uncounted", standing.uncounted(presence, seen.answers), "{} has counted what no log shows: {}", UNSEEN),
+    )
+    for code, found, text, remedy in of_ranks:
+        yield from (limit(code, text.format(rank, why), "", remedy) for rank, why in found)
     if not_here := [x.rank for x in service.processes.values() if x.is_elsewhere]:
         why = "All have died since, or these logs were copied before their ends."
         yield limit("not_here", f"no process of {some(not_here)} is on this host any more", why)

@@ -31,8 +31,10 @@ from asynckv.core.told import LastClaim, RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.old_words import coded
-from asynckv.tools.diagnose.records import Logs, Record, number
+from asynckv.tools.diagnose.records import Logs, Record, grouped, number
 
+GATHERED_S = 11.0
+"""Most seconds by which a line is late: events about requests are gathered for some seconds."""
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
 
@@ -47,6 +49,11 @@ def start_of(rank: str) -> str:
     """Return the start of the process in a rank's name: `0a1b2c3d`; empty if it names none."""
     found = _RANK.match(rank)
     return (found["start"] or "")[:SHOWN_LETTERS] if found else ""
+
+
+def engine_of(rank: str) -> str:
+    """Return the engine, or cohort, that a rank's name begins with."""
+    return base_name(rank).rpartition("/tp")[0].partition("/pp")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,10 @@ class Process:
         """The name of its clock, which is that of its machine: the boot, or the host if its log does not say that."""
         return self.boot_id or self.host or self.incarnation
 
+    def ends_before(self, due_at: float) -> bool:
+        """Return True if its log ends before a line that was due at some moment must be there."""
+        return self.last_at <= due_at + GATHERED_S
+
     def of(self, *events: type[told.Told]) -> Iterator[Record]:
         """Yield its lines about itself and its peers; for several events, one after the other."""
         if not self._by_event:
@@ -147,6 +158,19 @@ class LoggedLease:
         if self.ended is not None:
             return self.ended.text("cause") or "ended"
         return (self.held[-1].text("state") or "lent") if self.held else "lent"
+
+    @property
+    def is_open(self) -> bool:
+        """True if it is held when the log ends. A good end without a line was not sampled."""
+        if self.ended is not None or self.lent is not None or not self.held:
+            return self.ended is None and self.lent is not None
+        held = self.held[-1]
+        # A release is no warning: in a log of warnings only one past its lease says that it was not released.
+        promised = (x.number("lent_s") + x.number("left_s") for x in self.held[:-1])
+        is_told = self.process.says_info or any(until <= held.number("lent_s", 0.0) for until in promised)
+        # Without a claim it would have expired, and been told, a moment after its lease.
+        may_last = bool(self.claims) or self.process.last_at <= held.at + held.number("left_s", math.inf) + 1.0
+        return is_told and may_last and self.process.ends_before(held.at + held.number("lent_s", 0.0))
 
     @property
     def lent_at(self) -> float:
@@ -356,6 +380,24 @@ class LoggedPull:
         return self.held[-1].text("state") if self.held else ""
 
     @property
+    def is_open(self) -> bool:
+        """True if a warning is its last word, and no further line was due before its process's log ends."""
+        if self.ended is not None or not self.held:
+            return False
+        return self.process.ends_before(self.held[-1].at + self.held[-1].number("state_s", 0.0))
+
+    @property
+    def is_announced(self) -> bool:
+        """True if it is open, and was announced only."""
+        return self.is_open and self.state == "announced"
+
+    @property
+    def will_be_tried_again(self) -> bool:
+        """True if another attempt was promised that need not have ended when its process's log ends."""
+        promised = (x.at + x.number("after_s", 0.0) for x in self.retried)
+        return self.process.stopped is None and self.process.ends_before(max(promised, default=-math.inf))
+
+    @property
     def attempt(self) -> int:
         return self.ended.integer("attempt", 1) if self.ended is not None else 1
 
@@ -525,10 +567,7 @@ class _Builder:
                 subject(process, held).held.append(held)
 
     def finish(self) -> Service:
-        by_rank: dict[str, list[Process]] = defaultdict(list)
-        for process in self._processes.values():
-            by_rank[process.base].append(process)
-        for starts in by_rank.values():
+        for starts in grouped((x.base, x) for x in self._processes.values()).values():
             starts.sort(key=lambda x: x.first_at)
             for i, process in enumerate(starts):  # some may run beside it
                 next_ = bisect.bisect_left(starts, process.last_at, i + 1, key=attrgetter("first_at"))
@@ -652,32 +691,42 @@ class _Joiner:
     def _request_of(self, pull: LoggedPull) -> LoggedRequest:
         if (known := self._by_pull.get(pull.pull_id)) is not None:
             return known
-        peer = pull.peer or next((base_name(x).rpartition("/tp")[0].split("/pp")[0] for x in pull.peer_ranks), "")
-        starts = list(filter(None, dict.fromkeys(map(start_of, pull.peer_ranks))))
+        peer = pull.peer or next((engine_of(x) for x in pull.peer_ranks), "")
         key = peer, pull.sequence, pull.prefill_request_id
+        starts = list(filter(None, dict.fromkeys(map(start_of, pull.peer_ranks))))
+        known = self._of_its_key(key, starts, pull)
+        if known is None and pull.sequence >= 0:
+            known = self._of_its_sequence(peer, starts, pull)
+        elif known is None:
+            named = [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]
+            known = named[0] if len(named) == 1 else None
+        return known or self._new(*key)
+
+    def _of_its_key(self, key: tuple[str, int, str], starts: Sequence[str], pull: LoggedPull) -> LoggedRequest | None:
+        """Find the request of a whole key, and of the starts that a pull met."""
         exact = self._exact.get(key, [])
         if exact and not starts:
             return exact[0]
         if (known := next((x for y in starts if (x := self._by_start.get((key, y))) is not None), None)) is not None:
             return known
-        if len(exact) == 1 and {base_name(x) for x in pull.peer_ranks} & {base_name(x) for x in exact[0].leases}:
-            return exact[0]  # its params name earlier starts of the ranks that lent it
-        if pull.sequence >= 0:
-            # Two schedulers may count alike. The key is surely the same if its other id was refused for it.
-            ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
-            lent = [x for start in starts for x in self._by_sequence.get((peer, pull.sequence, start), [])]
-            for request in lent:
-                wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
-                if pull.process.start in map(start_of, wrong):
-                    return request
-                # The ids of a router or a server contain those of engines, and a reader that was refused, or came too
-                # late, does not learn that its id differs.
-                if pull.cause != "complete" and request.request_id not in ("", pull.prefill_request_id):
-                    if request.request_id in pull.prefill_request_id:
-                        return request
-            if ours and lent:  # of several that one counts alike, whichever has no reader yet
-                return min(lent, key=lambda x: bool(x.pulls))
-        named = [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]
-        if pull.sequence < 0 and len(named) == 1:
-            return named[0]
-        return self._new(peer, pull.sequence, pull.prefill_request_id)
+        # Its params may name earlier starts of the ranks that lent it.
+        is_one = len(exact) == 1 and not {*map(base_name, pull.peer_ranks)}.isdisjoint(map(base_name, exact[0].leases))
+        return exact[0] if is_one else None
+
+    def _of_its_sequence(self, peer: str, starts: Sequence[str], pull: LoggedPull) -> LoggedRequest | None:
+        """Find the request of a key whose other id a pull has.
+
+        Two schedulers may count alike. The key is surely the same if its other id was refused for it.
+        """
+        lent = [x for start in starts for x in self._by_sequence.get((peer, pull.sequence, start), [])]
+        for request in lent:
+            wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
+            # The ids of a router or a server contain those of engines, and a reader that was refused, or came too
+            # late, does not learn that its id differs.
+            is_longer = request.request_id not in ("", pull.prefill_request_id)
+            is_longer = is_longer and request.request_id in pull.prefill_request_id
+            if pull.process.start in map(start_of, wrong) or (pull.cause != "complete" and is_longer):
+                return request
+        # Of several that one counts alike, the pull belongs to whichever has no reader yet.
+        was_refused = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
+        return min(lent, key=lambda x: bool(x.pulls), default=None) if was_refused else None

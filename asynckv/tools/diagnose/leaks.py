@@ -11,26 +11,28 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asynckv.tools.diagnose.axis import Axis, make_axis
+from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import WELL, OwnerView, ReaderView
-from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Service, base_name, start_of
-from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, pulls_of
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Service
+from asynckv.tools.diagnose.leaks_between import has_read, is_forgotten, spoken_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
 from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed
 from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
 from asynckv.tools.diagnose.presence import LATE_S, UNDER_WAY_S, Presence
 
 
-def find_leaks(service: Service, axis: Axis | None = None, of: Iterable[LoggedRequest] | None = None) -> list[Leak]:
+def find_leaks(
+    service: Service, presence: Presence | None = None, of: Iterable[LoggedRequest] | None = None
+) -> list[Leak]:
     """Find late requests, the oldest first.
 
     Args:
         service: Of `join`.
-        axis: Aligns clocks; if left out, they are aligned by what the processes said to each other.
+        presence: The fates of its processes; if left out, they are judged by what is in the service.
         of: Of these requests only.
     """
-    presence = Presence(axis or make_axis(service))
-    leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(presence, request)]
+    known = presence or Presence(make_axis(service))
+    leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(known, request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 
 
@@ -55,7 +57,7 @@ def _how_late(presence: Presence, request: LoggedRequest, lease: LoggedLease) ->
     if lease.ended is not None:
         return lease.state if lease.state in ("expired", "closed") else ""
     fate = presence.fate(lease.process)
-    if fate.kind == "stopped" or not _is_open(lease):
+    if fate.kind == "stopped" or not lease.is_open:
         return ""  # closing ends all leases, and says so of those that do not end well
     if fate.kind == "died":
         return "died" if fate.is_proved or not _is_well(presence, request, lease) else ""
@@ -65,56 +67,26 @@ def _how_late(presence: Presence, request: LoggedRequest, lease: LoggedLease) ->
 def _is_well(presence: Presence, request: LoggedRequest, lease: LoggedLease) -> bool:
     """Return True if all awaited readers have read it by now, by their own logs, or have announced it and may still
     wait."""
-
     warned = next((x for x in lease.held[-1:] if x.level == "warning"), None)
-    spoke = {start_of(x) for x in (*lease.claims, *lease.released)}
-
-    def is_well(pull: LoggedPull) -> bool:
-        waits = pull.state == "announced" and is_last_word(pull) and warned is None
-        waits = waits and not is_forgotten(presence, request, pull)
-        return is_read(pull) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
+    # A rank that is still owed was not told of what was read before.
+    since = -math.inf if warned is None else presence.when(lease.process, warned.at)[0] - UNDER_WAY_S
 
     def is_read(pull: LoggedPull) -> bool:
-        if pull.ended is None or not has_read(pull, lease):
-            return False
-        # A rank that is still owed was not told of what was read before.
-        since = -math.inf if warned is None else presence.when(lease.process, warned.at)[0] - UNDER_WAY_S
-        return presence.when(pull.process, pull.ended.at)[1] >= since
+        ended = pull.ended if has_read(pull, lease) else None
+        return ended is not None and presence.when(pull.process, ended.at)[1] >= since
 
-    def pulls(name: str) -> list[LoggedPull]:
-        if start_of(name):
-            return pulls_of(request, lease, name)
-        base = None if name == "*" else name
-        ranks = [(x, {base_name(y) for y in x.peer_ranks}) for x in request.all_pulls]
-        found = [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
-        return [
-            x for x in found if (x.process.base == base if base else not lease.held or x.process.start not in spoke)
-        ]
+    def may_wait(pull: LoggedPull) -> bool:
+        is_waiting = warned is None and pull.is_announced and not is_forgotten(presence, request, pull)
+        return is_waiting and not presence.fate(pull.process).is_over
 
-    return all(any(map(is_well, pulls(name))) for name in lease.owed or tuple(lease.claims) or ("*",))
-
-
-def _is_open(lease: LoggedLease) -> bool:
-    """Return True if it is held at the end of the log. A good end without a line was not sampled."""
-    if lease.lent is not None or not lease.held:
-        return lease.lent is not None
-    held = lease.held[-1]
-    lent_s = held.number("lent_s", 0.0)
-    if not lease.process.says_info:
-        # A release is no warning: only a warning past its lease says that it was not released.
-        promised = (x.number("lent_s") + x.number("left_s") for x in lease.held[:-1])
-        if not any(until <= lent_s for until in promised):
-            return False
-    due = lent_s + GATHERED_S
-    if not lease.claims:
-        due = min(due, held.number("left_s", math.inf) + 1.0)  # then it would have expired, and been told
-    return lease.process.last_at <= held.at + due
+    names = lease.owed or tuple(lease.claims) or ("*",)
+    return all(any(is_read(x) or may_wait(x) for x in spoken_of(request, lease, name)) for name in names)
 
 
 def _is_kept(pull: LoggedPull) -> bool:
     """Return True if its blocks were not free at its outcome, unless that is well and they were free a moment later."""
     if pull.ended is None and pull.state == "quarantined":
-        return is_last_word(pull)
+        return pull.is_open
     if pull.cause in WELL and pull.returned is not None and kept_s(pull) <= LATE_S:
         return False
     return pull.held_transfers > 0 or pull.returned is not None or pull.retired is not None

@@ -12,14 +12,21 @@ from collections.abc import Iterator
 from asynckv.core import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import REFUSED_AS, ReaderView
-from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
-from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed
+from asynckv.tools.diagnose.join import (
+    GATHERED_S,
+    LoggedLease,
+    LoggedPull,
+    LoggedRequest,
+    Process,
+    base_name,
+    engine_of,
+    start_of,
+)
+from asynckv.tools.diagnose.leaks_values import in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
 KEYS = frozenset({How.TURNED_AWAY, How.UNLISTED_LISTENER, How.NO_KEY, How.NEEDS_KEYS})
-GATHERED_S = 11.0
-"""Most seconds by which a warning may be late."""
 
 
 def refused_as(reason: str, limit: str = "") -> ReaderView | None:
@@ -30,25 +37,29 @@ def refused_as(reason: str, limit: str = "") -> ReaderView | None:
     return found if found is not ReaderView.ANY else None
 
 
-def pulls_of(request: LoggedRequest, lease: LoggedLease, name: str) -> list[LoggedPull]:
-    """Find the attempts of a reader's name, by time."""
+def spoken_of(request: LoggedRequest, lease: LoggedLease, name: str) -> list[LoggedPull]:
+    """Find the attempts of a reader's name at one lease, by time."""
     claims = lease.claims
     spoke = {start_of(x) for x in (*claims, *lease.released)}
 
     def is_his(pull: LoggedPull) -> bool:
-        if name == "*":
-            ranks = {base_name(x) for x in pull.peer_ranks}
-            if pull.process.start in spoke or (ranks and lease.process.base not in ranks):
-                return False
-            # A log that ends before a lease does not show the readers that released it.
-            return lease.ended is not None or not has_read(pull, lease)
         if name in claims and claims[name].pull_id == pull.pull_id:
             return True
-        start = start_of(name)
-        return pull.process.start == start if start else pull.process.base == base_name(name)
+        if start := start_of(name):
+            return pull.process.start == start
+        is_named = pull.process.start not in spoke if name == "*" else pull.process.base == base_name(name)
+        return is_named and lease.process.base in map(base_name, pull.peer_ranks or (lease.process.rank,))
 
     found = filter(is_his, request.all_pulls)
     return sorted(found, key=lambda x: x.begun_at if not math.isnan(x.begun_at) else math.inf)
+
+
+def pulls_of(request: LoggedRequest, lease: LoggedLease, name: str) -> list[LoggedPull]:
+    """Find the attempts of a reader's name that explain why it is still awaited."""
+    found = spoken_of(request, lease, name)
+    # A log that ends before a lease does not show the readers that released it.
+    is_cut = name == "*" and lease.ended is None
+    return [x for x in found if not (is_cut and has_read(x, lease))]
 
 
 def shook_hands(presence: Presence, reader: Process, lease: LoggedLease) -> bool:
@@ -153,12 +164,6 @@ def tried_elsewhere(presence: Presence, request: LoggedRequest, pull: LoggedPull
     return next((f"{x.name or 'another'} of {x.engine_id or 'another engine'}" for x in others), "")
 
 
-def will_be_tried_again(pull: LoggedPull) -> bool:
-    """Return True if another attempt was promised that need not have ended when its process's log ends."""
-    promised = (x.at + x.number("after_s", 0.0) for x in pull.retried)
-    return pull.process.stopped is None and max(promised, default=-math.inf) + GATHERED_S > pull.process.last_at
-
-
 # -- announcements -----------------------------------------------------------------------------------------------------
 
 
@@ -166,8 +171,7 @@ def is_forgotten(presence: Presence, request: LoggedRequest, pull: LoggedPull) -
     """Return True for an announcement that was not pulled within its time, or when others of its engine pulled."""
     if pull.ended is not None:
         return pull.cause == "timeout" and pull.failed_in == "announced"
-    is_open = pull.state == "announced" and presence.fate(pull.process).kind in ("silent", "alive")
-    if not (is_open and is_last_word(pull)):
+    if not pull.is_announced or presence.fate(pull.process).is_over:
         return False
     is_overdue = pull.held[-1].number("left_s", 0.0) <= pull.process.last_at - pull.held[-1].at
     return is_overdue or _is_left_behind(presence, request, pull)
@@ -189,9 +193,3 @@ def read_beside(presence: Presence, request: LoggedRequest, pull: LoggedPull) ->
     for lease in request.leases.values():
         names = lease.held[-1].texts("complete") if lease.held else ()
         yield from (math.nan for x in names if engine_of(x) == process.engine_id and start_of(x) != process.start)
-
-
-def is_last_word(pull: LoggedPull) -> bool:
-    """Return True if no further line of a pull was due before its process's log ends."""
-    held = pull.held[-1]
-    return pull.process.last_at <= held.at + held.number("state_s", 0.0) + GATHERED_S

@@ -6,6 +6,7 @@ warn of, and a log's lines about younger leases; all of one moment, by one clock
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,8 +17,7 @@ from asynckv.account.inspect import RequestStatus
 from asynckv.core import told
 from asynckv.edges.kernel import identity
 from asynckv.tools.diagnose.ask import Trouble
-from asynckv.tools.diagnose.join import Logged, LoggedLease, LoggedPull, Process, Service, start_of
-from asynckv.tools.diagnose.leaks_values import engine_of
+from asynckv.tools.diagnose.join import Logged, LoggedLease, LoggedPull, Process, Service, engine_of, start_of
 from asynckv.tools.diagnose.process import look, shows_all, verdict
 from asynckv.tools.diagnose.records import Record, integer
 
@@ -32,67 +32,77 @@ RELEASED = frozenset({"complete", "failed", "cancelled"})
 
 def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
     """Convert engines' answers to records, as if they had just logged them; an answer without a time is of `now`."""
-    for answer in answers:
-        account = answer.account
-        if answer.error or not account.incarnation:
-            continue
-        came = now if math.isnan(answer.at) else answer.at
+    for answer in (x for x in answers if x.has_told):
+        log = _Log(answer, now if math.isnan(answer.at) else answer.at)
+        yield from itertools.chain(log.of_engine(), log.of_offload())
+        for status in answer.requests:
+            yield from log.of_lease(status) if status.kind == "lease" else (log.of_pull(status),)
 
-        def say(
-            event: type[told.Told], at: float = came, *, level: str = "info", answer: Answer = answer, **fields: Any
-        ) -> Record:
-            name = answer.account
-            process = name.engine_id, name.rank, name.incarnation
-            return Record(at, event.event, level, *process, fields, answer.address)
 
-        counted, began = account.facts.counters, came - account.facts.uptime_s
-        said: dict[str, Any] = {
-            "pid": account.facts.pid,
-            "lends": counted.get("leases.lent", 0) > 0,
-            "pulls": counted.get("pulls.started", 0) > 0,
-        }
-        yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
+class _Log:
+    """The lines that one engine that answered would log at that moment (`came`)."""
+
+    def __init__(self, answer: Answer, came: float) -> None:
+        self._answer, self._account, self._came = answer, answer.account, came
+        self._began = came - answer.account.facts.uptime_s
+
+    def _say(self, event: type[told.Told], at: float | None = None, *, level: str = "info", **fields: Any) -> Record:
+        account, at = self._account, self._came if at is None else at
+        process = account.engine_id, account.rank, account.incarnation
+        return Record(at, event.event, level, *process, fields, self._answer.address)
+
+    def of_engine(self) -> Iterator[Record]:
+        account, gauges, counted = self._account, self._answer.gauges, self._account.facts.counters
+        lends, pulls = counted.get("leases.lent", 0) > 0, counted.get("pulls.started", 0) > 0
+        said: dict[str, Any] = {"pid": account.facts.pid, "address": self._answer.address, "answers": True}
+        yield self._say(told.EngineStarted, self._began, host="asked", lends=lends, pulls=pulls, **said)
         waits = {what: {"number": x.number, "seconds": x.seconds} for what, x in account.waits_for_step.items()}
-        yield say(told.EngineAlive, waits_for_step=waits, step_s=account.step_s)
+        yield self._say(told.EngineAlive, waits_for_step=waits, step_s=account.step_s)
         for peer in account.peers:
-            level = "warning" if peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly) else "info"
-            known: dict[str, Any] = {"state": peer.state, "detail": peer.cause}
-            yield say(told.PeerChanged, level=level, peer=peer.rank, address=peer.address, **known)
+            is_bad = peer.state == "suspect" or (peer.state == "gone" and not peer.is_orderly)
+            known: dict[str, Any] = {"peer": peer.rank, "address": peer.address}
+            known |= {"state": peer.state, "detail": peer.cause}
+            yield self._say(told.PeerChanged, level="warning" if is_bad else "info", **known)
         for plane, event in (("offload.files_off", told.OffloadFilesLost), ("offload.off", told.OffloadBroken)):
             if why := account.facts.planes.get(plane):
-                yield say(event, level=event.levels[0], cause=why)
-        if "prompts_in_a_row" in answer.gauges:
+                yield self._say(event, level=event.levels[0], cause=why)
+        if "prompts_in_a_row" in gauges:
             computed = _below("computed_locally.", counted)
-            seen = _below("prompts.", counted) | _below("prompts_", answer.gauges) | {"computed_locally": computed}
-            yield say(told.PromptsCounted, **seen)
-        if "offload.jobs" in answer.gauges:
-            yield say(told.OffloadStarted, began)
-        for hold in account.holds:  # failed stores and loads with blocks that may still be in use
+            seen = _below("prompts.", counted) | _below("prompts_", gauges) | {"computed_locally": computed}
+            yield self._say(told.PromptsCounted, **seen)
+
+    def of_offload(self) -> Iterator[Record]:
+        """Yield failed stores and loads with blocks that may still be in use."""
+        if "offload.jobs" in self._answer.gauges:
+            yield self._say(told.OffloadStarted, self._began)
+        for hold in self._account.holds:
             what = hold.pull_id.partition("-")[0]
             if what in ("store", "load") and hold.reason in ("quarantined", "retired") and hold.held_s >= LEAST_S:
                 copy: dict[str, Any] = {"what": what, "job": hold.pull_id, "request_id": hold.request_id}
                 copy["blocks"] = sum(map(len, hold.blocks.values()))
-                yield say(told.OffloadFailed, came - hold.held_s, **copy, held=1)
+                yield self._say(told.OffloadFailed, self._came - hold.held_s, **copy, held=1)
                 if hold.reason == "retired":
-                    yield say(told.OffloadRetired, **copy)
-        for status in answer.requests:
-            late_s = LATE_S if status.warn_s is None else status.warn_s
-            held: dict[str, Any] = {"waits": status.waits, "requests": 1}
-            if status.kind != "lease":
-                state = "announced" if status.kind == "announced" else status.state
-                level = "warning" if state != "announced" and status.state_s >= late_s else "info"
-                yield say(told.PullHeld, level=level, state=state, oldest=[_pull(status)], **held)
-            elif status.age_s >= late_s:
-                yield say(told.LeaseHeld, state=status.state, oldest=[_lease(status)], **held)
-            else:
-                lent_at = came - status.age_s
-                key: dict[str, Any] = {"request_id": status.request_id, "sequence": status.sequence}
-                lease_s = None if status.left_s is None else status.age_s + status.left_s
-                yield say(told.LeaseLent, lent_at, blocks=status.blocks, lease_s=lease_s, **key)
-                for rank in (x for x in status.ranks if x.pull_id and x.state not in RELEASED):
-                    after_s = max(status.age_s - (rank.heard_s or 0.0), 0.0)
-                    granted: dict[str, Any] = {"reader": rank.rank, "pull_id": rank.pull_id, "after_s": after_s}
-                    yield say(told.LeaseGranted, lent_at + after_s, **key, **granted)
+                    yield self._say(told.OffloadRetired, **copy)
+
+    def of_pull(self, status: RequestStatus) -> Record:
+        state = "announced" if status.kind == "announced" else status.state
+        level = "warning" if state != "announced" and status.state_s >= _late_s(status) else "info"
+        fields: dict[str, Any] = {"waits": status.waits, "requests": 1, "oldest": [_pull(status)]}
+        return self._say(told.PullHeld, level=level, state=state, **fields)
+
+    def of_lease(self, status: RequestStatus) -> Iterator[Record]:
+        if status.age_s >= _late_s(status):
+            fields: dict[str, Any] = {"waits": status.waits, "requests": 1, "oldest": [_lease(status)]}
+            yield self._say(told.LeaseHeld, state=status.state, **fields)
+            return
+        lent_at = self._came - status.age_s
+        key: dict[str, Any] = {"request_id": status.request_id, "sequence": status.sequence}
+        lease_s = None if status.left_s is None else status.age_s + status.left_s
+        yield self._say(told.LeaseLent, lent_at, blocks=status.blocks, lease_s=lease_s, **key)
+        for rank in (x for x in status.ranks if x.pull_id and x.state not in RELEASED):
+            after_s = max(status.age_s - (rank.heard_s or 0.0), 0.0)
+            granted: dict[str, Any] = {"reader": rank.rank, "pull_id": rank.pull_id, "after_s": after_s}
+            yield self._say(told.LeaseGranted, lent_at + after_s, **key, **granted)
 
 
 def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) -> None:
@@ -100,7 +110,7 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
 
     An engine that listed all that it holds overrides its log.
     """
-    heard = {x.account.incarnation: x for x in answers if not x.error and x.account.incarnation}
+    heard = {x.account.incarnation: x for x in answers if x.has_told}
     for record in (x for x in logs if x.incarnation in heard):
         process = service.processes[record.incarnation]
         before = process.logged or Logged(-math.inf)
@@ -111,17 +121,21 @@ def settle(service: Service, answers: Iterable[Answer], logs: Iterable[Record]) 
             process.started, process.host = record, record.text("host")
     for request in service.requests:
         subjects: tuple[LoggedLease | LoggedPull, ...] = (*request.leases.values(), *request.all_pulls)
-        for subject in subjects:
+        for subject in (x for x in subjects if x.held):
             answer = heard.get(subject.process.incarnation)
-            if answer is None or answer.account.after or not subject.held:
-                continue
-            now = [x for x in subject.held if x.where == answer.address]
-            logged = [x for x in subject.held if x.where != answer.address]
-            if not now and subject.ended is None:
-                subject.process.over.append(subject.request_id)
-            if any(x.level == "warning" for x in logged):  # what was late is later now
-                now = [replace(x, level="warning") for x in now]
-            subject.held = [*logged, *now] if now else []
+            if answer is not None and not answer.account.after:
+                _override(subject, answer)
+
+
+def _override(subject: LoggedLease | LoggedPull, answer: Answer) -> None:
+    """Have an answer's word of a lease or pull replace that of the log, or end it."""
+    now = [x for x in subject.held if x.where == answer.address]
+    logged = [x for x in subject.held if x.where != answer.address]
+    if not now and subject.ended is None:
+        subject.process.over.append(subject.request_id)
+    if any(x.level == "warning" for x in logged):  # what was late is later now
+        now = [replace(x, level="warning") for x in now]
+    subject.held = [*logged, *now] if now else []
 
 
 def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
@@ -173,6 +187,10 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
 
 def _below(prefix: str, figures: Mapping[str, int]) -> dict[str, Any]:
     return {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix)}
+
+
+def _late_s(status: RequestStatus) -> float:
+    return LATE_S if status.warn_s is None else status.warn_s
 
 
 def _lease(status: RequestStatus) -> dict[str, Any]:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asynckv.core import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, WELL, OwnerView, ReaderView
-from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, base_name, start_of
+from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, base_name, engine_of, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, key_trouble_at, refused_as, said_of, unanswered_ranks
-from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
+from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
 from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, Presence
-from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.records import Record, grouped
 from asynckv.tools.diagnose.stalls import stalled_s
 
 W, R = OwnerView, ReaderView
@@ -59,18 +59,23 @@ class Failure(NamedTuple):
 
 
 def failures(presence: Presence, counts: Callable[[LoggedPull], bool] = lambda pull: True) -> list[Failure]:
-    """Group failed pulls by reason and by rank; the most frequent first.
+    """Group failed pulls by reason and by rank, whichever start of it; the most frequent first.
 
     A pull counts whether or not its lease was late, also if its own engine refused it.
     """
-    groups: dict[tuple[ReaderView, str, str], list[tuple[LoggedPull, Verdict]]] = defaultdict(list)
-    for request in presence.service.requests:
-        for pull in request.all_pulls:
-            if pull.cause and pull.cause not in WELL and counts(pull):
-                verdict = _Failed(presence, request, pull).verdict()
-                groups[verdict.reader, verdict.names["by"], verdict.names.get("reason", "")].append((pull, verdict))
-    longest = ((max(found, key=lambda x: float(x[1].names.get("away", 0.0))), found) for found in groups.values())
-    out = [Failure(verdict, [pull for pull, _ in found]) for (_, verdict), found in longest]
+    found = (
+        (pull, _Failed(presence, request, pull).verdict())
+        for request in presence.service.requests
+        for pull in request.all_pulls
+        if pull.cause and pull.cause not in WELL and counts(pull)
+    )
+    groups = grouped(
+        ((verdict.reader, base_name(verdict.names["by"]), verdict.names.get("reason", "")), (verdict, pull))
+        for pull, verdict in found
+    )
+    out: list[Failure] = []
+    for verdicts, pulls in (zip(*alike, strict=True) for alike in groups.values()):
+        out.append(Failure(max(verdicts, key=lambda x: float(x.names.get("away", 0.0))), pulls))
     return sorted(out, key=lambda x: (-len(x.pulls), min(x.times)))
 
 

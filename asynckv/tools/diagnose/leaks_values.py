@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from asynckv.tools.diagnose.causes import CAUSE, SAID, OwnerView, ReaderView
-from asynckv.tools.diagnose.join import base_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,3 @@ def listed(names: Iterable[str]) -> str:
 def other_id(request_id: str) -> dict[str, Any]:
     """Describe another request id, and return it, if it is known."""
     return {"other": repr(request_id), "other_id": request_id} if request_id else {}
-
-
-def engine_of(rank: str) -> str:
-    """The engine, or cohort, that a rank's name begins with."""
-    return base_name(rank).rpartition("/tp")[0].partition("/pp")[0]

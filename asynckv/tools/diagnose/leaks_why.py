@@ -17,8 +17,8 @@ from asynckv.core.told import RefusedMessage
 from asynckv.core.types import How
 from asynckv.tools.diagnose import leaks_between as between
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, OwnerView, ReaderView, in_words, remedy_of
-from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
-from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, other_id
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, engine_of, start_of
+from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Fate, Presence, lease_of
 
 W, R = OwnerView, ReaderView
@@ -324,7 +324,7 @@ class Debt:
             return None
         # A living process renews, and logs the end of a pull; but with a blocked loop it writes nothing.
         quiet_s = lease_of(self.process) + LATE_S
-        if not (fate.kind == "died" and fate.is_proved) and presence.last <= self.until + quiet_s:
+        if not fate.is_known and presence.last <= self.until + quiet_s:
             return self._is(R.NO_LOG, LAST_WORD)  # or the logs were cut
         why = fate.why
         if fate.after < presence.when(lease.process, lease.lent_at + self.heard_s)[0]:
@@ -481,7 +481,7 @@ class Debt:
         by = lent_at + max(presence.claims_take_s, LATE_S)
         later = [x for x in self.readers if x.num_records and presence.when(x, x.first_at)[0] > by]
         fates = [(presence.fate(x), x.rank) for x in self.readers if x not in later]
-        ended = [x for x in fates if x[0].kind in ("stopped", "died") and x[0].is_proved and x[0].before <= by]
+        ended = [x for x in fates if x[0].is_known and x[0].before <= by]
         if not ended or len(ended) < len(fates) or self.strangers:
             return None
         fate, last = max(ended, key=lambda x: x[0].before)

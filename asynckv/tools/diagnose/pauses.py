@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from asynckv.core import told
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Process
-from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.records import Record, grouped
 
 MOST = 0.5
 """Part of a pause for which the loop's thread was ready to run, so that it lacked a processor."""
@@ -55,9 +55,8 @@ class Pause:
 def pauses(axis: Axis, since: float) -> list[Pause]:
     """Find the pauses after a moment of the axis, by time."""
     found: list[Pause] = []
-    machines: dict[str, list[Process]] = defaultdict(list)
+    machines = grouped((x.clock, x) for x in axis.service.processes.values())
     for process in axis.service.processes.values():
-        machines[process.clock].append(process)
         for record in process.of(told.LoopWasAway):
             at = axis.at(process, record.at)
             if not at < since:

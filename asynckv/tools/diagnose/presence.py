@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from asynckv.core import told
 from asynckv.core.types import How
@@ -48,6 +49,16 @@ class Fate:
     hangs: bool = False
 
     @property
+    def is_over(self) -> bool:
+        """True if the process has ended, in order or not."""
+        return self.kind in ("stopped", "died")
+
+    @property
+    def is_known(self) -> bool:
+        """True if it has ended, and more than the end of its log shows that."""
+        return self.is_over and self.is_proved
+
+    @property
     def gone(self) -> str:
         """Describe a death; without a next start of the rank, or a process that lost it, only its log has ended."""
         return "hangs" if self.hangs else "died" if self.is_proved else "died or was cut off"
@@ -55,6 +66,22 @@ class Fate:
     @property
     def text(self) -> str:
         return f"{self.gone}: {self.why}" if self.kind == "died" else self.why
+
+
+class _End(NamedTuple):
+    """The time of the last line of a process's log, and how the log ends."""
+
+    low: float
+    high: float
+    ends: str
+    how: str
+
+    @property
+    def text(self) -> str:
+        return self.ends + self.how
+
+    def silent(self, why: str, *, hangs: bool = False) -> Fate:
+        return Fate("silent", why, self.low, math.inf, False, hangs=hangs)
 
 
 def lease_of(process: Process) -> float:
@@ -74,12 +101,12 @@ class Presence:
     """The fates of all processes of a service, in one common time."""
 
     def __init__(self, axis: Axis) -> None:
-        self.service, self._axis, self.moment = (service := axis.service), axis, axis.moment
+        self.service, self.axis, self.moment = (service := axis.service), axis, axis.moment
         self.when = when = axis.when
         processes = service.processes.values()
         self.fate = cache(self._fate)  # says what became of a process
         # Clocks that cannot be compared do not show which process goes on after another.
-        told_at = (when(x, x.last_at)[0] for x in processes if self._axis.group(x) == 0)
+        told_at = (when(x, x.last_at)[0] for x in processes if self.axis.group(x) == 0)
         self.last = max(told_at, default=0.0)
         """Time until which logs continue, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
@@ -118,63 +145,79 @@ class Presence:
         return next((x for rank in ranks if (x := self._addresses.get(start_of(rank), ""))), "")
 
     def _shown(self, process: Process, at: float) -> str:
-        return self.moment(self._axis.at(process, at))
+        return self.moment(self.axis.at(process, at))
 
     def _hear(self, rank: str, other: Process, at: float) -> None:
         """Note that a process has heard of a rank at some time of its own clock."""
         process = self.service.process_named(rank)
-        if process is not None and self._axis.group(other) == self._axis.group(process) and not math.isnan(at):
+        if process is not None and self.axis.group(other) == self.axis.group(process) and not math.isnan(at):
             known = self._heard[process.incarnation]
             self._heard[process.incarnation] = max(known, self.when(other, at)[0])
 
     def _fate(self, process: Process) -> Fate:
-        shown = self._shown
+        end = self._end_of(process)
+        return self._by_itself(process, end) or self._by_others(process, end) or self._by_silence(process, end)
+
+    def _end_of(self, process: Process) -> _End:
         low, high = self.when(process, process.last_at)
-        after = process.successor
-        began = self.when(after, after.first_at)[1] if after and self._replaces(after, process) else math.inf
-        ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
-        if not process.num_records:
-            low, ends = -math.inf, "there is no log of it"
-        lost = self._lost.get(process.incarnation, ())
+        if process.num_records:
+            return _End(low, high, f"its log ends at {self._shown(process, process.last_at)}", " without a goodbye")
+        return _End(-math.inf, high, "there is no log of it", "")
+
+    def _by_itself(self, process: Process, end: _End) -> Fate | None:
+        """Return the fate that a process's answer, the kernel, or its own goodbye shows."""
+        stopped = process.stopped
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
-        if process.gone and process.stopped is None:
-            return Fate("died", f"{process.gone} ({ends})", low, began)
-        if process.stopped is not None:
-            how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
-            return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
+        if process.gone and stopped is None:
+            return Fate("died", f"{process.gone} ({end.text})", end.low, self._replaced_at(process))
+        if stopped is not None:
+            how = "closed" if stopped.event == told.EngineStopped.event else "suspended"
+            return Fate("stopped", f"{how} at {self._shown(process, stopped.at)}", end.low, end.high)
         if process.hangs or process.halted:
-            why = f"{process.halted or 'it does not answer'} ({ends.removesuffix(' without a goodbye')})"
-            return Fate("silent", why, low, math.inf, False, hangs=True)
-        for other, record in lost:
-            if record.text("how") == How.GOODBYE:  # and its own log's level leaves that out
-                heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
-                return Fate("stopped", heard, low, high)
+            return end.silent(f"{process.halted or 'it does not answer'} ({end.ends})", hangs=True)
+        return None
+
+    def _by_others(self, process: Process, end: _End) -> Fate | None:
+        """Return the fate that peers, or the next start of the rank, show, unless the process is there."""
+        lost = self._lost.get(process.incarnation, ())
+        if heard := next((x for x in lost if x[1].text("how") == How.GOODBYE), None):  # its own log's level omits that
+            why = f"{heard[0].rank} heard at {self._shown(heard[0], heard[1].at)} that {heard[1].text('detail')}"
+            return Fate("stopped", why, end.low, end.high)
         if process.is_here:
-            why = f"its process is there ({ends.removesuffix(' without a goodbye')})"
-            return Fate("silent", why, low, math.inf, False, hangs=self._is_overdue(process))
-        if after is not None and began < math.inf:
-            return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
-        for other, record in lost:
-            at, how = self.when(other, record.at), record.text("how")
-            if how == How.BROKEN and at[0] <= low:
-                continue  # a transfer has failed, and the process may have said more since
-            waits_s = lease_of(process) + LAPSE_S if how == How.SILENT else SILENCE_S
-            if at[1] > low and how != How.FORGOTTEN and self.last >= high + waits_s:
-                why = f"{ends}, and {other.rank} lost it: {record.text('detail')}"
-                return Fate("died", why, low, at[1], how != How.SILENT)
+            return end.silent(f"its process is there ({end.ends})", hangs=self._is_overdue(process))
+        if (after := process.successor) is not None and (began := self._replaced_at(process)) < math.inf:
+            why = f"{end.text}, and {after.rank} started at {self._shown(after, after.first_at)}"
+            return Fate("died", why, end.low, began)
+        return next(filter(None, (self._by_loss(process, end, *x) for x in lost)), None)
+
+    def _by_loss(self, process: Process, end: _End, other: Process, record: Record) -> Fate | None:
+        """Return a death that a peer's loss of the process shows, if the process has said nothing since."""
+        at, how = self.when(other, record.at), record.text("how")
+        may_have_said_more = at[0 if how == How.BROKEN else 1] <= end.low  # a transfer that failed shows less
+        waits_s = lease_of(process) + LAPSE_S if how == How.SILENT else SILENCE_S
+        if may_have_said_more or how == How.FORGOTTEN or self.last < end.high + waits_s:
+            return None
+        why = f"{end.text}, and {other.rank} lost it: {record.text('detail')}"
+        return Fate("died", why, end.low, at[1], how != How.SILENT)
+
+    def _by_silence(self, process: Process, end: _End) -> Fate:
         if not process.says_info:
-            why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
-            return Fate("silent", why, low, math.inf, False)
+            return end.silent(f"its log has warnings only, the last of {self._shown(process, process.last_at)}")
         if self._is_overdue(process):
-            why = f"{ends}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
-            return Fate("died", why, low, high + lease_of(process), False)
-        return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+            why = f"{end.text}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
+            return Fate("died", why, end.low, end.high + lease_of(process), False)
+        return end.silent(f"{end.text}; it may live and have nothing to say")
+
+    def _replaced_at(self, process: Process) -> float:
+        """Return when the next start of its rank shows that a process has ended; infinity if none does."""
+        after = process.successor
+        return self.when(after, after.first_at)[1] if after and self._replaces(after, process) else math.inf
 
     def _is_overdue(self, process: Process) -> bool:
         """Return True if logs go on for so long that a living process would have written a line, or be heard of."""
         heard = max(self.when(process, process.last_at)[1], self._heard[process.incarnation])
-        is_told = process.says_info and self._axis.group(process) == 0
+        is_told = process.says_info and self.axis.group(process) == 0
         return is_told and self.last >= heard + lease_of(process) + LATE_S
 
     def _replaces(self, after: Process, process: Process) -> bool:
@@ -209,8 +252,7 @@ class Presence:
 
         Only then does a missing line prove that they did not expire: the time after the end of a log is not known.
         """
-        fate = self.fate(process)
-        if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
+        if self.fate(process).is_known:
             return True
         if not self.reaches(process):
             return False

@@ -25,6 +25,7 @@ from asynckv.tools.diagnose.findings import Seen
 from asynckv.tools.diagnose.join import LoggedRequest, join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_request import find_requests, names
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, read_logs
 from asynckv.tools.diagnose.timeline_model import Story, families, ground, stories
 
@@ -74,7 +75,7 @@ class Looking:
 
     def stories(self, seen: Seen) -> list[Story]:
         """Return the request in question, or all that may be meant."""
-        every = families(seen.axis.service.requests)
+        every = families(seen.service.requests)
         return stories(seen.axis, (x for x in every if not self._meant.isdisjoint(x)))
 
     def _read(self, paths: Sequence[str]) -> Logs:
@@ -100,7 +101,7 @@ class Looking:
         leaks_live.settle(service, answers, self._logs.records)
         leaks_live.tell(service, answers, now)
         leaks_live.look_here(service)
-        axis = make_axis(service)
+        presence = Presence(axis := make_axis(service))
         wanted = None
         if self._request is not None:
             wanted = find_requests(service, self._request, leaks_copies.called(service))
@@ -115,11 +116,11 @@ class Looking:
             process = service.process_named(rank)
             return not (axis.at(process, until) if process is not None else until) < begin
 
-        late = [x for x in find_leaks(service, axis, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
+        late = [x for x in find_leaks(service, presence, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
         copies = leaks_copies.late_copies(service, None if wanted is None else self.called)
         copies = [x for x in copies if counts(x.rank, x.since + x.seconds)]
         failed = leaks_copies.failures(axis, self.called)
-        return Seen(logs, axis, ground(axis), late, copies, answers, begin, failed)
+        return Seen(logs, presence, ground(presence), late, copies, answers, begin, failed)
 
 
 def moment(option: str, text: str, last: float) -> float:

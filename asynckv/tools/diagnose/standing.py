@@ -13,16 +13,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.axis import clock_time
+from asynckv.tools.diagnose.axis import clock_time, counted
 from asynckv.tools.diagnose.causes import WELL
-from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, start_of
-from asynckv.tools.diagnose.leaks_between import is_last_word, read_beside
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, Service, base_name, start_of
+from asynckv.tools.diagnose.leaks_between import read_beside
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
-from asynckv.tools.diagnose.records import Record, integer
+from asynckv.tools.diagnose.records import Record, grouped, integer
 
 GOOD_COUNTS = frozenset({*WELL, "lent", "started", "released"})
 """Counts of leases and pulls that are no bad ends."""
@@ -74,10 +75,8 @@ class Waiting:
 
 def waiting(presence: Presence, requests: Iterable[LoggedRequest]) -> list[Waiting]:
     """Find pulls of some requests with an open warning, the most frequent reason first."""
-    groups: dict[tuple[Process, tuple[str, ...]], list[tuple[LoggedRequest, LoggedPull]]] = defaultdict(list)
-    for request in requests:
-        for pull in (x for x in request.all_pulls if _waits(presence, request, x)):
-            groups[pull.process, tuple(sorted(_late(pull)))].append((request, pull))
+    pulls = ((request, x) for request in requests for x in request.all_pulls if _waits(presence, request, x))
+    groups = grouped(((x.process, tuple(sorted(_late(x)))), (request, x)) for request, x in pulls)
     return sorted((Waiting(*key, found) for key, found in groups.items()), key=lambda x: -len(x.pulls))
 
 
@@ -89,16 +88,14 @@ def _late(pull: LoggedPull) -> dict[str, str]:
 
 def _waits(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> bool:
     """Return True if a warning about a pull is the last word of it, on either side."""
-    if pull.ended is not None or not pull.held or pull.held[-1].level != "warning" or not is_last_word(pull):
+    if not pull.is_open or (last := pull.held[-1]).level != "warning":
         return False
-    last = pull.held[-1]
-    if any(x.at >= last.at and x.event in told.ENDS[last.event] for x in pull.records):
-        return False
+    is_over = any(x.at >= last.at and x.event in told.ENDS[last.event] for x in pull.records)
     # A goodbye ends all pulls, and a death is a finding of its own. A good end is no warning.
-    if not pull.process.says_info or presence.fate(pull.process).kind in ("stopped", "died"):
-        return False
-    owed = [x for x in request.leases.values() if pull.process.start not in map(start_of, x.released)]
-    return pull.state != "quarantined" and (bool(owed) or not request.leases)
+    is_told = not pull.process.says_info or presence.fate(pull.process).is_over
+    readers = [set(map(start_of, x.released)) for x in request.leases.values()]
+    is_released = bool(readers) and all(pull.process.start in x for x in readers)
+    return pull.state != "quarantined" and not (is_over or is_told or is_released)
 
 
 def open_warnings(presence: Presence) -> Iterator[tuple[Record, str]]:
@@ -125,8 +122,7 @@ def may_be_open(record: Record) -> bool:
 def _is_unsettled(presence: Presence, record: Record) -> bool:
     """Return True if a peer was silent or could not be met when last spoken of, and nothing shows what became of it."""
     peer = presence.service.process_named(record.text("peer"))
-    fate = presence.fate(peer).kind if peer is not None else ""
-    is_past = fate in ("stopped", "died") or (peer is not None and peer.successor is not None)
+    is_past = peer is not None and (presence.fate(peer).is_over or peer.successor is not None)
     return record.text("state") in ("suspect", "new") and not is_past
 
 
@@ -182,21 +178,20 @@ def cut(presence: Presence) -> Iterator[tuple[str, str]]:
         if process.num_records and process.says_info and process.stopped is None and not process.answers:
             if (fate := presence.fate(process)).kind == "stopped":
                 yield process.rank, f"it does not say that the engine was closed, but {fate.why}"
-    failed: dict[Process, list[str]] = defaultdict(list)
-    unfinished: dict[Process, list[str]] = defaultdict(list)
-    for request in presence.service.requests:
-        for lease in request.leases.values():
-            for rank, outcome in lease.released.items():
-                reader = presence.service.process_named(rank)
-                told_by = [x.process for x in request.all_pulls if x.ended is not None]
-                if outcome == "failed" and reader is not None and reader not in told_by:
-                    failed[reader].append(request.name)
-            if _is_unfinished(presence, lease):
-                unfinished[lease.process].append(request.name)
+    leases = [(request, x) for request in presence.service.requests for x in request.leases.values()]
+    unfinished = grouped((x.process, request.name) for request, x in leases if _is_unfinished(presence, x))
+    failed = grouped((reader, request.name) for request, x in leases for reader in _unexplained(presence, request, x))
     for owner, names in unfinished.items():
         yield owner.rank, f"it does not show the ends of leases that would be over, or told of again: {listed(names)}"
     for reader, names in failed.items():
         yield reader.rank, f"it does not say why pulls failed that others heard of: {listed(names)}"
+
+
+def _unexplained(presence: Presence, request: LoggedRequest, lease: LoggedLease) -> Iterator[Process]:
+    """Yield readers whose failed pull one lease shows, and no log of them."""
+    told_by = [x.process for x in request.all_pulls if x.ended is not None]
+    readers = (presence.service.process_named(rank) for rank, how in lease.released.items() if how == "failed")
+    yield from (x for x in readers if x is not None and x not in told_by)
 
 
 def _is_unfinished(presence: Presence, lease: LoggedLease) -> bool:
@@ -207,14 +202,14 @@ def _is_unfinished(presence: Presence, lease: LoggedLease) -> bool:
     return presence.when(lease.process, lease.process.last_at)[1] < told_at[0] and presence.last > told_at[1] + SIGN_S
 
 
-def dropped(records: Iterable[Record], since: float) -> Counter[str]:
-    """Count the lines that ranks could not write into their own logs, by the lines after them."""
+def dropped(records: Iterable[Record], since: float) -> Iterator[tuple[str, str]]:
+    """Yield ranks that could not write some lines into their own logs, and how many, by the lines after them."""
     counts = Counter[str]()
     for record in records:  # few lines have the field, and to decode all would take long
         is_one = b'"log_dropped"' in record.said if isinstance(record.said, bytes) else "log_dropped" in record.said
         if is_one and not record.at < since:
             counts[record.rank] += max(record.integer("log_dropped", 0), 0)
-    return +counts
+    yield from ((rank, counted(number, "line")) for rank, number in (+counts).items())
 
 
 def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
@@ -222,11 +217,32 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
 
     A log that begins late, as after a rotation, need not show all; nor does its reader claim more than its time.
     """
-    service = presence.service
+    shown, every = _shown(presence.service), presence.service.processes.values()
+    counts = _counts(presence.service, answers)
+    for process in (x for x in counts if _is_whole(x) or not presence.reaches(x)):
+        # An engine that resumed counts on, under another name of its process.
+        is_resumed = process.started is not None and process.started.event == told.EngineResumed.event
+        mine = [x for x in every if x is process or (is_resumed and x.base == process.base)]
+        bad = {x: integer(n, 0) for x, n in counts[process].items() if _is_bad(x)}
+        more = Counter({x: n - sum(shown[y, x] for y in mine) for x, n in bad.items()})
+        for name, event in LIMITED.items():
+            more[name] *= not any(True for _ in process.of(event))
+        if said := [f"{number:,} {name}" for name, number in sorted((+more).items())]:
+            ends = f"its log ends at {clock_time(process.logged.at)}" if process.logged else "there is no log of it"
+            yield process.rank, f"{', '.join(said)}" + (f"; {ends}" if process.answers else "")
+
+
+def _counts(service: Service, answers: Iterable[Answer]) -> dict[Process, Mapping[str, Any]]:
+    """Return the last counters of each process that says some: as it stopped, or in its answer."""
     counts = {x: x.stopped.mapping("counters") for x in service.processes.values() if x.stopped is not None}
-    for answer in (x for x in answers if not x.error and x.account.incarnation):
+    for answer in (x for x in answers if x.has_told):
         short = {"loop.was_away": 0} if answer.account.facts.lag.most_s < LONG_AWAY_S else {}
         counts[service.processes[answer.account.incarnation]] = {**answer.account.facts.counters, **short}
+    return counts
+
+
+def _shown(service: Service) -> Counter[tuple[Process, str]]:
+    """Count the ends that logs show, by the names of counters."""
     shown: Counter[tuple[Process, str]] = Counter()
     for request in service.requests:
         shown.update((x.process, f"leases.{x.state}") for x in request.leases.values() if x.ended is not None)
@@ -234,17 +250,7 @@ def uncounted(presence: Presence, answers: Sequence[Answer]) -> Iterator[tuple[s
             shown[pull.process, f"pulls.{pull.cause}"] += 1
             shown[pull.process, "blocks.kept"] += pull.held_transfers > 0
             shown[pull.process, "blocks.retired"] += pull.retired is not None
-    for process in (x for x in counts if _is_whole(x) or not presence.reaches(x)):
-        # An engine that resumed counts on, under another name of its process.
-        is_resumed = process.started is not None and process.started.event == told.EngineResumed.event
-        mine = [x for x in service.processes.values() if x is process or (is_resumed and x.base == process.base)]
-        bad = {x: integer(n, 0) for x, n in counts[process].items() if _is_bad(x)}
-        more = Counter({x: n - sum(shown[y, x] for y in mine) for x, n in bad.items()})
-        for name, event in LIMITED.items():
-            more[name] *= not any(True for _ in process.of(event))
-        if said := [f"{number:,} {name}" for name, number in sorted(more.items()) if number > 0]:
-            ends = f"its log ends at {clock_time(process.logged.at)}" if process.logged else "there is no log of it"
-            yield process.rank, f"{', '.join(said)}" + (f"; {ends}" if process.answers else "")
+    return shown
 
 
 def _is_whole(process: Process) -> bool:

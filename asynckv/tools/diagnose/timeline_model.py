@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 import tomllib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -23,7 +22,7 @@ from asynckv.core.notes import GrantedTo, Revoked
 from asynckv.tools.diagnose.axis import Axis, counted, is_time, shown_seconds, steps_of
 from asynckv.tools.diagnose.join import LEASE_EVENTS, PULL_EVENTS, LoggedLease, LoggedPull, LoggedRequest, Process
 from asynckv.tools.diagnose.presence import Fate, Presence
-from asynckv.tools.diagnose.records import Record, number
+from asynckv.tools.diagnose.records import Record, grouped, number
 
 
 class Phase(NamedTuple):
@@ -176,11 +175,10 @@ def families(requests: Iterable[LoggedRequest]) -> Iterator[list[LoggedRequest]]
     """Group requests that are attempts at one: with new params an attempt belongs to another prefill request."""
     every = list(requests)
     family = [[i] for i in range(len(every))]
-    attempts: dict[tuple[str, str], list[tuple[float, int, int]]] = defaultdict(list)
-    for i, request in enumerate(every):
-        for pull in request.all_pulls:
-            if pull.request_id and pull.ended is not None:
-                attempts[pull.process.incarnation, pull.request_id].append((pull.ended.at, pull.attempt, i))
+    pulls = ((x, i) for i, request in enumerate(every) for x in request.all_pulls if x.request_id)
+    attempts = grouped(
+        ((x.process.incarnation, x.request_id), (x.ended.at, x.attempt, i)) for x, i in pulls if x.ended is not None
+    )
     for found in attempts.values():
         for (_, before, one), (_, after, other) in itertools.pairwise(sorted(found)):
             if after == before + 1 and family[one] is not family[other]:
@@ -406,9 +404,8 @@ def _placed(axis: Axis, process: Process, said: Iterable[Said]) -> Iterator[Mark
 # -- what was there besides --------------------------------------------------------------------------
 
 
-def ground(axis: Axis) -> list[Ground]:
-    out = []
-    presence = Presence(axis)
+def ground(presence: Presence) -> list[Ground]:
+    out, axis = [], presence.axis
     known = (x for x in axis.service.processes.values() if x.num_records)
     for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -16,6 +16,12 @@ import typer
 from asynckv.config import KeysConfig
 from asynckv.errors import ConfigError
 from asynckv.tools.output import HELP, check_writable, consoles, write, write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from asynckv.tools.diagnose.findings import Findings, Seen
+    from asynckv.tools.diagnose.timeline_model import Story
 
 said = HELP["why"]
 asking, shown = (partial(typer.Option, rich_help_panel=panel) for panel in ("Asking", "Showing"))
@@ -48,7 +54,7 @@ def why(
     from asynckv.tools.diagnose.reading import Looking
     from asynckv.tools.diagnose.timeline_model import stories
     from asynckv.tools.diagnose.why_page import make
-    from asynckv.tools.diagnose.why_report import plain, report
+    from asynckv.tools.diagnose.why_report import report
 
     if (keys is None) is not (authorized is None):
         raise ConfigError("--keys and --authorized belong together: the asker's keys, and the keys that it trusts")
@@ -66,40 +72,51 @@ def why(
     while watch:  # Ctrl-C ends it
         began = time.monotonic()
         seen = looking.look()
-        document = report(find(seen), seen)
-        if json is not None:
-            write("--json", "-", msgspec.json.encode(document).decode() + "\n")
-        else:
-            if console.is_terminal:
-                console.clear()
-            why_text.show(document, seen, 5 if top is None else top, console)
-            sys.stdout.flush()
+        _show_again(report(find(seen), seen), seen, json, top, console)
         time.sleep(max(began + WATCH_S - time.monotonic(), 0.0))
     seen = looking.look()
     found = find(seen)
-    story = None
-    if request is not None:
-        meant = looking.stories(seen)
-        if len(meant) > 1:
-            why_text.show_matches(meant, request, Console(stderr=True) if json == "-" else console)
-            raise typer.Exit(2)
-        story = meant[0] if meant else None
+    meant = looking.stories(seen) if request is not None else []
+    if request is not None and len(meant) > 1:
+        why_text.show_matches(meant, request, Console(stderr=True) if json == "-" else console)
+        raise typer.Exit(2)
+    story = meant[0] if meant else None
     document = report(found, seen, story)
     write_json(json, document)
     if html is not None:
         write("--html", html, make(seen, found, sources, stories(seen.axis) if story is None else [story]))
-    if request is None:
-        why_text.show(document, seen, top, console)
-        raise typer.Exit(1 if found.wrong else 3 if found.limits else 0)
-    mine = [x for x in found.wrong if set(x.requests) & looking.called]
+    if request is not None:
+        raise typer.Exit(_show_request(seen, found, story, looking.called, console))
+    why_text.show(document, seen, top, console)
+    raise typer.Exit(1 if found.wrong else 3 if found.limits else 0)
+
+
+def _show_again(document: Any, seen: Seen, json: str | None, top: int | None, console: Console) -> None:
+    from asynckv.tools.diagnose import why_text
+
+    if json is not None:
+        write("--json", "-", msgspec.json.encode(document).decode() + "\n")
+        return
+    if console.is_terminal:
+        console.clear()
+    why_text.show(document, seen, 5 if top is None else top, console)
+    sys.stdout.flush()
+
+
+def _show_request(seen: Seen, found: Findings, story: Story | None, called: set[str], console: Console) -> int:
+    """Show all that is known of a request by some of its names, and return the exit status."""
+    from asynckv.tools.diagnose import why_text
+    from asynckv.tools.diagnose.why_report import plain
+
+    mine = [x for x in found.wrong if set(x.requests) & called]
     causes = {x.cause.value for x in found.late}  # which are shown with all that is known of the request
     why_text.show_request(seen, found, story, console)
     for each in (x for x in mine if x.code not in causes):
         why_text.show_finding(plain(each), console)
-    is_judged = not found.limits or (story is not None and story.lease and story.pull)
+    is_judged = not found.limits or (story is not None and bool(story.lease and story.pull))
     if not is_judged:
         why_text.show_limits(plain(found.limits), console)
-    raise typer.Exit(1 if mine or found.late or found.copies else 0 if is_judged else 3)
+    return 1 if mine or found.late or found.copies else 0 if is_judged else 3
 
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -73,7 +73,7 @@ def _leak(leak: Leak) -> dict[str, Any]:
 
 
 def _read(seen: Seen) -> dict[str, Any]:
-    logs, total, service = seen.logs, seen.logs.total, seen.axis.service
+    logs, total, service = seen.logs, seen.logs.total, seen.service
     every = sorted(service.processes.values(), key=lambda x: (x.rank, x.first_at))
     others = [x for x in every if not x.lends and not x.pulls]
     counts = [x for answer in seen.answers for x in answer.account.counts]
