@@ -25,7 +25,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_three_thousand_transfers_with_faults_leave_nothing_behind() -> None:
-    done = run("--transfers", "3000", "--faults", "5%", "--seed", "3")
+    done = run("--transfers", "3000", "--faults", "0.05", "--seed", "3")
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
     assert result["good"] and not result["wrong"]  # noqa: PT018

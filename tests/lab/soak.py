@@ -32,7 +32,7 @@ from rich.console import Console
 
 from asynckv import NixlConfig, Registration
 from asynckv.engine import LentRequest
-from asynckv.errors import ConfigError, LocalProtocolError, PlanRefused, PullError
+from asynckv.errors import LocalProtocolError, PlanRefused, PullError
 from asynckv.geometry.layout import Layout
 from asynckv.tools.bench.memory import Pool
 from asynckv.tools.progress import Bar
@@ -402,38 +402,18 @@ def judge(result: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def _share(text: str) -> float:
-    value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    if not 0 <= value <= 0.5:
-        raise ValueError
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text.replace(",", "").replace("_", ""))
-    if not 1 <= value <= 10**9:
-        raise ValueError
-    return value
-
-
-def _read(option: str, text: str, reader: Callable[[str], Any]) -> Any:
-    try:
-        return reader(text)
-    except ValueError:
-        raise ConfigError(f"{option}: invalid value: {text!r}") from None
-
-
 def make_transfers(
-    transfers: Annotated[str, typer.Option(metavar="N", help="Requests in all.")] = "100000",
-    faults: Annotated[str, typer.Option(metavar="SHARE", help="Share that goes wrong, 0 to 50%.")] = "1%",
+    transfers: Annotated[int, typer.Option(metavar="N", help="Requests in all.")] = 100_000,
+    faults: Annotated[float, typer.Option(metavar="SHARE", help="Share that goes wrong, 0 to 0.5.")] = 0.01,
     seed: Annotated[int, typer.Option(metavar="N", help="Of requests and faults.")] = 0,
     json_to: command.Json = "-",
 ) -> int:
     """Make very many small transfers with faults among them, and see that nothing is left behind."""
-    number, share = _read("--transfers", transfers, _count), _read("--faults", faults, _share)
+    command.check(1 <= transfers <= 10**9, f"--transfers {transfers} is outside [1, {10**9}]")
+    command.check(0 <= faults <= 0.5, f"--faults {faults:g} is outside [0, 0.5]")
     command.check(0 <= seed < 1 << 62, f"--seed {seed} is not a number from 0 on")
     with command.output(json_to) as out:
-        result = asyncio.run(soak(number, seed, share))
+        result = asyncio.run(soak(transfers, seed, faults))
         wrong = judge(result)
         json.dump(result | {"good": not wrong, "wrong": wrong}, out, indent=2)
         out.write("\n")
@@ -451,7 +431,7 @@ EPILOG = (
 
   python -m tests.lab.soak
 
-  python -m tests.lab.soak --transfers 3000 --faults 5% --seed 3 | jq .outcomes
+  python -m tests.lab.soak --transfers 3000 --faults 0.05 --seed 3 | jq .decode.outcomes
 
 [bold]Exit status[/bold]  0 all good, 1 something is not (the report says what), 2 bad input, 130 Ctrl-C
 """
