@@ -45,7 +45,7 @@ async def check(folder: Path, hangs: str, what: str, seconds: float, said: str) 
 
     def look(kind: str) -> list[Any]:
         sources = sorted(str(x) for x in folder.glob(f"*.{kind}")) if kind else [str(folder)]
-        return list(ask(sources, folder.parent / f"{hangs}.json")["findings"])
+        return list(ask(sources, folder.parent / f"{hangs}.json")[1]["findings"])
 
     async with Fleet() as fleet:
         engines: dict[str, Process] = {}

@@ -246,7 +246,7 @@ async def rollout() -> dict[str, Any]:
             await service.start(name)
             await asyncio.sleep(APART_S)
         with contextlib.redirect_stdout(io.StringIO()):
-            found = await asyncio.to_thread(ask, [str(service.folder / "logs")], service.folder / "why.json")
+            _, found = await asyncio.to_thread(ask, [str(service.folder / "logs")], service.folder / "why.json")
         said = [x["what"] for x in found["findings"]]
         return {"rollout": len(NAMES), "alerts": sorted(service.fired), "answers": dict(service.answers), "why": said}
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import itertools
 import math
 import random
@@ -20,9 +19,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -45,7 +44,7 @@ from asynckv.layout import register_memory
 from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
-from tests.lab.fleet import TRANSPORTS, Blocks, Fleet, Lost, Process, Refused, Words, usage
+from tests.lab.fleet import TRANSPORTS, Blocks, Fleet, Lost, Process, Refused, Words, free_memory, usage
 
 TARGET = "tests.lab.arena:Side"
 HEADS, LAYERS = (2, 64), 8
@@ -75,10 +74,12 @@ PULL = {
 # -- a worker process --------------------------------------------------------------------------------
 
 
-def layout_of(heads: tuple[int, int] = HEADS, layers: int = LAYERS, blocks: int = NUM_BLOCKS) -> Layout:
+def layout_of(
+    heads: tuple[int, int] = HEADS, layers: int = LAYERS, blocks: int = NUM_BLOCKS, block_tokens: int = BLOCK
+) -> Layout:
     """Lay out a worker's memory."""
     model = Model("chaos", (Heads(*heads),) * layers)
-    return model_layout(model, num_blocks=blocks, block_size=BLOCK, order="cross-nhd")
+    return model_layout(model, num_blocks=blocks, block_size=block_tokens, order="cross-nhd")
 
 
 def allocate(layout: Layout) -> tuple[Registration, Words]:
@@ -96,7 +97,13 @@ def waited_s() -> float:
 
 
 class Side:
-    """One rank, and what its driver may ask for."""
+    """One rank, and what its driver may ask for.
+
+    Attributes:
+        pulls: Fields of its `PullConfig`, unless the driver gives others.
+    """
+
+    pulls: ClassVar[Mapping[str, Any]] = PULL
 
     def __init__(
         self,
@@ -111,6 +118,8 @@ class Side:
         heads: tuple[int, int] = HEADS,
         layers: int = LAYERS,
         blocks: int = NUM_BLOCKS,
+        block_tokens: int = BLOCK,
+        lease: dict[str, Any] | None = None,
         pull: dict[str, Any] | None = None,
         limits: dict[str, Any] | None = None,
         process: Any = "auto",
@@ -118,15 +127,15 @@ class Side:
     ) -> None:
         configure_logging(log)
         self._rng = random.Random(seed)
-        self._layout = layout_of(heads, layers, blocks)
-        registration, words = allocate(self._layout)
+        self._layout = layout_of(heads, layers, blocks, block_tokens)
+        registration, words = self._allocate(self._layout)
         self.blocks = Blocks(words, rubbish=RUBBISH[role], seed=seed)
-        self._lease = LeaseConfig(lease_s=lease_s, grant_s=grant_s)
+        self._lease = LeaseConfig(lease_s=lease_s, grant_s=grant_s, **lease or {})
         config = EngineConfig(
             engine_id=name,
             bind=bind,
             lease=self._lease,
-            pull=PullConfig(**PULL | (pull or {})),
+            pull=PullConfig(**{**self.pulls, **(pull or {})}),
             keys=KeysConfig(**keys) if keys else None,
             limits=LimitsConfig(**limits or {}),
             nixl=NixlConfig(process=process),
@@ -142,6 +151,9 @@ class Side:
 
     async def __aexit__(self, *_: object) -> None:
         await self.engine.aclose()
+
+    def _allocate(self, layout: Layout) -> tuple[Registration, Words]:
+        return allocate(layout)
 
     def group(self) -> PrefillRanks:
         """The scheduler's view of this engine as it is now."""
@@ -227,10 +239,7 @@ class Side:
         """Wait until nothing is owed and held, as long as asked to; then audit and tell."""
         deadline, blocks = time.monotonic() + wait_s, self.blocks
         while True:
-            statistics = self.engine.statistics()
-            left = {k: v for k in BUSY if (v := statistics.gauges[k])}
-            if blocks.num_taken:
-                left["taken"] = blocks.num_taken
+            left = self._left()
             if not left or time.monotonic() >= deadline:
                 break
             await asyncio.sleep(0.01)  # no event announces a change of a gauge
@@ -240,7 +249,8 @@ class Side:
         except AsyncKVError as exc:
             integrity = str(exc)
         blocks.audit()
-        gc.collect()  # failed pulls leave cycles of exceptions and frames, with whole requests' bytes
+        free_memory()  # failed pulls leave cycles of exceptions and frames, with whole requests' bytes
+        statistics = self.engine.statistics()
         used = usage() | {
             "nixl_peers": statistics.counters["data.peers"],
             "zmq_links": statistics.counters["control.links"],
@@ -249,6 +259,11 @@ class Side:
         }
         counters = dict(statistics.counters) | dict(self.counts)
         return {"left": left, "counters": counters, "integrity": integrity, "stray": blocks.stray, "usage": used}
+
+    def _left(self) -> dict[str, int]:
+        """Return what is owed or held."""
+        gauges = self.engine.statistics().gauges | {"taken": self.blocks.num_taken}
+        return {k: v for k in (*BUSY, "taken") if (v := gauges[k])}
 
 
 # -- the driver's view of its workers ----------------------------------------------------------------

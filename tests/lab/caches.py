@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,9 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, shard
-from asynckv.testing.fabric import Bytes
+from asynckv.testing.fabric import Bytes, bytes_at
 
 Places = npt.NDArray[np.int64]
+Blocks = list[list[int | None]]
+"""Of each group; `None` where no block is needed, or it is there already."""
 FREED = 0xEE
 """Byte that fills unused memory."""
 
@@ -302,6 +305,22 @@ class Cache:
                 return False
         return True
 
+    def compared(
+        self, shape: Shape, blocks: Blocks, hashes: Sequence[str], firsts: Sequence[int], tokens: int
+    ) -> Iterator[tuple[int, int, bool]]:
+        """Compare the blocks of a prompt, of which so many tokens are in place, in each group from its first on.
+
+        Yields group, place and whether all bytes are right.
+        """
+        for group, (kind, every, first) in enumerate(zip(self.model.groups, shape.hashes, firsts, strict=True)):
+            size = every * self.model.hash_tokens
+            for at in kind.in_place(size, first, tokens):
+                if (block := blocks[group][at]) is not None:
+                    # A window begins inside of a block.
+                    outside = -(-(tokens - kind.window + 1 - at * size) // self.model.hash_tokens) if kind.window else 0
+                    mine = hashes[at * every : min((at + 1) * every, tokens // self.model.hash_tokens)]
+                    yield group, at, self.is_right(group, block, mine, min(max(outside, 0), every))
+
     def scribble(self, group: int, block: int) -> None:
         """Use a block for something else."""
         for view, _, index in self._parts_of(group, block):
@@ -322,6 +341,38 @@ class Cache:
             return _said(hashes[-1], view.layer, kind, part.held, self.model.hash_tokens)  # the state at the end
         whole = [_said(each, view.layer, kind, part.held, self.model.hash_tokens) for each in hashes]
         return whole[0] if len(whole) == 1 else np.concatenate(whole)
+
+
+def allocated(model: Model, shape: Shape, tp_rank: int) -> tuple[Bytes, Cache]:
+    """Make a rank's own memory, which holds nothing, and its cache in it."""
+    lengths = [-(-memory.length // 4096) * 4096 for memory in layout_of(model, shape, tp_rank).memories]
+    memory = np.full(sum(lengths) + 4096, FREED, np.uint8)
+    layout = layout_of(model, shape, tp_rank, base=-(-memory.ctypes.data // 4096) * 4096)
+    return memory, Cache(model, layout, [bytes_at(each) for each in layout.memories])
+
+
+class Pools:
+    """The free blocks of an engine: groups of one pool share theirs."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self.free = [list(range(shape.num_blocks)) for _ in range(1 + max(map(shape.pool, range(len(shape.hashes)))))]
+
+    def take(self, counts: Sequence[int], rng: random.Random) -> Blocks | None:
+        """Take so many blocks of each group, if they are free."""
+        wanted = Counter(dict.fromkeys(range(len(self.free)), 0))
+        for group, count in enumerate(counts):
+            wanted[self._shape.pool(group)] += count
+        if any(len(self.free[pool]) < count for pool, count in wanted.items()):
+            return None
+        for pool in self.free:
+            rng.shuffle(pool)
+        return [[self.free[self._shape.pool(group)].pop() for _ in range(count)] for group, count in enumerate(counts)]
+
+    def give(self, blocks: Blocks) -> None:
+        """Take blocks of each group back."""
+        for group, ids in enumerate(blocks):
+            self.free[self._shape.pool(group)] += [block for block in ids if block is not None]
 
 
 def _index(view: View, part: Part, ratio: int) -> Places:

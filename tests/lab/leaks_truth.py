@@ -12,7 +12,8 @@ it all. Then must hold:
 
 - every request that was late is named (with one side's logs: those of which that side must know);
 - no other is;
-- each cause that is named is true of that request, and each late lease, pull or announcement has one that is;
+- the heading of each cause that is named is true of that request, and each late lease, pull or announcement has one
+  that is (causes under one heading are told apart by the tests of the table and by `tests.lab.why_live`);
 - with both sides' logs none of them is a class ("the reader fell silent"), which is for logs of one side only.
 
 Exit status 1 if anything disagrees; the first disagreements are shown with what is true and what the logs say.
@@ -29,14 +30,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from asynckv.arguments import without_control
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, OwnerView
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_values import Leak
@@ -55,120 +56,50 @@ PUT_BACK_S = 60.0
 TORN_S = 1.0
 """Seconds by which a torn log may end earlier or later than others."""
 
-C = CAUSE
-Whys = set[str]
-
-
-def _has(*any_of: str, but: Sequence[str] = ()) -> Callable[[Whys], bool]:
-    return lambda whys: bool(whys & set(any_of)) and not whys & set(but)
-
-
-OF_A_LEASE: Mapping[CAUSE | tuple[OwnerView, CAUSE], Callable[[Whys], bool]] = {
-    C.NEVER_SHOOK_HANDS: _has("unmet"),
-    C.KEYS_REFUSED: _has("keys"),
-    C.STALE_PARAMS: _has("stale"),
-    (OwnerView.UNCLAIMED, C.READER_DIED): _has("died_before_claim", "rank_dead"),
-    C.READER_DIED: _has("died_after_claim"),
-    C.NEVER_HEARD_OF: _has("never_handed", "never_asked", "rank_dead"),
-    C.NO_READER_RUNS: _has("never_handed", "never_asked", "rank_dead", "died_before_claim"),
-    C.RETRIED_ELSEWHERE: _has("retry_never"),
-    # A reader that reads nothing of a rank says nothing to it before it is done.
-    (OwnerView.UNCLAIMED, C.LEASE_TOO_SHORT): lambda whys: (
-        "asked_late" in whys
-        or {"silent", "release_late"} <= whys
-        or ({"asked", "silent"} <= whys and "handed_late" not in whys)
-    ),
-    C.LEASE_TOO_SHORT: lambda whys: "claimed" in whys and bool(whys & {"still_pulling", "release_late", "lapsed"}),
-    C.DECODE_UNRESPONSIVE: lambda whys: "claimed" not in whys and bool(whys & {"untold", "other_away"}),
-    C.RANK_NEVER_SPOKE: lambda whys: {"silent", "siblings_spoke"} <= whys,
-    C.NEVER_CLAIMED: lambda whys: "claimed" not in whys,
-    C.READER_CLOSED: _has("reader_closed"),
-    C.NO_ATTEMPT_FOLLOWED: _has("retry_never"),
-    C.MAX_LEASE: _has("max_lease"),
-    C.DECODE_LOOP_AWAY: _has("reader_away"),
-    C.READER_SILENT: _has("claimed"),
-    C.ANNOUNCED_AND_FORGOTTEN: _has("announced_only"),
-    C.OTHER_REQUEST_ID: _has("other_id"),
-    C.RELEASE_REFUSED: _has("refused"),
-    C.RELEASE_TOO_EARLY: _has("released_early"),
-    C.RELEASE_LOST: _has("release_lost"),
-    C.RELEASE_UNANSWERED: _has("release_lost", "release_late"),
-    C.PREFILL_LOOP_AWAY: _has("owner_away"),
-    C.PREFILL_DIED: _has("owner_died"),
-    C.PREFILL_CLOSED: _has("owner_closed"),
-    C.CONNECTION_LOST: _has("release_lost"),
-    C.STILL_HELD: lambda whys: False,
-    C.STUCK_TRANSFER: _has("transfer_running"),
+C, H = CAUSE, HEADING
+TRUE: Mapping[HEADING, set[str]] = {
+    H.GONE: {"died", "rank_dead", "reader_closed", "none_runs", "owner_died", "owner_closed", "agent_died"}
+    | {"peer_died", "peer_lost"},
+    H.STOPPED: {"reader_away", "owner_away", "silenced"},
+    H.NETWORK: {"unmet", "release_lost", "transfer_running", "transfer_doubt"},
+    H.NEVER_CAME: {"never_handed", "never_asked", "rank_dead"},
+    H.DROPPED: {"retry_never", "announced_only", "left_out"},
+    H.WRONG: {"keys", "stale", "other_id", "refused"},
+    H.LEASE: {"too_short", "max_lease", "released_early", "ended_soon"},
+    H.UNKNOWN: {"late", "unanswered", "peer_lost"},
 }
-"""Whether a cause is true of a reader that had not released when a lease ended; of some by what its owner knows."""
+"""What a witness may have seen of a late lease, a late pull or a message, of which a cause under a heading is true."""
 
-OF_A_PULL: Mapping[CAUSE, Callable[[Whys], bool]] = {
-    C.STUCK_TRANSFER: _has("transfer_running", "transfer_doubt"),
-    C.PREFILL_DIED: _has("peer_died", "peer_lost"),
-    C.DATA_PLANE_DIED: _has("agent_died"),
-    C.PREFILL_LOOP_AWAY: _has("owner_away"),
-    C.DECODE_LOOP_AWAY: _has("owner_away"),
-    C.TIMEOUT_TOO_SHORT: _has("ended_soon"),
-    C.NOT_KNOWN: _has("peer_lost"),
+
+class Alone(NamedTuple):
+    """A mishap, where nothing else befell its request: the headings that are good enough, and what it brings."""
+
+    headings: set[HEADING]
+    brings: set[str]
+
+
+ALONE: Mapping[str, Alone] = {
+    "params_lost": Alone({H.NEVER_CAME, H.DROPPED}, {"never_handed"}),
+    "aborted": Alone({H.NEVER_CAME, H.DROPPED}, {"never_asked"}),
+    "announced": Alone({H.DROPPED}, {"announced_only"}),
+    "late": Alone({H.LEASE}, {"handed_late"}),
+    "renamed": Alone({H.WRONG}, {"other_id"}),
+    "dies_before_claim": Alone({H.GONE}, {"died"}),
+    "dies_reading": Alone({H.GONE}, {"died"}),
+    "dies_before_release": Alone({H.GONE}, {"died", "release_lost"}),
+    "release_lost": Alone({H.NETWORK}, {"release_lost"}),
+    "release_renamed": Alone({H.WRONG}, {"other_id"}),
+    "retry_never": Alone({H.DROPPED}, {"retry_never"}),
+    "unmet": Alone({H.NETWORK}, {"unmet", "release_lost"}),
+    "keys_refused": Alone({H.WRONG}, {"keys", "unmet", "release_lost"}),
+    "reader_away": Alone({H.STOPPED}, {"reader_away"}),
+    "owner_away": Alone({H.STOPPED}, {"owner_away", "release_lost"}),
 }
-"""Tests whether a cause is true of a pull whose blocks came back after its outcome."""
+"""With both sides' logs."""
 
-OF_A_MESSAGE: Mapping[CAUSE, Callable[[Whys], bool]] = {
-    C.RELEASE_UNANSWERED: _has("unanswered"),
-    C.RELEASE_REFUSED: _has("refused"),
-    C.STALE_PARAMS: _has("refused"),
-    C.RELEASE_TOO_EARLY: _has("refused"),
-    C.OTHER_REQUEST_ID: _has("other_id"),
-    C.NEVER_SHOOK_HANDS: _has("unmet"),
-    C.KEYS_REFUSED: _has("keys"),
-}
-"""Whether a cause is true of what a reader said, where it may be that nothing was late."""
-
-BEST: Mapping[str, set[CAUSE]] = {
-    "params_lost": {C.NEVER_HEARD_OF, C.RANK_NEVER_SPOKE},
-    "aborted": {C.NEVER_HEARD_OF, C.RANK_NEVER_SPOKE},
-    "announced": {C.ANNOUNCED_AND_FORGOTTEN},
-    "late": {C.LEASE_TOO_SHORT},
-    "renamed": {C.OTHER_REQUEST_ID},
-    "dies_before_claim": {C.READER_DIED},
-    "dies_reading": {C.READER_DIED},
-    "dies_before_release": {C.READER_DIED},
-    "release_lost": {C.RELEASE_LOST},
-    "release_renamed": {C.OTHER_REQUEST_ID},
-    "retry_never": {C.NO_ATTEMPT_FOLLOWED},
-    "unmet": {C.NEVER_SHOOK_HANDS},
-    "keys_refused": {C.KEYS_REFUSED},
-    "reader_away": {C.DECODE_LOOP_AWAY},
-    "owner_away": {C.PREFILL_LOOP_AWAY},
-}
-"""With both sides' logs, and where nothing else befell the request: the only causes that are good enough."""
-
-
-MAJOR = {
-    *("never_handed", "never_asked", "announced_only", "handed_late", "other_id", "died_before_claim", "rank_dead"),
-    *("died_after_claim", "release_lost", "retry_never", "unmet", "keys", "reader_away", "owner_away", "reader_closed"),
-    *("owner_closed", "owner_died", "agent_died"),
-}
+MAJOR = {"handed_late", "reader_closed", "owner_closed", "owner_died", "agent_died", "rank_dead"}
+MAJOR |= set[str]().union(*(mishap.brings for mishap in ALONE.values()))
 """Reasons that may be true of a late lease, each of which is enough by itself."""
-
-BROUGHT: Mapping[str, set[str]] = {
-    "params_lost": {"never_handed"},
-    "aborted": {"never_asked"},
-    "announced": {"announced_only"},
-    "late": {"handed_late"},
-    "renamed": {"other_id"},
-    "dies_before_claim": {"died_before_claim"},
-    "dies_reading": {"died_after_claim"},
-    "dies_before_release": {"died_after_claim", "release_lost"},
-    "release_lost": {"release_lost"},
-    "release_renamed": {"other_id"},
-    "retry_never": {"retry_never"},
-    "unmet": {"unmet", "release_lost"},
-    "keys_refused": {"keys", "unmet", "release_lost"},
-    "reader_away": {"reader_away"},
-    "owner_away": {"owner_away", "release_lost"},
-}
-"""The reasons among them that a mishap brings with it."""
 
 
 @dataclass(slots=True)
@@ -299,7 +230,7 @@ class Judge:
             pulls = [x for x in truth.pulls if x.reader in leak.holders]
             if not pulls:
                 return "false"
-            if not any(OF_A_PULL.get(leak.cause, _never)(x.whys) for x in pulls):
+            if not any(_is_true(leak, x.whys) for x in pulls):
                 return "wrong"
             return "vague" if mode == "both" and CATALOGUE[leak.cause].is_class else ""
         if leak.cause is C.ANNOUNCED_AND_FORGOTTEN and truth.forgotten:
@@ -309,14 +240,12 @@ class Judge:
             if mode != "decode":
                 return "false"
             # This side cannot know that nothing was late; what it says of its own messages must be true.
-            whys = self.witness.said_of(*ident)
-            return "" if OF_A_MESSAGE.get(leak.cause, _never)(whys) else "false"
-        if mode == "decode" and OF_A_MESSAGE.get(leak.cause, _never)(self.witness.said_of(*ident)):
+            return "" if _is_true(leak, self.witness.said_of(*ident)) else "false"
+        if mode == "decode" and _is_true(leak, self.witness.said_of(*ident)):
             return ""
         if mode == "set" and "was set: it went back" in leak.sentence:
             return ""  # it says itself what it hangs on
-        is_true = OF_A_LEASE.get((leak.cell[0], leak.cause)) or OF_A_LEASE.get(leak.cause, _never)
-        if not any(is_true(whys | x.gone) for x in leases for whys in [set[str](), *(owed.whys for owed in x.owed)]):
+        if not any(_is_true(leak, whys) for x in leases for whys in [x.gone, *(owed.whys for owed in x.owed)]):
             return "wrong"
         if mode != "both":
             return ""
@@ -325,10 +254,11 @@ class Judge:
             whys = {C.NEVER_CLAIMED: {"untold"}, C.DECODE_UNRESPONSIVE: {"untold", "other_away"}}.get(leak.cause, set())
             return "" if all(o.whys & whys for x in leases for o in x.owed) else "vague"
         mishap = self.mishaps.get(truth.ask, "")
-        if mishap in BEST and not any(self._has_more(truth.ask, mishap, x) for x in leases):
+        if mishap in ALONE and not any(self._has_more(truth.ask, mishap, x) for x in leases):
             # A full prefix hit reads nothing and meets no rank, so only its release is lost.
-            is_hit = leak.cause is C.RELEASE_LOST and any("completed" in x.whys for x in leases)
-            return "" if is_hit or leak.cause in BEST[mishap] else f"wrong: {mishap} alone"
+            is_hit = leak.cause is C.RELEASE_LOST and any("completed" in owed.whys for x in leases for owed in x.owed)
+            is_good = is_hit or CATALOGUE[leak.cause].heading in ALONE[mishap].headings
+            return "" if is_good else f"wrong: {mishap} alone"
         return ""
 
     def _has_more(self, ask: int, mishap: str, lease: LateLease) -> bool:
@@ -336,7 +266,7 @@ class Judge:
 
         def brought(owed: Owed) -> set[str]:
             name = owed.reader.replace("decode", "d").replace("/tp", ".")
-            return BROUGHT[mishap] if (ask, name) in self.befell else set()
+            return ALONE[mishap].brings if (ask, name) in self.befell else set()
 
         return bool(lease.gone & MAJOR) or any(x.whys & MAJOR - brought(x) for x in lease.owed)
 
@@ -373,8 +303,9 @@ def _own(request_id: str) -> str:
     return request_id.rstrip("'")
 
 
-def _never(whys: Whys) -> bool:
-    return False
+def _is_true(leak: Leak, whys: Set[str]) -> bool:
+    """Whether what is seen makes the heading of a cause true; of one that is over, it is never true that it is held."""
+    return leak.cause is not C.STILL_HELD and bool(TRUE[CATALOGUE[leak.cause].heading] & whys)
 
 
 def conclude(logs: Logs, mode: str, directory: Path) -> list[Leak]:

@@ -37,7 +37,7 @@ from asynckv.tools.bench.processes import Failure
 from scripts import command
 from tests.lab import arena as workers
 from tests.lab.arena import BLOCK, BUSY, MOST_BLOCKS, Arena, Worker, allocate, perform
-from tests.lab.fleet import Lost, Words, free_memory, memory_kib
+from tests.lab.fleet import Lost, Words, memory_kib
 
 TARGET = "tests.lab.pressure:Side"
 IN_FLIGHT = 64
@@ -112,12 +112,6 @@ class Side(workers.Side):
         self._left: Words | None = None
         """Memory that was left at the last waking."""
         self._tasks: set[asyncio.Task[None]] = set()
-
-    async def state(self, wait_s: float) -> dict[str, Any]:
-        """Audit and tell; what this script itself left to the collector does not count as growth."""
-        if wait_s:
-            free_memory()
-        return await super().state(wait_s)
 
     # -- lending -----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.engines import BLOCKS
 from tests.lab.fleet import Fleet, Process
-from tests.lab.why_fresh import run_why
+from tests.lab.why_live import run_why
 
 ROLES = ("prefill", "decode")
 TIMEOUT_S = 20.0

@@ -9,14 +9,13 @@ too late shows; what the decode side gets back it poisons and looks at again bef
 that was written too late shows. Every published byte is compared.
 
 Now and then, and at the end, both sides become quiet: nothing may be owed, held or running, and file
-descriptors, tasks and memory are counted. Memory is what is resident after a garbage collection, with
+descriptors, tasks and memory are counted. Memory is the process's own after a garbage collection, with
 free pages given back to the system.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import random
 import sys
@@ -24,35 +23,35 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
 
-from asynckv import Engine, EngineConfig, LeaseConfig, PrefillRanks, PullConfig, configure_logging
-from asynckv.config import NixlConfig
+from asynckv import NixlConfig, Registration
 from asynckv.engine import LentRequest
-from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PlanRefused, PullError
-from asynckv.tools.bench.memory import POISON, Pool
-from asynckv.tools.bench.processes import Failure
-from asynckv.tools.plan.layouts import model_layout
-from asynckv.tools.plan.models import Heads, Model
+from asynckv.errors import LocalProtocolError, PlanRefused, PullError
+from asynckv.geometry.layout import Layout
+from asynckv.tools.bench.memory import Pool
 from asynckv.tools.progress import Bar
 from scripts import command
-from tests.lab.fleet import Blocks, Fleet, answer, connect, free_memory, memory_kib, usage
+from tests.lab import arena as workers
+from tests.lab.fleet import Words, answer, connect
 
-MODEL = Model("soak", (Heads(2, 32),) * 2)
 BLOCK_SIZE = 4
 NUM_BLOCKS = {"prefill": 4096, "decode": 1024}
 MOST_BLOCKS = 4
 IN_FLIGHT = (16, 64)
-LEASE_S, GRANT_S, UNREAD_LEASE_S, PARKED_S = 4.0, 2.0, 2.0, 4.0
-TIMEOUT_S = 30.0
+UNREAD_LEASE_S, TIMEOUT_S = 2.0, 30.0
 QUIET_S = 60.0
 BASELINE, STEADY = 1_000, 10_000
 """Descriptors and tasks are compared with those after the first, memory with that after the second."""
-MOST_GROWTH = 5e6
+MOST_MIB = 5
+"""Limit of growth."""
+SETUP = {"lease_s": 4.0, "grant_s": 2.0, "lease": {"parked_s": 4.0}, "log": "error"}
+SETUP |= {"heads": (2, 32), "layers": 2, "block_tokens": BLOCK_SIZE}
 FORGET_EVERY = 4_000
 FDS_PER_FORGET = 1 + NixlConfig().num_posters
 """NIXL 1.5.1 alone: UCX keeps a socket, on both sides and per agent (the loop's and every posting thread's), for every
@@ -101,60 +100,48 @@ def request(seed: int, number: int, faults: float) -> Request:
     return Request(number, fault, tokens, first, rng.random() < 0.2, rng.choice((0.0, 0.001, 0.003)) * rng.random())
 
 
-def make_memory(role: str, seed: int) -> tuple[Pool, Blocks]:
-    """Make a pool, which knows what belongs into it, and its allocator."""
-    layout = model_layout(MODEL, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS[role], order="cross-nhd")
+def make_memory(layout: Layout, seed: int) -> tuple[Pool, Words]:
+    """Make a pool, which knows what belongs into it, and its words."""
     pool = Pool(layout, seed)
     raw: Any = pool.registration.owners[0]
-    words = raw[0].view(np.uint64).reshape(NUM_BLOCKS[role], -1)
-    return pool, Blocks(words, rubbish=POISON, seed=seed)
+    return pool, raw[0].view(np.uint64).reshape(layout.groups[0].num_blocks, -1)
 
 
-_libc = ctypes.CDLL(None)
+class Side(workers.Side):
+    """One rank. The prefill rank makes, fills and lends what the decode rank asks for, which pulls it."""
 
+    pulls = MappingProxyType({"timeout_s": TIMEOUT_S})
 
-class _MallInfo(ctypes.Structure):
-    _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
-    # man 3 mallinfo2: hblkhd is the fifth, uordblks the eighth.
-
-
-def _heap() -> int:
-    """Bytes in use in the C heap, Python's small objects not included."""
-    if not hasattr(_libc, "mallinfo2"):
-        return 0
-    _libc.mallinfo2.restype = _MallInfo
-    info = _libc.mallinfo2()
-    return int(info.field7 + info.field4)
-
-
-class Side:
-    """The common part of both processes."""
-
-    def __init__(self, role: str, seed: int, faults: float, path: str) -> None:
-        configure_logging("error")
-        self.seed, self.faults, self.path = seed, faults, path
-        self.pool, self.blocks = make_memory(role, seed)
+    def __init__(self, *, requests: int, faults: float, path: str, **setup: Any) -> None:
+        self.requests, self.faults, self.path = requests, faults, path
+        super().__init__(**setup)
         self.errors: list[str] = []
         asyncio.get_running_loop().set_exception_handler(self._failed)
-        self.engine = Engine(
-            EngineConfig(
-                engine_id=role,
-                lease=LeaseConfig(lease_s=LEASE_S, grant_s=GRANT_S, parked_s=PARKED_S),
-                pull=PullConfig(timeout_s=TIMEOUT_S),
-            ),
-            self.pool.registration,
-        )
         self.tasks: set[asyncio.Task[None]] = set()
+        self.ends: Counter[str] = Counter()
+        self.expired = 0
+        """Leases of faultless requests that expired without a release."""
+        self.outcomes: Counter[str] = Counter()
+        self.faulty: Counter[str] = Counter()
+        self.asked = self.finished = self.forgets = self.wrong = self.compared = self.lost = 0
+        self.paused_until = 0.0
+        self.moved = asyncio.Event()
+        self._draws = random.Random(requests)
 
-    async def __aenter__(self) -> Self:
-        await self.engine.start()
-        return self
+    def _allocate(self, layout: Layout) -> tuple[Registration, Words]:
+        self.pool, words = make_memory(layout, self.requests)
+        return self.pool.registration, words
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.engine.aclose()
+    async def listen(self) -> None:
+        """Answer the decode rank."""
+        self._server = await asyncio.start_unix_server(lambda r, w: answer(self, r, w), self.path)
+
+    async def meet(self) -> None:
+        """Open a conversation with the prefill rank, which listens."""
+        self.prefill = await connect(self.path, "prefill")
 
     def request(self, number: int) -> Request:
-        return request(self.seed, number, self.faults)
+        return request(self.requests, number, self.faults)
 
     def spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -173,60 +160,28 @@ class Side:
         if len(self.errors) < 20:
             self.errors.append(text[:500])
 
-    async def quiet(self) -> dict[str, Any]:
-        """Wait until nothing is owed, held or running, and count."""
-        until = time.monotonic() + QUIET_S
-        while (left := self._left()) and time.monotonic() < until:  # noqa: ASYNC110 - gauges ring no bell
-            await asyncio.sleep(0.02)
-        if left:
-            self.error(f"not quiet after {QUIET_S:g} s: {left}")
-        self.blocks.audit()
-        try:
-            self.engine.check_integrity()
-        except AsyncKVError as exc:
-            self.error(str(exc))
-        free_memory()
-        return {
-            "rss": 1024 * memory_kib(),
-            "heap": _heap(),
-            "python_blocks": sys.getallocatedblocks(),
-            "fds": usage()["fds"],
-            "tasks": len(asyncio.all_tasks()),
-            "left": left,
-        }
-
     def _left(self) -> dict[str, int]:
         statistics = self.engine.statistics()
         handles = {k: statistics.counters[f"data.{k}"] for k in ("running", "in_doubt", "unreleased")}
-        own = {"tasks": len(self.tasks), "blocks": self.blocks.num_taken}
         gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
-        return {k: v for k, v in (gauges | handles | own).items() if v}
+        return super()._left() | {k: v for k, v in (gauges | handles | {"tasks": len(self.tasks)}).items() if v}
 
     def report(self) -> dict[str, Any]:
-        counters = dict(sorted(self.engine.statistics().counters.items()))
-        return {"late_bytes": self.blocks.stray, "errors": self.errors, "counters": counters}
+        """Tell what has become of all requests, as this rank sees it."""
+        return {
+            "errors": self.errors,
+            "counters": dict(sorted(self.engine.statistics().counters.items())),
+            "leases": self.ends,
+            "expired": self.expired,
+            "outcomes": self.outcomes,
+            "faults": self.faulty,
+            "forgets": self.forgets,
+            "lost": self.lost,
+            "wrong_bytes": self.wrong,
+            "compared_bytes": self.compared,
+        }
 
-
-# -- prefill -------------------------------------------------------------------------------------------------
-
-
-class Prefill(Side):
-    """Makes, fills and lends what the decode side asks for."""
-
-    def __init__(self, *, seed: int, faults: float, path: str) -> None:
-        super().__init__("prefill", seed, faults, path)
-        self.ends: Counter[str] = Counter()
-        self.expired = 0
-        """Leases of faultless requests that expired without a release."""
-
-    async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        self.group = PrefillRanks("prefill", [self.engine.endpoint], lease=self.engine.config.lease)
-        self._server = await asyncio.start_unix_server(lambda r, w: answer(self, r, w), self.path)
-        return self
-
-    def report(self) -> dict[str, Any]:
-        return super().report() | {"leases": self.ends, "expired": self.expired}
+    # -- prefill -----------------------------------------------------------------------------------
 
     async def make(self, first: int, last: int, ahead: bool) -> AsyncIterator[list[tuple[int, dict[str, Any]]]]:
         """Make requests; params may travel ahead of the data."""
@@ -236,7 +191,7 @@ class Prefill(Side):
             if not ahead:
                 self._fill(it, ids)
             lease_s = UNREAD_LEASE_S if it.fault == "never read" else None
-            params = self.group.make_params(
+            params = self.group().make_params(
                 f"prefill-{it.number}", [(0, ids)], it.tokens, written=not ahead, lease_s=lease_s
             )
             made.append((it, ids, params))
@@ -269,37 +224,7 @@ class Prefill(Side):
         self.ends[ended.cause] += 1
         self.expired += ended.cause == "expired" and not it.fault
 
-
-# -- decode --------------------------------------------------------------------------------------------------
-
-
-class Decode(Side):
-    """Asks for requests and pulls them."""
-
-    def __init__(self, *, seed: int, faults: float, path: str) -> None:
-        super().__init__("decode", seed, faults, path)
-        self.outcomes: Counter[str] = Counter()
-        self.faulty: Counter[str] = Counter()
-        self.asked = self.finished = self.forgets = self.wrong = self.compared = self.lost = 0
-        self.paused_until = 0.0
-        self.moved = asyncio.Event()
-        self._draws = random.Random(seed)
-
-    async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        self.prefill = await connect(self.path, "prefill")
-        return self
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "outcomes": self.outcomes,
-            "faults": self.faulty,
-            "forgets": self.forgets,
-            "lost": self.lost,
-            "wrong_bytes": self.wrong,
-            "compared_bytes": self.compared,
-            "decode": super().report(),
-        }
+    # -- decode ------------------------------------------------------------------------------------
 
     def progress(self) -> int:
         """Say how many transfers are over."""
@@ -417,108 +342,78 @@ async def soak(transfers: int, seed: int, faults: float) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     said: dict[str, Any] = {}
     began, busy_s = time.monotonic(), 0.0
-    async with Fleet() as fleet:
-        setup: dict[str, Any] = {"seed": seed, "faults": faults, "path": str(fleet.folder / "prefill.socket")}
-        try:
-            prefill = await fleet.start("prefill", "tests.lab.soak:Prefill", **setup)
-            await prefill.ask("report")  # it listens
-            decode = await fleet.start("decode", "tests.lab.soak:Decode", **setup)
-            with Bar(Console(stderr=True)) as bar:
-                bar.begin("transfers", transfers)
-                for mark in marks:
-                    start = time.monotonic()
-                    advancing = asyncio.create_task(decode.ask("advance", None, to=mark))
-                    while not (await asyncio.wait({advancing}, timeout=0.5))[0]:
-                        bar.at(await decode.ask("progress"))
-                    await advancing
-                    busy_s += time.monotonic() - start
-                    sides = await asyncio.gather(prefill.ask("quiet", 2 * QUIET_S), decode.ask("quiet", 2 * QUIET_S))
-                    points.append({"transfers": mark, "prefill": sides[0], "decode": sides[1]})
-                    sizes = (f"{r} {points[-1][r]['rss'] / 1e6:.1f} MB" for r in ("prefill", "decode"))
-                    print(f"{mark:>9,} transfers  {'  '.join(sizes)}", file=sys.stderr)
-            said = await decode.ask("report") | {"prefill": await prefill.ask("report")}
-            for process in (decode, prefill):
-                await process.end(30.0)
-        except Failure as exc:
-            said["failure"] = str(exc)
-            for line in fleet.last_words():
-                print(line, file=sys.stderr)
-        await fleet.stop()
+    async with workers.arena("soak", seed, transport="auto", target="tests.lab.soak:Side") as place:
+        place.setup = {"requests": seed, "faults": faults, "path": str(place.fleet.folder / "prefill.socket")} | SETUP
+        prefill, decode = await place.start("prefill", blocks=NUM_BLOCKS["prefill"]), place.decode
+        await prefill.ask("listen")
+        await decode.start(blocks=NUM_BLOCKS["decode"])
+        await decode.ask("meet")
+        with Bar(Console(stderr=True)) as bar:
+            bar.begin("transfers", transfers)
+            for mark in marks:
+                start = time.monotonic()
+                advancing = asyncio.create_task(decode.ask("advance", None, to=mark))
+                while not (await asyncio.wait({advancing}, timeout=0.5))[0]:
+                    bar.at(await decode.ask("progress"))
+                await advancing
+                busy_s += time.monotonic() - start
+                states = [await worker.state(QUIET_S) for worker in (prefill, decode)]
+                points.append({"transfers": mark, "prefill": states[0]["usage"], "decode": states[1]["usage"]})
+                place.note(f"{mark:>9,} transfers, {[x['usage']['rss_mib'] for x in states]} MiB of its own each")
+        said = {"prefill": await prefill.ask("report"), "decode": await decode.ask("report")}
+        for worker in (decode, prefill):
+            await worker.end(30.0)
     return {
         "transfers": transfers,
         "fault_share": faults,
         "seed": seed,
-        "per_second": round(transfers / busy_s) if "outcomes" in said else 0,
+        "per_second": round(transfers / busy_s) if said else 0,
         "seconds": round(time.monotonic() - began, 1),
         "busy_s": round(busy_s, 1),
-        "exit_status": [process.status for process in fleet.processes],
+        "exit_status": [process.status for process in place.fleet.processes],
         **said,
         "points": points,
+        "problems": place.problems,
     }
 
 
 def judge(result: dict[str, Any]) -> list[str]:
     """Say what is not as it should be."""
-    if "outcomes" not in result:
-        return [result.get("failure", "a worker ended before its time")]
-    wrong = [f"{result['wrong_bytes']} published bytes are wrong"] if result["wrong_bytes"] else []
+    wrong = list(result["problems"])
+    if "decode" not in result:
+        return wrong or ["a worker ended before its time"]
+    prefill, decode = result["prefill"], result["decode"]
+    if decode["wrong_bytes"]:
+        wrong.append(f"{decode['wrong_bytes']} published bytes are wrong")
     if any(result["exit_status"]):
         wrong.append(f"the workers ended with {result['exit_status']}")
-    if result["prefill"]["expired"] > result["lost"]:
-        wrong.append(f"{result['prefill']['expired']} leases expired, but only {result['lost']} readers were lost")
+    if prefill["expired"] > decode["lost"]:
+        wrong.append(f"{prefill['expired']} leases expired, but only {decode['lost']} readers were lost")
     for side in ("prefill", "decode"):
-        said = result[side]
-        wrong += [f"{side}: {text}" for text in said["errors"]]
-        if said["late_bytes"]:
-            wrong.append(f"{side}: {said['late_bytes']} bytes were written into free blocks")
+        wrong += [f"{side}: {text}" for text in result[side]["errors"]]
         first, last = (result["points"][i][side] for i in (0, -1))
-        for what, more in (("fds", FDS_PER_FORGET * result["forgets"]), ("tasks", 0)):
+        for what, more in (("fds", FDS_PER_FORGET * decode["forgets"]), ("tasks", 0)):
             if last[what] > first[what] + more:
                 count = result["points"][0]["transfers"]
                 wrong.append(f"{side}: {last[what]} {what} at the end, {first[what]} after the first {count} transfers")
-        if (growth := grown(result, side)) > MOST_GROWTH:
-            wrong.append(f"{side}: memory grew by {growth / 1e6:.1f} MB after the first {STEADY} transfers")
+        rss = [point[side]["rss_mib"] for point in result["points"] if point["transfers"] >= STEADY]
+        if rss and (growth := rss[-1] - rss[0]) > MOST_MIB:
+            wrong.append(f"{side}: memory grew by {growth} MiB after the first {STEADY} transfers")
     return wrong
 
 
-def grown(result: dict[str, Any], side: str) -> int:
-    """Bytes by which memory grew after the first 10,000 transfers."""
-    rss = [point[side]["rss"] for point in result["points"] if point["transfers"] >= STEADY]
-    return int(rss[-1] - rss[0]) if rss else 0
-
-
-def _share(text: str) -> float:
-    value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    if not 0 <= value <= 0.5:
-        raise ValueError
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text.replace(",", "").replace("_", ""))
-    if not 1 <= value <= 10**9:
-        raise ValueError
-    return value
-
-
-def _read(option: str, text: str, reader: Callable[[str], Any]) -> Any:
-    try:
-        return reader(text)
-    except ValueError:
-        raise ConfigError(f"{option}: invalid value: {text!r}") from None
-
-
 def make_transfers(
-    transfers: Annotated[str, typer.Option(metavar="N", help="Requests in all.")] = "100000",
-    faults: Annotated[str, typer.Option(metavar="SHARE", help="Share that goes wrong, 0 to 50%.")] = "1%",
+    transfers: Annotated[int, typer.Option(metavar="N", help="Requests in all.")] = 100_000,
+    faults: Annotated[float, typer.Option(metavar="SHARE", help="Share that goes wrong, 0 to 0.5.")] = 0.01,
     seed: Annotated[int, typer.Option(metavar="N", help="Of requests and faults.")] = 0,
     json_to: command.Json = "-",
 ) -> int:
     """Make very many small transfers with faults among them, and see that nothing is left behind."""
-    number, share = _read("--transfers", transfers, _count), _read("--faults", faults, _share)
+    command.check(1 <= transfers <= 10**9, f"--transfers {transfers} is outside [1, {10**9}]")
+    command.check(0 <= faults <= 0.5, f"--faults {faults:g} is outside [0, 0.5]")
     command.check(0 <= seed < 1 << 62, f"--seed {seed} is not a number from 0 on")
     with command.output(json_to) as out:
-        result = asyncio.run(soak(number, seed, share))
+        result = asyncio.run(soak(transfers, seed, faults))
         wrong = judge(result)
         json.dump(result | {"good": not wrong, "wrong": wrong}, out, indent=2)
         out.write("\n")
@@ -536,7 +431,7 @@ EPILOG = (
 
   python -m tests.lab.soak
 
-  python -m tests.lab.soak --transfers 3000 --faults 5% --seed 3 | jq .outcomes
+  python -m tests.lab.soak --transfers 3000 --faults 0.05 --seed 3 | jq .decode.outcomes
 
 [bold]Exit status[/bold]  0 all good, 1 something is not (the report says what), 2 bad input, 130 Ctrl-C
 """

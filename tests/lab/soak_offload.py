@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Annotated
 
 import anyio
-import numpy as np
 import typer
 
 from asynckv import Engine, EngineConfig
@@ -32,7 +31,7 @@ from asynckv.layout import register_memory
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.entry import EntryState
 from scripts import command
-from tests.lab.caches import FREED, Cache, Model, Shape, chain, draw_model, draw_shape, layout_of
+from tests.lab.caches import Blocks, Cache, Model, Pools, Shape, allocated, chain, draw_model, draw_shape
 from tests.lab.offload_audit import check as check_offload
 
 HASH_TOKENS = 16
@@ -49,16 +48,11 @@ class Rank:
     """One rank with its memory."""
 
     def __init__(self, model: Model, shape: Shape, tp_rank: int, directory: Path, rng: random.Random) -> None:
-        lengths = [-(-memory.length // 4096) * 4096 for memory in layout_of(model, shape, tp_rank).memories]
-        self.memory = np.full(sum(lengths) + 4096, FREED, np.uint8)
-        base = -(-self.memory.ctypes.data // 4096) * 4096
-        layout = layout_of(model, shape, tp_rank, base=base)
-        first = base - self.memory.ctypes.data
-        arrays = [self.memory[first + m.base - base :][: m.length] for m in layout.memories]
-        self.cache = Cache(model, layout, arrays)
+        self.memory, self.cache = allocated(model, shape, tp_rank)
+        layout = self.cache.layout
         strides = [size.stride for size in record_sizes(record_form(layout))]
         room = 8 * max(strides) * len(set(strides))
-        self.engine = Engine(EngineConfig(engine_id=f"tp{tp_rank}"), register_memory(layout, tuple(arrays)))
+        self.engine = Engine(EngineConfig(engine_id=f"tp{tp_rank}"), register_memory(layout, (self.memory,)))
         config = OffloadConfig(
             model="soak",
             hash_tokens=HASH_TOKENS,
@@ -97,8 +91,7 @@ class Life:
         # All ranks have tiers of the same size, in blocks.
         seed = rng.randrange(1 << 30)
         self.ranks = [Rank(model, shape, i, directory, random.Random(seed)) for i in range(shape.tp_size)]
-        pools = 1 + max(map(shape.pool, range(len(shape.hashes))))
-        self.free = [list(range(shape.num_blocks)) for _ in range(pools)]
+        self.pools = Pools(shape)
         self.counts: Counter[str] = Counter()
 
     async def run(self, requests: int) -> None:
@@ -127,19 +120,9 @@ class Life:
             while any(rank.offload.statistics().gauges[name] for name in ("to_write_back", "moves")):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)  # it has no event
 
-    def take(self, hashes: int) -> list[list[int | None]] | None:
+    def take(self, hashes: int) -> Blocks | None:
         """Take blocks for a prompt."""
-        wanted: Counter[int] = Counter()
-        for group, every in enumerate(self.shape.hashes):
-            wanted[self.shape.pool(group)] += hashes // every
-        if any(len(self.free[pool]) < count for pool, count in wanted.items()):
-            return None
-        for pool in self.free:
-            self.rng.shuffle(pool)
-        pools = [self.free[self.shape.pool(group)] for group in range(len(self.shape.hashes))]
-        return [
-            [pool.pop() for _ in range(hashes // every)] for pool, every in zip(pools, self.shape.hashes, strict=True)
-        ]
+        return self.pools.take([hashes // every for every in self.shape.hashes], self.rng)
 
     def each(self, blocks: Sequence[Sequence[int | None]]) -> list[tuple[int, int, int]]:
         """Group, place and id of each block."""
@@ -169,12 +152,11 @@ class Life:
                 said = rank.offload.evict(hashes)
                 if not said.num_pinned and (left := rank.offload.lookup(hashes).tokens):
                     raise Wrong(f"{left} tokens are found of what was evicted")
-        for group, _, block in self.each(blocks):
-            self.free[self.shape.pool(group)].append(block)
+        self.pools.give(blocks)
 
-    def compute(self, blocks: list[list[int | None]], hashes: list[str], loaded: int) -> list[list[int | None]]:
+    def compute(self, blocks: Blocks, hashes: list[str], loaded: int) -> Blocks:
         """Fill what was not loaded; returns the blocks that are whole, which are not those that are then unneeded."""
-        whole: list[list[int | None]] = [[None] * len(ids) for ids in blocks]
+        whole: Blocks = [[None] * len(ids) for ids in blocks]
         for group, at, block in self.each(blocks):
             every = self.shape.hashes[group]
             if (at + 1) * every * HASH_TOKENS > loaded:
@@ -198,10 +180,10 @@ class Life:
         for group, _, block in self.each(blocks):
             for rank in self.ranks:
                 rank.cache.scribble(group, block)
-            self.free[self.shape.pool(group)].append(block)
+        self.pools.give(blocks)
 
     async def load(
-        self, rank: Rank, name: str, blocks: list[list[int | None]], hashes: list[str], tokens: int, is_cancelled: bool
+        self, rank: Rank, name: str, blocks: Blocks, hashes: list[str], tokens: int, is_cancelled: bool
     ) -> int:
         """Load a prompt, and look at every byte of it; returns how many tokens are in place."""
         groups = [(0, ids) for ids in blocks]
@@ -214,20 +196,15 @@ class Life:
         self.counts["from_files"] += result.file_bytes > 0
         if result.num_tokens < tokens and self.model.is_hybrid:
             return 0
-        for group, at, block in self.each(blocks):
-            kind, every = self.model.groups[group], self.shape.hashes[group]
-            size = every * HASH_TOKENS
-            if at not in kind.in_place(size, 0, result.num_tokens):
-                continue
-            skipped = -(-(result.num_tokens - kind.window + 1 - at * size) // HASH_TOKENS) if kind.window else 0
+        firsts = [0] * len(blocks)
+        for group, at, is_right in rank.cache.compared(self.shape, blocks, hashes, firsts, result.num_tokens):
             self.counts["blocks.compared"] += 1
-            if not rank.cache.is_right(group, block, hashes[at * every : (at + 1) * every], max(skipped, 0)):
-                raise Wrong(f"{name}: block {at} of group {group} ({kind.name}) is not what was stored")
+            if not is_right:
+                kind = self.model.groups[group].name
+                raise Wrong(f"{name}: block {at} of group {group} ({kind}) is not what was stored")
         return result.num_tokens
 
-    async def store(
-        self, rank: Rank, name: str, blocks: list[list[int | None]], hashes: list[str], is_cancelled: bool
-    ) -> None:
+    async def store(self, rank: Rank, name: str, blocks: Blocks, hashes: list[str], is_cancelled: bool) -> None:
         """Store a prompt."""
         work = asyncio.create_task(rank.offload.store(name, [(0, ids) for ids in blocks], hashes))
         if await self.waited(rank, name, work, is_cancelled):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -37,7 +36,7 @@ from asynckv.results import Loaded
 from asynckv.testing.fabric import bytes_at
 from asynckv.tiers.offload import Offload
 from asynckv.tiers.shelf import Shelf
-from tests.lab.caches import FREED, Cache, Model, Shape, layout_of
+from tests.lab.caches import FREED, Blocks, Cache, Model, Pools, Shape, allocated, layout_of
 from tests.lab.doors import Doors
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.oracles import TURN_S, Stopwatch
@@ -60,7 +59,6 @@ PROBE, TRIES = 1_000_000, 12
 LEASE = LeaseConfig(lease_s=4.0, grant_s=2.0, max_lease_s=15.0, parked_s=5.0, max_parked=100)
 PULL = PullConfig(timeout_s=6.0, announce_s=6.0, handshake_s=2.0, drain_s=1.0, held_s=10.0, release_timeout_s=5.0)
 
-Blocks = list[list[int | None]]
 Key = tuple[int, int]
 """Of a block: its pool and its id."""
 
@@ -113,20 +111,16 @@ class _Rank(StagedRank):
     def start(self, shape: Shape) -> None:
         """Start a process with memory of its own."""
         service, process = self.service, self.begin()
-        layout = layout_of(service.script.model, shape, self.tp_rank)
-        lengths = [-(-memory.length // 4096) * 4096 for memory in layout.memories]
-        self.bytes = np.full(sum(lengths) + 4096, FREED, np.uint8)
-        base = -(-self.bytes.ctypes.data // 4096) * 4096
-        layout = layout_of(service.script.model, shape, self.tp_rank, base=base)
-        arrays = [bytes_at(memory) for memory in layout.memories]
-        self.shape, self.cache = shape, Cache(service.script.model, layout, arrays)
+        self.shape = shape
+        self.bytes, self.cache = allocated(service.script.model, shape, self.tp_rank)
+        layout = self.cache.layout
         self.tags = _tags(service.script.model, shape, self.tp_rank)
         self.owner: dict[Key, _Call] = {}
         self.calls: dict[str, _Call] = {}
         self.shelved: dict[str, Cache] = {}
         """Host memory of each shelf."""
         self.is_ready = False
-        data = WorldData(process, f"agent-{process.name}", arrays, layout.memories)
+        data = WorldData(process, f"agent-{process.name}", self.cache.arrays, layout.memories)
         config = EngineConfig(engine_id=self.name, lease=LEASE, pull=PULL)
         self.engine = self.connect(service, config, layout, data)
         if self.name != "d":
@@ -401,22 +395,14 @@ class _Rank(StagedRank):
 
     def judge(self, call: _Call, firsts: Sequence[int], tokens: int, name: str) -> None:
         """Compare the blocks that are said to be in place with the prompt."""
-        model, shape = self.cache.model, self.shape
-        for group, (kind, every, first) in enumerate(zip(model.groups, shape.hashes, firsts, strict=True)):
-            size, ids = every * model.hash_tokens, call.blocks[group]
-            for at in kind.in_place(size, first, tokens):
-                block = ids[at]
-                if block is not None:
-                    self.service.outcomes["blocks.judged"] += 1
-                    # A window begins inside of a block.
-                    outside = -(-(tokens - kind.window + 1 - at * size) // model.hash_tokens) if kind.window else 0
-                    hashes = call.hashes[at * every : min((at + 1) * every, tokens // model.hash_tokens)]
-                    if not self.cache.is_right(group, block, hashes, min(max(outside, 0), every)):
-                        self.service.world.violate(
-                            f"{name} on {self.process.name}: block {at} of group {group} ({kind.name}) is wrong, and "
-                            f"{tokens} tokens are said to be in place"
-                        )
-                        return
+        for group, at, is_right in self.cache.compared(self.shape, call.blocks, call.hashes, firsts, tokens):
+            self.service.outcomes["blocks.judged"] += 1
+            if not is_right:
+                self.service.world.violate(
+                    f"{name} on {self.process.name}: block {at} of group {group} "
+                    f"({self.cache.model.groups[group].name}) is wrong, and {tokens} tokens are said to be in place"
+                )
+                return
 
     async def lend(self, call: _Call) -> None:
         """Lend what there is, and have it pulled."""
@@ -540,7 +526,7 @@ class TierService(Stage):
         self.life = -1
         self.is_changing = False
         self.calls: dict[str, _Call] = {}
-        self.free: dict[str, list[list[int]]] = {}
+        self.free: dict[str, Pools] = {}
 
     @property
     def shape(self) -> Shape:
@@ -553,7 +539,7 @@ class TierService(Stage):
         """Play the script to its end, and check; the world knows what was violated."""
         world, script = self.world, self.script
         self.reader.start(script.reader)
-        self.free["d"] = self._pools(script.reader)
+        self.free["d"] = Pools(script.reader)
         self._next_life(0)
         for ask in script.asks:
             world.at(0.05 + ask.at, partial(self._ask, ask))
@@ -564,9 +550,6 @@ class TierService(Stage):
             for rank in self.ranks:
                 self._let_go(rank)
 
-    def _pools(self, shape: Shape) -> list[list[int]]:
-        return [list(range(shape.num_blocks)) for _ in range(max(map(shape.pool, range(len(shape.hashes)))) + 1)]
-
     def _next_life(self, by: int) -> None:
         """Begin the engine, with the next geometry or the same."""
         self.life += by if self.life >= 0 else 1
@@ -575,7 +558,7 @@ class TierService(Stage):
         for i in range(len(self._ever), self.shape.tp_size):
             self._ever.append(_Rank(self, f"p{i}", i))
         self.ranks = self._ever[: self.shape.tp_size]
-        self.free["p"], self.calls = self._pools(self.shape), {}
+        self.free["p"], self.calls = Pools(self.shape), {}
         self.is_changing = False
         for rank in self.ranks:
             rank.start(self.shape)
@@ -765,15 +748,7 @@ class TierService(Stage):
         counts = [ask.hashes // every for every in shape.hashes]
         if tokens:
             counts = [-(-tokens // (every * self.script.model.hash_tokens)) for every in shape.hashes]
-        pools = self.free[name]
-        wanted = Counter(dict.fromkeys(range(len(pools)), 0))
-        for group, count in enumerate(counts):
-            wanted[shape.pool(group)] += count
-        if any(len(pools[pool]) < count for pool, count in wanted.items()):
-            return None
-        for pool in pools:
-            self.rng.shuffle(pool)
-        return [[pools[shape.pool(group)].pop() for _ in range(count)] for group, count in enumerate(counts)]
+        return self.free[name].take(counts, self.rng)
 
     def _compute(self, call: _Call, ranks: Sequence[_Rank]) -> None:
         """Fill blocks with what the prompt says, but for what was loaded, and store them."""
@@ -793,7 +768,7 @@ class TierService(Stage):
                     else:
                         rank.cache.scribble(group, block)
                 if not is_computed:  # a call that goes on after what was loaded does not need it
-                    self.free["p"][self.shape.pool(group)].append(block)
+                    self.free["p"].free[self.shape.pool(group)].append(block)
                     ids[at] = None
         for rank in ranks:
             rank.spawn(call, rank.store)
@@ -816,15 +791,13 @@ class TierService(Stage):
             return
         if call.is_lost:
             return
-        name, shape = ("d", self.script.reader) if call.kind == "pull" else ("p", self.shape)
         ranks = [rank for rank in self.ranks if rank.is_ready and not rank.process.is_dead]
         if self.goes_on(call) and ranks and not self.is_changing and call.ask.number < PROBE:
             store = _Call(call.ask, "store", call.blocks, call.hashes)
             store.loaded = call.loaded
             self._compute(store, ranks)
             return
-        for group, ids in enumerate(call.blocks):
-            self.free[name][shape.pool(group)] += [block for block in ids if block is not None]
+        self.free["d" if call.kind == "pull" else "p"].give(call.blocks)
 
     def pull(self, lent: _Call, params: Mapping[str, Any], tokens: int) -> None:
         """Have something pulled that was lent."""
@@ -882,7 +855,7 @@ class TierService(Stage):
                 world.violate(f"{rank.process.name} holds blocks of {held}")
         if not any(f.kind in ("stuck", "doubt", "kill", "restart", "reshape") for f in self.script.faults):
             for name, shape in (("p", self.shape), ("d", self.script.reader)):
-                if sum(map(len, self.free[name])) != len(self.free[name]) * shape.num_blocks:
+                if sum(map(len, self.free[name].free)) != len(self.free[name].free) * shape.num_blocks:
                     world.violate(f"blocks of {name} are lost")
 
     def _probe(self) -> None:

@@ -3,7 +3,8 @@
 Logs tell what each process knew. A `Witness` sits beside the world: it sees every packet leave and every packet arrive
 (or not), which process died and when, which loop was away, the readers of all params, the calls of each decode engine
 to asynckv, and what the engines' own tables say of their leases and pulls. `Witness.late` lists every lease and every
-pull with late blocks, each with all the reasons that are true of it (`WHY`). It reads no log.
+pull with late blocks, each with all the reasons that are true of it (`OF_A_DEBT`, `OF_AN_ATTEMPT`, `OF_AN_UNASKED`; of
+a pull, `Witness._pull`). It reads no log.
 
 Late is a lease that expired, or ran on beyond its time at the end of the simulation; and a failed pull whose blocks
 came back after its outcome was told, or never.
@@ -61,55 +62,6 @@ HANDSHAKE_S = 2.5
 
 STALE = {"restarted", "stale_memory"}
 
-WHY = {
-    "never_handed": "its reader was never given the params, or not before the lease had ended",
-    "handed_late": "it was given them when the lease had ended",
-    "never_asked": "its reader had the params and asked nothing of asynckv: aborted before it was scheduled",
-    "announced_only": "it was announced there, and neither pulled nor discharged",
-    "died_before_claim": "its reader died, and no claim of it had arrived",
-    "died_after_claim": "its reader died, and had claimed",
-    "unmet": "its reader greeted the rank that lent it, and never had a welcome",
-    "keys": "one side does not know the other's key",
-    "claim_lost": "its reader's claims were sent, and none arrived",
-    "not_granted": "its reader never had an answer to a claim that arrived",
-    "refused": "the owner refused what its reader said of it",
-    "other_id": "its reader spoke of another prefill request id under the same key",
-    "release_lost": "its reader's releases were sent, and none arrived in time",
-    "release_late": "its reader's release arrived when the lease had ended",
-    "release_unsent": "its reader's pull had ended, and it had not said so to the owner",
-    "still_pulling": "its reader's pull had no outcome when the lease ended",
-    "retry_never": "its reader said that it would try again, and did not in time",
-    "reader_away": "its reader's loop was away for a second or longer",
-    "owner_away": "the owner's loop was",
-    "packets_lost": "packets between the two were lost",
-    "rank_dead": "its reader was dead when the params came",
-    "silent": "nothing of its reader had arrived",
-    "spoke": "something of its reader had arrived",
-    "claimed": "a claim of its reader had arrived",
-    "lapsed": "and the owner refused what it said later, for its promise had ended",
-    "siblings_spoke": "other ranks of the same decode engine had spoken of it, to whomever",
-    "untold": "some process of the decode side died or fell silent, or somebody without a log shook hands, and no log "
-    "tells that it was not the one",
-    "other_away": "all ranks of some decode engine were away for a part of its time: it may have been the one",
-    "asked_late": "its reader asked for it when the lease had ended",
-    "asked": "its reader had asked for it, by a pull, an announcement or a discharge",
-    "stale": "its reader was told that the process, or the memory, is another now",
-    "reader_closed": "its reader's engine was closed or suspended",
-    "max_lease": "it had been lent for as long as any may be",
-    "released_early": "its reader's release came before it was lent",
-    "owner_died": "the process that lent it died",
-    "owner_closed": "the engine that lent it was closed",
-    "agent_died": "the data plane of its reader or of the owner had died",
-    "completed": "its reader had all that it wanted",
-    # of pulls
-    "transfer_running": "a transfer of it had not ended when its outcome was told",
-    "transfer_doubt": "a transfer of it had failed and might still have written",
-    "peer_died": "the process that it read from had died",
-    "peer_lost": "its reader took the process that it read from for lost",
-    "cancelled": "it was cancelled while it read",
-    "ended_soon": "its caller gave up, and its transfers ended within a second, or within the time that it had had",
-}
-
 
 @dataclass(slots=True)
 class Owed:
@@ -117,7 +69,7 @@ class Owed:
 
     Attributes:
         reader: Its name as in logs, without the start of a process: `decode0/tp1`.
-        whys: All that is true of it, of `WHY`.
+        whys: All that is true of it.
         starts: Its processes that were concerned, as the first letters of their incarnations.
     """
 
@@ -150,12 +102,7 @@ class LateLease:
     told_at: float
     """When its process said so; it may have been away just then."""
     gone: set[str]
-    """Ends of its engine while it was lent, of `WHY`."""
-
-    @property
-    def whys(self) -> set[str]:
-        """All that is true of any of its readers."""
-        return self.gone.union(*(owed.whys for owed in self.owed))
+    """Ends of its engine while it was lent: `owner_died`, `owner_closed`."""
 
 
 @dataclass(slots=True)
@@ -413,7 +360,7 @@ class Witness:
             if any(m.request_id != request_id for m in said):
                 whys.add("other_id")
             if any(isinstance(s.message, Refused) for s in self._heard[token]):
-                whys.add("refused")
+                whys |= {"refused", "released_early"}  # which of both, its reader may not know
         return whys
 
     def _is_given_up(self, answer: _Said) -> bool:
@@ -556,7 +503,7 @@ class Witness:
         whys |= {why for why, is_true in OF_A_DEBT.items() if is_true(debt)}
         if whys & UNASKED:
             whys |= {why for why, is_true in OF_AN_UNASKED.items() if is_true(debt)}
-        return Owed(reader.title, whys, debt.reasons, starts)
+        return Owed(reader.title, whys | debt.whys_of_silence(whys), debt.reasons, starts)
 
     def _pull(self, pulled: _Pulled) -> LatePull | None:
         pull, process = pulled.pull, pulled.process
@@ -573,8 +520,6 @@ class Witness:
                 and any(s.rank.place[1] in starts for s in pull.sources)
             ):
                 whys.add("peer_died")
-        if pull.reason is Reason.CANCELLED:
-            whys.add("cancelled")
         if pull.reason in (Reason.PEER_LOST, Reason.RESTARTED):
             whys.add("peer_lost")
         had_s = (pull.published_at - pull.called_at) / process.rate
@@ -640,10 +585,6 @@ class _Debt:
         late = [self.addressed] if self.addressed is not None and not self.in_time else []
         return any(_overlap(x.away, self.lent_at, self.end) for x in (*late, *(a.process for a in self.in_time)))
 
-    def lost_packets(self) -> bool:
-        lost = [{x, y} for at, x, y in self.witness._lost if self.lent_at - 3.0 <= at <= self.end]
-        return any({a.process.name, self.owner.name} in lost for a in self.in_time)
-
     def is_rank_dead(self) -> bool:
         """The process that the params were addressed to was dead when they came."""
         return not self.in_time and self.addressed is not None and self.addressed.died_at <= self.addressed_at
@@ -651,6 +592,19 @@ class _Debt:
     def has_claimed(self) -> bool:
         history = self.holder.handle._lease.history
         return any(isinstance(x, notes.GrantedTo) and self.reader.title in x.reader for _, x in history)
+
+    def whys_of_silence(self, whys: Set[str]) -> set[str]:
+        """Return what follows from what was said of a request when, given what is true besides."""
+        is_silent, found = not any(s.at <= self.end - AT_ONCE_S for s in self.arrived), set[str]()
+        if self.has_claimed():
+            is_too_short = bool(whys & {"still_pulling", "release_late"}) or "expired" in self.reasons
+        else:
+            is_handed = self.asked() and "handed_late" not in whys
+            is_too_short = self.asked_late() or (is_silent and (is_handed or "release_late" in whys))
+            found |= {"silenced"} if whys & {"untold", "other_away"} else set()
+            found |= {"none_runs"} if "untold" in whys else set()
+        found |= {"left_out"} if is_silent and self.siblings_spoke() else set()
+        return found | ({"too_short"} if is_too_short else set())
 
     def siblings_spoke(self) -> bool:
         siblings = set(self.witness.service.script.decode_names[self.reader.engine_number]) - {self.reader.name}
@@ -724,11 +678,6 @@ class _Tried:
         tries = [s.at for s in greeted if self.attempt.handed_at <= s.at]
         return bool(greeted and not met) or any(not any(at <= x <= at + HANDSHAKE_S for x in met) for at in tries)
 
-    def is_not_granted(self) -> bool:
-        heard = (s for s in self.witness._heard[self.debt.token] if isinstance(s.message, Granted))
-        granted = any(s.process == self.process.name and s.target in self.owners for s in heard)
-        return bool(self.claims) and not granted
-
     def is_release_lost(self) -> bool:
         return any(s.at <= self.end for s in self.final) and not any(s.at <= self.end for s in self.came)
 
@@ -754,43 +703,26 @@ class _Tried:
         other = any(p.ended_at > end and p.pull.pull_id in claimed for p in self.pulls)  # another attempt
         return self.attempt.called == "pulled" and (is_open or other)
 
-    def is_unsent(self) -> bool:
-        ended = (p for p in self.pulls if p.ended_at <= self.end and p.pull.reason is not Reason.COMPLETE)
-        return any(True for _ in ended) and not self.final
-
-
-UNASKED = {"never_handed", "handed_late", "rank_dead", "died_before_claim", "never_asked"}
-"""What is true of a reader that said nothing."""
 
 OF_AN_ATTEMPT: Mapping[str, Callable[[_Tried], bool]] = {
-    "died_after_claim": lambda x: x.died and bool(x.claims),
-    "died_before_claim": lambda x: x.died and not x.claims,
+    "died": lambda x: x.died,
+    "died_unheard": lambda x: x.died and not x.claims,
     "unmet": _Tried.is_unmet,
-    "claim_lost": lambda x: any(isinstance(s.message, Claim) and s.at <= x.end for s in x.mine) and not x.claims,
-    "not_granted": _Tried.is_not_granted,
     "release_lost": _Tried.is_release_lost,
     "release_late": _Tried.is_release_late,
     "retry_never": _Tried.is_retry_missing,
     "still_pulling": _Tried.is_pulling,
     "completed": lambda x: any(p.pull.reason is Reason.COMPLETE for p in x.pulls),
     "transfer_running": lambda x: any(p.was_held for p in x.pulls),
-    "release_unsent": _Tried.is_unsent,
 }
 OF_A_DEBT: Mapping[str, Callable[[_Debt], bool]] = {
+    "late": lambda x: True,
     "rank_dead": _Debt.is_rank_dead,
     "handed_late": lambda x: not x.in_time and not x.is_rank_dead() and x.addressed_at < math.inf,
     "never_handed": lambda x: not x.in_time and not x.is_rank_dead() and x.addressed_at == math.inf,
     "reader_away": _Debt.was_away,
-    "packets_lost": _Debt.lost_packets,
     "refused": lambda x: bool(x.reasons),
-    "spoke": lambda x: any(s.at <= x.end - AT_ONCE_S for s in x.arrived),
-    "silent": lambda x: not any(s.at <= x.end - AT_ONCE_S for s in x.arrived),
-    "claimed": _Debt.has_claimed,
-    "lapsed": lambda x: x.has_claimed() and "expired" in x.reasons,
     "released_early": lambda x: any(_is_last(s.message) and s.at < x.lent_at for s in x.arrived),
-    "siblings_spoke": _Debt.siblings_spoke,
-    "asked": _Debt.asked,
-    "asked_late": _Debt.asked_late,
     "stale": _Debt.is_stale,
     "reader_closed": _Debt.is_closed,
     "max_lease": lambda x: x.end - x.lent_at >= LEASE.max_lease_s * 0.99,
@@ -799,11 +731,12 @@ OF_A_DEBT: Mapping[str, Callable[[_Debt], bool]] = {
     "keys": _Debt.is_turned_away,
     "owner_away": lambda x: _overlap(x.owner.away, x.lent_at, x.end),
 }
+UNASKED = {"never_handed", "handed_late", "rank_dead", "died_unheard", "never_asked"}
 OF_AN_UNASKED: Mapping[str, Callable[[_Debt], bool]] = {
     "untold": _Debt.is_untold,
     "other_away": lambda x: x.witness._is_some_engine_away(x.lent_at, x.end),
 }
-"""Of `WHY`, what is true of an attempt, of a reader that had not released, and of one that said nothing."""
+"""What is true of an attempt, of a reader that had not released, and of one of which nothing was heard (`UNASKED`)."""
 
 
 def _is_last(message: Message) -> bool:

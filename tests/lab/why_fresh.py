@@ -2,57 +2,31 @@
 
 The truth of each case was written by somebody who had not read `asynckv/tools/diagnose`, before the program was asked.
 Engines, logs and the five ways of asking are those of `tests.lab.why_live`; the command runs as an operator runs it.
-
-  right      Each finding has a heading that the fault may have, and a guilty process; of a healthy service: "well".
-  not known  It says that it does not know, or could not judge.
-  wrong      It says something else, blames a healthy process, or makes several findings of one.
-  missed     It says that all is well, and that way could have known better.
-
-A right look *names the cause* if its findings hold the words without which an operator would not find the spot.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
-import json
 import operator
 import os
-import queue
-import re
 import shutil
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from asynckv import Announce, AsyncKVError, EngineDesk, EngineThread, Finished, Lend, LogConfig, Order, Pull
+from asynckv import Announce, AsyncKVError, EngineDesk, EngineThread, Lend, LogConfig, Pull
 from asynckv.core import outbox, peer, peers, wire
 from asynckv.edges.control.zmq import make_pair
 from asynckv.keys import write_pair
 from tests import inspected
-from tests.lab.fleet import Fleet, Process
-from tests.lab.why_live import FREEZER, GRANT_S, LEASE_S, NAMES, ONE_AT_A_TIME, PATIENCE_S, PULL, Service
+from tests.lab.fleet import Process
+from tests.lab.stepper import Scheduler
+from tests.lab.why_live import GRANT_S, LEASE_S, ONE_AT_A_TIME, PULL, Fault, Service, fault, main
 
-HEADINGS = {
-    "GONE": "process gone",
-    "STOPPED": "stopped or blocked",
-    "NETWORK": "the network between two ranks",
-    "NEVER_CAME": "params never came",
-    "DROPPED": "the decode scheduler dropped or refused it",
-    "WRONG": "wrong address, key or id",
-    "LEASE": "the lease against the queue",
-    "UNKNOWN": "not known",
-}
-WAYS = ("logs", "live", "both", "prefill", "decode")
-RIGHT, OPEN, WRONG, MISSED = "right", "not known", "wrong", "missed"
-NOT_JUDGED = 3  # the exit status
-OWNERS = ("prefill", "pair", "guarded")  # how the names of prefill engines begin
 CPU = Path("/sys/fs/cgroup/cpu")
 NAMESPACE = 'exec unshare --pid --fork --kill-child --mount-proc sh -c \'"$@"; exit $?\' sh {python} "$@"'
 OTHER_HOST = 'exec unshare --uts sh -c \'hostname host-b; exec "$@"\' sh {python} "$@"'
@@ -137,126 +111,51 @@ class Stepper(Rank):
     """An engine on a thread of its own. Its embedder makes steps while it has work, and none while it has not."""
 
     async def __aenter__(self) -> Stepper:
-        self._orders, self._work = queue.SimpleQueue[Order](), set[str]()
-        self._ended: dict[str, str] = {}
-        self._hangs_before, self._hangs_after = threading.Event(), threading.Event()
-        self._forgets = False
         self.thread = EngineThread(self.engine.config, self.engine.registration)
-        self.engine = self.thread.engine
+        self.engine, self._scheduler = self.thread.engine, Scheduler(self.thread, 0.01)
         await asyncio.to_thread(self.thread.start)
-        threading.Thread(target=self._embed, daemon=True).start()
+        self._scheduler.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.thread.close, 2.0)
 
-    def _embed(self) -> None:
-        while True:
-            orders = [] if self._work else [self._orders.get()]
-            while self._hangs_before.is_set():
-                time.sleep(0.1)
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    orders.append(self._orders.get_nowait())
-            self.thread.submit(orders)
-            self._work |= {x.request_id for x in orders if isinstance(x, Announce | Pull)}
-            self._work |= {x.params["request_id"] for x in orders if isinstance(x, Lend)}  # as vLLM does from 0.32 on
-            while self._hangs_after.is_set():
-                time.sleep(0.1)
-            finished = Finished() if self._forgets else self.thread.take_finished()
-            self._ended |= {x.request_id: "complete" for x in finished.finished_recving}
-            self._ended |= {x.request_id: type(x.error).__name__ for x in finished.failed}
-            self._ended |= {x.request_id: x.cause for x in finished.finished_sending}
-            self._work -= self._ended.keys()
-            time.sleep(0.01)
-
     def hang(self, *, with_orders: bool = False) -> None:
         """Have the embedder make no more steps, or submit all orders that wait, and take no results of them."""
-        if with_orders:
-            self._hangs_after.set()
-            self._hangs_before.clear()
-        else:
-            self._hangs_before.set()
+        (self._scheduler.hang_in_step if with_orders else self._scheduler.hang)()
 
     def forget(self) -> None:
         """Have the embedder make steps that give orders, and take no results."""
-        self._forgets = True
+        self._scheduler.forget()
 
     def go_on(self) -> None:
         """Have the embedder make steps again."""
-        self._hangs_before.clear()
+        self._scheduler.go_on()
 
     def lend_it(self, params: dict[str, Any]) -> None:
-        self._orders.put(Lend(params))
+        self._scheduler.give(Lend(params))
 
     def lend(self, number: int, first: int = 0) -> list[dict[str, Any]]:
         params = [self.make(n) for n in range(first, first + number)]
-        for each in params:
-            self.lend_it(each)
+        self._scheduler.give(*map(Lend, params))
         return params
 
     def announce(self, number: int, params: dict[str, Any], wait_s: float | None = None) -> str:
-        self._orders.put(Announce(f"req-{number}", params, wait_s))
+        self._scheduler.give(Announce(f"req-{number}", params, wait_s))
         return ""
 
     async def pull(
         self, number: int, params: dict[str, Any], block: int = 0, timeout_s: float = 2.0, is_last: bool = True
     ) -> str:
-        name = f"req-{number}"
-        self._orders.put(
-            Pull(request_id=name, groups=[(0, [block])], params=params, timeout_s=timeout_s, is_last=is_last)
-        )
-        while name not in self._ended:  # noqa: ASYNC110 - another thread tells
-            await asyncio.sleep(0.01)
-        return self._ended[name]
+        options: dict[str, Any] = {"timeout_s": timeout_s, "is_last": is_last}
+        order = Pull(request_id=f"req-{number}", groups=[(0, [block])], params=params, **options)
+        return await self._scheduler.ended(order)
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
 
-Inject = Callable[[Any], Awaitable[None]]
-
-
-class Case(NamedTuple):
-    """A fault, and the truth about it."""
-
-    inject: Inject
-    kind: int  # of the issue
-    may: frozenset[str]  # headings; empty: all is well
-    names: tuple[str, ...]  # patterns that findings hold which name the cause
-    guilty: tuple[str, ...]  # processes
-    knows: frozenset[str]  # ways that may not say that all is well
-    never: str  # pattern that no finding holds
-    most: int  # findings
-    open: frozenset[str]  # ways that have to say that something could not be judged, because all is well elsewhere
-    also: dict[str, str]  # headings that one way may say besides, because it sees no more
-    setup: dict[str, dict[str, Any]]
-
-
-CASES: dict[str, Case] = {}
-
-
-def case(
-    kind: int,
-    may: str = "",
-    *names: str,
-    guilty: str = "decode",
-    knows: str = "logs both",
-    never: str = "",
-    most: int = 9,
-    open: str = "",
-    also: dict[str, str] | None = None,
-    **setup: dict[str, Any],
-) -> Callable[[Inject], Inject]:
-    """Register a case."""
-    truth = frozenset(may.split()), names, tuple(guilty.split()), frozenset(knows.split() if may else WAYS)
-
-    def register(inject: Inject) -> Inject:
-        CASES[inject.__name__] = Case(inject, kind, *truth, never, most, frozenset(open.split()), also or {}, setup)
-        return inject
-
-    return register
-
-
+CASES: dict[str, Fault] = {}
+case = functools.partial(fault, CASES)
 STEPPER = {"target": "Stepper"}
 STEPS = r"scheduler|embedder|main loop|\bsteps?\b|take_finished|py-spy"
 LENT = r"\blen[dt]s?\b"
@@ -265,36 +164,18 @@ LENT = r"\blen[dt]s?\b"
 class Fresh(Service):
     """A service, and what befalls it."""
 
-    async def start(self, name: str, target: str = "Rank", shell: str = "", **setup: Any) -> Process:
-        setup = {"lease_s": LEASE_S, "grant_s": GRANT_S, "log": name, "pull": PULL, **setup}
-        setup |= {"name": name.partition(".")[0].partition("-")[0], "directory": str(self.directory)}
-        where = f"{__spec__.name}:{target}" if __spec__ else f"tests.lab.why_fresh:{target}"
-        python = sys.executable
+    faults = CASES
+    target = "tests.lab.why_fresh:Rank"
+
+    async def start(self, name: str, *, target: str = "", shell: str = "", **setup: Any) -> Process:
+        if target:
+            setup["target"] = self.target.replace("Rank", target)
         if shell:
             script = self.directory.parent / f"{name}.sh"
-            script.write_text(f"#!/bin/sh\n{shell.format(python=python)}\n")
+            script.write_text(f"#!/bin/sh\n{shell.format(python=sys.executable)}\n")
             script.chmod(0o755)
-            python = str(script)
-        process = self.processes[name] = await self._fleet.start(name, where, python=python, **setup)
-        await process.ask("address", PATIENCE_S)
-        if setup["log"] and "level" not in setup.get("log_options", {}):
-            await self.says(name, "engine_started")
-        return process
-
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return [
-            json.loads(line)
-            for path in sorted(self.directory.glob(f"{name}-*.jsonl*"), reverse=True)
-            if re.fullmatch(rf"{re.escape(name)}-\d+\.jsonl(\.\d+)?", path.name)
-            for line in path.read_text().splitlines(keepends=True)
-            if line.endswith("\n")
-        ]
-
-    async def until(self, what: Callable[[], object]) -> None:
-        """Wait until something holds."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not what():  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+            setup["python"] = str(script)
+        return await super().start(name, **setup)
 
     async def hears(self, name: str, event: str, times: int = 1) -> None:
         """Wait until a log has an event so many times."""
@@ -304,35 +185,12 @@ class Fresh(Service):
         """Let the service go on for a while, which is what some faults are made of."""
         await asyncio.sleep(seconds)
 
-    async def pause(self, *processes: Process, seconds: float) -> None:
-        """Take the processor away from processes, all at once."""
-        group = FREEZER / f"asynckv-{os.getpid()}-{processes[0].pid}"
-        group.mkdir()
-        try:
-            for each in processes:
-                (group / "cgroup.procs").write_text(str(each.pid))
-            (group / "freezer.state").write_text("FROZEN")
-            await asyncio.sleep(seconds)
-        finally:
-            (group / "freezer.state").write_text("THAWED")
-            for each in processes:
-                (FREEZER / "cgroup.procs").write_text(str(each.pid))
-            group.rmdir()
-
     async def throttle(self, *processes: Process, seconds: float) -> None:
         """Give processes together a thousandth of a processor, as a container's limit may."""
-        group = CPU / f"asynckv-{os.getpid()}-{processes[0].pid}"
-        group.mkdir()
-        try:
-            for each in processes:
-                (group / "cgroup.procs").write_text(str(each.pid))
+        with self.grouped(CPU, processes) as group:
             (group / "cpu.cfs_period_us").write_text("1000000")
             (group / "cpu.cfs_quota_us").write_text("1000")
             await asyncio.sleep(seconds)
-        finally:
-            for each in processes:
-                (CPU / "cgroup.procs").write_text(str(each.pid))
-            group.rmdir()
 
     async def decode_pair(self, sizes: Sequence[int] = (2, 2), **setup: Any) -> list[Process]:
         return [await self.start(f"decode.{x}", rank=x, ranks=n, **setup) for x, n in enumerate(sizes)]
@@ -782,7 +640,8 @@ class Fresh(Service):
     async def a_host_that_paused(self) -> None:
         """All processes had no processor for 3 s at once, and no request was late by it."""
         params = await self.announced()
-        await self.pause(self.prefill, self.decode, self.other, seconds=3.0)
+        with self.frozen(self.prefill, self.decode, self.other):
+            await self.lives(3.0)
         assert await self.decode.ask("pull", number=1, params=params) == "complete"
         await self.expired()
         await self.idle()
@@ -791,7 +650,8 @@ class Fresh(Service):
     async def a_host_that_paused_for_too_long(self) -> None:
         """All processes had no processor for 7 s at once, and a lease ran out meanwhile."""
         await self.announced()
-        await self.pause(self.prefill, self.decode, self.other, seconds=7.0)
+        with self.frozen(self.prefill, self.decode, self.other):
+            await self.lives(7.0)
         await self.expired()
         await self.idle()
 
@@ -807,151 +667,5 @@ class Fresh(Service):
         await self.idle()
 
 
-# -- what is said of it ------------------------------------------------------------------------------------------------
-
-
-class Look(NamedTuple):
-    """An answer of one way to ask, and how right it was."""
-
-    way: str
-    verdict: str
-    is_named: bool
-    said: str
-    status: int
-
-
-async def run_why(sources: Sequence[str], out: Path) -> tuple[int, dict[str, Any]]:
-    """Run the command; return its exit status, and its answer as JSON."""
-    pipe = asyncio.subprocess.PIPE
-    argv = ("-m", "asynckv", "why", *sources, "--json", str(out), "--timeout", "1")
-    env = {**os.environ, "COLUMNS": "120"}
-    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=pipe, stderr=pipe, env=env)
-    text, errors = await process.communicate()
-    out.with_suffix(".txt").write_bytes(text + errors)
-    assert process.returncode is not None
-    return process.returncode, json.loads(await asyncio.to_thread(out.read_text))
-
-
-def text_of(finding: dict[str, Any]) -> str:
-    return " ".join(str(finding[x]) for x in ("what", "evidence", "remedy"))
-
-
-def faults_of(case: Case, way: str, ranks: dict[str, set[str]], found: list[dict[str, Any]]) -> Iterator[str]:
-    """Tell what is wrong with findings that claim to know."""
-    may = {HEADINGS[x] for x in (*case.may, *case.also.get(way, "").split())}
-    guilty = {rank for x in case.guilty for rank in ranks.get(x, ())}
-    healthy = [x for x in ranks if x not in case.guilty and not x.startswith(OWNERS)]
-    for each in found:
-        if each["heading"] not in may:
-            yield f"heading {each['heading']!r}"
-        elif not any(rank in each["what"] for rank in guilty):
-            yield from (f"{x} is blamed" for x in healthy if any(rank in each["what"] for rank in ranks[x]))
-        if case.never and re.search(case.never, text_of(each), re.IGNORECASE):
-            yield f"/{case.never}/"
-    if len(found) > case.most:
-        yield f"{len(found)} findings of one cause"
-
-
-def judge(case: Case, way: str, ranks: dict[str, set[str]], status: int, document: dict[str, Any]) -> Look:
-    """Compare what is said with the truth."""
-    findings = document["findings"]
-    known = [x for x in findings if x["heading"] != HEADINGS["UNKNOWN"]]
-    said = "; ".join(f"[{x['heading']}] {x['what']}" for x in findings) or f"nothing, status {status}"
-    if faults := list(dict.fromkeys(faults_of(case, way, ranks, known))):
-        return Look(way, WRONG, False, f"{', '.join(faults)}: {said}", status)
-    if known:
-        text = " ".join(map(text_of, known))
-        return Look(way, RIGHT, all(re.search(x, text) for x in case.names), said, status)
-    if not case.may:
-        if way in case.open:
-            return Look(way, RIGHT if status == NOT_JUDGED else MISSED, status == NOT_JUDGED, said, status)
-        is_wrong = findings or (status and way in ("logs", "live", "both"))
-        return Look(way, WRONG if is_wrong else OPEN if status else RIGHT, not status, said, status)
-    return Look(way, OPEN if status or way not in case.knows else MISSED, False, said, status)
-
-
-async def examine(name: str, keep: Path | None) -> list[Look]:
-    """Start a service with engines that have met, inject a fault, and ask in each way; once more on a host too busy."""
-    error = ""
-    for _ in range(2):
-        with tempfile.TemporaryDirectory(prefix="fresh-") as kept:
-            try:
-                async with Fleet() as fleet, contextlib.AsyncExitStack() as stack:
-                    return await _examine(Path(kept), fleet, stack, CASES[name])
-            except Exception as exc:
-                error = repr(exc)
-            finally:
-                if keep is not None:
-                    shutil.rmtree(keep / name, ignore_errors=True)
-                    shutil.copytree(kept, keep / name, ignore=shutil.ignore_patterns("*.sock"))
-    return [Look("", WRONG, False, f"it could not be injected: {error}", -1)]
-
-
-async def _examine(folder: Path, fleet: Fleet, stack: contextlib.AsyncExitStack, case: Case) -> list[Look]:
-    service = Fresh(fleet, folder / "s", stack)
-    service.directory.mkdir()
-    started = await asyncio.gather(*(service.start(x, **case.setup.get(x, {})) for x in NAMES))
-    service.prefill, service.decode, service.other = started
-    for number, decode in ((20, service.decode), (21, service.other)):
-        assert await decode.ask("pull", number=number, params=await service.lend(number)) == "complete"
-    await case.inject(service)
-    ranks = {x: {y["rank"] for y in service.lines(x)} for x in service.processes}  # two, if it slept
-    logs = sorted(map(str, service.directory.glob("*.jsonl*")))
-    mine = [x for x in logs if Path(x).name.startswith(OWNERS)]
-    theirs = [x for x in logs if x not in mine]
-    sockets = sorted(map(str, service.directory.glob("*.sock")))
-    sources = dict(zip(WAYS, (logs, sockets, [str(service.directory)], mine, theirs), strict=True))
-    found = await asyncio.gather(*(run_why(x, folder / f"{way}.json") for way, x in sources.items()))
-    return [judge(case, way, ranks, *each) for way, each in zip(sources, found, strict=True)]
-
-
-async def examine_all(
-    names: Sequence[str], at_once: int, keep: Path | None, told: Callable[[str, list[Look]], None]
-) -> None:
-    """Examine cases, so many services at once."""
-    turn = asyncio.Semaphore(at_once)
-
-    async def one(name: str) -> None:
-        async with turn:
-            told(name, await examine(name, keep))
-
-    await asyncio.gather(*map(one, names))
-
-
-def main() -> None:
-    """Inject, ask, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="NAME", help=f"all, if left out: {', '.join(CASES)}")
-    parser.add_argument("--at-once", type=int, default=3, metavar="N", help="services at once (default: 3)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and answers there, a folder for each case")
-    parser.add_argument("--json", action="store_true", help="print the looks as JSON")
-    given = parser.parse_args()
-    if unknown := set(given.cases) - set(CASES):
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    looks: dict[str, list[Look]] = {}
-
-    def told(name: str, found: list[Look]) -> None:
-        looks[name] = found
-        if not given.json:
-            case = CASES[name]
-            print(f"{name} (kind {case.kind}): {' or '.join(sorted(case.may)) or 'all is well'}")
-            for look in found:
-                print(f"  {look.way:8}{look.verdict:10}{'named' if look.is_named else '-':6} {look.said}", flush=True)
-
-    asyncio.run(examine_all(given.cases or list(CASES), given.at_once, given.keep, told))
-    every = [look for found in looks.values() for look in found]
-    counts = {x: sum(look.verdict == x for look in every) for x in (RIGHT, OPEN, WRONG, MISSED)}
-    unnamed = [x for x, found in looks.items() if not any(y.is_named for y in found if y.way in ("logs", "both"))]
-    summary = ", ".join(f"{number} {what}" for what, number in counts.items())
-    if given.json:
-        print(json.dumps({x: [y._asdict() for y in found] for x, found in looks.items()}, indent=1))
-    print(
-        f"{summary}; {sum(x.is_named for x in every)} of {len(every)} looks name the cause; "
-        f"named neither by logs nor by both: {', '.join(unnamed) or 'none'}",
-        file=sys.stderr if given.json else sys.stdout,
-    )
-    sys.exit(bool(counts[WRONG] or counts[MISSED]))
-
-
 if __name__ == "__main__":
-    main()
+    main(Fresh, __doc__)

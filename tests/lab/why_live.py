@@ -4,11 +4,14 @@ Each cause has a service of its own: a prefill engine and two decode engines, on
 their logs and sockets. When the cause has had its effect, and the service still runs, `asynckv why` is asked in five
 ways: with all logs, with the sockets, with both, with the prefill side's log alone, and with the decode side's alone.
 
-  right      Each finding has a heading and a code that the cause may have, and none is about a healthy process.
-  not known  It says that it does not know; or it says nothing, and that way nothing is left to be seen.
-  wrong      It says something else, blames a healthy process, or says nothing though it could know.
+  right      Each finding has a heading and a code that the cause may have, and none is about a healthy process; of a
+             healthy service: all is well, or "not judged" where one side's logs are missing.
+  not known  The answer says that the cause is not known; or it says nothing, and that way nothing is left to be seen.
+  wrong      The answer says something else, blames a healthy process, or makes several findings of one.
+  missed     The answer says that all is well, and that way could have known better.
 
-One side's logs alone need not say anything, but nothing wrong, and not that all is well.
+A right look *names the cause* if its findings hold the words without which an operator would not find the spot.
+`tests.lab.why_fresh` has more causes for the same services and the same judge.
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+import typer
 
 from asynckv.edges.control.zmq import make_pair
 from asynckv.keys import write_pair
@@ -40,12 +46,23 @@ PULL = {"handshake_s": 1.0, "release_timeout_s": 2.0, "timeout_s": 5.0, "gone_s"
 ONE_AT_A_TIME = PULL | {"total_requests": 1, "window_requests": 1, "max_queued": 1}
 FREEZER = Path("/sys/fs/cgroup/freezer")
 NAMES = ("prefill", "decode", "other")
-RIGHT, OPEN, WRONG = "right", "not known", "wrong"
+OWNERS = ("prefill", "pair", "guarded")  # how the names of prefill engines begin
+WAYS = ("logs", "live", "both", "prefill", "decode")
+ONE_SIDE = ("prefill", "decode")
+RIGHT, OPEN, WRONG, MISSED = "right", "not known", "wrong", "missed"
+NOT_JUDGED = 3  # the exit status
 
 
 class Service:
-    """Engines in a directory with their logs and their sockets."""
+    """Engines in a directory with their logs and their sockets.
 
+    Attributes:
+        faults: What may befall it, by name.
+        target: What runs in the engines' processes.
+    """
+
+    faults: ClassVar[dict[str, Fault]]
+    target = "tests.inspected:Side"
     prefill: Process
     decode: Process
     other: Process
@@ -54,24 +71,36 @@ class Service:
         self.directory, self._fleet, self._stack = directory, fleet, stack
         self.processes: dict[str, Process] = {}
 
-    async def start(self, name: str, **setup: Any) -> Process:
+    async def start(self, name: str, *, target: str = "", python: str = sys.executable, **setup: Any) -> Process:
         """Start an engine; `pair.1` is a rank of the engine `pair`, `decode-2` a later start of `decode`."""
         setup = {"lease_s": LEASE_S, "grant_s": GRANT_S, "log": name, "pull": PULL, **setup}
         setup |= {"name": name.partition(".")[0].partition("-")[0], "directory": str(self.directory)}
-        process = self.processes[name] = await self._fleet.start(name, "tests.inspected:Side", **setup)
-        await process.ask("address")  # it has started
-        await self.says(name, "engine_started")
+        process = await self._fleet.start(name, target or self.target, python=python, **setup)
+        self.processes[name] = process
+        await process.ask("address", PATIENCE_S)  # it has started
+        if setup["log"] and "level" not in setup.get("log_options", {}):
+            await self.says(name, "engine_started")
         return process
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return a log's lines so far; the last one may not be whole yet."""
-        log = self.directory / f"{name}-{self.processes[name].pid}.jsonl"
-        return [json.loads(x) for x in log.read_text().splitlines(keepends=True) if x.endswith("\n")]
+        """Return the lines of an engine's logs so far, those of rotated files first; the last may not be whole yet."""
+        return [
+            json.loads(line)
+            for path in sorted(self.directory.glob(f"{name}-*.jsonl*"), reverse=True)
+            if re.fullmatch(rf"{re.escape(name)}-\d+\.jsonl(\.\d+)?", path.name)
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
 
     async def says(self, name: str, event: str, since: int = 0, **fields: Any) -> None:
         """Wait until a log has such a line, behind so many others."""
+        wanted = {"event": event, **fields}.items()
+        await self.until(lambda: any(wanted <= x.items() for x in self.lines(name)[since:]))
+
+    async def until(self, what: Callable[[], object]) -> None:
+        """Wait until something holds."""
         async with asyncio.timeout(PATIENCE_S):
-            while not any({"event": event, **fields}.items() <= x.items() for x in self.lines(name)[since:]):  # noqa: ASYNC110
+            while not what():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
     async def lend(self, number: int = 1) -> dict[str, Any]:
@@ -117,15 +146,33 @@ class Service:
             await self.says(name, "lease_granted", request_id="cmpl-1")
         return params
 
-    def freeze(self, process: Process) -> None:
-        """Pause a process, as a container is paused."""
-        group = FREEZER / f"asynckv-{os.getpid()}-{process.pid}"
+    @contextlib.contextmanager
+    def grouped(self, hierarchy: Path, processes: Sequence[Process]) -> Iterator[Path]:
+        """Keep processes in a cgroup of their own, as those of a container are; yields its folder."""
+        group = hierarchy / f"asynckv-{os.getpid()}-{processes[0].pid}"
         group.mkdir()
-        self._stack.callback(group.rmdir)
-        self._stack.callback((FREEZER / "cgroup.procs").write_text, str(process.pid))
-        self._stack.callback((group / "freezer.state").write_text, "THAWED")
-        (group / "cgroup.procs").write_text(str(process.pid))
-        (group / "freezer.state").write_text("FROZEN")
+        try:
+            for each in processes:
+                (group / "cgroup.procs").write_text(str(each.pid))
+            yield group
+        finally:
+            for each in processes:
+                (hierarchy / "cgroup.procs").write_text(str(each.pid))
+            group.rmdir()
+
+    @contextlib.contextmanager
+    def frozen(self, *processes: Process) -> Iterator[None]:
+        """Take the processor away from processes, as a container is paused."""
+        with self.grouped(FREEZER, processes) as group:
+            (group / "freezer.state").write_text("FROZEN")
+            try:
+                yield
+            finally:
+                (group / "freezer.state").write_text("THAWED")
+
+    async def ask(self, sources: Sequence[str], out: Path) -> Answer:
+        """Run `asynckv why` as an operator runs it."""
+        return await run_why(sources, out)
 
     def stop(self, process: Process) -> None:
         """Stop a process, until the service is over."""
@@ -142,30 +189,62 @@ def at(params: dict[str, Any], address: str) -> dict[str, Any]:
 
 
 Inject = Callable[[Any], Awaitable[None]]
+Answer = tuple[int, dict[str, Any]]
+"""The exit status of `asynckv why`, and what it says."""
 
 
-class Cause(NamedTuple):
-    """Something that may befall a service, and what is right to say of it."""
+class Fault(NamedTuple):
+    """Something that may befall a service, and the truth about it."""
 
     inject: Inject
-    may_say: dict[str, set[str]]  # codes by heading; empty: all is well
-    about: tuple[str, ...]  # processes that may be blamed, besides the prefill engine
-    is_seen_live: bool  # when all are asked, something is left to be seen
+    kind: int  # of the issue
+    may: Mapping[str, frozenset[str]]  # headings, and codes; no code: any; no heading: all is well
+    names: tuple[str, ...]  # patterns that findings hold which name the cause
+    guilty: tuple[str, ...]  # processes, besides those of the prefill engine
+    knows: frozenset[str]  # ways that may not say that all is well
+    never: str  # pattern that no finding holds
+    most: int  # findings
+    open: frozenset[str]  # ways that have to say that something could not be judged, because all is well elsewhere
+    also: dict[str, str]  # headings that one way may say besides, because it sees no more
     setup: dict[str, dict[str, Any]]  # of processes
 
 
-CAUSES: dict[str, Cause] = {}
-
-
-def cause(*may_say: str, about: str = "decode", live: bool = False, **setup: Any) -> Callable[[Inject], Inject]:
-    """Register a cause, with what may be said: `HEADING code code`."""
+def fault(
+    table: dict[str, Fault],
+    kind: int = 0,
+    may: str = "",
+    *names: str,
+    guilty: str = "decode",
+    knows: str = "logs both",
+    never: str = "",
+    most: int = 9,
+    open: str = "",
+    also: dict[str, str] | None = None,
+    **setup: dict[str, Any],
+) -> Callable[[Inject], Inject]:
+    """Register a fault, with what may be said of it: `HEADING code code HEADING`."""
+    said: dict[str, list[str]] = {}
+    for word in may.split():
+        if word in HEADING.__members__:
+            codes = said[word] = []
+        else:
+            codes.append(word)
+    truth = {heading: frozenset(each) for heading, each in said.items()}
+    ways = frozenset(knows.split() if may else WAYS), never, most, frozenset(open.split()), also or {}
 
     def register(inject: Inject) -> Inject:
-        said = {HEADING[x.split()[0]].value: set(x.split()[1:]) for x in may_say}
-        CAUSES[inject.__name__] = Cause(inject, said, tuple(about.split()), live, setup)
+        table[inject.__name__] = Fault(inject, kind, truth, names, tuple(guilty.split()), *ways, setup)
         return inject
 
     return register
+
+
+CAUSES: dict[str, Fault] = {}
+
+
+def cause(may: str = "", *, guilty: str = "decode", live: bool = False, **setup: Any) -> Callable[[Inject], Inject]:
+    """Register a cause of which every way knows; where it leaves nothing behind (not `live`), sockets do not."""
+    return fault(CAUSES, 0, may, guilty=guilty, knows=" ".join(x for x in WAYS if live or x != "live"), **setup)
 
 
 GONE = "GONE died no_answer reader_died prefill_died"
@@ -174,6 +253,12 @@ STOPPED = "STOPPED stopped no_answer loop_was_away decode_loop_away prefill_loop
 
 class Injected(Service):
     """A service, and what may befall it."""
+
+    faults = CAUSES
+
+    async def ask(self, sources: Sequence[str], out: Path) -> Answer:
+        """Ask in this process, which is quicker."""
+        return await asyncio.to_thread(ask, sources, out)
 
     @cause(GONE, live=True)
     async def decode_killed_after_its_announcement(self) -> None:
@@ -188,13 +273,13 @@ class Injected(Service):
         await self.decode.kill()
         await self.expired()
 
-    @cause(GONE, "NEVER_CAME never_heard_of", live=True)
+    @cause(f"{GONE} NEVER_CAME never_heard_of", live=True)
     async def decode_killed_before_it_heard(self) -> None:
         await self.lend()
         await self.decode.kill()
         await self.expired()
 
-    @cause(GONE, about="decode decode-2")
+    @cause(GONE, guilty="decode decode-2")
     async def decode_restarted_under_its_name(self) -> None:
         await self.announced()
         await self.decode.kill()
@@ -223,7 +308,7 @@ class Injected(Service):
         await self.says("decode", "peer_changed", state="gone")
         await self.idle()
 
-    @cause(GONE, about="prefill-2 decode")
+    @cause(GONE, guilty="prefill-2 decode")
     async def prefill_restarted_under_its_name(self) -> None:
         params = await self.announced()
         await self.prefill.kill()
@@ -237,14 +322,14 @@ class Injected(Service):
         await self.prefill.end()
         await self.idle()
 
-    @cause(GONE, about="pair.0 pair.1 decode", live=True)
+    @cause(GONE, guilty="pair.0 pair.1 decode", live=True)
     async def a_prefill_rank_killed_while_it_lends(self) -> None:
         await self.tp()
         await self.processes["pair.1"].kill()
         await self.says("decode", "peer_changed", state="gone")
         await self.idle()
 
-    @cause(GONE, about="decode.0 decode.1", live=True)
+    @cause(GONE, guilty="decode.0 decode.1", live=True)
     async def a_decode_rank_killed_after_its_announcement(self) -> None:
         pair = [await self.start(f"decode.{x}", rank=x, ranks=2) for x in range(2)]
         params = await self.lend()
@@ -266,7 +351,7 @@ class Injected(Service):
     @cause(STOPPED, live=True)
     async def decode_paused_by_its_container(self) -> None:
         await self.announced()
-        self.freeze(self.decode)
+        self._stack.enter_context(self.frozen(self.decode))
         await self.expired()
 
     @cause(STOPPED, live=True)
@@ -301,7 +386,7 @@ class Injected(Service):
         await self.fails(params)
         await self.idle()
 
-    @cause(STOPPED, about="pair.0 pair.1 decode", live=True)
+    @cause(STOPPED, guilty="pair.0 pair.1 decode", live=True)
     async def a_prefill_rank_stopped_while_it_lends(self) -> None:
         params = await self.tp()
         self.stop(self.processes["pair.1"])
@@ -339,7 +424,7 @@ class Injected(Service):
 
     # -- dropped or refused --------------------------------------------------------------------------------------------
 
-    @cause("NEVER_CAME never_heard_of", about="")
+    @cause("NEVER_CAME never_heard_of", guilty="")
     async def params_dropped_while_healthy_engines_idle(self) -> None:
         await self.lend()
         await self.expired()
@@ -356,8 +441,9 @@ class Injected(Service):
         await self.fails(await self.lend())
         await self.prefill.ask("lend_it", params=waits)
 
-    @cause("DROPPED refused_locally", decode={"head_dim": 64})
+    @cause("DROPPED refused_locally", guilty="wide")
     async def a_geometry_that_does_not_fit(self) -> None:
+        self.decode = await self.start("wide", head_dim=64)
         await self.fails(await self.lend())
 
     @cause("DROPPED Overloaded", decode={"pull": ONE_AT_A_TIME})
@@ -376,14 +462,14 @@ class Injected(Service):
         await self.announced(wait_s=2.0)
         await self.expired()
 
-    @cause("DROPPED no_attempt_followed", "LEASE not_lent_in_time")
+    @cause("DROPPED no_attempt_followed LEASE not_lent_in_time")
     async def another_attempt_promised_and_never_made(self) -> None:
         params = await self.prefill.ask("make", number=1)
         assert await self.decode.ask("pull", number=1, params=params, timeout_s=0.1, is_last=False) != "complete"
         await self.prefill.ask("lend_it", params=params)
         await self.expired()
 
-    @cause("DROPPED rank_never_spoke", about="decode.1")
+    @cause("DROPPED rank_never_spoke", guilty="decode.1")
     async def a_decode_rank_that_never_pulls(self) -> None:
         pair = [await self.start(f"decode.{x}", rank=x, ranks=2) for x in range(2)]
         assert await pair[0].ask("pull", number=1, params=await self.lend()) == "complete"
@@ -406,7 +492,7 @@ class Injected(Service):
         [endpoint] = params["endpoints"]
         await self.fails(params | {"endpoints": [endpoint | {"incarnation": endpoint["incarnation"][::-1]}]})
 
-    @cause("WRONG keys_refused", about="guarded stranger")
+    @cause("WRONG keys_refused", guilty="guarded stranger")
     async def keys_that_are_not_known(self) -> None:
         await self._keys("guarded")
 
@@ -425,11 +511,11 @@ class Injected(Service):
         assert await stranger.ask("pull", number=1, params=params) != "complete"
         await self.expired("guarded")
 
-    @cause("WRONG listener_unlisted", about="guarded stranger")
+    @cause("WRONG listener_unlisted", guilty="guarded stranger")
     async def a_listeners_key_that_is_not_known(self) -> None:
         await self._keys("stranger")
 
-    @cause("WRONG params_given_twice", about="other")
+    @cause("WRONG params_given_twice", guilty="other")
     async def params_sent_to_two_engines(self) -> None:
         params = await self.lend()
         outcomes = [await x.ask("pull", number=1, params=params) for x in (self.decode, self.other)]
@@ -469,22 +555,22 @@ class Injected(Service):
 
     # -- nothing is wrong ----------------------------------------------------------------------------------------------
 
-    @cause(about="")
+    @cause(guilty="")
     async def healthy_engines_that_idle(self) -> None:
         await self.idle()
 
-    @cause(about="")
+    @cause(guilty="")
     async def announced_and_waiting_in_order(self) -> None:
         await self.announced()
         await self.says("prefill", "lease_held")
         await self.says("decode", "pull_held")
 
-    @cause(about="")
+    @cause(guilty="")
     async def cancelled_by_its_caller(self) -> None:
         await self.decode.ask("cancel", number=1, params=await self.announced())
         await self.expired()
 
-    @cause(about="")
+    @cause(guilty="")
     async def withdrawn_by_the_prefill_side(self) -> None:
         await self.prefill.ask("withdraw", params=await self.announced())
         await self.expired()
@@ -498,111 +584,166 @@ class Look(NamedTuple):
 
     way: str
     verdict: str
+    is_named: bool
     said: str
-    document: dict[str, Any]
+    status: int
 
 
-def ask(sources: Sequence[str], out: Path) -> dict[str, Any]:
-    """Return the answer of `asynckv why`."""
-    with contextlib.suppress(RuntimeError):  # typer's, of an exit status
+def ask(sources: Sequence[str], out: Path) -> Answer:
+    """Return the exit status of `asynckv why`, and its answer as JSON."""
+    status = 0
+    try:
         why(list(sources), json=str(out), timeout=1.0)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    except typer.Exit as exc:
+        status = exc.exit_code
+    return status, json.loads(out.read_text())
 
 
-def judge(cause: Cause, way: str, ranks: dict[str, str], found: dict[str, Any]) -> Look:
-    """Compare what is said with what was done."""
-    findings, one_side = found["findings"], way in ("prefill", "decode")
-    said = "; ".join(dict.fromkeys(f"{HEADING(x['heading']).name} {x['code']}" for x in findings)) or "nothing"
-    if late := sorted({x["cause"] for x in found["late"]} - {x["code"] for x in findings}):
-        said += f" ({', '.join(late)})"
+async def run_why(sources: Sequence[str], out: Path) -> Answer:
+    """Run the command as an operator runs it; what it prints goes to a file beside its answer."""
+    pipe = asyncio.subprocess.PIPE
+    argv = ("-m", "asynckv", "why", *sources, "--json", str(out), "--timeout", "1")
+    env = {**os.environ, "COLUMNS": "120"}
+    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=pipe, stderr=pipe, env=env)
+    text, errors = await process.communicate()
+    out.with_suffix(".txt").write_bytes(text + errors)
+    assert process.returncode is not None
+    return process.returncode, json.loads(await asyncio.to_thread(out.read_text))
+
+
+def text_of(finding: dict[str, Any]) -> str:
+    return " ".join(str(finding[x]) for x in ("what", "evidence", "remedy"))
+
+
+def faults_of(fault: Fault, way: str, ranks: dict[str, set[str]], findings: list[dict[str, Any]]) -> Iterator[str]:
+    """Tell what is wrong with findings, of which some may claim to know."""
+    may = {HEADING[x].value: codes for x, codes in fault.may.items()}
+    may |= {HEADING[x].value: frozenset[str]() for x in fault.also.get(way, "").split()}
+    guilty = {rank for x in fault.guilty for rank in ranks.get(x, ())}
+    healthy = [x for x in ranks if x not in fault.guilty and not x.startswith(OWNERS)]
     known = [x for x in findings if x["heading"] != HEADING.UNKNOWN.value]
-    healthy = [rank for name, rank in ranks.items() if name not in (*cause.about, "prefill")]
-    blamed = [rank for rank in healthy if any(rank in x["what"] for x in findings)]
-    is_strange = any(x["code"] not in cause.may_say.get(x["heading"], ()) for x in known)
-    if is_strange or blamed:
-        return Look(way, WRONG, said + "".join(f" of {x}" for x in blamed), found)
-    if not findings:
-        said = "all is well" if found["is_well"] else "not judged: " + ", ".join(x["code"] for x in found["limits"])
-    if not cause.may_say and not findings:
-        # The other side's log is missing.
-        return Look(way, RIGHT if found["is_well"] is not one_side else WRONG, said, found)
-    if bool(findings) is bool(cause.may_say) and bool(known) is bool(findings):
-        return Look(way, RIGHT, said, found)
-    is_unseen = way == "live" and bool(cause.may_say) and not cause.is_seen_live
-    may_be_open = is_unseen or (not found["is_well"] and (one_side or bool(cause.may_say)))
-    return Look(way, RIGHT if known else OPEN if may_be_open else WRONG, said, found)
+    for each in known:
+        if each["heading"] not in may:
+            yield f"heading {each['heading']!r}"
+        elif (codes := may[each["heading"]]) and each["code"] not in codes:
+            yield f"code {each['code']!r}"
+        if fault.never and re.search(fault.never, text_of(each), re.IGNORECASE):
+            yield f"/{fault.never}/"
+    for each in findings:
+        if not any(rank in each["what"] for rank in guilty):
+            yield from (f"{x} is blamed" for x in healthy if any(rank in each["what"] for rank in ranks[x]))
+    if len(known) > fault.most:
+        yield f"{len(known)} findings of one cause"
 
 
-async def examine(name: str) -> list[Look]:
-    """Start a service with engines that have met, inject a cause, and ask in each way."""
-    cause = CAUSES[name]
-    with tempfile.TemporaryDirectory(prefix="why-") as kept:
-        async with Fleet() as fleet, contextlib.AsyncExitStack() as stack:
-            return await _examine(Path(kept), fleet, stack, cause)
+def judge(fault: Fault, way: str, ranks: dict[str, set[str]], status: int, document: dict[str, Any]) -> Look:
+    """Compare what is said with the truth."""
+    findings = document["findings"]
+    known = [x for x in findings if x["heading"] != HEADING.UNKNOWN.value]
+    said = "; ".join(f"[{x['heading']}] {x['code']}: {x['what']}" for x in findings) or f"nothing, status {status}"
+    if wrong := list(dict.fromkeys(faults_of(fault, way, ranks, findings))):
+        return Look(way, WRONG, False, f"{', '.join(wrong)}: {said}", status)
+    if known:
+        text = " ".join(map(text_of, known))
+        return Look(way, RIGHT, all(re.search(x, text) for x in fault.names), said, status)
+    if fault.may:
+        return Look(way, OPEN if status or way not in fault.knows else MISSED, False, said, status)
+    is_right = status == (NOT_JUDGED if way in fault.open or way in ONE_SIDE else 0)
+    return Look(way, RIGHT if is_right else WRONG if status else MISSED, is_right, said, status)
 
 
-async def _examine(folder: Path, fleet: Fleet, stack: contextlib.AsyncExitStack, cause: Cause) -> list[Look]:
-    service = Injected(fleet, folder / "s", stack)
-    started = await asyncio.gather(*(service.start(x, **cause.setup.get(x, {})) for x in NAMES))
+async def examine(service: type[Service], name: str, keep: Path | None = None, tries: int = 1) -> list[Look]:
+    """Start a service with engines that have met, inject a fault, and ask in each way; try again if that fails."""
+    error = ""
+    for _ in range(tries):
+        with tempfile.TemporaryDirectory(prefix="why-") as kept:
+            try:
+                async with Fleet() as fleet, contextlib.AsyncExitStack() as stack:
+                    return await _examine(service(fleet, Path(kept, "s"), stack), service.faults[name])
+            except Exception as exc:
+                error = repr(exc)
+            finally:
+                if keep is not None:
+                    shutil.rmtree(keep / name, ignore_errors=True)
+                    shutil.copytree(kept, keep / name, ignore=shutil.ignore_patterns("*.sock"))
+    return [Look("", WRONG, False, f"it could not be injected: {error}", -1)]
+
+
+async def _examine(service: Service, fault: Fault) -> list[Look]:
+    service.directory.mkdir()
+    started = await asyncio.gather(*(service.start(x, **fault.setup.get(x, {})) for x in NAMES))
     service.prefill, service.decode, service.other = started
     for number, decode in ((20, service.decode), (21, service.other)):
-        await decode.ask("pull", number=number, params=await service.lend(number))
-    try:
-        await cause.inject(service)
-    except Exception as exc:
-        return [Look("", WRONG, f"it could not be injected: {exc!r}", {})]
-    ranks = {x: str(service.lines(x)[0]["rank"]) for x in service.processes}
-    logs = sorted(map(str, service.directory.glob("*.jsonl")))
-    sockets = sorted(map(str, service.directory.glob("*.sock")))
-    mine = [x for x in logs if Path(x).name.startswith(("prefill", "pair", "guarded"))]
+        assert await decode.ask("pull", number=number, params=await service.lend(number)) == "complete"
+    await fault.inject(service)
+    ranks = {x: {y["rank"] for y in service.lines(x)} for x in service.processes}  # two, if it slept
+    logs = sorted(map(str, service.directory.glob("*.jsonl*")))
+    mine = [x for x in logs if Path(x).name.startswith(OWNERS)]
     theirs = [x for x in logs if x not in mine]
-    sources = {"logs": logs, "live": sockets, "both": [str(folder / "s")], "prefill": mine, "decode": theirs}
-    sources = {way: x for way, x in sources.items() if x}  # engines that were closed have no sockets
-    asked = [asyncio.to_thread(ask, x, folder / f"{way}.json") for way, x in sources.items()]
-    found = await asyncio.gather(*asked)
-    return [judge(cause, way, ranks, each) for way, each in zip(sources, found, strict=True)]
+    sockets = sorted(map(str, service.directory.glob("*.sock")))
+    sources = zip(WAYS, (logs, sockets, [str(service.directory)], mine, theirs), strict=True)
+    given = {way: x for way, x in sources if x}  # engines that were closed have no sockets
+    found = await asyncio.gather(
+        *(service.ask(x, service.directory.parent / f"{way}.json") for way, x in given.items())
+    )
+    return [judge(fault, way, ranks, *each) for way, each in zip(given, found, strict=True)]
 
 
-async def examine_all(names: Sequence[str], at_once: int, told: Callable[[str, list[Look]], None]) -> None:
-    """Examine causes, so many services at once."""
+async def examine_all(
+    service: type[Service],
+    names: Sequence[str],
+    at_once: int,
+    told: Callable[[str, list[Look]], None],
+    keep: Path | None = None,
+    tries: int = 1,
+) -> None:
+    """Examine faults, so many services at once."""
     turn = asyncio.Semaphore(at_once)
 
     async def one(name: str) -> None:
         async with turn:
-            told(name, await examine(name))
+            told(name, await examine(service, name, keep, tries))
 
     async with asyncio.TaskGroup() as group:
         for name in names:
             group.create_task(one(name))
 
 
-def main() -> None:
+def main(service: type[Service], about: str | None) -> None:
     """Inject, ask, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("causes", nargs="*", metavar="CAUSE", help=f"all, if left out: {', '.join(CAUSES)}")
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all, if left out: {', '.join(service.faults)}")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="services at once (default: 2)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="write what was said there, as JSON")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and answers there, a folder for each fault")
+    parser.add_argument("--json", action="store_true", help="print the looks as JSON")
     given = parser.parse_args()
-    if unknown := set(given.causes) - set(CAUSES):
-        parser.error(f"no such cause: {', '.join(sorted(unknown))}")
-    counts, out = dict.fromkeys((RIGHT, OPEN, WRONG), 0), sys.stdout
+    if unknown := set(given.names) - set(service.faults):
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    looks, out = dict[str, list[Look]](), sys.stdout
 
-    def told(name: str, looks: list[Look]) -> None:
-        expected = "; ".join(f"{HEADING(x).name} {'/'.join(sorted(y))}" for x, y in CAUSES[name].may_say.items())
-        print(f"{name}: {expected or 'nothing'}", file=out)
-        for look in looks:
-            counts[look.verdict] += 1
-            print(f"  {look.way:8} {look.verdict:10} {look.said}", file=out, flush=True)
-            if given.keep:
-                given.keep.mkdir(parents=True, exist_ok=True)
-                (given.keep / f"{name}-{look.way}.json").write_text(json.dumps(look.document, indent=1))
+    def told(name: str, found: list[Look]) -> None:
+        looks[name] = found
+        if not given.json:
+            may = service.faults[name].may.items()
+            print(f"{name}: {'; '.join(' '.join([x, *sorted(y)]) for x, y in may) or 'all is well'}", file=out)
+            for x in found:
+                line = f"  {x.way:8}{x.verdict:10}{'named' if x.is_named else '-':6} {x.said}"
+                print(line, file=out, flush=True)
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        asyncio.run(examine_all(given.causes or list(CAUSES), given.at_once, told))
-    print(", ".join(f"{number} {what}" for what, number in counts.items()))
-    sys.exit(bool(counts[WRONG]))
+        asyncio.run(examine_all(service, given.names or list(service.faults), given.at_once, told, given.keep, 2))
+    every = [look for found in looks.values() for look in found]
+    counts = {x: sum(look.verdict == x for look in every) for x in (RIGHT, OPEN, WRONG, MISSED)}
+    unnamed = [x for x, found in looks.items() if not any(y.is_named for y in found if y.way in ("logs", "both"))]
+    if given.json:
+        print(json.dumps({x: [y._asdict() for y in found] for x, found in looks.items()}, indent=1))
+    print(
+        f"{', '.join(f'{number} {what}' for what, number in counts.items())}; {sum(x.is_named for x in every)} of "
+        f"{len(every)} looks name the cause; named neither by logs nor by both: {', '.join(unnamed) or 'none'}",
+        file=sys.stderr if given.json else out,
+    )
+    sys.exit(bool(counts[WRONG] or counts[MISSED]))
 
 
 if __name__ == "__main__":
-    main()
+    main(Injected, __doc__)
