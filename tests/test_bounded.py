@@ -119,7 +119,7 @@ def test_a_bug_that_one_lease_meets_ends_no_deadline(monkeypatch: pytest.MonkeyP
     lease = world.lend(rank, world.params([rank], "r", [3], 4))
     tick_lease, met = rank.core.prefill.tick_lease, list[float]()
 
-    def fail(lease: Lease, now: float) -> None:
+    def fail(lease: Lease, now: float) -> bool:
         if not met:
             met.append(now)
             raise RuntimeError("a bug")

@@ -246,6 +246,37 @@ async def test_blocks_that_never_come_back_are_retired_with_an_alarm(
     assert names == ["blocks_retired", "blocks_returned"]
 
 
+@pytest.mark.parametrize("is_stuck", [False, True])
+async def test_a_caller_of_an_engine_that_ends_hears_what_becomes_of_its_blocks(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+) -> None:
+    """The blocks return with the agent. If the agent does not end, they are retired after `held_s` all the same."""
+    async with sim.pair() as (prefill, decode, group):
+        _, task, data = await reading(prefill, decode, group)
+        data.doubt(next(iter(data.running)))
+        with pytest.raises(ReadFailed) as caught:
+            await task
+        waiting = asyncio.create_task(caught.value.returned())
+        await asyncio.sleep(0)
+        if not is_stuck:
+            await decode.engine.aclose(0.0)
+            with anyio.fail_after(5):
+                await waiting
+            return
+
+        def close() -> None:
+            raise BackendError("a call is still inside")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(data, "close", close)
+            with pytest.raises(BackendError):
+                await decode.engine.aclose(0.0)
+        assert not waiting.done()
+        sim.clock.advance(600)
+        with anyio.fail_after(5), pytest.raises(BlocksRetired):
+            await waiting
+
+
 async def test_one_bad_event_takes_no_others_along(
     sim: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -470,6 +470,19 @@ def test_siblings_wait_for_the_first_and_read_nothing_themselves() -> None:
     assert ledger.announce("c", params) is None, "they were used up"
 
 
+def test_a_sibling_that_is_cancelled_leaves_the_others_and_the_params_as_they_are() -> None:
+    ledger, params = DecodeLedger(1), new_params()
+    for name in "abc":
+        ledger.announce(name, params)
+    ledger.cancel("b")
+    assert (ledger.may_pull("a"), ledger.may_pull("c")) == (True, None)
+    assert ledger.announce("d", params) is not None
+    ledger.pull("a", [(0, [1])])
+    ledger.take_orders()
+    ledger.update(0, Finished(failed=[failed("a")]))
+    assert [each.errors == {} for each in map(ledger.get, "cd") if each is not None] == [False, False]
+
+
 def test_params_are_remembered_for_a_while_once_they_were_used_up() -> None:
     ledger, first = DecodeLedger(1), new_params()
     ledger.announce("a", first)
