@@ -25,11 +25,11 @@ import asynckv
 import asynckv.layout
 import asynckv.offload
 from asynckv.account.values import Account
-from asynckv.core.told import EVENTS
 from asynckv.core.types import Reason
 from asynckv.embed import ledgers
 from asynckv.errors import ConfigError
 from asynckv.observe.metrics import FAMILIES
+from asynckv.told import EVENTS
 from asynckv.tools.bench import report, table
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment

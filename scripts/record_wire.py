@@ -31,7 +31,6 @@ from msgspec import Raw, Struct
 from asynckv.account.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.account.values import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
 from asynckv.core import wire
-from asynckv.core.told import StepWait
 from asynckv.core.types import Cohort, Endpoint, Key, KVTransferParams, Outcome, decode_params
 from asynckv.errors import ConfigError
 from asynckv.geometry.bounds import BlockRuns
@@ -39,6 +38,7 @@ from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.gather import Packing, Recipe
 from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View
 from asynckv.scheduler import PrefillRanks
+from asynckv.told import StepWait
 from asynckv.tools.plan.layout_file import dump_layouts
 from asynckv.version import VERSION
 from scripts import command, public_names, wire_bounds

@@ -55,7 +55,7 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def documented_events() -> Iterator[None]:
-    """Whatever any engine logs is as `asynckv.core.told` says; see `tests/test_events.py`."""
+    """Whatever any engine logs is as `asynckv.told` says; see `tests/test_events.py`."""
     wrong: list[str] = []
     write = Recorder.write
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from asynckv.core import told
+from asynckv import told
 
 
 def problems(level: str, name: str, said: Mapping[str, Any]) -> list[str]:

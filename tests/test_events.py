@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import asynckv
-from asynckv.core import told
-from asynckv.core.told import EVENTS, Line
+from asynckv import told
+from asynckv.told import EVENTS, Line
 from scripts.draw.events import fields_of, page
 from tests.documented import problems
 from tests.engines import Bench, until

@@ -19,13 +19,13 @@ from asynckv import ConfigError, KeysConfig, LayoutError, LeaseConfig, PrefillRa
 from asynckv.account.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.account.values import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
 from asynckv.core import wire as m
-from asynckv.core.told import StepWait
 from asynckv.core.types import Address, Cohort, KVTransferParams, decode_params
 from asynckv.edges.control.zmq import ZmqPlane, make_pair
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.gather import PACK_BYTES, Packing, Ranges, Recipe, check_recipe
 from asynckv.geometry.layout import Layout
 from asynckv.keys import AllowList, _parse, decode_z85, encode_z85, read_pair, read_public, write_pair
+from asynckv.told import StepWait
 from asynckv.tools.bench import workload
 from asynckv.tools.plan.layout_file import dump_layouts, load_layouts
 from asynckv.tools.plan.layouts import model_layout

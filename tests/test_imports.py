@@ -25,6 +25,7 @@ CORE_MAY_IMPORT = {
     "asynckv.core",
     "asynckv.geometry",
     "asynckv.errors",
+    "asynckv.told",  # the events of the log, as types
     "bisect",
     "collections",
     "contextlib",
@@ -100,6 +101,7 @@ ORDER = (
     "errors",
     "arguments",
     "config",
+    "told",
     "geometry",
     "core",
     "account",
@@ -224,7 +226,10 @@ LOADING = {
     ),
     "what tests are written with": ("asynckv.testing", {"asynckv", "geometry", "core", "testing"}),
 }
-GROUND = {"version", "public", "errors", "arguments", "config", "keys", "ports", "results", "scheduler", "hashes"}
+GROUND = {
+    *("version", "public", "errors", "arguments", "config", "told"),
+    *("keys", "ports", "results", "scheduler", "hashes"),
+}
 
 
 @pytest.mark.parametrize("what", LOADING)
@@ -238,8 +243,6 @@ def test_what_is_loaded(what: str) -> None:
 
 SAME_NAME = {
     "BlocksRetired": "the public error, and the event that logs it, whose name in logs is the class's",
-    "LeaseEnded": "the event, and what sinks are told of it",
-    "PeerChanged": "the event, and what sinks are told of it",
     "Refused": "the message between ranks and the event; counters, and logs, have the names of the classes",
 }
 """Classes of one name in modules that an engine loads, and why."""

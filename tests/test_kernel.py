@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.edges.kernel import identity, processor_waits
 from asynckv.engine.lag import LoopLag
 from asynckv.tools.diagnose.join import Service, join

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from asynckv import told
 from asynckv.account.inspect import RankStatus, RequestStatus
 from asynckv.account.values import Account, Facts
-from asynckv.core import told
 from asynckv.edges.kernel import identity
 from asynckv.errors import ConfigError
 from asynckv.tools import cli

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from asynckv.core import told, wire
+from asynckv import told
+from asynckv.core import wire
 from asynckv.core.types import Reason
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, HEADING, NEVER, WELL
 from asynckv.tools.diagnose.leaks_values import Leak

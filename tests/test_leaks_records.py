@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from asynckv import told
 from asynckv.config import LogConfig
-from asynckv.core import told
 from asynckv.errors import ConfigError
 from asynckv.observe.log import Recorder
 from asynckv.tools.cli import app

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import CAUSE

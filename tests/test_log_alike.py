@@ -13,11 +13,11 @@ import pytest
 import structlog
 
 from asynckv import LeaseRefused
-from asynckv.core.told import MAX_NAMED
 from asynckv.core.types import Address
 from asynckv.core.wire import Release
 from asynckv.observe.log import MAX_TOLD
 from asynckv.observe.setup import configure_logging
+from asynckv.told import MAX_NAMED
 from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks

@@ -22,7 +22,6 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.slots import Slots
-from asynckv.core.told import ReaderRefused
 from asynckv.core.types import Cohort, Key, KVTransferParams, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
@@ -48,6 +47,7 @@ from asynckv.geometry.match import assign
 from asynckv.geometry.plan import Plan, ReadRequest, Section
 from asynckv.geometry.staging import Box, ReadCosts
 from asynckv.geometry.tables import DescTable, PeerTables, Span
+from asynckv.told import ReaderRefused
 from tests.oracle import PACKED, execute
 from tests.test_staging import HND, LOCAL, NHD, side
 from tests.world import Buffers, Rank, World, begin, make_layout

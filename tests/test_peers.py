@@ -23,7 +23,6 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.routes import MAX_SOURCES
-from asynckv.core.told import ReleaseUnanswered
 from asynckv.core.types import Address, Endpoint, How, KVTransferParams, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
@@ -47,6 +46,7 @@ from asynckv.errors import ConfigError, LocalProtocolError, PlanRefused
 from asynckv.scheduler import PrefillRanks
 from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
+from asynckv.told import ReleaseUnanswered
 from tests.engines import Bench
 from tests.test_admission import ask, asking, world_of
 from tests.world import Rank, World, begin, make_layout, opened, reason

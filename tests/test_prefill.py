@@ -17,7 +17,6 @@ from asynckv.core import prefill
 from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lease, LeaseState, Lent, Reader
 from asynckv.core.ledger import FEW
 from asynckv.core.prefill import _blocks_of
-from asynckv.core.told import ReaderRefused
 from asynckv.core.types import MAX_ID, Cohort, Key, KVTransferParams, Outcome, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
     MAJOR,
@@ -41,6 +40,7 @@ from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PlanRe
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group
+from asynckv.told import ReaderRefused
 from tests.world import Rank, World, make_layout
 
 READER = Cohort("decode")

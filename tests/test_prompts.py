@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
 from asynckv.account.values import decode_account
-from asynckv.core.told import PromptsCounted
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.embed import EngineDesk
 from asynckv.embed.orders import CountPrompts
@@ -24,6 +23,7 @@ from asynckv.engine import Engine
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.observe.metrics import Metrics
 from asynckv.observe.setup import configure_logging
+from asynckv.told import PromptsCounted
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import make_axis

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from asynckv import told
 from asynckv.account.inspect import RankStatus, RequestStatus
 from asynckv.account.values import Account, Facts
-from asynckv.core import told
-from asynckv.core.told import StepWait
+from asynckv.told import StepWait
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import HEADING

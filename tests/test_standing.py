@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from asynckv import told
 from asynckv.account.inspect import RankStatus, RequestStatus
 from asynckv.account.values import Lag, PeerStatus
-from asynckv.core import told
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.causes import HEADING

@@ -12,9 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from asynckv import EngineConfig, EngineDesk, EngineThread, LeaseConfig, Metrics
-from asynckv.core.told import StepWait
 from asynckv.core.types import Reason
 from asynckv.embed import Announce, Cancel, Lend, Pull
+from asynckv.told import StepWait
 from tests.engines import Bench, Side, memory, until
 from tests.test_inspect import account
 from tests.world import Rank, World, make_layout

@@ -20,8 +20,8 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.source import ReleaseState, Source
-from asynckv.core.told import StepWait
 from asynckv.core.types import PullId
+from asynckv.told import StepWait
 
 MAX_DETAIL = 200
 LEAST_STEP_S = 1.0  # nothing is said to wait for a step before this time, because healthy engines compute between steps

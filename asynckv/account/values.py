@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from asynckv.account.inspect import HeldBlocks, RequestStatus
-from asynckv.core.told import StepWait
 from asynckv.errors import RemoteProtocolError
+from asynckv.told import StepWait
 
 MAX_ACCOUNT = 4 * 1024 * 1024  # largest account in bytes that `decode_account` takes
 Count = Annotated[int, Meta(ge=0)]

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import assert_never, get_args
 
 from asynckv.config import PullConfig
-from asynckv.core import told, wire
+from asynckv.core import wire
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, remember
+from asynckv.core.news import release_refused, release_unanswered
 from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullReached, RequestReached, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
@@ -39,6 +40,7 @@ from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, ReadRequest, plan_read
 from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
+from asynckv.told import PeerDraining, SlowGeometry, TableRefused
 
 S, P, M = members(PeerState), members(PullState), members(Milestone)
 
@@ -333,7 +335,7 @@ class DecodeSide:
         elif ending is ENDING.REFUSED:
             # Preparing a table takes a while, so that its refusal and the pull's deadline may be found in one turn. The
             # pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
-            self._outbox.commands.append(told.TableRefused(peer.name, cause))
+            self._outbox.commands.append(TableRefused(peer.name, cause))
             self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
         if not was_detached:
             if peer_lost:
@@ -447,7 +449,7 @@ class DecodeSide:
                 effects = pull.settled(source, "acknowledged", now)
             case wire.Refused(nonce=wire.RELEASE_NONCE):
                 if not source.is_settled:
-                    self._outbox.commands.append(told.release_refused(pull, source.name, answer))
+                    self._outbox.commands.append(release_refused(pull, source.name, answer))
                 effects = pull.settled(source, f"refused: {answer.reason}", now)
             case _:
                 effects = pull.answered(source, answer, now)
@@ -477,7 +479,7 @@ class DecodeSide:
             case wire.Draining():
                 if peer is not None and not peer.is_draining:
                     peer.is_draining = True
-                    self._outbox.commands.append(told.PeerDraining(peer.name, peer.address))
+                    self._outbox.commands.append(PeerDraining(peer.name, peer.address))
             case _:
                 self._outbox.counters["dropped.unexpected"] += 1
 
@@ -490,7 +492,7 @@ class DecodeSide:
         was_retired, num_gone = pull.is_retired, len(pull.unanswered)
         effects = pull.tick(now)
         if silent := pull.unanswered[num_gone:]:
-            self._outbox.commands.append(told.release_unanswered(pull, silent, Reason.TIMEOUT, now))
+            self._outbox.commands.append(release_unanswered(pull, silent, Reason.TIMEOUT, now))
         if pull.is_retired and not was_retired:
             self._outbox.counters["blocks.retired"] += 1
             self._outbox.commands.append(PullReached(pull, M.RETIRED))
@@ -776,7 +778,7 @@ class DecodeSide:
 
     def _tables_made(self, peer: Peer, tables: PeerTables) -> None:
         for warning in tables.warnings:
-            self._outbox.commands.append(told.SlowGeometry(peer.name, warning))
+            self._outbox.commands.append(SlowGeometry(peer.name, warning))
 
     # -- inside: peers -------------------------------------------------------------------------------
 
@@ -849,7 +851,7 @@ class DecodeSide:
             if pull.is_published:
                 there = self.peers.by_place.get(source.rank.place)  # another peer, if the rank was met anew
                 if source.release is not RELEASE.SETTLED and (there is None or there.state is S.GONE):
-                    unanswered = told.release_unanswered(pull, (source.name,), reason, now, detail)
+                    unanswered = release_unanswered(pull, (source.name,), reason, now, detail)
                     self._outbox.commands.append(unanswered)
                     self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
             elif source.role is ROLE.READ:

@@ -20,11 +20,11 @@ from asynckv.core.lease import Lease
 from asynckv.core.notes import Note
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.told import Told
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.core.wire import MAJOR, MAX_DETAIL, MAX_MESSAGES, SOFT_PACKET, Message, Packet, Refused, Release, Unwelcome
 from asynckv.geometry.gather import Gathered
 from asynckv.geometry.plan import ReadRequest
+from asynckv.told import Told
 
 
 class LoadPeer(Struct, frozen=True):

@@ -30,11 +30,11 @@ from asynckv.core.copies import NO_SLOT, Copies
 from asynckv.core.lease import AT_ONCE, PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Reader, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.limits import remember, warn_after
+from asynckv.core.news import lease_granted
 from asynckv.core.outbox import LeaseOver, Outbox, Traced
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
-from asynckv.core.told import MAX_GRANTS, ReaderRefused, lease_granted, short
 from asynckv.core.types import Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack
 from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
@@ -42,6 +42,7 @@ from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expa
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.gather import Ranges, check_recipe
 from asynckv.geometry.layout import Group
+from asynckv.told import MAX_GRANTS, ReaderRefused, short
 
 MAX_ENDED = 8192
 

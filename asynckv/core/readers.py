@@ -16,10 +16,10 @@ from asynckv.core import wire
 from asynckv.core.lease import WHAT, refused
 from asynckv.core.limits import remember
 from asynckv.core.outbox import Outbox
-from asynckv.core.told import ReaderMet, ReaderRefused, short
 from asynckv.core.types import SHOWN_LETTERS, Reason, ReplyTo, rank_name
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Layout
+from asynckv.told import ReaderMet, ReaderRefused, short
 
 _Rank = tuple[str, int, int]  # a reading rank: its engine, TP rank and stage, as it names itself
 DOCTOR = "asynckv-doctor-"  # prefix of the cohort of `asynckv doctor --to`

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from asynckv.core.told import PromptsCounted
 from asynckv.errors import PullError
 from asynckv.offload.found import Found
 from asynckv.results import LeaseEnd, Loaded, PullResult, Stored
+from asynckv.told import PromptsCounted
 
 
 class Order(msgspec.Struct, frozen=True):

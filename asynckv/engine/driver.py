@@ -19,10 +19,10 @@ from typing import Protocol, TypeVarTuple, assert_never
 
 import anyio
 
+from asynckv import told
 from asynckv.account.inspect import HeldBlocks
 from asynckv.account.survey import Survey
 from asynckv.account.watch import Watch
-from asynckv.core import told
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
@@ -40,7 +40,6 @@ from asynckv.core.outbox import (
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
-from asynckv.core.told import Told, short
 from asynckv.core.types import Address, How, ReplyTo, members
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
@@ -50,6 +49,7 @@ from asynckv.errors import BackendError, BlocksRetired, EngineClosed, LocalProto
 from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observers
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, CopyMade, DataPlane, TimerHandle
+from asynckv.told import Told, short
 
 TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "

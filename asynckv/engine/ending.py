@@ -15,11 +15,12 @@ import asyncio
 import math
 from collections.abc import Sequence
 
+from asynckv import told
 from asynckv.account.inspect import HeldBlocks
 from asynckv.config import EngineConfig
-from asynckv.core import told
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeEvent, LifeState
+from asynckv.core.news import release_unanswered
 from asynckv.core.types import Reason
 from asynckv.edges.control.local import LocalDoor
 from asynckv.engine.driver import Driver, kept
@@ -194,7 +195,7 @@ class Shutdown:
             for pull in core.decode.pulls.values():
                 if pull.is_published and (unsettled := tuple(x.name for x in pull.sources if not x.is_settled)):
                     now, detail = driver.clock.now(), f"this side {how}"
-                    self._recorder.log(told.release_unanswered(pull, unsettled, Reason.ENGINE_CLOSED, now, detail))
+                    self._recorder.log(release_unanswered(pull, unsettled, Reason.ENGINE_CLOSED, now, detail))
         core.say_goodbye()
         driver.at_once()
         return left

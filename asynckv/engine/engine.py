@@ -16,12 +16,12 @@ from typing import Any, Self
 import anyio
 import msgspec
 
+from asynckv import told
 from asynckv.account.inspect import HeldBlocks, Inspector, RequestStatus, retry_status
 from asynckv.account.survey import Survey
 from asynckv.account.values import Facts, Lag
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_RETRIES, EngineConfig
-from asynckv.core import told
 from asynckv.core.attempts import Request, Waiter
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.pull import PullRequest

@@ -1,6 +1,6 @@
 """Structured logs: an event whenever a request ends, a lease ends or a peer changes.
 
-`setup.py` chooses where events go, `core/told.py` defines them, and `sampling.py` chooses which successes are logged.
+`setup.py` chooses where events go, `told.py` defines them, and `sampling.py` chooses which successes are logged.
 Most events are made where they happen. Events about pulls and leases are made here, because few of them are logged.
 
 An event costs about 50 microseconds, ten times as much as the core spends on the request. Therefore levels are checked
@@ -25,23 +25,24 @@ from typing import Any
 
 import msgspec
 
+from asynckv import told
 from asynckv.account.inspect import Inspector, RequestStatus
 from asynckv.account.waits import last_grants, waits_for
 from asynckv.account.watch import HeldAlike
 from asynckv.arguments import is_text
 from asynckv.config import EngineConfig, LogConfig
-from asynckv.core import told
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
+from asynckv.core.news import lease_granted, pull_ids
 from asynckv.core.notes import History, Lapsed, Note, ReaderGone
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.told import MAX_NAMED, Told, short
 from asynckv.core.types import Key, KVTransferParams, Reason
 from asynckv.geometry.bounds import NULL
 from asynckv.observe.observer import Observer
 from asynckv.observe.sampling import Rate, Sampler
 from asynckv.observe.setup import LEVELS, file_sink, logger_for
+from asynckv.told import MAX_NAMED, Told, short
 from asynckv.version import VERSION
 
 SAME_S = 1.0
@@ -203,7 +204,7 @@ class Recorder(Observer):
             return
         like = "" if good else self._same_as(pull, now)
         ended = told.PullEnded(
-            *told.pull_ids(pull),
+            *pull_ids(pull),
             cause=str(pull.reason),
             seconds=round(took, 6),
             same_as=like,
@@ -306,16 +307,16 @@ class Recorder(Observer):
 
     def pull_tried_again(self, pull: Pull, after_s: float) -> None:
         cause, attempt = str(pull.reason), pull.attempt + 1
-        self.log(told.PullRetried(*told.pull_ids(pull), cause=cause, attempt=attempt, after_s=round(after_s, 6)))
+        self.log(told.PullRetried(*pull_ids(pull), cause=cause, attempt=attempt, after_s=round(after_s, 6)))
 
     def blocks_returned(self, pull: Pull, now: float) -> None:
         seconds = round(now - pull.published_at, 6)
-        self.log(told.BlocksReturned(*told.pull_ids(pull), blocks=written_blocks(pull), seconds_after_failure=seconds))
+        self.log(told.BlocksReturned(*pull_ids(pull), blocks=written_blocks(pull), seconds_after_failure=seconds))
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
         self.log(
             told.BlocksRetired(
-                *told.pull_ids(pull),
+                *pull_ids(pull),
                 blocks=written_blocks(pull),
                 held_by=[x.where for x in pull.sources if x.running or x.doubtful],
                 transfers=sum(len(x.running | x.doubtful) for x in pull.sources),
@@ -391,7 +392,7 @@ class Recorder(Observer):
             )
         )
         for pull_id in itertools.islice(lease.grants, told.MAX_GRANTS):  # these readers claimed before it was lent
-            self.log(told.lease_granted(lease, pull_id))
+            self.log(lease_granted(lease, pull_id))
 
     def held_for_long(self, held: HeldAlike, oldest: Sequence[RequestStatus]) -> None:
         found = list(zip(held.oldest, oldest, strict=True))
@@ -432,7 +433,7 @@ class Recorder(Observer):
         for at, what in entries:
             to, at_s = _entry(what), round(at - start, 6)
             if isinstance(subject, Pull):
-                self.log(told.PullTransition(*told.pull_ids(subject), to=to, at_s=at_s))
+                self.log(told.PullTransition(*pull_ids(subject), to=to, at_s=at_s))
             else:
                 self.log(told.LeaseTransition(*_lease_ids(subject), to=to, at_s=at_s))
 
@@ -490,7 +491,7 @@ def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
 def _held_pull(pull: Pull, status: RequestStatus) -> told.HeldPull:
     ranks = {x.rank: x.state for x in status.ranks[:MAX_RANKS]}
     state_s, left_s = round(status.state_s, 3), _rounded(status.left_s)
-    return told.HeldPull(*told.pull_ids(pull), state_s=state_s, ranks=ranks, left_s=left_s)
+    return told.HeldPull(*pull_ids(pull), state_s=state_s, ranks=ranks, left_s=left_s)
 
 
 def _rounded(seconds: float | None) -> float | None:

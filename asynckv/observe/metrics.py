@@ -34,12 +34,12 @@ from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullState
-from asynckv.core.told import StepWait
 from asynckv.core.types import Reason
 from asynckv.core.wire import REFUSED, UNWELCOME
 from asynckv.errors import ConfigError, EngineClosed
 from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, MetricsTally
 from asynckv.observe.observer import Observed, Reading, observation_of
+from asynckv.told import StepWait
 from asynckv.version import VERSION
 
 log = logging.getLogger("asynckv")

@@ -15,9 +15,9 @@ from asynckv.arguments import shown
 from asynckv.core.lease import Lease
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.told import StepWait
 from asynckv.core.types import KVTransferParams
 from asynckv.errors import ConfigError
+from asynckv.told import StepWait
 
 T = TypeVar("T")
 

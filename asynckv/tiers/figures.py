@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from asynckv import told
 from asynckv.config import OffloadConfig
-from asynckv.core import told
 from asynckv.engine.driver import Driver
 from asynckv.offload.job import MoveKind
 from asynckv.tiers.mover import Mover

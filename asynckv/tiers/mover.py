@@ -16,9 +16,9 @@ from typing import Literal
 
 from msgspec import structs
 
+from asynckv import told
 from asynckv.account.inspect import HeldBlocks
 from asynckv.config import OffloadConfig
-from asynckv.core import told
 from asynckv.core.attempts import Waiter
 from asynckv.core.events import Ending
 from asynckv.core.types import Reason, TransferId

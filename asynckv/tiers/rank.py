@@ -17,9 +17,9 @@ import anyio
 import msgspec
 import numpy as np
 
+from asynckv import told
 from asynckv.account.inspect import HeldBlocks
 from asynckv.config import EngineConfig, OffloadConfig
-from asynckv.core import told
 from asynckv.core.lifecycle import LifeState
 from asynckv.edges.aside import Aside
 from asynckv.engine.driver import kept, wait_until

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from msgspec import Struct, structs
 
-from asynckv.core.told import ADVICE, ENDS, EVENTS, Line, Told
+from asynckv.told import ADVICE, ENDS, EVENTS, Line, Told
 from scripts.draw.drawing import DOCS, between, table
 
 KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object", UnionType: "text or object"}

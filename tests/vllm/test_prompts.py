@@ -11,10 +11,10 @@ from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.v1.request import Request
 
-from asynckv.core.told import LONG_S, MANY_PROMPTS, PromptsCounted
 from asynckv.embed.orders import Cancel, Lend, Pull
 from asynckv.integrations.vllm.scheduler import NOT_FOR_NIXL
 from asynckv.integrations.vllm.stats import SchedulerTally
+from asynckv.told import LONG_S, MANY_PROMPTS, PromptsCounted
 from tests.vllm.schedulers import Side
 from tests.vllm.test_scheduler import brought, is_clean, prompt_of
 

@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from asynckv import PrefillRanks
-from asynckv.core.told import PromptsCounted
 from asynckv.edges.survivor.process import ServingPlane
 from asynckv.embed import Announce, Cancel, Failed, Finished, Lend, Pull
 from asynckv.errors import BlocksRetired, ConfigError, LocalProtocolError, PeerUnreachable, ReadFailed
@@ -27,6 +26,7 @@ from asynckv.integrations.vllm.handover import StepOrders
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.worker import WorkerHalf, unpinned
 from asynckv.results import LeaseEnd, PullResult
+from asynckv.told import PromptsCounted
 from tests.vllm.keeps import Attention, Recurrent, mamba2
 from tests.vllm.planned import plan, vllm_config
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asynckv.core.told import PromptsCounted
 from asynckv.embed.orders import Order
 from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from asynckv.told import PromptsCounted
 
 
 @dataclass

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from asynckv.core.told import PromptsCounted
 from asynckv.integrations.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.results import PullResult
+from asynckv.told import PromptsCounted
 
 EVERY_S = 1.0
 MAX_SAMPLES = 4096  # durations per interval and worker, because vLLM sends them between processes

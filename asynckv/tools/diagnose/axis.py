@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.core.notes import Note
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, Process, Service, history, note_of, start_of
 from asynckv.tools.diagnose.records import grouped

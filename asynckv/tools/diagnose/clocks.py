@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.tools.diagnose.records import Record, grouped
 
 MAX_SET = 2  # times that the clock of one process is set

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from asynckv import told
 from asynckv.account.survey import MAX_PEERS
-from asynckv.core import told
 from asynckv.edges.kernel import FIRST_PID_NAMESPACE
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.tools.diagnose import standing

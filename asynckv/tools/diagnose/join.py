@@ -25,10 +25,10 @@ from typing import Any
 
 import msgspec
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.core.notes import AnyNote, GrantedTo, Note, Promised, Released
-from asynckv.core.told import LastClaim, RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
+from asynckv.told import LastClaim, RefusedMessage
 from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Logs, Record, grouped, number

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import REFUSED_AS, ReaderView
 from asynckv.tools.diagnose.join import (

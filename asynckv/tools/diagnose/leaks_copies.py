@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Process, Service
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asynckv import told
 from asynckv.account.inspect import RequestStatus
-from asynckv.core import told
 from asynckv.edges.kernel import identity
 from asynckv.tools.diagnose.ask import Trouble
 from asynckv.tools.diagnose.join import Logged, LoggedLease, LoggedPull, Process, Service, engine_of, start_of

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, WELL, OwnerView, ReaderView
 from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, base_name, engine_of, start_of

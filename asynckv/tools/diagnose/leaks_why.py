@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from asynckv.core.told import RefusedMessage
 from asynckv.core.types import How
+from asynckv.told import RefusedMessage
 from asynckv.tools.diagnose import leaks_between as between
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, FAILED_AS, WHY, OwnerView, ReaderView, in_words, remedy_of
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, base_name, engine_of, start_of

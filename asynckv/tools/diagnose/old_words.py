@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.core.notes import GrantedTo, Note, Promised, Released, Revoked
 from asynckv.core.types import How
 from asynckv.tools.diagnose.causes import OLD_WORDS

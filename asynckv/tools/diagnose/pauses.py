@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.records import Record, grouped

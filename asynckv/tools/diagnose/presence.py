@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.core.types import How
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, start_of

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.core.types import rank_name
 from asynckv.edges.files.io import no_collection
 from asynckv.errors import ConfigError
@@ -77,7 +77,7 @@ def _fields(text: bytes) -> dict[str, Any]:
 @dataclass(slots=True, eq=False)
 class Record:
     at: float  # when it was logged, in seconds since 1970 by that process's own clock
-    event: str  # its name, of `asynckv.core.told.EVENTS`, or one that is not known here
+    event: str  # its name, of `asynckv.told.EVENTS`, or one that is not known here
     level: str  # `debug`, `info`, `warning`, `error`
     engine_id: str  # which engine said it
     rank: str  # which rank and which start of its process, as in all logs: `prefill/pp1/tp3@0a1b2c3d`

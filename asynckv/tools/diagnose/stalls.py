@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.tools.diagnose.axis import counted, shown_seconds
 from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.records import integer, number

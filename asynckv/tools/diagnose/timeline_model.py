@@ -17,7 +17,7 @@ from importlib.resources import files
 from operator import itemgetter
 from typing import NamedTuple
 
-from asynckv.core import told
+from asynckv import told
 from asynckv.core.notes import GrantedTo, Revoked
 from asynckv.tools.diagnose.axis import Axis, counted, is_time, shown_seconds, steps_of
 from asynckv.tools.diagnose.join import LEASE_EVENTS, PULL_EVENTS, LoggedLease, LoggedPull, LoggedRequest, Process

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.core import told
+from asynckv import told
 
 MAX_WELL = 50_000
 """Most lines of successful requests that are kept as a sample of whole requests."""
