@@ -175,7 +175,11 @@ def check_block_ids(
         ):  # a short list of different, existing block ids and nothing else needs no further check
             array = np.array(ids, np.int64)
         else:
-            array = _long_list(_named(index, group), group, ids)
+            try:
+                array = as_block_ids(ids, group.null_block)
+            except LayoutError as exc:
+                raise PlanRefused(f"{_named(index, group)}: {exc}") from None
+            check_blocks(_named(index, group), group, array)
         end = (begin // group.block_size + len(array)) * group.block_size
         if num_tokens is not None and len(array) and end < num_tokens:
             raise PlanRefused(
@@ -185,15 +189,6 @@ def check_block_ids(
             )
         out.append((begin, array))
     return tuple(out)
-
-
-def _long_list(where: str, group: Group, ids: BlockIds) -> Int64s:
-    try:
-        array = as_block_ids(ids, group.null_block)
-    except LayoutError as exc:
-        raise PlanRefused(f"{where}: {exc}") from None
-    check_blocks(where, group, array)
-    return array
 
 
 def _named(index: int, group: Group) -> str:

@@ -109,11 +109,11 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
         out.append(Difference(field, local.model or "without a name", remote.model or "without a name"))
     local_layers, remote_layers = _layers(local), _layers(remote)
     only_local, only_remote = strange_layers(local, remote_layers), strange_layers(remote, local_layers)
-    if local.pp_size == remote.pp_size == 1 and (only_local or only_remote):
+    if remote.pp_size > 1:
+        only_local = []  # another remote stage may have them; `assign` compares all stages
+    # Without stages of our own, every layer of every remote stage must be one of ours.
+    if local.pp_size == 1 and (only_local or only_remote):
         out.append(Difference("layers only on one side", _some(only_local), _some(only_remote)))
-    elif local.pp_size == 1 and only_remote:
-        # Without stages of our own, every layer of every remote stage must be one of ours.
-        out.append(Difference("layers only on one side", "none", _some(only_remote)))
     for layer, local_parts in local_layers.items():
         if layer in remote_layers:
             differing = _compare_layers(local_parts, remote_layers[layer])

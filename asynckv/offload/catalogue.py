@@ -523,7 +523,7 @@ class Catalogue:
         found: list[Entry] = []
         for g, group in enumerate(self.groups):
             index, keys = tier.index[g], mine[g]
-            if not (group.is_state or group.window):
+            if group.needs_all:
                 used = reversed(keys)
             else:
                 used = (keys[position] for position in reversed(where[g]))

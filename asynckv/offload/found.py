@@ -94,9 +94,9 @@ def known(
     codes = dict.fromkeys(groups, np.zeros(0, np.uint8))
     most = len(keys) * hash_tokens
     # Groups that need every block come first, because no group is needed beyond their first gap.
-    for g, group in sorted(groups.items(), key=lambda each: each[1].is_state or each[1].window > 0):
+    for g, group in sorted(groups.items(), key=lambda each: not each[1].needs_all):
         mine = block_hashes(keys, group.block_size, hash_tokens)[: most // group.block_size]
-        if group.is_state or group.window:
+        if not group.needs_all:
             codes[g] = _codes(host, file, g, mine)
             continue
         parts = [np.zeros(0, np.uint8)]
@@ -124,13 +124,6 @@ def _codes(host: Tier, file: Tier, g: int, hashes: list[bytes]) -> Codes:
         if writing:
             codes[[i for i in absent.tolist() if hashes[i] in writing]] = ABSENT
     return codes
-
-
-def _present(host: Tier, file: Tier, g: int, keys: Sequence[bytes], size: int) -> Codes:
-    """Return for each of a group's first `size` blocks whether a tier has it; keys may be fewer."""
-    present = np.zeros(size, np.uint8)
-    present[: len(keys)] = [key in host.index[g] or key in file.index[g] for key in keys[:size]]
-    return present
 
 
 def make_room(
@@ -170,9 +163,10 @@ def make_room(
             low, high = (middle, high) if fits(up_to(middle)) else (low, middle - 1)
         codes = []
         for at, (group, places, count) in enumerate(zip(groups, new, up_to(low), strict=True)):
-            known = np.ones(low // group.block_size, np.uint8)
-            if group.is_state or group.window:
-                known[:] = _present(host, file, at, keys[at], len(known))
+            known = np.full(low // group.block_size, group.needs_all, np.uint8)
+            if not group.needs_all:
+                mine = keys[at][: len(known)]
+                known[: len(mine)] = [key in host.index[at] or key in file.index[at] for key in mine]
                 known[list(places[:count])] = 1
             codes.append(known)
         return up_to(longest(groups, codes).tokens)

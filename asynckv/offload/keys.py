@@ -35,6 +35,11 @@ class StoredGroup(Struct, frozen=True, kw_only=True):
     window: int = 0  # sliding window, as in a layout's group; 0: all tokens
     namespace: str = ""  # meaning of its hashes, see `namespace`
 
+    @property
+    def needs_all(self) -> bool:
+        """Return True if a request needs every block of its prefix, and not only the last ones."""
+        return not (self.is_state or self.window)
+
 
 def stored_groups(
     layout: Layout, record_bytes: Sequence[int], hash_tokens: int, model: str = ""

@@ -408,7 +408,7 @@ class Tiers:
 
     @property
     def _is_hybrid(self) -> bool:
-        return any(group.is_state or group.window for group in self.own.groups)
+        return not all(group.needs_all for group in self.own.groups)
 
     def _had(self, job: OffloadJob) -> int:
         """Return the tokens of the prefix that was there before a load."""

@@ -11,7 +11,7 @@ import numpy as np
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.files.io import Extent
-from asynckv.edges.nic.agent import Agent, set_up
+from asynckv.edges.nic.agent import Agent, closed_on_failure
 from asynckv.edges.nic.nixl import load_nixl
 from asynckv.geometry.layout import Memory
 
@@ -29,7 +29,8 @@ class NixlFiles:
         self._agent: Agent | None = self._make_agent()
 
     def _make_agent(self) -> Agent:
-        with set_up(Agent(self._api, f"{self._name}-files{next(self._numbers)}", "POSIX", AIO)) as agent:
+        agent = Agent(self._api, f"{self._name}-files{next(self._numbers)}", "POSIX", AIO)
+        with closed_on_failure(agent.close):
             agent.register([self._memory])
             agent.register_files(self._fds)
         return agent

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -104,21 +104,14 @@ def make_epoll() -> select.epoll:
         return select.epoll()
 
 
-class _Closing(Protocol):
-    def close(self) -> None: ...
-
-
-Closing = TypeVar("Closing", bound=_Closing)
-
-
 @contextmanager
-def set_up(made: Closing) -> Iterator[Closing]:
+def closed_on_failure(close: Callable[[], None]) -> Iterator[None]:
     """Close an agent, or a plane of them, if its set-up fails; one that cannot be closed says so at its next start."""
     try:
-        yield made
+        yield
     except BaseException:
         with suppress(BackendError):
-            made.close()
+            close()
         raise
 
 

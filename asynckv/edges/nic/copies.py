@@ -18,7 +18,7 @@ from typing import Any
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.nic.agent import SINK, SOURCE, Agent, set_up
+from asynckv.edges.nic.agent import SINK, SOURCE, Agent, closed_on_failure
 from asynckv.edges.nic.nixl import load_nixl
 from asynckv.edges.nic.posters import Poster, Posters
 from asynckv.edges.nic.staging import Bytes
@@ -90,7 +90,7 @@ class NixlCopies:
         kinds = {memory.kind for some in (near, *far.values()) for memory in some}
         self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
         self._areas: list[Bytes] = []  # staging memory of all threads
-        with set_up(self):
+        with closed_on_failure(self.close):
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"
                 self._posters.start(name, self._make_agent(api, name, near, far), TELL_S, joins=False)
@@ -98,7 +98,8 @@ class NixlCopies:
     def _make_agent(self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]]) -> Agent:
         params = {"ucx_error_handling_mode": "none", "engine_config": f"TLS={self._tls}"}
         # A `UCX_TLS` for the network (`tcp`, `rc`) would send copies over it, at a fifth of the speed.
-        with set_up(Agent(api, name, "UCX", params, unheeded=("UCX_TLS",))) as agent:
+        agent = Agent(api, name, "UCX", params, unheeded=("UCX_TLS",))
+        with closed_on_failure(agent.close):
             agent.register(near)
             for each, memories in far.items():
                 agent.register_own(each, memories)

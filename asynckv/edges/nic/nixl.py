@@ -31,7 +31,7 @@ from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pace import Pace
 from asynckv.core.types import TransferId
-from asynckv.edges.nic.agent import Agent, set_up
+from asynckv.edges.nic.agent import Agent, closed_on_failure
 from asynckv.edges.nic.packer import Packer
 from asynckv.edges.nic.posters import Poster, Posters
 from asynckv.edges.nic.read_costs import measure_costs
@@ -170,7 +170,7 @@ class NixlPlane:
             self._name = f"{self._base_name}-{self._starts}"
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
         self._is_sweep_due = self._has_posted = False
-        with set_up(self):
+        with closed_on_failure(self.close):
             self._agent = self._make_agent(self._name, memories)
             self._listen(self._agent)
             is_on_host = all(memory.kind == "cpu" for memory in memories)
@@ -185,7 +185,7 @@ class NixlPlane:
             stages, areas = num_slots > 0 and is_on_host, list[Bytes]()
             for number in range(1, threads + 1):
                 agent = self._make_agent(f"{self._name}-poster{number}", memories)
-                with set_up(agent):
+                with closed_on_failure(agent.close):
                     if stages:
                         agent.add_stage(num_slots, areas)
                     if stages and number == 1:
@@ -205,7 +205,8 @@ class NixlPlane:
         self._fds = tuple(fds)
 
     def _make_agent(self, name: str, memories: Sequence[Memory]) -> Agent:
-        with set_up(Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)) as agent:
+        agent = Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)
+        with closed_on_failure(agent.close):
             agent.register(memories)
         return agent
 
