@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,17 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
-from asynckv.core import prefill
+from asynckv.core import prefill, readers
 from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lease, LeaseState, Lent, Reader
 from asynckv.core.ledger import FEW
 from asynckv.core.prefill import _blocks_of
+from asynckv.core.spent import MAX_EPOCHS, SpentKeys
+from asynckv.core.timers import Timers
 from asynckv.core.told import ReaderRefused
-from asynckv.core.types import MAX_ID, Cohort, Key, KVTransferParams, Outcome, Reason, ReplyTo, RequestId
+from asynckv.core.types import MAX_ID, Address, Cohort, Key, KVTransferParams, Outcome, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
     MAJOR,
     MINOR,
     Ack,
     Claim,
+    Draining,
+    Goodbye,
     Granted,
     Hello,
     Message,
@@ -33,6 +38,8 @@ from asynckv.core.wire import (
     Refused,
     Release,
     Renew,
+    Unwelcome,
+    Welcome,
     blocks_digest,
     decode_packet,
     encode_packet,
@@ -873,3 +880,218 @@ def test_a_placeholder_that_is_named_as_a_block_is_refused_however_few_there_are
             world.lend(rank, params)
     else:
         world.lend(rank, params)
+
+
+# -- Spent keys -------------------------------------------------------------------------------------------------------
+
+
+def key(sequence: int, epoch: str = "e") -> Key:
+    return Key(epoch, 0, sequence, "0" * 32)
+
+
+def size(spent: SpentKeys) -> int:
+    """Numbers that are kept."""
+    return sum(len(firsts) + len(lasts) for firsts, lasts in spent._runs.values())
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40))))
+def test_it_is_the_set_of_what_was_added(added: list[tuple[str, int]]) -> None:
+    spent, model = SpentKeys(), set()
+    for epoch, sequence in added:
+        assert spent.add(key(sequence, epoch)) is ((epoch, sequence) not in model)
+        model.add((epoch, sequence))
+        assert {(e, s) for e in "abc" for s in range(42) if key(s, e) in spent} == model
+    assert spent.num_given_up == 0
+    gaps = sum((e, s) not in model and (e, s + 1) in model for e in "abc" for s in range(41))
+    assert spent.num_gaps == gaps
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 60)), max_size=60), st.integers(0, 4))
+def test_what_was_added_stays_whatever_has_to_be_given_up(added: list[tuple[str, int]], most: int) -> None:
+    spent, model = SpentKeys(most), set()
+    for epoch, sequence in added:
+        was_open, given_up = sum(key(s, e) not in spent for e in "ab" for s in range(61)), spent.num_given_up
+        is_new = key(sequence, epoch) not in spent
+        spent.add(key(sequence, epoch))
+        model.add((epoch, sequence))
+        assert all(key(s, e) in spent for e, s in model)
+        # What is given up is said, and nothing above the newest is.
+        given_up = spent.num_given_up - given_up
+        assert was_open - sum(key(s, e) not in spent for e in "ab" for s in range(61)) == given_up + is_new
+        assert all(key(1 + max(s for d, s in model if d == e), e) not in spent for e, _ in model)
+        assert spent.num_gaps <= most
+
+
+def test_the_oldest_gap_is_given_up_first() -> None:
+    spent = SpentKeys(2)
+    for sequence in (1, 3, 6):
+        spent.add(key(sequence))
+    assert [s for s in range(8) if key(s) not in spent] == [2, 4, 5, 7]
+
+
+def test_any_number_of_requests_is_open_in_one_gap() -> None:
+    spent = SpentKeys()
+    spent.add(key(1 << 50))
+    for sequence in range(200_000, 0, -1):
+        spent.add(key(sequence))
+    assert spent.num_gaps == 2
+    assert key(0) not in spent
+    assert key(200_001) not in spent
+
+
+def test_a_hundred_thousand_requests_in_random_order_are_all_taken() -> None:
+    spent, order = SpentKeys(), list(range(100_000))
+    random.Random(0).shuffle(order)
+    for sequence in order:
+        spent.add(key(sequence))
+    assert (size(spent), spent.num_given_up) == (2, 0)
+
+
+def test_memory_is_bounded_when_one_request_in_two_is_never_lent() -> None:
+    spent = SpentKeys(1000)
+    for sequence in range(1, 10_000, 2):
+        spent.add(key(sequence))
+    assert 980 <= spent.num_gaps <= 1000
+    assert spent.num_given_up == 5000 - spent.num_gaps
+    assert size(spent) == 2 * spent.num_gaps + 2
+
+
+def test_who_leaves_gaps_without_end_takes_none_from_others() -> None:
+    spent = SpentKeys(100)
+    for sequence in (1, 3, 5):
+        spent.add(key(sequence, "careful"))
+    for sequence in range(1, 10_000, 2):
+        spent.add(key(sequence, "careless"))
+    spent.add(key(7, "careful"))
+    assert [s for s in range(9) if key(s, "careful") not in spent] == [0, 2, 4, 6, 8]
+
+
+def test_schedulers_are_bounded_and_the_one_that_lends_is_not_forgotten() -> None:
+    spent = SpentKeys()
+    for epoch in range(2 * MAX_EPOCHS):
+        spent.add(key(5, str(epoch)))
+        spent.add(key(2 * epoch, "busy"))
+    assert len(spent._runs) == MAX_EPOCHS
+    assert spent.num_forgotten == MAX_EPOCHS + 1
+    assert all(key(2 * epoch, "busy") in spent for epoch in range(2 * MAX_EPOCHS))
+    assert spent.num_gaps == sum(len(firsts) - 1 for firsts, _ in spent._runs.values())
+
+
+def test_of_many_schedulers_with_a_gap_each_as_many_gaps_are_closed_as_there_is_no_room_for() -> None:
+    spent = SpentKeys(max_gaps=256)  # so many that several are closed at once, where one scheduler has them
+    for number in range(300):
+        spent.add(key(1, f"e{number}"))
+    assert (spent.num_gaps, spent.num_given_up) == (256, 44)
+    assert sum(key(0, f"e{number}") in spent for number in range(300)) == 44
+
+
+# -- Memory that readers can fill -------------------------------------------------------------------------------------
+
+
+class Woken:
+    """Something that wants to be woken."""
+
+    scheduled_at = math.inf
+
+
+def test_what_is_never_to_be_woken_is_not_kept_until_its_time() -> None:
+    timers, kept = Timers(), Woken()
+    timers.wake(kept, 1e6)
+    for number in range(1000):
+        item = Woken()
+        timers.wake(item, 2e6 + number)
+        timers.forget(item)
+    assert len(timers._heap) < 150
+    assert timers.next_at == 1e6
+    assert timers.pop(1e6) is kept
+
+
+# -- readers -----------------------------------------------------------------------------------------------
+
+
+def greeted(rank: Rank, number: int, minor: int = MINOR) -> list[Message]:
+    """Let a reader shake hands, and return what it is answered."""
+    hello = Hello(number, MAJOR, minor, "prefill", 0, Cohort(f"decode-{number}"))
+    route = ReplyTo(b"%d" % number)
+    rank.core.readers.greet(hello, route, f"start-{number}", "", rank.core.prefill.closed_as, False)
+    return heard(rank)
+
+
+def heard(rank: Rank) -> list[Message]:
+    return [m for _, data in rank.core.outbox.take_packets() for m in decode_packet(data).messages]
+
+
+def lone_rank() -> Rank:
+    return World().add("p", make_layout(), engine_id="prefill")
+
+
+def test_of_those_who_shook_hands_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_READERS", 3)
+    rank = lone_rank()
+    for number in (1, 2, 3, 1, 4, 5):
+        assert len(greeted(rank, number)) == 1
+    side = rank.core.readers
+    assert [source for source, _ in side.minor_versions] == ["start-1", "start-4", "start-5"]
+    assert len(side._met) == 3
+    rank.core.readers.say_goodbye()
+    assert len(heard(rank)) == 3
+
+
+def test_who_can_understand_it_hears_at_once_that_an_engine_drains() -> None:
+    rank = lone_rank()
+    for minor in (0, 1):
+        assert [type(m) for m in greeted(rank, minor, minor)] == [Welcome]
+    rank.core.readers.say_draining()
+    assert [type(m) for m in heard(rank)] == [Draining]
+
+
+def test_a_packet_of_another_version_is_answered_in_words_of_this_one() -> None:
+    rank = lone_rank()
+    (body,) = [encode_packet("start-1", "", [Goodbye()])]
+    rank.core.receive(ReplyTo(b"1"), body.replace(bytes([0x90 + 4, MAJOR]), bytes([0x90 + 4, MAJOR + 1]), 1), 0.0)
+    (answer,) = heard(rank)
+    assert isinstance(answer, Unwelcome)
+    assert (answer.nonce, answer.reason) == (0, Reason.PROTOCOL)
+    assert f"protocol version {MAJOR + 1} is not {MAJOR}" in answer.detail
+
+
+def test_an_answer_that_nobody_here_asks_for_is_counted_once() -> None:
+    rank = lone_rank()
+    rank.core.receive(ReplyTo(b"1"), encode_packet("start-1", "", [Draining()]), 0.0)
+    rank.core.receive(Address("world://q"), encode_packet("start-2", "", [Hello(1, 1, 1, "q", 0, Cohort("d"))]), 0.0)
+    assert rank.core.outbox.counters["dropped.unexpected"] == 2
+    assert heard(rank) == []
+
+
+def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others ask again."""
+    monkeypatch.setattr(readers, "MAX_WAITING", 3)
+    rank = lone_rank()
+    rank.core.agent_lost()
+    assert [greeted(rank, number) for number in (1, 2, 3, 4, 5, 2)] == [[]] * 6
+    rank.core.agent_replaced("another", b"metadata")
+    assert len(heard(rank)) == 3
+    assert len(greeted(rank, 4)) == 1
+
+
+def test_a_bug_that_one_lease_meets_ends_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    rank = world.add("p", make_layout(), engine_id="prefill")
+    lease = world.lend(rank, world.params([rank], "r", [3], 4))
+    tick_lease, met = rank.core.prefill.tick_lease, list[float]()
+
+    def fail(lease: Lease, now: float) -> bool:
+        if not met:
+            met.append(now)
+            raise RuntimeError("a bug")
+        return tick_lease(lease, now)
+
+    monkeypatch.setattr(rank.core.prefill, "tick_lease", fail)
+    with pytest.raises(RuntimeError):
+        rank.core.tick(10.0)
+    assert rank.core.next_at == 11.0
+    for now in (11.0, 30.0):
+        rank.core.tick(now)
+    assert lease.is_over
