@@ -157,9 +157,7 @@ def test_what_waits_keeps_its_lease_for_longer_than_it_lasts() -> None:
     world, prefill, decode, first = asking(0, timeout=100, total_requests=1, window_requests=1, timeout_s=100.0)
     queued = ask(world, prefill, decode, 1, timeout=100)
     world.deliver_all()
-    for _ in range(60):
-        world.advance(0.5)
-        world.deliver_all()
+    world.live(30.0)
     assert (first.state, queued.state) == (PullState.READING, PullState.QUEUED)
     step(world, decode)
     step(world, decode)
@@ -208,9 +206,7 @@ def test_a_peer_that_has_fallen_silent_takes_no_room_from_others() -> None:
     world.deliver_all()
     assert len(reading(decode)) == 4
     del world.ranks["p0"]
-    for _ in range(10):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(2.5, 0.25)
     healthy = [ask(world, alive, decode, 100 + i) for i in range(8)]
     world.deliver_all()
     stuck_reads = {t for t, r in decode.reads.items() if r.agent_name == "agent-p0"}
@@ -383,9 +379,7 @@ def test_whose_turn_comes_while_its_rank_is_silent_keeps_nobody_else_from_readin
     assert decode.core.decode.admission.waits(waiting.pull_id)
     del world.ranks["p1"]
     last = ask(world, healthy, decode, 3)
-    for _ in range(8):  # nothing is heard of the one, and much of the other
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(2.0, 0.25)  # nothing is heard of the one, and much of the other
     peers = {p.engine_id: p.state for p in decode.core.decode.peers.by_place.values()}
     assert peers == {"prefill0": PeerState.READY, "prefill1": PeerState.SUSPECT}
     while reason(first) is None:

@@ -55,13 +55,6 @@ def pair(*, reuse: bool = True, **config: Any) -> tuple[World, Rank, Rank]:
     )
 
 
-def running(world: World, seconds: float, *, step: float = 0.5) -> None:
-    """Let time pass with every letter delivered, and nothing read to its end."""
-    for _ in range(round(seconds / step)):
-        world.advance(step)
-        world.deliver_all()
-
-
 # -- the list ----------------------------------------------------------------------------------------
 
 
@@ -70,7 +63,7 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     params, _ = world.lent(prefill, "req", [3])
     world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
-    running(world, 60.0)
+    world.live(60.0)
     assert decode.core.inspect.holds(world.time(decode)) == ()
     (request,) = decode.core.inspect.requests(world.time(decode))
     assert (request.kind, request.request_id, request.prefill_request_id) == ("announced", "d-req", "req")
@@ -98,7 +91,7 @@ def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
     """A lease is overdue unclaimed, and claimed before it is said."""
     world, prefill, decode = pair(lease=LeaseConfig(lease_s=30.0))
     params, _ = world.lent(prefill, "req", [3])
-    running(world, 10.0)
+    world.live(10.0)
     assert prefill.core.watch.next_at < math.inf
     world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
@@ -146,8 +139,7 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
 
 def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params, readers=2)
+    params, lease = world.lent(prefill, "req", [3], written=True, readers=2)
     world.pull(decode, "d", [9], params)
     world.deliver_all()
     del world.ranks[decode.name]
@@ -216,7 +208,7 @@ def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
         world, prefill, decode = pair(log=log)
         params, _ = world.lent(prefill, "req", [3])
         world.announce(decode, "d", params, 300.0)
-        running(world, seconds)
+        world.live(seconds)
         assert prefill.said == decode.said == []
 
 
@@ -225,7 +217,7 @@ def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
     params, _ = world.lent(prefill, "req", [3])
     world.announce(decode, "d", params, 300.0)
     world.deliver_all()
-    running(world, 50.0, step=0.05)
+    world.live(50.0, step=0.05)
     for side in (prefill, decode):
         assert [t - side.epoch for t, _ in side.said] == pytest.approx([10.25, 20.25, 40.25], abs=0.1)
     assert {(s.state, s.number) for _, s in decode.said} == {("announced", 1)}
@@ -239,14 +231,14 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
     params = world.params([prefill], "req", [3], 4, written=True)
     world.announce(decode, "d", params, 300.0)
     world.deliver_all()
-    running(world, 9.0)
+    world.live(9.0)
     world.lend(prefill, params)
     pull = begin(decode.core, PullRequest("d", [(0, [9])], params), 100.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
-    running(world, 9.0)
+    world.live(9.0)
     assert decode.said == []
-    running(world, 2.0)
+    world.live(2.0)
     ((_, said),) = decode.said
     assert (said.state, said.number, said.oldest) == ("reading", 1, (pull,))
     assert said.waits.startswith("still reading from prefill/tp0@prefill- (world://")
@@ -552,7 +544,7 @@ def test_phases_of_a_pull_that_was_never_pulled_are_its_announcement() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
     pull = world.announce(decode, "d", params, 20.0)
-    running(world, 25.0)
+    world.live(25.0)
     assert (pull.reason, pull.failed_in) == (Reason.TIMEOUT, "announced")
     assert phases(pull)["announced"] == pytest.approx(20.0)
 

@@ -444,12 +444,10 @@ async def test_results_that_are_not_taken_are_logged_answered_and_shown(
 
 def test_announcements_wait_for_an_engine_that_makes_no_steps_also_when_they_were_let_go() -> None:
     world, prefill, decode = two()
-    params = world.params([prefill], "r", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [3], written=True)
     decode.core.decode.alive_at = world.time(decode)
     world.now += 2.0
-    pull = decode.core.announce("d", params, "", 3600.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "d", params, 3600.0)
     world.run()
     for seconds in range(1, 61):
         world.run(1.0)
@@ -466,8 +464,7 @@ def test_announcements_wait_for_an_engine_that_makes_no_steps_also_when_they_wer
 @pytest.mark.parametrize("alive", [True, False], ids=["makes steps", "runs this loop itself"])
 def test_announcements_wait_for_no_step_of_an_engine_that_makes_steps_or_runs_this_loop(*, alive: bool) -> None:
     world, prefill, decode = two()
-    params = world.params([prefill], "r", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [3], written=True)
     decode.core.announce("d", params, "", 3600.0, world.time(decode))
     for _ in range(120):
         decode.core.decode.alive_at = world.time(decode) if alive else math.inf

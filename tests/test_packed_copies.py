@@ -1198,8 +1198,7 @@ def test_a_peer_that_is_lost_while_it_is_asked_fails_its_pulls_and_is_asked_no_m
 def test_our_agent_is_destroyed_while_copies_are_asked_for() -> None:
     pair = Pair()
     pair.deliver_until(Pack)
-    pair.reader.core.close(pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair.world.close(pair.reader)
     pair.reader.core.decode.destroyed(pair.world.time(pair.reader))
     pair.world.settle(pair.reader)
     assert pair.reader.returned == [pair.pull]

@@ -487,8 +487,7 @@ def test_nobody_repeats_a_release_to_a_process_that_is_gone() -> None:
     params = world.params([prefill], "r2", [2], 4, written=True)
     announced = world.announce(decode, "d2", params, 300.0)
     world.run(1.1)
-    decode.core.cancel("d2", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d2")
     world.run(1.1)
     assert announced.is_over
     world.run(5.0)
@@ -707,8 +706,7 @@ def announced_at_a_replaced_peer() -> tuple[World, Rank, Pull, KVTransferParams,
 def test_who_owes_a_release_at_a_place_hears_when_whoever_was_met_there_anew_is_gone() -> None:
     """The same start of the same process: nobody waits for an acknowledgement that cannot come."""
     world, decode, pull, _, address = announced_at_a_replaced_peer()
-    decode.core.cancel("q", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "q")
     world.letters[:] = [letter for letter in world.letters if letter.to != address]
     world.run()
     world.letters.clear()
@@ -981,8 +979,7 @@ def test_unknown_ranks_are_greeted_a_few_at_a_time_and_those_of_the_request_with
     world.advance(0.05)
     assert peers.GREETING_BURST < num_greeted() <= peers.GREETING_BURST + 0.06 * peers.GREETINGS_PER_S
     for number in range(14):
-        decode.core.cancel(f"tampered {number}", world.time(decode))
-    world.settle(decode)
+        world.cancel(decode, f"tampered {number}")
     assert not found.waiting, "whoever gave up waits for nothing"
     world.check()
 

@@ -158,9 +158,7 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     pull = world.pull(decode, "d", [9], params)
     world.deliver_all()
     (transfer,) = decode.reads
-    for _ in range(4):  # the pull has taken longer than `held_s` when it ends
-        world.advance(2.0)
-        world.deliver_all()
+    world.live(8.0, 2.0)  # the pull has taken longer than `held_s` when it ends
     world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "trouble"))
     del world.ranks[prefill.name]
     world.letters.clear()
@@ -264,9 +262,7 @@ def test_what_is_being_read_is_renewed_however_long_its_embedder_stands_still() 
     pull = world.pull(decode, "d", [9], params, timeout=600.0)
     world.deliver_all()
     decode.core.decode.alive_at = world.time(decode)
-    for _ in range(120):
-        world.deliver_all()
-        world.advance(1.0)
+    world.live(120.0, 1.0)
     assert (pull.reason, lease.is_over) == (None, False)
     world.run()
     assert pull.reason is Reason.COMPLETE

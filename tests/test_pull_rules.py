@@ -34,13 +34,11 @@ def test_a_state_ends_at_the_latest_when_its_own_bound_or_its_callers_has_passed
     world.deliver_all()
     assert (pull.state, pull.until) == (PullState.READING, 30.0)
     world.advance(1.0)
-    decode.core.cancel("d1", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d1")
     assert (pull.state, pull.until) == (PullState.DRAINING, 3.0)
     late = ask(world, prefill, decode, 2, timeout=1.5)
     world.deliver_all()
-    decode.core.cancel("d2", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d2")
     assert (late.state, late.until) == (PullState.DRAINING, 2.5)
 
 

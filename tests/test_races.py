@@ -235,9 +235,7 @@ def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> No
     pull = ask(world, healthy, decode, 200)
     world.deliver_all()
     assert decode.core.decode.admission.waits(pull.pull_id)
-    for _ in range(8):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(2.0, 0.25)
     assert pull.state is PullState.READING
     world.complete(decode, next(t for t, r in decode.reads.items() if r.agent_name == "agent-p2"))
     world.deliver_all()
@@ -280,17 +278,13 @@ def test_a_peer_that_is_idle_is_not_taken_for_one_that_sends_nothing(has_owed: b
     if has_owed:  # its read has ended, and it waits to be lent
         ask(world, prefill, decode, 1, lend=False, timeout=60.0)
         world.run()
-    for _ in range(40):
-        world.deliver_all()
-        world.advance(0.25)
+    world.live(10.0, 0.25)
     ask(world, prefill, decode, 2)
     world.deliver_all()
     world.advance(0.3)
     world.deliver_all()
     assert decode.core.outbox.counters["peers.set_aside"] == 0
-    for _ in range(8):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(2.0, 0.25)
     assert decode.core.outbox.counters["peers.set_aside"] == 1
 
 
@@ -320,12 +314,8 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     for i in range(8):
         ask(world, first, decode, i)
     world.deliver_all()
-    for _ in range(6):
-        world.advance(0.25)
-        world.letters.clear()
-    for _ in range(4):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(1.5, 0.25, is_heard=False)
+    world.live(1.0, 0.25)
     others = [ask(world, second, decode, 100 + i) for i in range(4)]
     world.deliver_all()
     assert {p.state for p in others} == {PullState.QUEUED}
@@ -456,8 +446,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
         ask(world, prefill, decode, i)
         world.deliver_all()
     params, _ = world.lent(prefill, "r9", [9], written=True)
-    decode.core.announce("d9", params, "", 30.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d9", params, 30.0)
     world.deliver_all()
     begin(decode.core, PullRequest("d9", [(0, [9])], params, priority=-1), 30.0, world.time(decode))
     world.settle(decode)

@@ -63,8 +63,7 @@ def group(world: World, tp_prefill: int, tp_decode: int, heads: int = 4) -> tupl
 def test_a_request_from_lend_to_release() -> None:
     world, prefill, decode = pair()
     want = [prefill.buffers.block(b) for b in (3, 1)]
-    params = world.params([prefill], "req", [3, 1], 8, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3, 1], written=True)
     it = world.pull(decode, "d-req", [9, 4], params)
     world.run()
     assert (it.reason, it.state, lease.state) == (Reason.COMPLETE, PullState.RELEASED, LeaseState.RELEASED)
@@ -86,8 +85,7 @@ def test_a_consumed_request_is_refused_at_once_and_the_refusal_says_who_read_it(
 
 def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params, readers=6)
+    params, _ = world.lent(prefill, "req", [3], written=True, readers=6)
     for i in range(7):
         wanted = PullRequest(f"sibling{i}", [(0, [i])], params, f"d/{i}")
         pull = begin(decode.core, wanted, 30, world.time(decode))
@@ -129,9 +127,7 @@ def test_bytes_without_proof_are_not_published() -> None:
     prefill.core.prefill.revoke(next(iter(prefill.core.prefill.leases.values())), world.time(prefill))
     world.settle(prefill)
     world.letters.clear()
-    for _ in range(120):
-        world.advance(0.1)
-        world.letters.clear()  # renewals are lost as well
+    world.live(12.0, 0.1, is_heard=False)  # renewals are lost as well
     assert prefill.core.is_idle, "the promise ran out, the blocks went back and were overwritten"
     world.complete(decode, transfer_id)
     assert it.state is PullState.CONFIRMING
@@ -145,9 +141,7 @@ def test_a_claim_sent_after_the_read_proves_it_without_any_clock() -> None:
     it = world.pull(decode, "d-req", [9], params, timeout=100)
     world.deliver_all()
     (transfer_id,) = decode.reads
-    for _ in range(115):
-        world.advance(0.1)
-        world.letters.clear()
+    world.live(11.5, 0.1, is_heard=False)
     world.complete(decode, transfer_id)  # past every grant, but the lease itself still stands
     assert it.state is PullState.CONFIRMING
     world.run()
@@ -158,8 +152,7 @@ def test_a_revoked_lease_keeps_its_promise() -> None:
     world, prefill, decode, params, lease = lent()
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    prefill.core.prefill.revoke(lease, world.time(prefill))
-    world.settle(prefill)
+    world.revoke(prefill, lease)
     assert lease.state is LeaseState.ENDING
     world.advance(1.0)
     world.run()
@@ -176,8 +169,7 @@ def test_a_grant_is_kept_to_its_last_moment_whatever_is_heard_before(before_s: f
         world.deliver()
     world.letters.clear()
     world.lend(prefill, world.params([prefill], "other", [4], 4))  # so that the rank has other things to do
-    prefill.core.prefill.revoke(lease, world.time(prefill))
-    world.settle(prefill)
+    world.revoke(prefill, lease)
     (grant,) = lease.grants.values()
     world.now = grant.until - before_s
     world.letters[:] = claims
@@ -193,8 +185,7 @@ def test_a_grant_is_kept_to_its_last_moment_whatever_is_heard_before(before_s: f
 def test_bytes_are_believed_to_the_last_moment_of_a_promise_and_not_beyond(after_s: float, is_believed: bool) -> None:
     world, prefill, decode = pair()
     want = prefill.buffers.block(3)
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     (source,) = it.sources
@@ -226,8 +217,7 @@ def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
         for stage in range(2)
     ]
     want = prefill.buffers.block(3)
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3], written=True)
     for stage, others in ((1, ["decode/tp0"]), (0, [])):
         assert lease.state is LeaseState.LENT
         it = world.pull(stages[stage], "d-req", [9], params)
@@ -344,8 +334,7 @@ def test_a_closed_engine_parks_nothing(is_early: bool) -> None:
 def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
     world = World()
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
-    params = world.params([prefill], "r", [1], 4)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "r", [1])
     first = begin(decode.core, PullRequest("a", [(0, [2])], params, "x" * 512), 5.0, 0.0)
     world.settle(decode)
     world.run()
@@ -357,8 +346,7 @@ def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params, timeout=1)
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d-req")
     world.run()
     world.complete_all()
     assert it.reason is Reason.CANCELLED
@@ -391,8 +379,7 @@ def test_an_early_release_below_the_newest_ends_its_lease_when_it_is_lent() -> N
     world.lend(prefill, late)
     it = world.pull(decode, "d-req", [1], early)
     world.run()
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d-req")
     world.run()
     assert it.reason is Reason.CANCELLED
     assert world.lend(prefill, early).state is LeaseState.RELEASED
@@ -400,8 +387,7 @@ def test_an_early_release_below_the_newest_ends_its_lease_when_it_is_lent() -> N
 
 def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
     world, prefill, decode = pair()
-    first = world.params([prefill], "first", [3], 4, written=True)
-    world.lend(prefill, first)
+    first, _ = world.lent(prefill, "first", [3], written=True)
     world.pull(decode, "d-first", [1], first)
     world.run()
     prefill.core.prefill._ended.clear()  # as after very many others
@@ -418,8 +404,7 @@ def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() 
     params = world.params([prefill], "req", [3], 4)
     waits = world.pull(decode, "waits", [1], params)
     world.run()
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     comes = world.pull(decode, "comes", [2], params)
     world.run()
     assert (waits.reason, comes.reason) == (Reason.WITHDRAWN, Reason.WITHDRAWN)
@@ -436,8 +421,7 @@ def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
     world, prefill, decode, params, lease = lent()
     it = world.pull(decode, "d-req", [1], params)
     world.deliver_all()
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     assert lease.state is LeaseState.ENDING
     world.run()
     assert (it.reason, prefill.leases_ended) == (Reason.COMPLETE, [lease])
@@ -447,8 +431,7 @@ def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
 
 
 def announce(world: World, decode: Rank, params: KVTransferParams) -> Pull:
-    pull = decode.core.announce("d-req", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "d-req", params, 300.0)
     world.run()
     return pull
 
@@ -457,8 +440,7 @@ def test_who_has_only_announced_lets_go_of_what_is_withdrawn_at_its_next_renewal
     """A third of the grant, and not the whole: nothing is read that the promise would have to cover."""
     world, prefill, decode, params, lease = lent()
     announced = announce(world, decode, params)
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     assert lease.state is LeaseState.ENDING
     world.run(10.0 / 3 + 0.1)
     assert (str(lease.state), announced.reason, announced.is_over) == ("revoked", Reason.REVOKED, True)
@@ -471,11 +453,9 @@ def test_what_is_pulled_after_the_withdrawal_and_under_a_promise_is_right() -> N
     """The blocks are not the engine's before the reader is through, so its bytes are what was lent."""
     world, prefill, decode = pair()
     want = prefill.buffers.block(3)
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3], written=True)
     announce(world, decode, params)
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     world.run(1.0)
     pull = world.pull(decode, "d-req", [9], params)
     assert not lease.is_over
@@ -494,8 +474,7 @@ def test_a_rank_that_wants_its_blocks_back_ends_a_pull_that_still_meets_another(
     del world.ranks["p1"]
     pull = world.pull(decode, "d-req", [9], params)
     world.run(1.0)
-    prefill[0].core.withdraw(params, world.time(prefill[0]))
-    world.settle(prefill[0])
+    world.withdraw(prefill[0], params)
     world.run(10.0 / 3)
     assert (pull.reason, pull.failed_in, leases[0].is_over) == (Reason.REVOKED, "handshake", True)
 
@@ -546,8 +525,7 @@ def test_a_release_takes_the_place_of_its_early_claim() -> None:
     it = world.pull(decode, "d-req", [1], params)
     world.run()
     claim = next(iter(prefill.core.prefill._parked.values()))
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d-req")
     world.run()
     assert it.reason is Reason.CANCELLED
     assert [type(p.message) for p in claim.values()] == [m.Release]
@@ -560,8 +538,7 @@ def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
     world.pull(decode, "d-req", [1], params)
     world.run()
     (parked,) = next(iter(prefill.core.prefill._parked.values())).values()
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d-req")
     world.run()
     prefill.core.prefill.receive(parked.message, parked.reply_to, parked.sender, world.time(prefill))
     assert prefill.core.prefill.num_parked == 1
@@ -575,8 +552,7 @@ def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_kno
     world.run()
     spoken = prefill.core.readers.minor_versions
     spoken.update(dict.fromkeys(spoken, 1))
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     world.run()
     assert (it.reason, "the request was withdrawn" in it.detail) == (Reason.UNKNOWN, True)
 
@@ -599,12 +575,10 @@ def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler
 
 def test_a_pull_whose_claim_is_not_answered_says_so() -> None:
     world, prefill, decode = pair()
-    warm = world.params([prefill], "warm", [0], 4, written=True)
-    world.lend(prefill, warm)
+    warm, _ = world.lent(prefill, "warm", [0], written=True)
     world.pull(decode, "warm", [0], warm)
     world.run()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [1], params, timeout=3)
     world.letters.clear()
     world.complete_all()
@@ -630,8 +604,7 @@ def test_ten_thousand_requests_are_lent_in_any_order() -> None:
 
 def test_lending_one_key_twice_is_refused() -> None:
     world, prefill, _ = pair()
-    params = world.params([prefill], "req", [3], 4)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3])
     with pytest.raises(LocalProtocolError, match="lent before"):
         world.lend(prefill, params)
     world.advance(40)
@@ -642,8 +615,7 @@ def test_lending_one_key_twice_is_refused() -> None:
 def test_one_failed_transfer_of_four_is_reported_after_the_other_three() -> None:
     small = dataclasses.replace(CONFIG, pull=PullConfig(max_post_bytes=128))
     world, prefill, decode = pair(small)
-    params = world.params([prefill], "req", [3, 4], 8, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3, 4], written=True)
     it = world.pull(decode, "d-req", [1, 2], params)
     world.deliver_all()
     first, *others = list(decode.reads)
@@ -660,8 +632,7 @@ def test_blocks_stay_held_while_a_cancelled_read_may_still_write() -> None:
     world, _, decode, params, _ = lent()
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d-req")
     assert not it.is_published
     world.advance(5.1)
     assert (it.reason, it.is_returned) == (Reason.CANCELLED, False)
@@ -691,9 +662,7 @@ def test_a_pull_of_a_silent_peer_ends_by_its_deadline_with_every_block() -> None
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [9], params, timeout=2.0)
-    for _ in range(30):
-        world.advance(0.1)
-        world.letters.clear()
+    world.live(3.0, 0.1, is_heard=False)
     assert it.reason is Reason.TIMEOUT
     assert "no handshake with prefill/tp0@p-0 (world://p)" in it.detail
     assert it.is_returned
@@ -702,8 +671,7 @@ def test_a_pull_of_a_silent_peer_ends_by_its_deadline_with_every_block() -> None
 def test_a_peer_that_cannot_be_loaded_in_time_is_given_up_and_met_again() -> None:
     world, prefill, decode = pair()
     world.auto_load = False
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [9], params, timeout=20)
     world.deliver_all()
     world.advance(5.1)
@@ -716,8 +684,7 @@ def test_a_peer_that_cannot_be_loaded_in_time_is_given_up_and_met_again() -> Non
     assert not decode.peers, "what was loaded too late was removed"
     world.auto_load = True
     world.run()
-    late = world.params([prefill], "late", [4], 4, written=True)
-    world.lend(prefill, late)
+    late, _ = world.lent(prefill, "late", [4], written=True)
     good = world.pull(decode, "late", [9], late)
     world.run()
     assert good.reason is Reason.COMPLETE
@@ -730,8 +697,7 @@ def loading_beside_another(timeout: float) -> tuple[World, Rank, Pull, Peer]:
     world.auto_load = False
     pulls = []
     for block, rank in enumerate((other, prefill), 8):
-        params = world.params([rank], "req", [3], 4, written=True)
-        world.lend(rank, params)
+        params, _ = world.lent(rank, "req", [3], written=True)
         pulls.append(world.pull(decode, f"of-{rank.name}", [block], params, timeout=timeout))
         world.deliver_all()
     return world, decode, pulls[1], decode.loading.pop(0)
@@ -761,8 +727,7 @@ def test_a_peer_that_waits_for_one_after_the_other_is_given_up_in_the_end() -> N
 def test_a_peer_that_answers_late_has_all_the_time_to_be_loaded() -> None:
     world, prefill, decode = pair()
     world.auto_load = False
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [9], params)
     world.advance(4.0)
     world.deliver_all()
@@ -779,9 +744,7 @@ def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
         for i in range(NUM_BLOCKS)
     ]
     assert decode.core.outbox.counters["sent.hello"] == 1
-    for _ in range(60):
-        world.advance(0.1)
-        world.letters.clear()
+    world.live(6.0, 0.1, is_heard=False)
     assert {(p.reason, p.detail) for p in pulls} == {
         (Reason.UNREACHABLE, "prefill/tp0@p-0 (world://p) did not answer within 5 s")
     }
@@ -791,14 +754,12 @@ def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
 
 def test_a_restarted_engine_refuses_old_references_and_serves_new_ones() -> None:
     world, prefill, decode = pair()
-    old = world.params([prefill], "old", [3], 4, written=True)
-    world.lend(prefill, old)
+    old, _ = world.lent(prefill, "old", [3], written=True)
     reborn = world.add("p", make_layout(), engine_id="prefill", seed=3)
     failed = world.pull(decode, "old", [9], old)
     world.run()
     assert failed.reason is Reason.RESTARTED
-    new = world.params([reborn], "new", [3], 4, written=True)
-    world.lend(reborn, new)
+    new, _ = world.lent(reborn, "new", [3], written=True)
     good = world.pull(decode, "new", [9], new)
     world.run()
     assert good.reason is Reason.COMPLETE
@@ -827,12 +788,9 @@ def test_layouts_that_differ_are_refused_at_the_handshake() -> None:
 
 def test_a_renewed_lease_outlasts_a_long_queue() -> None:
     world, _, decode, params, lease = lent()
-    decode.core.announce("d-req", params, "", 400.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d-req", params, 400.0)
     world.run()
-    for _ in range(300):
-        world.advance(1.0)
-        world.deliver_all()
+    world.live(300.0, 1.0)
     assert not lease.is_over
     it = world.pull(decode, "d-req", [9], params)
     world.run()
@@ -842,13 +800,9 @@ def test_a_renewed_lease_outlasts_a_long_queue() -> None:
 
 def test_an_announcement_that_is_never_pulled_releases_the_request() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4)
-    lease = world.lend(prefill, params)
-    decode.core.announce("d-req", params, "", 5.0, world.time(decode))
-    world.settle(decode)
-    for _ in range(60):
-        world.deliver_all()
-        world.advance(0.1)
+    params, lease = world.lent(prefill, "req", [3])
+    world.announce(decode, "d-req", params, 5.0)
+    world.live(6.0, 0.1)
     assert lease.state is LeaseState.RELEASED
     assert decode.core.is_idle
 
@@ -860,17 +814,14 @@ def test_an_announcement_made_again_has_its_time_anew() -> None:
     it = decode.core.announce("d-req", params, "", 5.0, world.time(decode))
     for _ in range(6):
         world.settle(decode)
-        for _ in range(4):
-            world.advance(1.0)
-            world.deliver_all()
+        world.live(4.0, 1.0)
         # From now on: it may be longer or shorter than what was left.
         assert decode.core.announce("d-req", params, "", 5.0, world.time(decode)) is it
     for given, cohort_id in ((other, ""), (params, "sibling")):
         with pytest.raises(LocalProtocolError, match="was announced with other params or another cohort_id"):
             decode.core.announce("d-req", given, cohort_id, 5.0, world.time(decode))
     assert (it.reason, lease.is_over, decode.core.outbox.counters["pulls.started"]) == (None, False, 1)
-    decode.core.announce("d-req", params, "", 1.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d-req", params, 1.0)
     world.advance(1.1)
     world.deliver_all()
     assert (it.reason, lease.state) == (Reason.TIMEOUT, LeaseState.RELEASED)
@@ -880,15 +831,13 @@ def test_an_announcement_made_again_has_its_time_anew() -> None:
 
 def test_what_a_rank_lends_itself_is_refused_before_anything_and_may_be_discharged() -> None:
     world, prefill, _ = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3], written=True)
     with pytest.raises(PlanRefused, match="'d-req' is lent by this very rank"):
         prefill.core.announce("d-req", params, "", 5.0, world.time(prefill))
     with pytest.raises(PlanRefused, match="'d-req' is lent by this very rank"):
         world.pull(prefill, "d-req", [9], params)
     assert not prefill.core.decode.pulls
-    prefill.core.discharge("d-req", params, "", world.time(prefill))
-    world.settle(prefill)
+    world.discharge(prefill, "d-req", params)
     world.deliver_all()
     assert lease.state is LeaseState.RELEASED
     assert prefill.core.is_idle
@@ -904,8 +853,7 @@ def test_what_is_being_pulled_cannot_be_announced() -> None:
 
 def test_siblings_each_release_and_strangers_are_refused() -> None:
     world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params, readers=2)
+    params, lease = world.lent(prefill, "req", [3], written=True, readers=2)
     pulls = [
         begin(decode.core, PullRequest(f"sibling{i}", [(0, [i])], params, f"decode/{i}"), 30, world.time(decode))
         for i in range(3)
@@ -920,8 +868,7 @@ def test_closing_takes_nothing_new_and_keeps_promises() -> None:
     world, prefill, decode, params, _ = lent()
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    prefill.core.close(world.time(prefill))
-    world.settle(prefill)
+    world.close(prefill)
     assert not prefill.core.is_idle
     with pytest.raises(EngineClosed):
         prefill.core.lend(world.params([prefill], "new", [4], 4), 1, 0.0)
@@ -969,11 +916,8 @@ def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
     world, prefill, decode, params, lease = lent()
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    prefill.core.prefill.revoke(lease, world.time(prefill))
-    world.settle(prefill)
-    for _ in range(80):
-        world.advance(0.1)
-        world.deliver_all()  # renewals are refused: revoked
+    world.revoke(prefill, lease)
+    world.live(8.0, 0.1)  # renewals are refused: revoked
     assert not it.is_published
     world.complete_all()
     world.run()

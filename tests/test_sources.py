@@ -194,9 +194,7 @@ def test_a_lease_that_ends_after_its_proof_fails_nothing() -> None:
     it, pull, leases = half_read()
     it.prefill[0].core.prefill.revoke(leases[0], it.world.time(it.prefill[0]))
     it.world.settle(it.prefill[0])
-    for _ in range(40):
-        it.world.advance(0.5)
-        it.world.deliver_all()
+    it.world.live(20.0)
     assert leases[0].state is LeaseState.REVOKED
     assert reason(pull) is None
     it.world.run()
@@ -512,9 +510,7 @@ def test_what_is_known_of_a_group_of_ranks_holds_until_one_of_them_ceases_to_be_
     it.world.advance(1.0)
     again, _ = it.lend([4], 4)
     it.world.pull(it.decode[0], "again", [9], again)
-    for _ in range(8):
-        it.world.advance(0.25)
-        it.world.letters.clear()
+    it.world.live(2.0, 0.25, is_heard=False)
     assert {peer.state for peer in peers.by_place.values()} == {PeerState.SUSPECT}
     assert peers.num_changes == 2
 

@@ -266,11 +266,26 @@ class World(Fabric):
         return lease
 
     def lent(
-        self, rank: Rank, request_id: str, blocks: Sequence[int | None], num_tokens: int = 0, **kwargs: object
+        self,
+        rank: Rank,
+        request_id: str,
+        blocks: Sequence[int | None],
+        num_tokens: int = 0,
+        *,
+        readers: int = 1,
+        **kwargs: object,
     ) -> tuple[KVTransferParams, Lease]:
         """Lend full blocks of one rank, or `num_tokens` in them."""
         params = self.params([rank], request_id, blocks, num_tokens or BLOCK * len(blocks), **kwargs)
-        return params, self.lend(rank, params)
+        return params, self.lend(rank, params, readers)
+
+    def withdraw(self, rank: Rank, params: KVTransferParams) -> None:
+        rank.core.withdraw(params, self.time(rank))
+        self.settle(rank)
+
+    def revoke(self, rank: Rank, lease: Lease) -> None:
+        rank.core.prefill.revoke(lease, self.time(rank))
+        self.settle(rank)
 
     def pull(
         self,
@@ -295,12 +310,20 @@ class World(Fabric):
         rank.core.discharge(request_id, params, "", self.time(rank))
         self.settle(rank)
 
-    def cancel(self, rank: Rank, pull: Pull) -> None:
-        rank.core.decode.cancel(pull, self.time(rank))
+    def cancel(self, rank: Rank, what: Pull | str) -> None:
+        """Cancel a request by its name, or one of its attempts."""
+        if isinstance(what, str):
+            rank.core.cancel(what, self.time(rank))
+        else:
+            rank.core.decode.cancel(what, self.time(rank))
         self.settle(rank)
 
     def forget(self, rank: Rank, address: Address) -> None:
         rank.core.decode.forget(address, self.time(rank))
+        self.settle(rank)
+
+    def close(self, rank: Rank) -> None:
+        rank.core.close(self.time(rank))
         self.settle(rank)
 
     # -- what the edges do -----------------------------------------------------------------------------
@@ -444,6 +467,14 @@ class World(Fabric):
             rank.core.tick(max(self.time(rank), before))
             self.settle(rank)
         self.now = end
+
+    def live(self, seconds: float, step: float = 0.5, *, is_heard: bool = True) -> None:
+        """Let time pass in steps. After each, letters arrive or are lost; no read ends."""
+        for _ in range(round(seconds / step)):
+            self.advance(step)
+            if is_heard:
+                self.deliver_all()
+            self.letters.clear()
 
     def run(self, seconds: float = 0.0) -> None:
         """Deliver and complete everything until nothing moves."""
