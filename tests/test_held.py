@@ -41,25 +41,16 @@ from asynckv.errors import LocalProtocolError
 from asynckv.observe.log import phases
 from asynckv.scheduler import PrefillRanks
 from tests.engines import Bench, until
-from tests.world import BLOCK, NUM_BLOCKS, Rank, World, begin, make_layout
+from tests.world import BLOCK, NUM_BLOCKS, begin, make_layout, opened
 
 pytestmark = pytest.mark.anyio
-
-
-def pair(*, reuse: bool = True, **config: Any) -> tuple[World, Rank, Rank]:
-    world = World(EngineConfig(engine_id="x", **config), reuse=reuse)
-    return (
-        world,
-        world.add("prefill-host-1", make_layout(), engine_id="prefill", seed=1),
-        world.add("decode-host-2", make_layout(base=1 << 41), engine_id="decode", seed=2, epoch=5e5),
-    )
 
 
 # -- the list ----------------------------------------------------------------------------------------
 
 
 def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "req", [3])
     world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
@@ -69,10 +60,7 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     assert (request.kind, request.request_id, request.prefill_request_id) == ("announced", "d-req", "req")
     assert (request.state, request.blocks, request.attempt) == ("announced", 0, 1)
     assert (request.age_s, request.state_s, request.left_s) == pytest.approx((60.0, 60.0, 240.0))
-    assert (
-        request.waits
-        == "announced and never pulled; its lease is renewed at prefill/tp0@prefill- (world://prefill-host-1)"
-    )
+    assert request.waits == "announced and never pulled; its lease is renewed at prefill/tp0@prefill- (world://prefill)"
     (rank,) = request.ranks
     assert (rank.rank, rank.state, rank.bytes_planned) == ("prefill/tp0@prefill-", "granted", 0)
     assert rank.granted_s is not None
@@ -80,16 +68,16 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     # And the other side names the reader that renews.
     (lease,) = prefill.core.inspect.requests(world.time(prefill))
     assert (lease.kind, lease.state, lease.blocks, lease.sequence) == ("lease", "lent", 1, request.sequence)
-    assert lease.waits == "claimed and renewed by decode/tp0@decode-h"
+    assert lease.waits == "claimed and renewed by decode/tp0@decode-1"
     (reader,) = lease.ranks
-    assert (reader.rank, reader.state, reader.pull_id) == ("decode/tp0@decode-h", "granted", request.pull_id)
+    assert (reader.rank, reader.state, reader.pull_id) == ("decode/tp0@decode-1", "granted", request.pull_id)
     assert reader.heard_s is not None
     assert reader.heard_s < 5
 
 
 def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
     """A lease is overdue unclaimed, and claimed before it is said."""
-    world, prefill, decode = pair(lease=LeaseConfig(lease_s=30.0))
+    world, prefill, decode = opened(lease=LeaseConfig(lease_s=30.0))
     params, _ = world.lent(prefill, "req", [3])
     world.live(10.0)
     assert prefill.core.watch.next_at < math.inf
@@ -102,11 +90,11 @@ def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
     prefill.core.outbox.commands.clear()
     prefill.core.tick(prefill.core.watch.next_at)
     (held,) = [x for x in prefill.core.outbox.commands if isinstance(x, HeldForLong)]
-    assert held.waits == "claimed and renewed by decode/tp0@decode-h"
+    assert held.waits == "claimed and renewed by decode/tp0@decode-1"
 
 
 def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
-    world, prefill, decode = pair(pull=PullConfig(max_post_bytes=64))
+    world, prefill, decode = opened(pull=PullConfig(max_post_bytes=64))
     params = world.params([prefill], "req", [3], 4)
     pull = world.pull(decode, "d", [9], params, timeout=100)
 
@@ -138,7 +126,7 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
 
 
 def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "req", [3], written=True, readers=2)
     world.pull(decode, "d", [9], params)
     world.deliver_all()
@@ -146,11 +134,11 @@ def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> Non
     world.advance(25.0)
     (request,) = prefill.core.inspect.requests(world.time(prefill))
     gone, nobody = request.ranks
-    assert (gone.rank, gone.state, gone.granted_s) == ("decode/tp0@decode-h", "lapsed", None)
+    assert (gone.rank, gone.state, gone.granted_s) == ("decode/tp0@decode-1", "lapsed", None)
     assert gone.heard_s == pytest.approx(25.0)
     assert (nobody.rank, nobody.state, nobody.heard_s) == ("*", "unclaimed", None)
-    assert request.waits == "claimed and no longer renewed by decode/tp0@decode-h; not claimed by another decode engine"
-    assert lease.waits_for() == ("decode/tp0@decode-h", "*")
+    assert request.waits == "claimed and no longer renewed by decode/tp0@decode-1; not claimed by another decode engine"
+    assert lease.waits_for() == ("decode/tp0@decode-1", "*")
     assert lease.owed() == ("decode/tp0", "*")
     assert lease.state is LeaseState.LENT
 
@@ -182,7 +170,7 @@ async def test_a_request_between_two_attempts_is_listed(sim: Bench) -> None:
 def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
     lease_s: float, fraction: float, renewals: int
 ) -> None:
-    world, prefill, decode = pair(log=LogConfig(held_fraction=fraction), lease=LeaseConfig(grant_s=1000.0))
+    world, prefill, decode = opened(log=LogConfig(held_fraction=fraction), lease=LeaseConfig(grant_s=1000.0))
     params, lease = world.lent(prefill, "req", [3], lease_s=lease_s)
     if renewals:
         world.announce(decode, "d", params, 1e6)
@@ -205,7 +193,7 @@ def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
 
 def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
     for log, seconds in ((LogConfig(held_fraction=0), 100.0), (LogConfig(), 9.0)):
-        world, prefill, decode = pair(log=log)
+        world, prefill, decode = opened(log=log)
         params, _ = world.lent(prefill, "req", [3])
         world.announce(decode, "d", params, 300.0)
         world.live(seconds)
@@ -213,7 +201,7 @@ def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
 
 
 def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "req", [3])
     world.announce(decode, "d", params, 300.0)
     world.deliver_all()
@@ -227,7 +215,7 @@ def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
 
 
 def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4, written=True)
     world.announce(decode, "d", params, 300.0)
     world.deliver_all()
@@ -245,7 +233,7 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
 
 
 def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() -> None:
-    world, prefill, decode = pair(pull=PullConfig(gone_s=1000.0))
+    world, prefill, decode = opened(pull=PullConfig(gone_s=1000.0))
     params, _ = world.lent(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [9], params)
     for _ in range(4):
@@ -261,12 +249,12 @@ def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() 
         ("notifying", 1, 10),
         ("notifying", 1, 20),
     ]
-    assert decode.said[0][1].waits == "the release is not acknowledged by prefill/tp0@prefill- (world://prefill-host-1)"
+    assert decode.said[0][1].waits == "the release is not acknowledged by prefill/tp0@prefill- (world://prefill)"
     assert decode.core.is_idle
 
 
 def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -> None:
-    world, prefill, _ = pair(reuse=False)
+    world, prefill, _ = opened(reuse=False)
     leases = []
     for i in range(2000):
         params = world.params([prefill], f"r{i}", [i % NUM_BLOCKS], BLOCK, lease_s=600.0)
@@ -284,7 +272,7 @@ def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -
 
 
 def test_what_is_held_for_twice_as_long_before_it_was_said_is_counted_once() -> None:
-    world, prefill, _ = pair()
+    world, prefill, _ = opened()
     for i, lease_s in enumerate((24.0, 27.0, 27.0, 27.0)):
         world.lend(prefill, world.params([prefill], f"r{i}", [i], BLOCK, lease_s=lease_s))
     # After 8 and 16 seconds, and after 9 and 18: but there is a pause.
@@ -293,7 +281,7 @@ def test_what_is_held_for_twice_as_long_before_it_was_said_is_counted_once() -> 
 
 
 def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     for i in range(12):
         params, _ = world.lent(prefill, f"r{i}", [i])
         for _ in range(2 if i == 11 else 1):
@@ -364,17 +352,17 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
 
 
 def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "req", [3], written=True)
     world.pull(decode, "d", [9], params)
     world.run()
     ((reader, discharge),) = lease.discharged.items()
-    assert (str(reader), discharge.name, discharge.outcome) == ("decode/tp0", "decode/tp0@decode-h", Outcome.COMPLETE)
+    assert (str(reader), discharge.name, discharge.outcome) == ("decode/tp0", "decode/tp0@decode-1", Outcome.COMPLETE)
     # A pull's name is marked as such, after its reader's.
     notes = [str(what) for _, what in lease.history]
     pull_id = decode.ended[0].pull_id
-    assert notes[1] == f"granted to decode/tp0@decode-h, pull {pull_id}"
-    assert notes[2] == f"released by decode/tp0@decode-h, pull {pull_id}: complete"
+    assert notes[1] == f"granted to decode/tp0@decode-1, pull {pull_id}"
+    assert notes[2] == f"released by decode/tp0@decode-1, pull {pull_id}: complete"
 
 
 # -- what is logged ----------------------------------------------------------------------------------
@@ -541,7 +529,7 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
 
 
 def test_phases_of_a_pull_that_was_never_pulled_are_its_announcement() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     pull = world.announce(decode, "d", params, 20.0)
     world.live(25.0)

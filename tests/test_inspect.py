@@ -26,11 +26,7 @@ from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_pac
 from asynckv.embed import Announce, Cancel, Lend, Pull
 from asynckv.errors import RemoteProtocolError
 from tests.engines import Bench, Side, memory, until
-from tests.world import Rank, World, make_layout
-
-
-def prefill_rank(world: World, num_blocks: int = 12) -> Rank:
-    return world.add("p", make_layout(num_blocks=num_blocks))
+from tests.world import Rank, World, alone, make_layout, opened
 
 
 def asked(world: World, rank: Rank, *questions: StatusRequest, source: bytes = b"asker") -> list[Status]:
@@ -65,8 +61,7 @@ def pages(world: World, rank: Rank, most: int, between: object = lambda page: No
 
 
 def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
-    world = World()
-    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     first, second = (world.params([prefill], f"p{n}", [n], 4, lease_s=20.0) for n in (1, 2))
     world.lend(prefill, first)
     world.now = 2.0
@@ -75,24 +70,24 @@ def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
     world.deliver_all()
     world.now = 3.0
     seen = account(world, prefill)
-    assert (seen.engine_id, seen.rank, seen.refused) == ("p", "p/tp0@p-0", "")
+    assert (seen.engine_id, seen.rank, seen.refused) == ("prefill", "prefill/tp0@prefill-", "")
     assert [(x.kind, x.phase, x.number, x.oldest_s) for x in seen.counts] == [
         ("lease", "granted", 1, 1.0),
         ("lease", "unclaimed", 1, 3.0),
     ]
     assert [(x.request_id, x.age_s, x.waits) for x in seen.requests] == [
         ("p1", 3.0, "not claimed by any reader"),
-        ("p2", 1.0, "claimed and renewed by d/tp0@d-1"),
+        ("p2", 1.0, "claimed and renewed by decode/tp0@decode-1"),
     ]
     assert [(x.request_id, x.blocks, x.waits_for) for x in seen.holds] == [
         ("p1", {0: (1,)}, ("*",)),
-        ("p2", {0: (2,)}, ("d/tp0@d-1",)),
+        ("p2", {0: (2,)}, ("decode/tp0@decode-1",)),
     ]
     assert (seen.num_readers, seen.budgets["blocks_held"]) == (1, (2, 12))
     reads = account(world, decode)
     (announced,) = reads.requests
     assert (announced.kind, announced.prefill_request_id, announced.sequence) == ("announced", "p2", 1)
-    assert [(x.rank, x.state, x.pulls) for x in reads.peers] == [("p/tp0@p-0", "ready", 1)]
+    assert [(x.rank, x.state, x.pulls) for x in reads.peers] == [("prefill/tp0@prefill-", "ready", 1)]
     assert reads.num_peers == {"ready": 1}
     (straggler,) = decode.core.inspect.stragglers(world.time(decode))
     assert (straggler.request_id, straggler.reason, straggler.held_s) == ("d2", "announced", 1.0)
@@ -112,8 +107,7 @@ def test_a_grant_is_over_at_its_last_moment() -> None:
 
 def test_of_one_request_all_is_told() -> None:
     """Its history, and the messages about it that were turned down."""
-    world = World()
-    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "p1", [1])
     world.now = 1.0
     claim = Claim(params.key, "p1", decode.core.cohort, "d-1", 1, bytes(16), 5.0)
@@ -121,7 +115,7 @@ def test_of_one_request_all_is_told() -> None:
     world.now = 3.0
     (alone,) = account(world, prefill, request_id="p1").requests
     ((ago, what, reason, name, detail),) = alone.refused
-    assert (ago, what, reason, name) == (2.0, "claim", "blocks_differ", "d/tp0@d-1")
+    assert (ago, what, reason, name) == (2.0, "claim", "blocks_differ", "decode/tp0@d-1")
     assert "other blocks" in detail
     assert alone.history[0] == (0.0, "lent")
     world.now = 4.0
@@ -131,8 +125,7 @@ def test_of_one_request_all_is_told() -> None:
 
 def test_it_tells_no_token() -> None:
     """A reader of one could release what it never read."""
-    world = World()
-    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params = [world.params([prefill], f"p{n}", [n], 4) for n in (1, 2)]
     for each in params:
         world.lend(prefill, each)
@@ -147,8 +140,7 @@ def test_it_tells_no_token() -> None:
 
 @pytest.mark.parametrize("most", [1, 3, 7, 256])
 def test_pages_tell_all_of_both_sides_once_and_the_oldest_first(most: int) -> None:
-    world = World()
-    prefill, both = prefill_rank(world), world.add("b", make_layout(base=1 << 41))
+    world, prefill, both = opened()
     for n in range(9):
         world.now += n % 3  # some begin at the very same moment
         if n % 2:
@@ -166,8 +158,7 @@ def test_pages_tell_all_of_both_sides_once_and_the_oldest_first(most: int) -> No
 @pytest.mark.parametrize("most", [1, 2, 256])
 def test_what_was_announced_and_is_pulled_keeps_its_place(most: int) -> None:
     """Though the call that counts for it came later than those of others, none is left out behind it."""
-    world = World()
-    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params = [world.params([prefill], f"p{n}", [n], 4) for n in range(4)]
     for n, each in enumerate(params):
         world.now = float(n)
@@ -179,8 +170,7 @@ def test_what_was_announced_and_is_pulled_keeps_its_place(most: int) -> None:
 
 
 def test_what_ends_between_pages_hides_nothing_else() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     leases = []
     for n in range(12):
         world.now += 0.5
@@ -196,8 +186,7 @@ def test_what_ends_between_pages_hides_nothing_else() -> None:
 
 def test_all_ages_in_an_answer_are_of_one_moment() -> None:
     """Or what is told in a later turn would seem older than it is."""
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     for n in range(200):
         world.now += 0.001
         world.lend(prefill, world.params([prefill], f"p{n}", [n % 12], 4, lease_s=1000.0))
@@ -213,21 +202,18 @@ def test_all_ages_in_an_answer_are_of_one_moment() -> None:
 
 @pytest.mark.parametrize("place", ["x", "-1", "0x1", "1.0", "1 2", " 1", "\0"])
 def test_a_place_that_is_none_is_refused(place: str) -> None:
-    world = World()
-    assert "the cursor (after) is not a number" in account(world, prefill_rank(world), after=place).refused
+    assert "the cursor (after) is not a number" in account(*alone(), after=place).refused
 
 
 def test_a_place_of_somebody_elses_making_is_only_a_number() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     world.lend(prefill, world.params([prefill], "p1", [1], 4))
     assert [x.request_id for x in account(world, prefill).requests] == ["p1"]
     assert account(world, prefill, after="9" * 200).requests == ()
 
 
 def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     said = asked(world, prefill, *[StatusRequest(n, 1) for n in range(survey.BURST + 3)])
     refusals = [x for status in said if (x := decode_account(status.account)).refused]
     assert len(said) == survey.BURST + 3
@@ -239,8 +225,7 @@ def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
 
 
 def test_many_who_ask_are_bounded_together() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     said = [
         status
         for n in range(200)
@@ -255,8 +240,7 @@ def test_many_who_ask_are_bounded_together() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_who_asks_on_and_on_is_not_answered_any_more(enabled: bool) -> None:
-    world = World(EngineConfig(engine_id="x", inspect=InspectConfig(enabled=enabled)))
-    prefill = prefill_rank(world)
+    world, prefill = alone(inspect=InspectConfig(enabled=enabled))
     core, now = prefill.core, world.time(prefill)
     for _ in range(20):
         core.receive(ReplyTo(b"way"), encode_packet("s", "", [StatusRequest(n, 1) for n in range(50)]), now)
@@ -270,8 +254,7 @@ def test_who_asks_on_and_on_is_not_answered_any_more(enabled: bool) -> None:
 
 
 def test_to_look_for_one_among_many_costs_more() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     for n in range(survey.LOOKED_PER_TOKEN // 8):
         world.lend(prefill, world.params([prefill], f"p{n}", [n % 12], 4))
 
@@ -285,8 +268,7 @@ def test_to_look_for_one_among_many_costs_more() -> None:
 
 
 def test_a_question_that_is_repeated_while_it_waits_is_answered_once() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     said: list[Status] = []
     for source in (b"one", b"one", b"another"):
         assert prefill.core.survey.ask(source, StatusRequest(7, 1), said.append, world.time(prefill))
@@ -295,8 +277,7 @@ def test_a_question_that_is_repeated_while_it_waits_is_answered_once() -> None:
 
 
 def test_an_engine_may_say_nothing_and_says_that() -> None:
-    world = World(EngineConfig(engine_id="x", inspect=InspectConfig(enabled=False)))
-    prefill, stranger = prefill_rank(world), world.add("s", make_layout(base=1 << 41))
+    world, prefill, stranger = opened(inspect=InspectConfig(enabled=False))
     world.lend(prefill, world.params([prefill], "p1", [1], 4))
     for question in (StatusRequest(1), StatusRequest(2, 1)):
         prefill.core.receive(ReplyTo(b"way"), encode_packet("s", "", [question]), world.time(prefill))
@@ -305,12 +286,11 @@ def test_an_engine_may_say_nothing_and_says_that() -> None:
         assert isinstance(status, Status)
         assert (status.nonce, status.gauges) == (question.nonce, {})
         assert "turned off" in decode_account(status.account).refused
-    assert stranger.address == Address("world://s")
+    assert stranger.address == Address("world://decode")
 
 
 def test_who_knows_of_no_account_gets_gauges_as_ever() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     prefill.core.receive(ReplyTo(b"way"), encode_packet("s", "", [StatusRequest(1)]), world.time(prefill))
     ((status,),) = prefill.core.outbox.messages.values()
     assert isinstance(status, Status)
@@ -319,8 +299,7 @@ def test_who_knows_of_no_account_gets_gauges_as_ever() -> None:
 
 def test_names_of_whatever_length_fit_an_answer() -> None:
     """One claim says of how many ranks its engine is, and what it is called: four bytes a letter."""
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     cohort = Cohort("\U0001f600" * MAX_NAME, 4096, 0, 1, 0)
     for n in range(4):
         params = world.params([prefill], f"p{n}", [n], 4)
@@ -334,8 +313,7 @@ def test_names_of_whatever_length_fit_an_answer() -> None:
 
 
 def test_a_bug_in_one_answer_keeps_nobody_else_from_his() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    _, prefill = alone()
     said: list[Status] = []
     prefill.core.survey.facts = lambda: 1 / 0  # type: ignore[assignment,return-value]
     for n in (1, 2):
@@ -343,7 +321,7 @@ def test_a_bug_in_one_answer_keeps_nobody_else_from_his() -> None:
     with pytest.raises(ZeroDivisionError):
         prefill.core.survey.tick(0.0)
     del prefill.core.survey.facts
-    prefill.core.survey.facts = type(account(World(), prefill_rank(World())).facts)
+    prefill.core.survey.facts = type(account(*alone()).facts)
     while prefill.core.survey.next_at <= 0.0:
         prefill.core.survey.tick(0.0)
     assert [status.nonce for status in said] == [2]
@@ -358,7 +336,7 @@ def test_an_account_that_is_too_long_is_not_looked_at() -> None:
 def test_no_turn_is_long_where_there_is_much() -> None:
     """50,000 leases, a page of 256 of them: no turn of more than 32 has an eighth of the page's time."""
     world = World(reuse=False)
-    prefill = prefill_rank(world, num_blocks=50_000)
+    prefill = world.add("p", make_layout(num_blocks=50_000))
     for n in range(50_000):
         world.now += 1e-4
         prefill.core.lend(world.params([prefill], f"p{n}", [n], 4, lease_s=1000.0), 1, world.time(prefill))
@@ -389,11 +367,6 @@ def waits(world: World, rank: Rank) -> dict[str, StepWait]:
     found = rank.core.inspect.waits_for_step(world.time(rank))
     assert account(world, rank).waits_for_step == found
     return found
-
-
-def two() -> tuple[World, Rank, Rank]:
-    world = World()
-    return world, world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
 
 
 async def pass_s(sim: Bench, seconds: float) -> None:
@@ -443,7 +416,7 @@ async def test_results_that_are_not_taken_are_logged_answered_and_shown(
 
 
 def test_announcements_wait_for_an_engine_that_makes_no_steps_also_when_they_were_let_go() -> None:
-    world, prefill, decode = two()
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "r", [3], written=True)
     decode.core.decode.alive_at = world.time(decode)
     world.now += 2.0
@@ -463,7 +436,7 @@ def test_announcements_wait_for_an_engine_that_makes_no_steps_also_when_they_wer
 
 @pytest.mark.parametrize("alive", [True, False], ids=["makes steps", "runs this loop itself"])
 def test_announcements_wait_for_no_step_of_an_engine_that_makes_steps_or_runs_this_loop(*, alive: bool) -> None:
-    world, prefill, decode = two()
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "r", [3], written=True)
     decode.core.announce("d", params, "", 3600.0, world.time(decode))
     for _ in range(120):
@@ -473,7 +446,7 @@ def test_announcements_wait_for_no_step_of_an_engine_that_makes_steps_or_runs_th
 
 
 def test_a_claim_waits_for_a_lend_as_long_as_it_is_repeated() -> None:
-    world, prefill, decode = two()
+    world, prefill, decode = opened()
     params = [world.params([prefill], f"r{i}", [i + 1], 4) for i in range(3)]
     for i in range(2):
         world.pull(decode, f"d{i}", [i], params[i], timeout=600.0)
@@ -497,7 +470,7 @@ def test_a_claim_waits_for_a_lend_as_long_as_it_is_repeated() -> None:
 
 
 def test_a_claim_waits_for_no_step_of_an_engine_that_makes_steps() -> None:
-    world, prefill, decode = two()
+    world, prefill, decode = opened()
     world.pull(decode, "d", [1], world.params([prefill], "r", [1], 4), timeout=600.0)
     for _ in range(120):
         prefill.core.decode.alive_at = world.time(prefill)

@@ -731,8 +731,7 @@ def test_a_pull_whose_blocks_are_given_up_leaves_its_peer_in_peace_once_its_rele
     is_acknowledged: bool,
 ) -> None:
     """Acknowledged or given up: nothing is waited for any more, so nobody is asked whether he lives."""
-    world = World(EngineConfig(engine_id="x", pull=PullConfig(held_s=3.0, release_timeout_s=20.0, idle_s=30.0)))
-    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout())
+    world, prefill, decode = opened(pull=PullConfig(held_s=3.0, release_timeout_s=20.0, idle_s=30.0))
     params, _ = world.lent(prefill, "r", [1, 2])
     pull = world.pull(decode, "q", [3, 4], params)
     world.deliver_all()

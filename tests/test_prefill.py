@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
+from asynckv.config import LeaseConfig, LimitsConfig
 from asynckv.core import prefill, readers
 from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lease, LeaseState, Lent, Reader
 from asynckv.core.ledger import FEW
@@ -48,17 +48,12 @@ from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PlanRe
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group
-from tests.world import Rank, World, make_layout
+from tests.world import Rank, World, alone, make_layout
 
 READER = Cohort("decode")
 ONE, OTHER = ReplyTo(b"one"), ReplyTo(b"other")
 
 numbers = itertools.count()
-
-
-def prefill_rank(config: LeaseConfig) -> tuple[World, Rank]:
-    world = World(EngineConfig(engine_id="x", lease=config))
-    return world, world.add("p", make_layout(), engine_id="prefill")
 
 
 def claim(params: KVTransferParams, pull_id: str = "pull", nonce: int = 1) -> Claim:
@@ -96,7 +91,7 @@ LONG = LeaseConfig(lease_s=30.0, grant_s=4.0)
 
 @pytest.mark.parametrize("grants", [1, 3])
 def test_a_lease_of_a_killed_reader_ends_with_its_last_grant(grants: int) -> None:
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, lease = world.lent(prefill, "r", [3])
     reader = claimed_by(world, "d", prefill, params)
     for _ in range(grants):  # renewed a few times
@@ -113,7 +108,7 @@ def test_a_lease_of_a_killed_reader_ends_with_its_last_grant(grants: int) -> Non
 
 def test_a_lease_of_a_stopped_reader_lasts_for_its_whole_time() -> None:
     """Its connection stands, so it may go on; it was sent pings, to find that out."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, lease = world.lent(prefill, "r", [3])
     reader = claimed_by(world, "d", prefill, params)
     del world.ranks["d"]
@@ -125,7 +120,7 @@ def test_a_lease_of_a_stopped_reader_lasts_for_its_whole_time() -> None:
 
 def test_a_second_process_of_one_name_ends_nothing_of_a_first_that_lives() -> None:
     """A mistake of whoever set them up. The first lets its grant lapse, and answers when it is asked."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
     lease = world.lend(prefill, params)
     claimed_by(world, "d", prefill, params)
@@ -141,7 +136,7 @@ def test_a_second_process_of_one_name_ends_nothing_of_a_first_that_lives() -> No
 
 def test_with_keys_a_later_start_ends_what_the_one_before_let_lapse_and_another_key_does_not() -> None:
     for key, is_gone in (("key:mine", True), ("key:another", False)):
-        world, rank = prefill_rank(LONG)
+        world, rank = alone(lease=LONG)
         params = world.params([rank], "r", [3], 4)
         lease, hello = world.lend(rank, params), Hello(1, MAJOR, MINOR, "prefill", 0, READER)
         rank.core.readers.greet(hello, ONE, "process", "key:mine", "", False)
@@ -155,7 +150,7 @@ def test_with_keys_a_later_start_ends_what_the_one_before_let_lapse_and_another_
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_connection_that_answers_has_not_ended(answers: bool) -> None:
     """It was thought to have ended, and says that it has not."""
-    world, rank = prefill_rank(LONG)
+    world, rank = alone(lease=LONG)
     params, lease = world.lent(rank, "r", [3])
     say(rank, claim(params), 0.0)
     rank.core.prefill.unreachable(ONE)
@@ -172,7 +167,7 @@ def is_pong(data: bytes) -> bool:
 def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
     """Renewed over a second connection, it pauses. Of a killed one both have ended."""
     for num_ended, is_gone in ((1, False), (2, True)):
-        world, rank = prefill_rank(LONG)
+        world, rank = alone(lease=LONG)
         params, lease = world.lent(rank, "r", [3])
         say(rank, claim(params), 0.0)
         say(rank, Renew(params.key, "pull", 2, 600.0), 3.0, OTHER)
@@ -181,7 +176,7 @@ def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
         rank.core.tick(7.0)
         assert lease.is_over is is_gone
     lease_ways = [ReplyTo(b"%d" % n) for n in range(9)]
-    world, rank = prefill_rank(LONG)
+    world, rank = alone(lease=LONG)
     params, lease = world.lent(rank, "r", [3])
     for n, way in enumerate(lease_ways):
         say(rank, claim(params, nonce=n), 0.1 * n, way)
@@ -197,7 +192,7 @@ def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
 
 
 def test_a_reader_whose_connection_broke_often_and_came_back_is_not_gone() -> None:
-    world, rank = prefill_rank(LONG)
+    world, rank = alone(lease=LONG)
     params, lease = world.lent(rank, "r", [3])
     ways = [ReplyTo(b"%d" % n) for n in range(6)]
     say(rank, claim(params), 0.0, ways[0])
@@ -214,7 +209,7 @@ def test_a_reader_whose_connection_broke_often_and_came_back_is_not_gone() -> No
 
 def test_a_reader_has_time_to_answer_a_ping() -> None:
     """The lease is woken for a warning a moment after it was sent."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
     lease = world.lend(prefill, params)
     claimed_by(world, "d", prefill, params)
@@ -228,7 +223,7 @@ def test_a_reader_has_time_to_answer_a_ping() -> None:
 
 def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:
     """Also if the host was lost, and nothing ended its connection. Its grant is kept all the same."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
     lease = world.lend(prefill, params)
     claimed_by(world, "d", prefill, params)
@@ -242,7 +237,7 @@ def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:
 
 
 def test_a_process_start_is_replaced_by_a_later_one_of_the_same_rank_with_the_same_key() -> None:
-    _, rank = prefill_rank(LONG)
+    _, rank = alone(lease=LONG)
     readers = rank.core.readers
     hello = Hello(1, MAJOR, MINOR, "prefill", 0, READER)
     others = (
@@ -266,7 +261,7 @@ def test_a_process_start_is_replaced_by_a_later_one_of_the_same_rank_with_the_sa
 def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynckv.core.readers.MAX_READERS", 3)
     monkeypatch.setattr("asynckv.core.prefill.MAX_UNREACHABLE", 3)
-    _, rank = prefill_rank(LONG)
+    _, rank = alone(lease=LONG)
     readers, prefill = rank.core.readers, rank.core.prefill
     for n in range(9):
         readers.greet(Hello(1, MAJOR, MINOR, "prefill", 0, Cohort(f"d{n // 2}")), ONE, f"start {n}", "", "", False)
@@ -286,7 +281,7 @@ def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeyp
 def test_of_those_who_answer_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynckv.core.prefill.MAX_UNREACHABLE", 3)
     monkeypatch.setattr("asynckv.core.prefill.MAX_ENGINES", 3)
-    world, rank = prefill_rank(LONG)
+    world, rank = alone(lease=LONG)
     for n in (1, 2, 1, 3, 1, 4):
         rank.core.prefill.answered(ReplyTo(b"%d" % n), float(n))
         (lease,) = lent_to(world, rank, f"engine{n}", 1)
@@ -299,7 +294,7 @@ def test_of_those_who_answer_the_latest_are_remembered(monkeypatch: pytest.Monke
 
 def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> None:
     """It is there, whatever was thought of it before."""
-    world, rank = prefill_rank(LONG)
+    world, rank = alone(lease=LONG)
     params, lease = world.lent(rank, "r", [3])
     say(rank, claim(params), 0.0)
     rank.core.prefill.unreachable(ONE)
@@ -342,7 +337,7 @@ def states(leases: list[Lease]) -> str:
 
 
 def test_room_is_made_by_the_reader_engine_that_holds_most_and_its_oldest_request_goes_first() -> None:
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     slow, quick = lent_to(world, prefill, "slow", 9), lent_to(world, prefill, "quick", 2)
     assert prefill.core.prefill.reclaim(3, 3.9) == ()  # each is kept for one grant
     renewed(prefill, slow + quick, 3.9)
@@ -359,7 +354,7 @@ def test_room_is_made_by_the_reader_engine_that_holds_most_and_its_oldest_reques
 
 
 def test_the_only_reader_engine_keeps_all_and_so_does_one_among_equals() -> None:
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     leases = lent_to(world, prefill, "only", 6)
     assert prefill.core.prefill.reclaim(6, 5.0) == ()
     leases += lent_to(world, prefill, "other", 6)
@@ -369,14 +364,14 @@ def test_the_only_reader_engine_keeps_all_and_so_does_one_among_equals() -> None
 
 def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothing() -> None:
     """It is the one that waits: there was no room to prefill its prompts."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 8)
     cohort, (pull,) = Cohort("quick"), read.grants
     release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
     prefill.core.prefill.receive(release, ReplyTo(b"quick"), "quick", 1.0)
     assert read.is_over
     assert prefill.core.prefill.reclaim(4, 30.9) == tuple(slow[:2])
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 8)
     (pull,) = read.grants
     release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
@@ -385,7 +380,7 @@ def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothin
 
 
 def test_requests_that_nobody_has_claimed_are_those_of_one_more() -> None:
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     nobody = lent_to(world, prefill, "", 8, claims=False)
     assert prefill.core.prefill.reclaim(6, 5.0) == (), "whose they are is not known, and nobody else is"
     lent_to(world, prefill, "one", 1)
@@ -397,7 +392,7 @@ def test_requests_that_nobody_has_claimed_are_those_of_one_more() -> None:
 
 def test_names_that_hold_nothing_any_more_are_those_of_one_more_however_many_they_are() -> None:
     """Without keys one reader has as many names as it likes, and must not leave others a share of nothing."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     honest = lent_to(world, prefill, "honest", 4)
     for n in range(8):
         (lease,) = lent_to(world, prefill, f"evil{n}", 1)
@@ -410,7 +405,7 @@ def test_names_that_hold_nothing_any_more_are_those_of_one_more_however_many_the
 
 def test_names_that_an_engine_makes_up_give_it_no_larger_share() -> None:
     """Nine cohorts of one key hold nine blocks; another engine's three, which are newer, stay."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     evil = [lent_to(world, prefill, f"evil{n}", 1, key="key:evil")[0] for n in range(9)]
     honest = lent_to(world, prefill, "honest", 3, key="key:honest")
     assert prefill.core.prefill.reclaim(100, 5.0) == tuple(evil[:3])
@@ -418,7 +413,7 @@ def test_names_that_an_engine_makes_up_give_it_no_larger_share() -> None:
 
 
 def test_without_keys_an_engine_goes_by_the_name_with_which_it_shook_hands() -> None:
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     leases = []
     for n in range(9):
         hello = Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("d"))
@@ -430,7 +425,7 @@ def test_without_keys_an_engine_goes_by_the_name_with_which_it_shook_hands() -> 
 
 def test_reader_engines_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynckv.core.prefill.MAX_ENGINES", 2)
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     for engine in "abcd":
         lent_to(world, prefill, engine, 1)
     prefill.core.tick(600.0)
@@ -442,7 +437,7 @@ def test_reader_engines_that_are_remembered_are_bounded(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("lease_s", "seconds"), [(2.5, 2.5), (10.0, 10.0), (60.0, 10.0)])
 def test_no_grant_is_longer_than_its_request_is_lent_for(lease_s: float, seconds: float) -> None:
-    world, rank = prefill_rank(LeaseConfig(lease_s=30.0, grant_s=10.0, max_lease_s=600.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=30.0, grant_s=10.0, max_lease_s=600.0))
     params, lease = world.lent(rank, "r", [3], lease_s=lease_s)
     (answer,) = say(rank, claim(params), lease.lent_at + 1.0)
     assert isinstance(answer, Granted)
@@ -450,7 +445,7 @@ def test_no_grant_is_longer_than_its_request_is_lent_for(lease_s: float, seconds
 
 
 def test_nobody_holds_a_request_for_longer_than_any_lease_may_last() -> None:
-    world, rank = prefill_rank(LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
     params, lease = world.lent(rank, "r", [3], lease_s=5.0)
     now = lease.lent_at
     say(rank, claim(params), now)
@@ -464,7 +459,7 @@ def test_nobody_holds_a_request_for_longer_than_any_lease_may_last() -> None:
 
 def test_the_longest_lease_counts_from_when_the_request_was_lent() -> None:
     """However late somebody comes, and whatever attempt it is."""
-    world, rank = prefill_rank(LeaseConfig(lease_s=10.0, grant_s=4.0, max_lease_s=12.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=10.0, grant_s=4.0, max_lease_s=12.0))
     params = world.params([rank], "r", [3], 4, lease_s=10.0)
     begun = world.lend(rank, params).lent_at
     say(rank, claim(params, "first"), begun + 7.0)
@@ -476,7 +471,7 @@ def test_the_longest_lease_counts_from_when_the_request_was_lent() -> None:
 
 def test_no_request_is_lent_for_longer_than_any_lease_may_last() -> None:
     """Params may say what they like: a scheduler has other settings, or a router has changed them."""
-    world, rank = prefill_rank(LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
     params = msgspec.structs.replace(world.params([rank], "r", [3], 4, lease_s=5.0), lease_s=12.5)
     with pytest.raises(ConfigError, match="lease_s"):
         rank.core.lend(params, 1, 0.0)
@@ -485,7 +480,7 @@ def test_no_request_is_lent_for_longer_than_any_lease_may_last() -> None:
 
 def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
     """Two attempts of one reader: the one that is given up holds nothing for longer because the other goes on."""
-    world, rank = prefill_rank(LeaseConfig(lease_s=30.0, grant_s=4.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=30.0, grant_s=4.0))
     params, lease = world.lent(rank, "r", [3], lease_s=30.0)
     for pull_id in ("first", "second"):
         say(rank, claim(params, pull_id), 0.0)
@@ -505,7 +500,7 @@ def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
 
 def test_a_release_is_final_for_its_attempt() -> None:
     """Said again it is acknowledged and changes nothing, whatever it says now: another attempt may be under way."""
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params, lease = world.lent(rank, "r", [3])
     say(rank, claim(params, "first"), 0.0)
     for outcome in (Outcome.RETRY, Outcome.COMPLETE, Outcome.RETRY):
@@ -517,7 +512,7 @@ def test_a_release_is_final_for_its_attempt() -> None:
 
 def test_it_is_never_said_that_a_request_has_been_lent_for_longer_than_it_was() -> None:
     """A reader believes what it read since then: a microsecond too much is a read of somebody else's blocks."""
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params, lease = world.lent(rank, "r", [3])
     for number in range(200):
         now = lease.lent_at + number * 0.0123456789
@@ -529,7 +524,7 @@ def test_it_is_never_said_that_a_request_has_been_lent_for_longer_than_it_was() 
 @pytest.mark.parametrize("how", ["releases", "lapses"])
 def test_what_one_request_remembers_of_its_readers_is_bounded(how: str) -> None:
     """Every attempt is another, and is remembered: who tries without end is refused, and what it says is not kept."""
-    world, rank = prefill_rank(LeaseConfig(lease_s=3000.0, grant_s=2.0, max_lease_s=6000.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=3000.0, grant_s=2.0, max_lease_s=6000.0))
     params, lease = world.lent(rank, "r", [3], lease_s=3000.0)
     refusals = list[Refused]()
     for number in range(MAX_ATTEMPTS + 10):
@@ -542,7 +537,7 @@ def test_what_one_request_remembers_of_its_readers_is_bounded(how: str) -> None:
 
 
 def test_what_another_key_says_in_the_name_of_a_reader_is_refused_counted_and_told() -> None:
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params = world.params([rank], "r", [3], 4)
 
     def hear(message: Claim | Release, route: ReplyTo, key: str) -> list[Message]:
@@ -570,8 +565,7 @@ def test_what_another_key_says_in_the_name_of_a_reader_is_refused_counted_and_to
 
 
 def test_the_connections_of_one_key_share_what_it_may_say() -> None:
-    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(messages_per_s=1.0, message_burst=4)))
-    rank = world.add("p", make_layout(), engine_id="prefill")
+    world, rank = alone(limits=LimitsConfig(messages_per_s=1.0, message_burst=4))
     packet = encode_packet("process", rank.core.identity.incarnation, [Ping(1)])
 
     def answered(principal: str) -> int:
@@ -585,7 +579,7 @@ def test_the_connections_of_one_key_share_what_it_may_say() -> None:
 
 
 def test_the_connections_of_one_key_share_its_room_for_what_comes_early() -> None:
-    world, rank = prefill_rank(LeaseConfig(max_parked=16))
+    world, rank = alone(lease=LeaseConfig(max_parked=16))
     params = [world.params([rank], f"r{number}", [3], 4) for number in range(20)]
 
     def park(number: int, key: str) -> None:
@@ -605,7 +599,7 @@ def test_the_connections_of_one_key_share_its_room_for_what_comes_early() -> Non
 
 
 def test_repeats_do_not_extend_what_is_parked() -> None:
-    world, rank = prefill_rank(LeaseConfig(parked_s=5.0))
+    world, rank = alone(lease=LeaseConfig(parked_s=5.0))
     params = world.params([rank], "r", [3], 4)
     prefill, counters = rank.core.prefill, rank.core.outbox.counters
     for after_s in (0.0, 2.0, 4.9):
@@ -623,7 +617,7 @@ def test_repeats_do_not_extend_what_is_parked() -> None:
 
 
 def test_what_was_parked_for_too_long_is_not_answered_though_nobody_has_swept_it_up() -> None:
-    world, rank = prefill_rank(LeaseConfig(parked_s=5.0))
+    world, rank = alone(lease=LeaseConfig(parked_s=5.0))
     params = world.params([rank], "r", [3], 4)
     say(rank, claim(params), 0.0)
     lease = rank.core.lend(params, 1, 5.0)
@@ -632,7 +626,7 @@ def test_what_was_parked_for_too_long_is_not_answered_though_nobody_has_swept_it
 
 
 def test_an_early_release_takes_the_place_of_its_claim_and_a_late_claim_not_its() -> None:
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params = world.params([rank], "r", [3], 4)
     release = Release(params.key, "r", READER, "pull", Outcome.COMPLETE)
     assert [type(m) for m in (*say(rank, claim(params), 0.0), *say(rank, release, 0.1))] == [NotYet, Ack]
@@ -648,7 +642,7 @@ def test_an_early_release_takes_the_place_of_its_claim_and_a_late_claim_not_its(
 
 def test_each_start_of_a_process_has_a_place_of_its_own() -> None:
     """A successor that says the same as the process before it is answered too, and so is that one, if it lives."""
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params = world.params([rank], "r", [3], 4)
     for sender in ("one start", "another start"):
         rank.core.prefill.receive(claim(params), ONE, sender, 0.0)
@@ -657,7 +651,7 @@ def test_each_start_of_a_process_has_a_place_of_its_own() -> None:
 
 def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() -> None:
     """Who finds no room is told to wait if it claims; a release that is not kept is not acknowledged either."""
-    world, rank = prefill_rank(LeaseConfig(max_parked=16))
+    world, rank = alone(lease=LeaseConfig(max_parked=16))
     params = world.params([rank], "r", [3], 4)
     for number in range(32):
         way = ReplyTo(b"%d" % number)
@@ -669,7 +663,7 @@ def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() 
 
 def test_of_what_has_ended_the_newest_is_remembered() -> None:
     """How the others ended is forgotten; that they have not."""
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     rank.core.prefill.max_ended = 4
     asked = list[Reason]()
     requests = [world.params([rank], f"r{number}", [number], 4) for number in range(8)]
@@ -685,7 +679,7 @@ def test_of_what_has_ended_the_newest_is_remembered() -> None:
 
 
 def test_what_was_withdrawn_is_never_lent_however_long_ago() -> None:
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     rank.core.prefill.max_ended = 1
     params, other = (world.params([rank], name, [3], 4) for name in ("r", "other"))
     for each in (params, other):
@@ -699,7 +693,7 @@ def test_what_was_withdrawn_is_never_lent_however_long_ago() -> None:
 
 def test_what_is_parked_is_bounded_by_its_memory_and_not_by_its_number_alone() -> None:
     """Who has a long name for its request takes more of the room for what comes early."""
-    world, rank = prefill_rank(LeaseConfig(max_parked=100, parked_s=5.0))
+    world, rank = alone(lease=LeaseConfig(max_parked=100, parked_s=5.0))
     prefill, counters = rank.core.prefill, rank.core.outbox.counters
     params = world.params([rank], "r", [3], 4)
 
@@ -801,7 +795,7 @@ def many(world: World, rank: Rank, number: int) -> list[KVTransferParams]:
 
 
 def test_nothing_is_kept_of_a_request_whose_messages_were_parked_for_too_long() -> None:
-    world, rank = prefill_rank(PARKED)
+    world, rank = alone(lease=PARKED)
     for params in many(world, rank, 4):
         assert isinstance(say(rank, claim(params), 0.0)[0], NotYet)
     side = rank.core.prefill
@@ -813,7 +807,7 @@ def test_nothing_is_kept_of_a_request_whose_messages_were_parked_for_too_long() 
 
 def test_a_release_that_takes_the_place_of_a_claim_has_all_of_its_own_time() -> None:
     """It was acknowledged, so nobody repeats it: if it were forgotten with the claim the lease would have to expire."""
-    world, rank = prefill_rank(PARKED)
+    world, rank = alone(lease=PARKED)
     [params] = many(world, rank, 1)
     say(rank, claim(params), 0.0)
     assert isinstance(say(rank, release(params), 3.0)[0], Ack)
@@ -824,7 +818,7 @@ def test_a_release_that_takes_the_place_of_a_claim_has_all_of_its_own_time() -> 
 
 
 def test_what_is_remembered_of_what_was_parked_is_bounded_however_much_is_lent_meanwhile() -> None:
-    world, rank = prefill_rank(PARKED)
+    world, rank = alone(lease=PARKED)
     for params in many(world, rank, 300):
         say(rank, release(params), 0.0)
         assert world.lend(rank, params).is_over
@@ -833,7 +827,7 @@ def test_what_is_remembered_of_what_was_parked_is_bounded_however_much_is_lent_m
 
 def test_of_releases_that_were_given_up_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "MAX_FORGOTTEN", 3)
-    world, rank = prefill_rank(LeaseConfig(lease_s=10.0, grant_s=4.0, parked_s=5.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=10.0, grant_s=4.0, parked_s=5.0))
     made = many(world, rank, 5)
     for at, params in enumerate(made):
         say(rank, release(params), 0.1 * at)
@@ -844,7 +838,7 @@ def test_of_releases_that_were_given_up_the_newest_are_remembered(monkeypatch: p
 
 
 def test_who_asks_late_hears_how_the_request_ended_though_the_memory_is_another_by_now() -> None:
-    world, rank = prefill_rank(PARKED)
+    world, rank = alone(lease=PARKED)
     ended, never = many(world, rank, 2)
     world.lend(rank, ended)
     say(rank, release(ended), 1.0)
@@ -859,7 +853,7 @@ def test_who_asks_late_hears_how_the_request_ended_though_the_memory_is_another_
 
 def test_nobody_is_woken_for_a_lease_that_is_over() -> None:
     """Its time is far away, and a lease that waits for it is kept."""
-    world, rank = prefill_rank(PARKED)
+    world, rank = alone(lease=PARKED)
     [params] = many(world, rank, 1)
     lease = world.lend(rank, params)
     assert rank.core.timers.next_at == 4.0  # to see whether a grant has run out
@@ -1021,13 +1015,9 @@ def heard(rank: Rank) -> list[Message]:
     return [m for _, data in rank.core.outbox.take_packets() for m in decode_packet(data).messages]
 
 
-def lone_rank() -> Rank:
-    return World().add("p", make_layout(), engine_id="prefill")
-
-
 def test_of_those_who_shook_hands_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_READERS", 3)
-    rank = lone_rank()
+    _, rank = alone()
     for number in (1, 2, 3, 1, 4, 5):
         assert len(greeted(rank, number)) == 1
     side = rank.core.readers
@@ -1038,7 +1028,7 @@ def test_of_those_who_shook_hands_the_latest_are_remembered(monkeypatch: pytest.
 
 
 def test_who_can_understand_it_hears_at_once_that_an_engine_drains() -> None:
-    rank = lone_rank()
+    _, rank = alone()
     for minor in (0, 1):
         assert [type(m) for m in greeted(rank, minor, minor)] == [Welcome]
     rank.core.readers.say_draining()
@@ -1046,7 +1036,7 @@ def test_who_can_understand_it_hears_at_once_that_an_engine_drains() -> None:
 
 
 def test_a_packet_of_another_version_is_answered_in_words_of_this_one() -> None:
-    rank = lone_rank()
+    _, rank = alone()
     (body,) = [encode_packet("start-1", "", [Goodbye()])]
     rank.core.receive(ReplyTo(b"1"), body.replace(bytes([0x90 + 4, MAJOR]), bytes([0x90 + 4, MAJOR + 1]), 1), 0.0)
     (answer,) = heard(rank)
@@ -1056,7 +1046,7 @@ def test_a_packet_of_another_version_is_answered_in_words_of_this_one() -> None:
 
 
 def test_an_answer_that_nobody_here_asks_for_is_counted_once() -> None:
-    rank = lone_rank()
+    _, rank = alone()
     rank.core.receive(ReplyTo(b"1"), encode_packet("start-1", "", [Draining()]), 0.0)
     rank.core.receive(Address("world://q"), encode_packet("start-2", "", [Hello(1, 1, 1, "q", 0, Cohort("d"))]), 0.0)
     assert rank.core.outbox.counters["dropped.unexpected"] == 2
@@ -1068,7 +1058,7 @@ def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_ther
 ) -> None:
     """The others ask again."""
     monkeypatch.setattr(readers, "MAX_WAITING", 3)
-    rank = lone_rank()
+    _, rank = alone()
     rank.core.agent_lost()
     assert [greeted(rank, number) for number in (1, 2, 3, 4, 5, 2)] == [[]] * 6
     rank.core.agent_replaced("another", b"metadata")
@@ -1077,8 +1067,7 @@ def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_ther
 
 
 def test_a_bug_that_one_lease_meets_ends_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    rank = world.add("p", make_layout(), engine_id="prefill")
+    world, rank = alone()
     lease = world.lend(rank, world.params([rank], "r", [3], 4))
     tick_lease, met = rank.core.prefill.tick_lease, list[float]()
 

@@ -131,7 +131,7 @@ async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and
 
 
 def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> None:
-    world, prefill, decode = opened(EngineConfig(engine_id="x", pull=PullConfig(max_post_descriptors=1)))
+    world, prefill, decode = opened(pull=PullConfig(max_post_descriptors=1))
     params, _ = world.lent(prefill, "r", [3], written=True)
     pull = world.pull(decode, "d", [9], params)
     world.deliver_all()
@@ -151,9 +151,7 @@ def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> N
 
 def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     """Nobody acknowledges the release, and a transfer may still write: each has a time of its own."""
-    world, prefill, decode = opened(
-        EngineConfig(engine_id="x", pull=PullConfig(release_timeout_s=20.0, held_s=5.0, gone_s=600.0))
-    )
+    world, prefill, decode = opened(pull=PullConfig(release_timeout_s=20.0, held_s=5.0, gone_s=600.0))
     params, _ = world.lent(prefill, "r", [3], written=True)
     pull = world.pull(decode, "d", [9], params)
     world.deliver_all()

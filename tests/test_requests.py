@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -11,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -27,41 +25,22 @@ from asynckv.core.timers import Timers
 from asynckv.core.types import Cohort, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.scheduler import PrefillRanks
-from tests.world import NUM_BLOCKS, Rank, World, begin, make_layout, reason
-
-CONFIG = EngineConfig(engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0))
-
-
-def pair(config: EngineConfig = CONFIG) -> tuple[World, Rank, Rank]:
-    world = World(config)
-    return (
-        world,
-        world.add("p", make_layout(), engine_id="prefill", seed=1),
-        world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2, epoch=5e5),
-    )
+from tests.world import NUM_BLOCKS, Rank, World, alone, begin, make_layout, opened, ranks_of, reason
 
 
 def lent() -> tuple[World, Rank, Rank, KVTransferParams, Lease]:
     """Lend a block that is computed."""
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    return world, prefill, decode, params, world.lend(prefill, params)
+    world, prefill, decode = opened()
+    return world, prefill, decode, *world.lent(prefill, "req", [3], written=True)
 
 
 def group(world: World, tp_prefill: int, tp_decode: int, heads: int = 4) -> tuple[list[Rank], list[Rank]]:
-    prefill = [
-        world.add(f"p{r}", make_layout(r, tp_prefill, base=(r + 1) << 40, num_heads=heads), engine_id="prefill", seed=r)
-        for r in range(tp_prefill)
-    ]
-    decode = [
-        world.add(f"d{r}", make_layout(r, tp_decode, base=(r + 20) << 40, num_heads=heads), engine_id="decode", seed=r)
-        for r in range(tp_decode)
-    ]
-    return prefill, decode
+    prefill = ranks_of(world, "prefill", tp_prefill, num_heads=heads)
+    return prefill, ranks_of(world, "decode", tp_decode, base=20, num_heads=heads)
 
 
 def test_a_request_from_lend_to_release() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     want = [prefill.buffers.block(b) for b in (3, 1)]
     params, lease = world.lent(prefill, "req", [3, 1], written=True)
     it = world.pull(decode, "d-req", [9, 4], params)
@@ -84,7 +63,7 @@ def test_a_consumed_request_is_refused_at_once_and_the_refusal_says_who_read_it(
 
 
 def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "req", [3], written=True, readers=6)
     for i in range(7):
         wanted = PullRequest(f"sibling{i}", [(0, [i])], params, f"d/{i}")
@@ -95,7 +74,7 @@ def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> N
 
 
 def test_an_unclaimed_lease_expires_and_names_whom_it_waited_for() -> None:
-    world, prefill, _ = pair()
+    world, prefill, _ = opened()
     lease = world.lend(prefill, world.params([prefill], "req", [3], 4))
     world.advance(29.9)
     assert lease.state is LeaseState.LENT
@@ -105,7 +84,7 @@ def test_an_unclaimed_lease_expires_and_names_whom_it_waited_for() -> None:
 
 
 def test_a_reader_that_dies_is_named_when_the_lease_expires() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, decode = group(world, 1, 2)
     params = world.params(prefill, "req", [3], 4, written=True)
     lease = world.lend(prefill[0], params)
@@ -183,7 +162,7 @@ def test_a_grant_is_kept_to_its_last_moment_whatever_is_heard_before(before_s: f
 
 @pytest.mark.parametrize(("after_s", "is_believed"), [(-1e-6, True), (0.0, False), (0.003, False), (0.05, False)])
 def test_bytes_are_believed_to_the_last_moment_of_a_promise_and_not_beyond(after_s: float, is_believed: bool) -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     want = prefill.buffers.block(3)
     params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [9], params)
@@ -199,7 +178,7 @@ def test_bytes_are_believed_to_the_last_moment_of_a_promise_and_not_beyond(after
 
 def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
     """Of two pipeline stages each holds a layer; one that has read its own has not released for the other."""
-    world = World(CONFIG)
+    world = World()
     prefill, whole = world.add("p", make_layout(), engine_id="prefill", seed=1), make_layout(base=1 << 41)
     stages = [
         world.add(
@@ -230,7 +209,7 @@ def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
 
 
 def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, decode = group(world, 2, 1, heads=2)
     params = world.params(prefill, "req", [3], 4, written=True)
     leases = [world.lend(rank, params) for rank in prefill]
@@ -242,7 +221,7 @@ def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
 
 
 def test_a_lease_frees_only_after_every_distinct_reader() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, decode = group(world, 1, 4)
     params = world.params(prefill, "req", [3], 4, written=True)
     lease = world.lend(prefill[0], params)
@@ -256,7 +235,7 @@ def test_a_lease_frees_only_after_every_distinct_reader() -> None:
 
 
 def test_repeated_and_forged_releases_change_nothing_but_counters() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, decode = group(world, 1, 2)
     params = world.params(prefill, "req", [3], 4)
     lease = world.lend(prefill[0], params)
@@ -295,9 +274,7 @@ class _Item:
 
 
 def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
-    config = EngineConfig(engine_id="x", lease=LeaseConfig(max_parked=8))
-    world = World(config)
-    prefill = world.add("p", make_layout(), engine_id="prefill")
+    world, prefill = alone(lease=LeaseConfig(max_parked=8))
     flood, other = (world.add(f"d{i}", make_layout(base=(i + 2) << 40), engine_id=f"decode{i}") for i in range(2))
     group = [world.params([prefill], f"r{i}", [i % 8], 4) for i in range(8)]
     for i in range(8):
@@ -317,8 +294,7 @@ def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_closed_engine_parks_nothing(is_early: bool) -> None:
-    world = World()
-    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     world.lend(prefill, world.params([prefill], "other", [5], 4))
     pull = world.pull(decode, "d", [2], world.params([prefill], "r", [1], 4))
     if is_early:
@@ -332,8 +308,7 @@ def test_a_closed_engine_parks_nothing(is_early: bool) -> None:
 
 
 def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
-    world = World()
-    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [1])
     first = begin(decode.core, PullRequest("a", [(0, [2])], params, "x" * 512), 5.0, 0.0)
     world.settle(decode)
@@ -343,7 +318,7 @@ def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
 
 
 def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params, timeout=1)
     world.cancel(decode, "d-req")
@@ -358,7 +333,7 @@ def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_requests_are_lent_in_any_order_while_their_readers_wait(order: tuple[int, ...]) -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     made = [world.params([prefill], f"req{i}", [i], 4) for i in range(4)]
     pulls = [world.pull(decode, f"d{i}", [i], params) for i, params in enumerate(made)]
     world.run()
@@ -374,7 +349,7 @@ def test_requests_are_lent_in_any_order_while_their_readers_wait(order: tuple[in
 
 
 def test_an_early_release_below_the_newest_ends_its_lease_when_it_is_lent() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     early, late = (world.params([prefill], f"req{i}", [i], 4) for i in range(2))
     world.lend(prefill, late)
     it = world.pull(decode, "d-req", [1], early)
@@ -386,7 +361,7 @@ def test_an_early_release_below_the_newest_ends_its_lease_when_it_is_lent() -> N
 
 
 def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     first, _ = world.lent(prefill, "first", [3], written=True)
     world.pull(decode, "d-first", [1], first)
     world.run()
@@ -400,7 +375,7 @@ def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
 
 
 def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     waits = world.pull(decode, "waits", [1], params)
     world.run()
@@ -451,7 +426,7 @@ def test_who_has_only_announced_lets_go_of_what_is_withdrawn_at_its_next_renewal
 
 def test_what_is_pulled_after_the_withdrawal_and_under_a_promise_is_right() -> None:
     """The blocks are not the engine's before the reader is through, so its bytes are what was lent."""
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     want = prefill.buffers.block(3)
     params, lease = world.lent(prefill, "req", [3], written=True)
     announce(world, decode, params)
@@ -467,7 +442,7 @@ def test_what_is_pulled_after_the_withdrawal_and_under_a_promise_is_right() -> N
 
 def test_a_rank_that_wants_its_blocks_back_ends_a_pull_that_still_meets_another() -> None:
     """What is not begun is not worth the blocks of both sides until the promise runs out."""
-    world = World(replace(CONFIG, pull=PullConfig(handshake_s=20.0)))
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(handshake_s=20.0)))
     prefill, (decode,) = group(world, 2, 1)
     params = world.params(prefill, "req", [3], 4, written=True)
     leases = [world.lend(rank, params) for rank in prefill]
@@ -480,14 +455,14 @@ def test_a_rank_that_wants_its_blocks_back_ends_a_pull_that_still_meets_another(
 
 
 def test_the_params_of_another_engine_are_not_withdrawn() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     with pytest.raises(LocalProtocolError, match="for engine 'prefill'"):
         decode.core.withdraw(params, 0.0)
 
 
 def test_a_pull_whose_request_is_not_lent_in_time_says_so() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4, written=True)
     it = world.pull(decode, "d-req", [1], params, timeout=3)
     world.run(4)
@@ -496,7 +471,7 @@ def test_a_pull_whose_request_is_not_lent_in_time_says_so() -> None:
 
 
 def test_an_answer_that_should_have_been_repeated_since_is_published_with_its_age() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4, written=True)
     it = world.pull(decode, "d-req", [1], params, timeout=9)
     world.run()
@@ -508,7 +483,7 @@ def test_an_answer_that_should_have_been_repeated_since_is_published_with_its_ag
 
 
 def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, (decode,) = group(world, 2, 1)
     params = world.params(prefill, "req", [3], 4, written=True)
     world.lend(prefill[0], params)
@@ -520,7 +495,7 @@ def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
 
 
 def test_a_release_takes_the_place_of_its_early_claim() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
@@ -533,7 +508,7 @@ def test_a_release_takes_the_place_of_its_early_claim() -> None:
 
 
 def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     world.pull(decode, "d-req", [1], params)
     world.run()
@@ -546,7 +521,7 @@ def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
 
 
 def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_knows() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
@@ -558,7 +533,7 @@ def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_kno
 
 
 def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler_is_forgotten() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     first, second = (world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(2))
     prefill.core.prefill.revoke(world.lend(prefill, first), world.time(prefill))
     prefill.core.withdraw(second, world.time(prefill))
@@ -574,7 +549,7 @@ def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler
 
 
 def test_a_pull_whose_claim_is_not_answered_says_so() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     warm, _ = world.lent(prefill, "warm", [0], written=True)
     world.pull(decode, "warm", [0], warm)
     world.run()
@@ -587,7 +562,7 @@ def test_a_pull_whose_claim_is_not_answered_says_so() -> None:
 
 
 def test_ten_thousand_requests_are_lent_in_any_order() -> None:
-    world, prefill, _ = pair()
+    world, prefill, _ = opened()
     made = [world.params([prefill], f"req{i}", [], 0) for i in range(10_000)]
     random.Random(1).shuffle(made)
     for params in made:
@@ -603,7 +578,7 @@ def test_ten_thousand_requests_are_lent_in_any_order() -> None:
 
 
 def test_lending_one_key_twice_is_refused() -> None:
-    world, prefill, _ = pair()
+    world, prefill, _ = opened()
     params, _ = world.lent(prefill, "req", [3])
     with pytest.raises(LocalProtocolError, match="lent before"):
         world.lend(prefill, params)
@@ -613,8 +588,7 @@ def test_lending_one_key_twice_is_refused() -> None:
 
 
 def test_one_failed_transfer_of_four_is_reported_after_the_other_three() -> None:
-    small = dataclasses.replace(CONFIG, pull=PullConfig(max_post_bytes=128))
-    world, prefill, decode = pair(small)
+    world, prefill, decode = opened(pull=PullConfig(max_post_bytes=128))
     params, _ = world.lent(prefill, "req", [3, 4], written=True)
     it = world.pull(decode, "d-req", [1, 2], params)
     world.deliver_all()
@@ -659,17 +633,17 @@ def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
 
 
 def test_a_pull_of_a_silent_peer_ends_by_its_deadline_with_every_block() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [9], params, timeout=2.0)
     world.live(3.0, 0.1, is_heard=False)
     assert it.reason is Reason.TIMEOUT
-    assert "no handshake with prefill/tp0@p-0 (world://p)" in it.detail
+    assert "no handshake with prefill/tp0@prefill- (world://prefill)" in it.detail
     assert it.is_returned
 
 
 def test_a_peer_that_cannot_be_loaded_in_time_is_given_up_and_met_again() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     world.auto_load = False
     params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [9], params, timeout=20)
@@ -692,7 +666,7 @@ def test_a_peer_that_cannot_be_loaded_in_time_is_given_up_and_met_again() -> Non
 
 def loading_beside_another(timeout: float) -> tuple[World, Rank, Pull, Peer]:
     """A data plane that takes one peer at a time has the one of a pull wait for another, which comes back."""
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     other = world.add("o", make_layout(base=3 << 40), engine_id="other", seed=3)
     world.auto_load = False
     pulls = []
@@ -725,7 +699,7 @@ def test_a_peer_that_waits_for_one_after_the_other_is_given_up_in_the_end() -> N
 
 
 def test_a_peer_that_answers_late_has_all_the_time_to_be_loaded() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     world.auto_load = False
     params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [9], params)
@@ -738,7 +712,7 @@ def test_a_peer_that_answers_late_has_all_the_time_to_be_loaded() -> None:
 
 
 def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     pulls = [
         world.pull(decode, f"d{i}", [i], world.params([prefill], f"r{i}", [1], 4), timeout=20)
         for i in range(NUM_BLOCKS)
@@ -746,16 +720,16 @@ def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
     assert decode.core.outbox.counters["sent.hello"] == 1
     world.live(6.0, 0.1, is_heard=False)
     assert {(p.reason, p.detail) for p in pulls} == {
-        (Reason.UNREACHABLE, "prefill/tp0@p-0 (world://p) did not answer within 5 s")
+        (Reason.UNREACHABLE, "prefill/tp0@prefill- (world://prefill) did not answer within 5 s")
     }
     late = world.pull(decode, "late", [1], world.params([prefill], "late", [1], 4))
     assert late.reason is None or "did not answer" in late.detail
 
 
 def test_a_restarted_engine_refuses_old_references_and_serves_new_ones() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     old, _ = world.lent(prefill, "old", [3], written=True)
-    reborn = world.add("p", make_layout(), engine_id="prefill", seed=3)
+    reborn = world.add("prefill", make_layout(), seed=3)
     failed = world.pull(decode, "old", [9], old)
     world.run()
     assert failed.reason is Reason.RESTARTED
@@ -766,17 +740,17 @@ def test_a_restarted_engine_refuses_old_references_and_serves_new_ones() -> None
 
 
 def test_the_wrong_engine_at_an_address_is_named_with_both_ids() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     other = PrefillRanks("somebody-else", [Endpoint(0, prefill.address, prefill.core.identity.incarnation)])
     it = world.pull(decode, "d", [9], decode_params(other.make_params("req", [(0, [1])], 4)))
     world.run()
     assert it.reason is Reason.WRONG_TARGET
-    for part in ("prefill/tp0@p-0 listens", "somebody-else/tp0@p-0 (world://p)"):
+    for part in ("prefill/tp0@prefill- listens", "somebody-else/tp0@prefill- (world://prefill)"):
         assert part in it.detail
 
 
 def test_layouts_that_differ_are_refused_at_the_handshake() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill = world.add("p", make_layout(head_dim=4), engine_id="prefill")
     decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
     it = world.pull(decode, "d", [9], world.params([prefill], "req", [1], 4))
@@ -799,7 +773,7 @@ def test_a_renewed_lease_outlasts_a_long_queue() -> None:
 
 
 def test_an_announcement_that_is_never_pulled_releases_the_request() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "req", [3])
     world.announce(decode, "d-req", params, 5.0)
     world.live(6.0, 0.1)
@@ -808,7 +782,7 @@ def test_an_announcement_that_is_never_pulled_releases_the_request() -> None:
 
 
 def test_an_announcement_made_again_has_its_time_anew() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, other = (world.params([prefill], name, [3], 4, written=True) for name in ("req", "other"))
     lease = world.lend(prefill, params)
     it = decode.core.announce("d-req", params, "", 5.0, world.time(decode))
@@ -830,7 +804,7 @@ def test_an_announcement_made_again_has_its_time_anew() -> None:
 
 
 def test_what_a_rank_lends_itself_is_refused_before_anything_and_may_be_discharged() -> None:
-    world, prefill, _ = pair()
+    world, prefill, _ = opened()
     params, lease = world.lent(prefill, "req", [3], written=True)
     with pytest.raises(PlanRefused, match="'d-req' is lent by this very rank"):
         prefill.core.announce("d-req", params, "", 5.0, world.time(prefill))
@@ -844,7 +818,7 @@ def test_what_a_rank_lends_itself_is_refused_before_anything_and_may_be_discharg
 
 
 def test_what_is_being_pulled_cannot_be_announced() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     world.pull(decode, "d-req", [9], params)
     with pytest.raises(LocalProtocolError, match="is being pulled already"):
@@ -852,7 +826,7 @@ def test_what_is_being_pulled_cannot_be_announced() -> None:
 
 
 def test_siblings_each_release_and_strangers_are_refused() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "req", [3], written=True, readers=2)
     pulls = [
         begin(decode.core, PullRequest(f"sibling{i}", [(0, [i])], params, f"decode/{i}"), 30, world.time(decode))
@@ -890,7 +864,7 @@ def test_endpoints_with_holes_is_refused() -> None:
     ranks: Sequence[Endpoint] = [Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in (0, 2)]
     with pytest.raises(ConfigError, match=r"\[\(0, 0\), \(0, 2\)\]"):
         PrefillRanks("p", ranks, tp_size=3)
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     broken: KVTransferParams = msgspec.structs.replace(params, tp_size=2)
     with pytest.raises(PlanRefused, match="must be listed once"):
@@ -925,8 +899,7 @@ def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
 
 
 def test_blocks_that_cannot_hold_the_tokens_are_not_lent() -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
+    world, prefill = alone()
     params = world.params([prefill], "req", [3, 5], 1000)
     said = "2 blocks of 4 tokens from token 0 on end at token 8, but num_tokens is 1000"
     with pytest.raises(PlanRefused, match=said):

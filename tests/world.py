@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -496,10 +497,26 @@ class World(Fabric):
                 assert lease.state is not LeaseState.RELEASED or not lease.owed(), lease.owed()
 
 
-def opened(config: EngineConfig | None = None) -> tuple[World, Rank, Rank]:
-    """Return a world of a prefill and a decode rank."""
-    world = World(config)
-    return world, world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+def alone(*, reuse: bool = True, **options: Any) -> tuple[World, Rank]:
+    """Return a world with a prefill rank, by options of its configuration."""
+    world = World(EngineConfig(engine_id="x", **options), reuse=reuse)
+    return world, world.add("prefill", make_layout(), seed=1)
+
+
+def opened(*, reuse: bool = True, **options: Any) -> tuple[World, Rank, Rank]:
+    """Return a world of a prefill and a decode rank, whose clocks began at different times."""
+    world, prefill = alone(reuse=reuse, **options)
+    return world, prefill, world.add("decode", make_layout(base=1 << 41), seed=2, epoch=5e5)
+
+
+def ranks_of(world: World, engine_id: str, tp_size: int, *, base: int = 1, **sizes: Any) -> list[Rank]:
+    """Add the ranks of an engine, named by its first letter and their number."""
+    return [
+        world.add(
+            f"{engine_id[0]}{r}", make_layout(r, tp_size, base=(base + r) << 40, **sizes), engine_id=engine_id, seed=r
+        )
+        for r in range(tp_size)
+    ]
 
 
 def reason(pull: Pull) -> Reason | None:
