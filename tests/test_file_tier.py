@@ -43,6 +43,7 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
 from asynckv.tools.offload.folder import look, prune_folder
+from tests.engines import Polled
 from tests.killed import EVERY, unsound
 from tests.lab import plain_files
 from tests.lab.plain_files import PlainFiles
@@ -66,16 +67,15 @@ def contents(key: bytes, size: int = SIZE) -> npt.NDArray[np.uint8]:
     return (np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ seed).view(np.uint8)
 
 
-class Tier:
+class Tier(Polled[RecordNews]):
     """A file tier over a pool of `COUNT` records, polled whenever it asks to be."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__()
         self.pool = HostPool(COUNT * SIZE)
         num_bytes = options.pop("num_bytes", RANGE)
         options["open_io"] = plain_files.plain if options.pop("back_end", "nixl") == "plain" else None
         self.plane: RecordPlane = FileTier(folder, num_bytes, **{"segment_bytes": SEGMENT} | options)
-        self.news: list[RecordNews] = []
-        self._event = asyncio.Event()
         self._numbers = itertools.count(1)
 
     def start(self, **layouts: bytes) -> Sequence[Stored]:
@@ -83,25 +83,14 @@ class Tier:
 
     def _poll(self) -> None:
         self.news += self.plane.poll()
-        self._event.set()
-
-    async def heard(self, count: int = 1) -> list[RecordNews]:
-        """Wait for so many news."""
-        with anyio.fail_after(PATIENCE_S):
-            while len(self.news) < count:
-                self._event.clear()
-                await self._event.wait()
-        news, self.news = self.news[:count], self.news[count:]
-        return news
+        self.changed.set()
 
     async def ended(self) -> RecordsEnded:
         """Wait for the end of a move, whatever else is told."""
-        with anyio.fail_after(PATIENCE_S):
-            while not (found := [news for news in self.news if isinstance(news, RecordsEnded)]):
-                self._event.clear()
-                await self._event.wait()
-        self.news.remove(found[0])
-        return found[0]
+        await self.until(lambda: any(isinstance(news, RecordsEnded) for news in self.news))
+        found = next(news for news in self.news if isinstance(news, RecordsEnded))
+        self.news.remove(found)
+        return found
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:

@@ -42,7 +42,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable, Span
 from asynckv.ports import AgentInfo, CopyMade
-from tests.engines import until
+from tests.engines import Polled, until
 from tests.test_process import children
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
@@ -67,7 +67,7 @@ TABLES = (
 )
 
 
-class Side:
+class Side(Polled[TransferEnded]):
     """A plane with two memories, polled whenever it asks to be."""
 
     def __init__(
@@ -78,13 +78,12 @@ class Side:
         lent: Sequence[Bytes] = (),
         arrays: list[Bytes] | None = None,
     ) -> None:
+        super().__init__()
         self.plane = NixlPlane(config or NixlConfig(posting_threads=0), name)
         self.arrays = contents(seed) if arrays is None else arrays
         self.memories = [Memory(a.ctypes.data, a.nbytes) for a in (*self.arrays, *lent)]
-        self.news: list[TransferEnded] = []
         self.made: list[CopyMade] = []
         self.calls = 0
-        self._event = asyncio.Event()
         self.agent = self.plane.begin(self.memories, self._poll)
 
     def _poll(self) -> None:
@@ -92,7 +91,7 @@ class Side:
         copies = len(self.made)
         if (found := self.ended()) or len(self.made) > copies:
             self.news += found
-            self._event.set()
+            self.changed.set()
 
     def ended(self) -> list[TransferEnded]:
         """Poll; file packed copies that were made, and return the ends of transfers."""
@@ -105,15 +104,6 @@ class Side:
         ended = self.plane.post_read(TransferId(transfer_id), name, request(table, local, remote))
         if ended is not None:
             self.news.append(ended)
-
-    async def heard(self, count: int) -> list[TransferEnded]:
-        """Wait for news of so many transfers."""
-        with anyio.fail_after(PATIENCE_S):
-            while len(self.news) < count:
-                self._event.clear()
-                await self._event.wait()
-        news, self.news = self.news, []
-        return news
 
 
 def request(table: DescTable, local: Indices, remote: Indices) -> ReadRequest:
