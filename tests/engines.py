@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillRanks, Registration
+from asynckv.embed import EngineDesk, Finished
 from asynckv.engine import LentRequest
 from asynckv.geometry.layout import Memory
 from asynckv.layout import register_memory
@@ -123,6 +124,12 @@ async def until(condition: Callable[[], object]) -> None:
     with anyio.fail_after(10):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
+
+
+async def news_of(desk: EngineDesk) -> Finished:
+    """Wait until a desk has something to tell, and take it."""
+    await until(lambda: desk.has_news)
+    return desk.take_finished()
 
 
 def open_files() -> set[str]:

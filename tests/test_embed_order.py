@@ -18,7 +18,7 @@ from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Pull
 from asynckv.embed import desk as embed_desk
 from asynckv.engine import driver as driver_module
 from asynckv.testing import SimControl, SimData, SimNetwork
-from tests.engines import Bench, memory, until
+from tests.engines import Bench, memory, news_of, until
 
 
 @pytest.mark.nixl
@@ -43,8 +43,7 @@ def test_a_cancellation_finds_the_pull_before_it_though_the_loop_is_woken_twice_
             # A turn of a slice that was left, and one for a caller that has just handed more over.
             desk.carry_out()
             desk.carry_out()
-            await until(lambda: desk.has_news)
-            (failed,) = desk.take_finished().failed
+            (failed,) = (await news_of(desk)).failed
             assert str(getattr(failed.error, "reason", "")) == "cancelled"
             assert (await lent.wait_released()).cause == "released"
 
@@ -114,8 +113,7 @@ def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_
                 while not desk.has_news:
                     sim.clock.advance(0.25)
                     await asyncio.sleep(0)
-            await until(lambda: desk.has_news)
-            told = desk.take_finished()
+            told = await news_of(desk)
             (failed,) = told.failed
             is_retired = fate == "retired"
             assert (failed.request_id, failed.is_held, told.returned) == ("r", is_retired, [])
@@ -140,8 +138,7 @@ def test_orders_of_which_no_end_is_told_are_told_as_failed_and_retired_once() ->
                 desk.submit([Pull(request_id=f"r{number}", groups=[(0, [number])], params=params)])
             await until(lambda: decode.data and len(decode.data.running) == 2)
             decode.data.doubt(next(iter(decode.data.running)))
-            await until(lambda: desk.has_news)
-            (held,) = desk.take_finished().failed
+            (held,) = (await news_of(desk)).failed
             desk._abandon(RuntimeError("the loop is gone"))
             decode.data.finish()
             await until(lambda: not decode.engine.holds())
@@ -178,8 +175,7 @@ def test_who_hands_over_from_another_thread_is_refused_and_keeps_nobody_else_fro
             with pytest.raises(WrongThread, match=r"desk\.submit was called from thread"):
                 await asyncio.to_thread(desk.submit, [Lend({"from": "elsewhere"})])
             desk.submit([Lend({"from": "here"})])
-            await until(lambda: desk.has_news)
-            (refused,) = desk.take_finished().refused
+            (refused,) = (await news_of(desk)).refused
             assert isinstance(refused.order, Lend)
             assert refused.order.params == {"from": "here"}
 
