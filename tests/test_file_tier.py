@@ -37,6 +37,7 @@ from asynckv.edges.files.index import INDEX, DamagedIndex, Entry, FileIndex, che
 from asynckv.edges.files.io import Extent
 from asynckv.edges.files.store import OWNER, OwnerLock, owner_of
 from asynckv.edges.files.tier import FileTier
+from asynckv.edges.files.worker import Worker
 from asynckv.edges.host_pool import HostPool
 from asynckv.edges.nic.agent import Agent
 from asynckv.errors import BackendError, ConfigError
@@ -93,6 +94,22 @@ class Tier(Polled[RecordNews]):
         return found
 
     @property
+    def worker(self) -> Worker:
+        assert isinstance(self.plane, FileTier)
+        assert self.plane._worker is not None
+        return self.plane._worker
+
+    def refuse_index(self) -> None:
+        """Let the index take no more changes."""
+        assert self.worker._index is not None
+        self.worker._index._db.execute("PRAGMA query_only = ON")
+
+    def found(self, name: str) -> int:
+        """Return what the last start has counted."""
+        assert isinstance(self.plane, FileTier)
+        return self.plane.found[name]
+
+    @property
     def bytes(self) -> npt.NDArray[np.uint8]:
         assert self.pool.array is not None
         return self.pool.array
@@ -110,6 +127,12 @@ class Tier(Polled[RecordNews]):
         self.fill(records)
         self.post(WRITE, records)
         return await self.ended()
+
+    async def put(self, records: Sequence[Record]) -> None:
+        """Store records in one start of the tier."""
+        self.start()
+        await self.store(records)
+        self.plane.close()
 
     async def load(self, records: Sequence[Record]) -> RecordsEnded:
         """Read, and check that all that is not lost is what belongs to the key."""
@@ -229,9 +252,7 @@ async def test_a_place_holds_what_was_put_there_last(make: Make, tmp_path: Path)
 
 async def test_a_shorter_range_keeps_what_is_within_it_and_gives_the_rest_back(make: Make, tmp_path: Path) -> None:
     tier = make()
-    tier.start()
-    await tier.store(records(*range(COUNT)))
-    tier.plane.close()
+    await tier.put(records(*range(COUNT)))
     half = (2 * COUNT - COUNT // 2) * SIZE
     tier = make(num_bytes=half, segment_bytes=PAGE)  # a directory keeps the size of its files
     assert {stored.key for stored in tier.start()} == {r.key for r in records(*range(COUNT // 2, COUNT))}
@@ -309,17 +330,14 @@ async def test_corrupted_and_exchanged_bytes_are_lost_and_nothing_else_is(
 
 async def test_a_missing_or_short_segment_costs_its_records_only(make: Make, tmp_path: Path) -> None:
     tier, some = make(segment_bytes=4 * SIZE), records(*range(COUNT))
-    tier.start()
-    await tier.store(some)
-    tier.plane.close()
+    await tier.put(some)
     (tmp_path / "tier" / "segment-00007.kv").unlink()
     os.truncate(tmp_path / "tier" / "segment-00009.kv", SIZE + 1)
     found = {stored.far // SIZE for stored in tier.start()}
     assert {r.far // SIZE for r in some} - found == {28, 29, 30, 31, 37, 38, 39}
     there = [r for r in some if r.far // SIZE in found]
     assert (await tier.load(there)).ending is DONE
-    assert isinstance(tier.plane, FileTier)
-    assert tier.plane.found["missing"] == 7
+    assert tier.found("missing") == 7
     assert (await tier.store(some)).ending is DONE
     assert (await tier.load(some)).ending is DONE
 
@@ -335,27 +353,18 @@ TORN: dict[str, Callable[[bytearray], bytes | bytearray]] = {
 @pytest.mark.parametrize("how", TORN)
 async def test_a_torn_index_is_set_aside_and_the_tier_works(make: Make, tmp_path: Path, how: str) -> None:
     tier, some = make(), records(*range(COUNT))
-    tier.start()
-    await tier.store(some)
-    tier.plane.close()
+    await tier.put(some)
     path = tmp_path / "tier" / INDEX
     aside = path.with_name(f"{INDEX}.damaged")
     aside.write_bytes(b"an older one")
     path.write_bytes(torn := bytes(TORN[how](bytearray(path.read_bytes()))))
     assert tier.start() == []
-    assert isinstance(tier.plane, FileTier)
-    assert tier.plane.found["index_damaged"] == (how != "empty")
+    assert tier.found("index_damaged") == (how != "empty")
     assert aside.read_bytes() == (torn if how != "empty" else b"an older one")
     assert (await tier.load(some)).lost == tuple(range(COUNT))
     assert (await tier.store(some)).ending is DONE
     tier.plane.close()
     assert len(tier.start()) == COUNT
-
-
-async def put(tier: Tier, count: int) -> None:
-    tier.start()
-    await tier.store(records(*range(count)))
-    tier.plane.close()
 
 
 def spoil(folder: Path, good: bytes, at: int) -> None:
@@ -394,21 +403,18 @@ FIRST_PAGE = sorted({18, 19, 59, 63, 68, *random.Random(26).sample(range(PAGE), 
 async def test_over_an_index_with_a_wrong_byte_every_start_ends_well(make: Make, tmp_path: Path) -> None:
     folder, tier = tmp_path / "tier", make(num_bytes=4 * SIZE)
     some = [r._replace(far=i * SIZE) for i, r in enumerate(records(0, 1))]
-    tier.start()
-    await tier.store(some)
-    tier.plane.close()
+    await tier.put(some)
     good, told = (folder / INDEX).read_bytes(), 0
     for at in FIRST_PAGE:
         spoil(folder, good, at)
         with suppress(BackendError):
             look(folder)
         found = tier.start()
-        assert isinstance(tier.plane, FileTier)
-        assert (len(found), tier.plane.found["index_damaged"]) in ((2, 0), (0, 1)), at
-        told += tier.plane.found["index_damaged"]
+        assert (len(found), tier.found("index_damaged")) in ((2, 0), (0, 1)), at
+        told += tier.found("index_damaged")
         tier.plane.close()
         assert tier.start() == found, at
-        assert tier.plane.found["index_damaged"] == 0
+        assert tier.found("index_damaged") == 0
         tier.plane.close()
     assert 5 <= told < len(FIRST_PAGE)
 
@@ -421,9 +427,7 @@ def database(folder: Path) -> Iterator[sqlite3.Connection]:
 
 async def test_rows_of_no_sense_are_dropped_and_of_two_in_one_place_the_older(make: Make, tmp_path: Path) -> None:
     tier = make()
-    tier.start()
-    await tier.store(records(*range(COUNT)))
-    tier.plane.close()
+    await tier.put(records(*range(COUNT)))
     with database(tmp_path / "tier") as db:
         row = "INSERT INTO records VALUES (?, ?, ?, ?, 1, ?)"
         for values in (
@@ -515,9 +519,7 @@ async def test_others_read_along_without_a_trace_and_never_what_was_written_sinc
 
 async def test_what_others_read_may_be_cut_short_or_gone(make: Make, tmp_path: Path) -> None:
     owner, reader, some = make(segment_bytes=4 * SIZE), make(read_only=True), records(*range(COUNT))
-    owner.start()
-    await owner.store(some)
-    owner.plane.close()
+    await owner.put(some)
     (tmp_path / "tier" / "segment-00007.kv").unlink()
     assert len(reader.start()) == COUNT - 4
     assert not (tmp_path / "tier" / "segment-00007.kv").exists()
@@ -569,7 +571,7 @@ root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to
 @pytest.mark.parametrize("name", ["segment-00000.kv", INDEX, OWNER])
 async def test_a_file_of_another_user_is_named_with_its_owner(make: Make, tmp_path: Path, name: str) -> None:
     tier = make()
-    await put(tier, 2)
+    await tier.put(records(0, 1))
     os.chown(tmp_path / "tier" / name, 1234, -1)
     for each in tier, make(read_only=True):
         with pytest.raises(BackendError, match=rf"^\S+/tier/{name} belongs to user 1234, .* this process is user 0"):
@@ -583,7 +585,7 @@ async def test_a_segment_that_only_root_may_write_is_named_with_its_owner(make: 
         tier = make(folder=Path(above, "tier"))
         os.seteuid(4711)
         try:
-            await put(tier, 2)
+            await tier.put(records(0, 1))
             os.seteuid(0)
             os.chown(f"{above}/tier/segment-00001.kv", 0, -1)
             os.seteuid(4711)
@@ -731,9 +733,7 @@ async def test_a_start_that_fails_leaves_no_agent(make: Make, monkeypatch: pytes
 
 
 def fds_of(tier: Tier) -> list[int]:
-    assert isinstance(tier.plane, FileTier)
-    assert tier.plane._worker is not None
-    return tier.plane._worker._segments.fds
+    return tier.worker._segments.fds
 
 
 def put_in_place(fd: int, path: str, flags: int) -> None:
@@ -880,10 +880,7 @@ async def test_a_disk_that_takes_no_writes_is_read_on(make: Make, back_end: str)
 async def test_an_index_that_cannot_be_written_ends_the_writes(make: Make) -> None:
     tier = make()
     tier.start()
-    assert isinstance(tier.plane, FileTier)
-    assert tier.plane._worker is not None
-    assert tier.plane._worker._index is not None
-    tier.plane._worker._index._db.execute("PRAGMA query_only = ON")
+    tier.refuse_index()
     assert (await tier.store(records(1))).ending is DONE
     (off,) = await tier.heard()
     assert isinstance(off, RecordsLost)
@@ -896,9 +893,7 @@ async def test_a_place_is_forgotten_before_it_is_written_over_or_it_is_not_writt
 ) -> None:
     """The index is sound whenever a process is killed."""
     folder, tier = tmp_path / "tier", make()
-    tier.start()
-    await tier.store(records(*range(COUNT)))
-    tier.plane.close()
+    await tier.put(records(*range(COUNT)))
     tier.start()
     seen: list[int] = []
     submit = PlainFiles.submit
@@ -911,10 +906,7 @@ async def test_a_place_is_forgotten_before_it_is_written_over_or_it_is_not_writt
     tier.plane.forget([records(9)[0].far])
     assert (await tier.store(records(4, 5, word="new"))).ending is DONE
     assert seen == [COUNT - 3]
-    assert isinstance(tier.plane, FileTier)
-    assert tier.plane._worker is not None
-    assert tier.plane._worker._index is not None
-    tier.plane._worker._index._db.execute("PRAGMA query_only = ON")
+    tier.refuse_index()
     assert (await tier.store(records(6, word="new"))).ending is Ending.FAILED
     assert len(seen) == 1
     assert (await tier.load(records(7))).ending is DONE
@@ -1035,11 +1027,9 @@ async def test_a_read_that_waits_too_long_is_a_miss_and_a_write_waits_on(make: M
     assert stuck.entered.wait(PATIENCE_S)
     tier.post(WRITE, records(2))
     tier.post(READ, records(1))
-    assert isinstance(tier.plane, FileTier)
-    assert tier.plane._worker is not None
-    for move in tier.plane._worker._moves.values():
+    for move in tier.worker._moves.values():
         move.posted_at -= file_tier.SLOW_S
-    tier.plane._look()
+    tier.plane._look()  # type: ignore[attr-defined]
     stuck.leave.set()
     late = RecordsEnded(TransferId(3), Ending.FAILED, "it took more than 10 s")
     assert await tier.heard(3) == [late, *(RecordsEnded(TransferId(n), DONE) for n in (1, 2))]

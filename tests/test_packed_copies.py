@@ -423,6 +423,16 @@ class Owner:
         )
 
 
+def two_asked() -> tuple[Owner, int]:
+    """Return an owner that makes one of two copies of one reader, in one of two slots."""
+    owner = Owner(2)
+    owner.claim()
+    owner.pack(1)
+    owner.pack(2)
+    (slot,) = owner.making
+    return owner, slot
+
+
 def test_a_copy_is_made_once_and_named_once_it_is_made() -> None:
     owner = Owner()
     owner.claim()
@@ -535,11 +545,7 @@ def test_a_copy_that_is_being_made_when_its_grant_ends_keeps_its_slot() -> None:
 
 
 def test_a_copy_that_was_not_made_is_refused_and_its_slot_is_free() -> None:
-    owner = Owner(2)
-    owner.claim()
-    owner.pack(1)
-    owner.pack(2)
-    (slot,) = owner.making
+    owner, slot = two_asked()
     answers = owner.made(slot, "MemoryError()")
     assert owner.refuses(answers, 1)
     assert owner.making == [slot], "the next copy is made there"
@@ -550,11 +556,7 @@ def test_a_copy_that_was_not_made_is_refused_and_its_slot_is_free() -> None:
 
 
 def test_unpack_makes_way_for_what_waits() -> None:
-    owner = Owner(2)
-    owner.claim()
-    owner.pack(1)
-    owner.pack(2)
-    (slot,) = owner.making
+    owner, slot = two_asked()
     owner.made(slot)
     assert owner.making == []
     owner.unpack(1, sender="thief")
@@ -738,11 +740,7 @@ def test_a_grant_that_is_renewed_before_anybody_looks_keeps_its_copies() -> None
 
 @pytest.mark.parametrize("how", ["revoked", "closed"])
 def test_an_owner_that_takes_its_blocks_back_keeps_copies_for_as_long_as_the_grant(how: str) -> None:
-    owner = Owner(2)
-    owner.claim()
-    owner.pack(1)
-    owner.pack(2)
-    (slot,) = owner.making
+    owner, slot = two_asked()
     owner.made(slot)
     if how == "revoked":
         owner.rank.core.prefill.revoke(owner.lease, owner.world.now)
@@ -822,6 +820,13 @@ class Pair:
         both, (ours, theirs) = zip(self.mine, self.theirs, strict=True), (self.reader.buffers, self.owner.buffers)
         return all(ours.head(a, head) == theirs.head(b, head) for a, b in both for head in range(8))
 
+    def ends_well(self) -> None:
+        """Let the pull run to its end: every byte in place, and nothing left behind."""
+        self.world.run()
+        assert self.pull.reason is Reason.COMPLETE
+        assert self.is_right()
+        assert self.is_clean()
+
     def is_clean(self) -> bool:
         self.world.check()
         copies, decode = self.owner.core.prefill.copies, self.reader.core.decode
@@ -835,9 +840,7 @@ class Pair:
 
 def test_packed_copies_fill_the_blocks() -> None:
     pair = Pair()
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert all(read.slot >= 0 for read in pair.reader.posts.values())
     counters, number = pair.owner.core.outbox.counters, len(pair.reader.posts)
     assert number == 8
@@ -847,14 +850,11 @@ def test_packed_copies_fill_the_blocks() -> None:
     assert (pair.lease.num_packed, pair.pull.num_packed) == (number, number)
     assert pair.pull.is_over
     assert pair.lease.is_over
-    assert pair.is_clean()
 
 
 def test_small_copies_are_not_worth_a_round_trip() -> None:
     pair = Pair(least_packed=ROW + 1)
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert pair.asked == 0
     assert all(read.is_staged for read in pair.reader.posts.values())
 
@@ -862,9 +862,7 @@ def test_small_copies_are_not_worth_a_round_trip() -> None:
 def test_slots_that_are_too_short_are_not_asked_for() -> None:
     """A peer says how long its slots are. Reads of a row each would keep the loop busy for long."""
     pair = Pair(slot_bytes=ROW, least_packed=2 * ROW)
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert not any(read.table.pack_bytes for read in pair.reader.posts.values())
 
 
@@ -876,9 +874,7 @@ def test_few_copies_are_asked_for_at_a_time() -> None:
     pair.deliver_until(Packed)
     pair.world.deliver()
     assert pair.asked == 2 * MAX_ASKED
-    pair.world.run()
-    assert pair.is_right()
-    assert pair.is_clean()
+    pair.ends_well()
 
 
 def test_what_the_owner_refuses_is_staged() -> None:
@@ -889,12 +885,9 @@ def test_what_the_owner_refuses_is_staged() -> None:
         pair.world.finish_copy(pair.owner, slot, "trouble")
     pair.world.auto_pack = True
     pair.world.settle(pair.owner)
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert sorted(read.is_staged for read in pair.reader.posts.values()) == [False] * 4 + [True] * 4
     assert pair.pull.num_packed == 4
-    assert pair.is_clean()
 
 
 @pytest.mark.parametrize("lost", [Pack, Packed])
@@ -908,9 +901,7 @@ def test_a_reader_without_an_answer_reads_the_blocks_and_asks_nothing_for_a_whil
     pair.world.advance(0.02)
     assert len(pair.reader.reads) == 8
     assert pair.reader.core.outbox.counters["copies.late"] == 8
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert pair.is_clean()
     began = pair.world.now
     pair.begin([5, 6])
@@ -956,9 +947,7 @@ def test_a_reader_that_waits_no_more_says_so_or_slots_would_be_in_use_until_its_
     assert not pair.lease.is_over
     assert pair.owner.core.outbox.counters["received.unpack"] == 8  # of those that were not asked for too
     assert not pair.owner.core.prefill.copies.slots.num_in_use
-    pair.world.run()
-    assert pair.is_right()
-    assert pair.is_clean()
+    pair.ends_well()
 
 
 def test_stale_and_foreign_answers_change_nothing() -> None:
@@ -983,29 +972,32 @@ def test_stale_and_foreign_answers_change_nothing() -> None:
     assert len(reads) == MAX_ASKED
     pair.world.deliver(0)  # again
     assert dict(pair.reader.reads) == reads
-    pair.world.run()
-    assert pair.is_right()
-    assert pair.is_clean()
+    pair.ends_well()
 
 
-def test_an_owner_answers_only_for_its_own_copies() -> None:
-    """One rank would have the slot of another read, with other bytes."""
+def two_owners(*, auto_pack: bool = True) -> tuple[World, list[Rank], Rank, Pull]:
+    """Return two ranks that pack for one reader, which has asked both."""
     world = World(config(), reuse=False)
-    sides = {**SIDES, "tp_size": 2}
+    world.auto_pack = auto_pack
     owners = [
-        world.add(f"p{rank}", make_layout(tp_rank=rank, **sides), engine_id="p", packing=Packing(1 << 40, 8, ROW))
-        for rank in range(2)
+        world.add(f"p{n}", make_layout(n, 2, **SIDES), engine_id="p", packing=Packing(1 << 40, 8, ROW))
+        for n in range(2)
     ]
     reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
     params = world.params(owners, "r", [1, 2], 8, written=True)
     for owner in owners:
         world.lend(owner, params)
-    world.auto_pack = False
     pull = world.pull(reader, "q", [3, 4], params)
     world.deliver_all()
+    return world, owners, reader, pull
+
+
+def test_an_owner_answers_only_for_its_own_copies() -> None:
+    """One rank would have the slot of another read, with other bytes."""
+    world, owners, reader, pull = two_owners(auto_pack=False)
     first, other = (peer for peer in reader.core.decode.peers.by_place.values() if peer.asks._asked)
     nonce = next(iter(first.asks._asked))
-    forged = Packed(params.key, pull.pull_id, nonce, 7)
+    forged = Packed(pull.params.key, pull.pull_id, nonce, 7)
     before = reader.core.outbox.counters["dropped.stale_answer"]
     packet = encode_packet(other.incarnation, reader.core.identity.incarnation, [forged])
     reader.core.receive(other.address, packet, world.time(reader))
@@ -1023,17 +1015,7 @@ def test_an_owner_answers_only_for_its_own_copies() -> None:
 
 
 def test_a_slow_rank_keeps_no_slot_of_another_in_use() -> None:
-    world = World(config(), reuse=False)
-    owners = [
-        world.add(f"p{n}", make_layout(n, 2, **SIDES), engine_id="p", packing=Packing(1 << 40, 8, ROW))
-        for n in range(2)
-    ]
-    reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
-    params = world.params(owners, "r", [1, 2], 8, written=True)
-    for owner in owners:
-        world.lend(owner, params)
-    pull = world.pull(reader, "q", [3, 4], params)
-    world.deliver_all()
+    world, owners, reader, pull = two_owners()
     for transfer_id in list(reader.reads):
         if reader.core.decode.transfers[transfer_id].peer.tp_rank == 0:
             world.complete(reader, transfer_id)
