@@ -407,16 +407,6 @@ def test_who_comes_late_is_served_if_nobody_has_noticed_and_never_after() -> Non
         reader.claim(10.0)
 
 
-def test_a_shorter_renewal_takes_nothing_back() -> None:
-    lease = lend()
-    reading = Reading(lease)
-    assert granted(reading.claim(0.0)) == 4.0
-    assert granted(reading.renew(0.5, 1.0)) == 1.0
-    lease.revoke(AT + 1.0)
-    assert not lease.tick(AT + 3.9).has_ended
-    assert lease.tick(AT + 4.0).has_ended
-
-
 def test_a_lease_that_is_ending_looks_at_each_grant_in_turn_and_ends_with_the_last() -> None:
     lease = lend()
     for rank, seconds in enumerate((1.0, 4.0, 2.0)):

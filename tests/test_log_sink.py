@@ -203,36 +203,22 @@ def test_a_folder_that_vanishes_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_what_cannot_be_written_is_counted_and_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("one_by_one", [False, True])  # then each says in vain how many were lost before
+def test_lines_that_cannot_be_written_are_counted_and_told(tmp_path: Path, one_by_one: bool) -> None:
     path = tmp_path / "logs" / "a.jsonl"
     with opened(path) as sink:
         sink.put("info", "first", {}, {})
         until(lambda: path.exists() and path.read_text().count("\n") == 1)
         shutil.rmtree(path.parent)
         path.parent.write_text("a file is in the way")
-        for _ in range(5):
+        for n in range(1, 6):
             sink.put("info", "lost", {}, {})
-        until(lambda: sink.num_dropped == 5)
+            if one_by_one or n == 5:
+                until(lambda n=n: sink.num_dropped == n)
         path.parent.unlink()
         sink.put("info", "second", {}, {})
         sink.put("info", "third", {}, {})
     assert [(e["event"], e.get("log_dropped")) for e in lines(path)] == [("second", 5), ("third", None)]
-
-
-@pytest.mark.usefixtures("hasty")
-def test_what_was_lost_again_and_again_is_told_in_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "logs" / "a.jsonl"
-    with opened(path) as sink:
-        sink.put("info", "first", {}, {})
-        until(lambda: path.exists() and path.read_text().count("\n") == 1)
-        shutil.rmtree(path.parent)
-        path.parent.write_text("a file is in the way")
-        for n in range(1, 5):  # each of them says in vain how many were lost before
-            sink.put("info", "lost", {}, {})
-            until(lambda n=n: sink.num_dropped == n)
-        path.parent.unlink()
-        sink.put("info", "second", {}, {})
-    assert [(e["event"], e.get("log_dropped")) for e in lines(path)] == [("second", 4)]
 
 
 @pytest.mark.anyio

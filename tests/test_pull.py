@@ -188,18 +188,19 @@ def test_answers_count_to_the_last_eight_claims() -> None:
     assert list(source.nonces) == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often() -> None:
-    world, prefill, decode = opened()
+@pytest.mark.parametrize("first_s", [0.25, 0.001])
+def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often(first_s: float) -> None:
+    """The longest pause is 64 times the first, 2 s between claims, and 5 s between releases."""
+    world, prefill, decode = opened(pull=PullConfig(claim_retry_s=first_s, release_retry_s=first_s))
     pull = world.pull(decode, "d", [9], world.params([prefill], "r", [3], 4))
     source, pauses = pull.sources[0], list[tuple[float, float]]()
-    for number in range(9):
+    for number in range(10):
         source.claims = source.releases = number
-        source.claimed(number, 0.25, 100.0)
+        source.claimed(number, pull.limits.claim_retry_s, 100.0)
         pull.make_release(source, 100.0)
         pauses.append((source.claim_at - 100.0, source.release_at - 100.0))
-    first = 4 * pull.limits.release_retry_s
-    assert [pause for pause, _ in pauses] == [0.25, 0.5, 1, 2, 2, 2, 2, 2, 2]
-    assert [4 * pause for _, pause in pauses] == pytest.approx([min(first * 2**n, 20) for n in range(9)])
+    doubled = [first_s * min(2**n, 64) for n in range(10)]
+    assert pauses == [pytest.approx((min(pause, 2), min(pause, 5))) for pause in doubled]
 
 
 def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -> None:

@@ -71,22 +71,6 @@ def test_a_pull_that_waits_for_its_turn_fails_in_the_queue_also_when_it_waits_ag
     assert (again.reason, again.failed_in) == (Reason.NOT_LENT_YET, "queue")
 
 
-# -- how often it asks -------------------------------------------------------------------------------------
-
-
-def test_a_pause_is_at_most_64_times_the_first() -> None:
-    """The same for claims and releases, where the first is so short that their longest pause is never reached."""
-    world, prefill, decode = two(claim_retry_s=0.001, release_retry_s=0.001)
-    pull = world.pull(decode, "d", [9], world.params([prefill], "r", [3], 4))
-    source, pauses = pull.sources[0], list[tuple[float, float]]()
-    for number in range(10):
-        source.claims = source.releases = number
-        source.claimed(number, pull.limits.claim_retry_s, 0.0)
-        pull.make_release(source, 0.0)
-        pauses.append((source.claim_at, source.release_at))
-    assert pauses == [(0.001 * factor, 0.001 * factor) for factor in (1, 2, 4, 8, 16, 32, 64, 64, 64, 64)]
-
-
 # -- lines -------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import random
 import re
 import subprocess
@@ -21,7 +20,6 @@ from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.spent import SpentKeys
-from asynckv.core.timers import Timers
 from asynckv.core.types import Cohort, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.scheduler import PrefillRanks
@@ -258,21 +256,6 @@ def test_repeated_and_forged_releases_change_nothing_but_counters() -> None:
     assert decode
 
 
-def test_what_has_ended_is_not_kept_until_its_time() -> None:
-    timers, items = Timers(), [_Item() for _ in range(1000)]
-    for i, item in enumerate(items):
-        timers.wake(item, 1000.0 + i)
-    for item in items[:-1]:
-        timers.forget(item)
-    assert len(timers._heap) < 130
-    assert timers.next_at == 1999.0
-    assert timers.pop(2000.0) is items[-1]
-
-
-class _Item:
-    scheduled_at = math.inf
-
-
 def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
     world, prefill = alone(lease=LeaseConfig(max_parked=8))
     flood, other = (world.add(f"d{i}", make_layout(base=(i + 2) << 40), engine_id=f"decode{i}") for i in range(2))
@@ -494,28 +477,18 @@ def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
     assert re.match("still reading from prefill/tp0@.*, prefill/tp1@.*, and not lent yet by prefill/tp1@", it.detail)
 
 
-def test_a_release_takes_the_place_of_its_early_claim() -> None:
+def test_a_release_takes_the_place_of_its_early_claim_and_that_claim_changes_nothing_when_it_comes_again() -> None:
     world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
-    claim = next(iter(prefill.core.prefill._parked.values()))
+    parked = next(iter(prefill.core.prefill._parked.values()))
+    (claim,) = parked.values()
     world.cancel(decode, "d-req")
     world.run()
     assert it.reason is Reason.CANCELLED
-    assert [type(p.message) for p in claim.values()] == [m.Release]
-    assert world.lend(prefill, params).state is LeaseState.RELEASED
-
-
-def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
-    world, prefill, decode = opened()
-    params = world.params([prefill], "req", [3], 4)
-    world.pull(decode, "d-req", [1], params)
-    world.run()
-    (parked,) = next(iter(prefill.core.prefill._parked.values())).values()
-    world.cancel(decode, "d-req")
-    world.run()
-    prefill.core.prefill.receive(parked.message, parked.reply_to, parked.sender, world.time(prefill))
+    assert [type(p.message) for p in parked.values()] == [m.Release]
+    prefill.core.prefill.receive(claim.message, claim.reply_to, claim.sender, world.time(prefill))
     assert prefill.core.prefill.num_parked == 1
     assert world.lend(prefill, params).state is LeaseState.RELEASED
 
