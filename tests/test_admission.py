@@ -457,9 +457,7 @@ def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_b
     first, second = (world.add(f"p{r}", make_layout(r, 2, base=(r + 1) << 40), engine_id="prefill") for r in (0, 1))
     other = world.add("q", make_layout(base=9 << 40), engine_id="other")
     decode = world.add("d", make_layout(base=30 << 40), engine_id="decode")
-    params = world.params([first, second], "r", [3, 4, 5, 6], 16, written=True)
-    for rank in (first, second):
-        world.lend(rank, params)
+    params, _ = world.lent_by([first, second], "r", [3, 4, 5, 6], written=True)
     pull = world.pull(decode, "d-r", [1, 2, 3, 4], params)
     world.deliver_all()
     while posted_at(decode, "p0"):

@@ -95,8 +95,7 @@ def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_
             assert decode.data is not None
             desk, decode.data.deferred = EngineDesk(decode.engine), True
             monkeypatch.setattr(decode.engine, "_result_of", lambda request: 1 // 0)
-            params = group.make_params("r", [(0, [1])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, "r", [1], written=True)
             desk.submit([Pull(request_id="r", groups=[(0, [2])], params=params)])
             await until(lambda: decode.data and decode.data.running)
             [transfer] = decode.data.running
@@ -133,8 +132,7 @@ def test_orders_of_which_no_end_is_told_are_told_as_failed_and_retired_once() ->
             assert decode.data is not None
             desk, decode.data.deferred = EngineDesk(decode.engine), True
             for number in range(2):
-                params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
-                prefill.engine.lend(params)
+                params, _ = prefill.lent(group, f"r{number}", [number], written=True)
                 desk.submit([Pull(request_id=f"r{number}", groups=[(0, [number])], params=params)])
             await until(lambda: decode.data and len(decode.data.running) == 2)
             decode.data.doubt(next(iter(decode.data.running)))
@@ -234,8 +232,7 @@ def test_orders_that_wait_do_not_put_the_turn_off(monkeypatch: pytest.MonkeyPatc
 
             monkeypatch.setattr(driver, "_turn", turned)
             for number in range(20):
-                params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
-                prefill.engine.lend(params)
+                params, _ = prefill.lent(group, f"r{number}", [number], written=True)
                 pull = Pull(request_id=f"r{number}", groups=[(0, [number])], params=params)
                 desk.submit([pull, Cancel(f"r{number}")])
             desk.carry_out()

@@ -98,8 +98,7 @@ async def test_an_engine_writes_its_own_file_where_the_application_configures_no
 ) -> None:
     config = LogConfig(file=tmp_path / "new" / "{engine_id}-{rank}-{pid}.jsonl")
     async with sim.pair(log=config) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         await decode.engine.pull("d", [(0, [6])], params)
         await lent.wait_released()
         assert decode.engine.statistics().counters["log.dropped"] == 0
@@ -162,8 +161,7 @@ async def test_a_start_that_fails_leaves_no_thread(sim: Bench, tmp_path: Path) -
 async def test_a_full_disk_ends_no_request(sim: Bench) -> None:
     async with sim.pair(log=LogConfig(file="/dev/full")) as (prefill, decode, group):
         for i in range(3):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i], written=True)
             await decode.engine.pull(f"d{i}", [(0, [i])], params)
             await lent.wait_released()
         until(lambda: decode.engine.statistics().counters["log.dropped"])

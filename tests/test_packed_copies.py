@@ -984,9 +984,7 @@ def two_owners(*, auto_pack: bool = True) -> tuple[World, list[Rank], Rank, Pull
         for n in range(2)
     ]
     reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
-    params = world.params(owners, "r", [1, 2], 8, written=True)
-    for owner in owners:
-        world.lend(owner, params)
+    params, _ = world.lent_by(owners, "r", [1, 2], written=True)
     pull = world.pull(reader, "q", [3, 4], params)
     world.deliver_all()
     return world, owners, reader, pull

@@ -293,8 +293,7 @@ def test_our_own_absence_is_no_silence_of_theirs() -> None:
     world.deliver_all()
     world.letters.clear()
     world.now += 20.0
-    decode.core.tick(world.time(decode))
-    world.settle(decode)
+    world.tick(decode)
     assert reason(pull) is None
     world.run()
     assert pull.reason is Reason.COMPLETE
@@ -522,8 +521,7 @@ def test_whoever_was_away_while_a_probe_ran_reads_what_came_before_it_judges() -
     world.run(0.6)
     pull = ask(world, prefill, decode, 1)
     world.now += 3.0  # the answers wait unread
-    decode.core.tick(world.time(decode))
-    world.settle(decode)
+    world.tick(decode)
     assert reason(pull) is None
     world.run(0.5)
     assert reason(pull) is Reason.COMPLETE
@@ -661,9 +659,7 @@ def replicas(**pull: Any) -> tuple[World, Rank, Rank, Rank]:
 
 
 def lent(world: World, ranks: tuple[Rank, ...], number: int) -> KVTransferParams:
-    params = world.params(ranks, f"r{number}", [1, 2], 8)
-    for rank in ranks:
-        world.lend(rank, params)
+    params, _ = world.lent_by(ranks, f"r{number}", [1, 2])
     return params
 
 
@@ -720,8 +716,7 @@ def test_a_rank_that_was_forgotten_long_ago_keeps_no_pull_from_beginning() -> No
     world.forget(decode, address)
     for _ in range(100):
         world.run(1.0)
-    pull = begin(decode.core, PullRequest("q", [(0, [5, 6])], params), 30.0, world.time(decode))
-    world.settle(decode)
+    pull = world.pull(decode, "q", [5, 6], params)
     world.run()
     assert pull.reason is Reason.COMPLETE
 
@@ -994,9 +989,7 @@ def test_a_request_of_several_new_ranks_is_not_passed_over_by_requests_of_one_ra
             decode.core.announce(f"r{number}", made_up(world, ranks[0], number, 1), "", 300.0, world.time(decode))
 
     invent(peers.GREETING_BURST + 20)
-    params = world.params(ranks, "honest", [3], 4, written=True)
-    for rank in ranks:
-        world.lend(rank, params)
+    params, _ = world.lent_by(ranks, "honest", [3], written=True)
     honest = world.pull(decode, "honest", [20], params)
     for _ in range(60):
         world.advance(1 / peers.GREETINGS_PER_S)
@@ -1074,9 +1067,7 @@ def test_a_rank_that_was_never_greeted_takes_nobodys_handshake_along_when_it_goe
     world = World()
     ranks = [world.add(f"p{r}", make_layout(r, 4, base=(r + 1) << 40, num_heads=2), engine_id="p") for r in range(4)]
     decode = world.add("d", make_layout(base=30 << 40, num_heads=2), engine_id="d")
-    params = world.params(ranks, "r", [3], 4, written=True)
-    for rank in ranks:
-        world.lend(rank, params)
+    params, _ = world.lent_by(ranks, "r", [3], written=True)
     world.pull(decode, "d-r", [9], params)
     greeted = {letter.to for letter in world.letters}
     unmet = [rank for rank in ranks if rank.address not in greeted]

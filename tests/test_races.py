@@ -160,8 +160,7 @@ async def test_a_claim_leaves_before_the_read_that_it_goes_beside(sim: Bench) ->
 
         decode.data.post_read = post_read  # type: ignore[assignment, method-assign]
         for number in range(2):
-            params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, f"r{number}", [number], written=True)
             await decode.engine.pull(f"d{number}", [(0, [6])], params)
         assert [said for _, _, said in heard] == [["Claim"], ["a read"]] * 2
 
@@ -171,8 +170,7 @@ async def test_a_release_goes_in_one_packet_with_what_its_caller_asks_for_next(s
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         heard = overheard(sim, Claim, Release)
         for number in range(3):
-            params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, f"r{number}", [number], written=True)
             await decode.engine.pull(f"d{number}", [(0, [6])], params)
         await spin(sim, 0.2)
         assert [said for _, _, said in heard] == [["Claim"], ["Release", "Claim"], ["Release", "Claim"], ["Release"]]
@@ -184,8 +182,7 @@ async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_p
         second = sim.side("second", 7, lease=QUICK)
         async with second.engine:
             group = PrefillRanks("prefill", [prefill.engine.endpoint])
-            params = group.make_params("other", [(0, [2])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, "other", [2], written=True)
             await second.engine.pull("d2", [(0, [6])], params)
             heard = overheard(sim, Goodbye)
             closing = asyncio.create_task(prefill.engine.aclose())
@@ -204,8 +201,7 @@ async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_p
 async def test_a_reader_that_closes_says_goodbye_too_and_a_stranger_is_not_counted(sim: Bench) -> None:
     """So no alert takes a decode engine that is restarted in order for one that was killed."""
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         await decode.engine.pull("d", [(0, [6])], params)
         prefill.engine._core.receive(ReplyTo(b"stranger"), encode_packet("stranger", "", [Goodbye()]), sim.clock.now())
         assert prefill.engine.statistics().counters.get("readers.left", 0) == 0
@@ -332,11 +328,9 @@ async def test_a_bug_while_a_pull_is_planned_fails_it_at_once_and_leaves_nothing
 ) -> None:
     """Whether it has room at once, or waits for its turn."""
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
-        first = group.make_params("first", [(0, [2])], 16, written=True)
-        prefill.engine.lend(first)
+        first, _ = prefill.lent(group, "first", [2], written=True)
         await decode.engine.pull("first", [(0, [7])], first)
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
 
         def plan(*_: Any) -> None:
             raise RuntimeError("a bug")
@@ -432,8 +426,7 @@ async def test_a_drain_waits_for_another_attempt(sim: Bench) -> None:
 
 async def test_links_to_old_peers_end_with_a_sleep(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         await passing(sim, asyncio.create_task(decode.engine.pull("d", [(0, [6])], params)))
         await passing(sim, asyncio.create_task(decode.engine.suspend()))
         await decode.engine.resume()
@@ -504,8 +497,7 @@ async def storm(rng: random.Random) -> None:
                 case "pull":
                     epoch, n = prefill.engine.memory_epoch, len(pulls)
                     group = PrefillRanks("prefill", [prefill.engine.endpoint], memory_epoch=epoch, lease=QUICK)
-                    params = group.make_params(f"r{n}", [(0, [n % 32])], 16, written=True)
-                    prefill.engine.lend(params)
+                    params, _ = prefill.lent(group, f"r{n}", [n % 32], written=True)
                     pulls.append(asyncio.create_task(decode.engine.pull(f"d{n}", [(0, [n % 32])], params)))
                 case "suspend":
                     calls.append(asyncio.create_task(engine.suspend(rng.choice([0.0, 0.1, 0.5]))))

@@ -209,10 +209,8 @@ def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
 def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
     world = World()
     prefill, decode = group(world, 2, 1, heads=2)
-    params = world.params(prefill, "req", [3], 4, written=True)
-    leases = [world.lend(rank, params) for rank in prefill]
-    it = begin(decode[0].core, PullRequest("d-req", [(0, [])], params), 30, world.time(decode[0]))
-    world.settle(decode[0])
+    params, leases = world.lent_by(prefill, "req", [3], written=True)
+    it = world.pull(decode[0], "d-req", [], params)
     world.run()
     assert (it.reason, it.num_bytes) == (Reason.COMPLETE, 0)
     assert [lease.state for lease in leases] == [LeaseState.RELEASED] * 2
@@ -427,8 +425,7 @@ def test_a_rank_that_wants_its_blocks_back_ends_a_pull_that_still_meets_another(
     """What is not begun is not worth the blocks of both sides until the promise runs out."""
     world = World(EngineConfig(engine_id="x", pull=PullConfig(handshake_s=20.0)))
     prefill, (decode,) = group(world, 2, 1)
-    params = world.params(prefill, "req", [3], 4, written=True)
-    leases = [world.lend(rank, params) for rank in prefill]
+    params, leases = world.lent_by(prefill, "req", [3], written=True)
     del world.ranks["p1"]
     pull = world.pull(decode, "d-req", [9], params)
     world.run(1.0)
@@ -911,8 +908,7 @@ def test_a_loop_that_is_always_late_notices_a_silent_peer_too() -> None:
     for _ in range(70):
         world.letters.clear()
         world.now += 0.6
-        decode.core.tick(world.time(decode))
-        world.settle(decode)
+        world.tick(decode)
         seen.append(peer.state)
     assert seen[0] is PeerState.READY
     assert PeerState.SUSPECT in seen
@@ -928,7 +924,6 @@ def test_a_peer_that_answers_is_never_silent_to_a_loop_that_is_always_late() -> 
     (peer,) = decode.core.decode.peers.by_place.values()
     for late in (*[0.6] * 50, 40.0, 600.0, 0.6):
         world.now += late
-        decode.core.tick(world.time(decode))
-        world.settle(decode)
+        world.tick(decode)
         assert peer.state is PeerState.READY
         world.deliver_all()

@@ -280,6 +280,13 @@ class World(Fabric):
         params = self.params([rank], request_id, blocks, num_tokens or BLOCK * len(blocks), **kwargs)
         return params, self.lend(rank, params, readers)
 
+    def lent_by(
+        self, ranks: Sequence[Rank], request_id: str, blocks: Sequence[int | None], **kwargs: object
+    ) -> tuple[KVTransferParams, list[Lease]]:
+        """Lend full blocks of all ranks of an engine."""
+        params = self.params(ranks, request_id, blocks, BLOCK * len(blocks), **kwargs)
+        return params, [self.lend(rank, params) for rank in ranks]
+
     def withdraw(self, rank: Rank, params: KVTransferParams) -> None:
         rank.core.withdraw(params, self.time(rank))
         self.settle(rank)
@@ -468,6 +475,11 @@ class World(Fabric):
             rank.core.tick(max(self.time(rank), before))
             self.settle(rank)
         self.now = end
+
+    def tick(self, rank: Rank) -> None:
+        """Wake one rank, whether it wants that or not."""
+        rank.core.tick(self.time(rank))
+        self.settle(rank)
 
     def live(self, seconds: float, step: float = 0.5, *, is_heard: bool = True) -> None:
         """Let time pass in steps. After each, letters arrive or are lost; no read ends."""
