@@ -121,6 +121,13 @@ def pair(way: str) -> Iterator[Pair]:
         pair.close()
 
 
+def holding(way: str, **config: Any) -> tuple[Pair, Held]:
+    """Return a started pair whose reads can be held."""
+    pair = Pair(way, **config)
+    plane = pair.decode.hold()
+    return pair.start(), plane
+
+
 def pull(name: str, blocks: list[int], params: dict[str, Any], **more: Any) -> Pull:
     return Pull(request_id=name, groups=[(0, blocks)], params=params, **more)
 
@@ -211,9 +218,7 @@ def cancel_while_read(pair: Pair, plane: Held, block: int = 2) -> None:
 
 
 def test_blocks_that_may_still_be_written_are_held_and_then_returned(way: str) -> None:
-    pair = Pair(way)
-    plane = pair.decode.hold()
-    pair.start()
+    pair, plane = holding(way)
     cancel_while_read(pair, plane)
     pair.until(lambda p, d: d.failed)
     [failed] = pair.decode.told.failed
@@ -229,9 +234,7 @@ def test_blocks_that_may_still_be_written_are_held_and_then_returned(way: str) -
 
 
 def test_an_id_is_returned_when_no_attempt_under_it_holds_blocks(way: str) -> None:
-    pair = Pair(way)
-    plane = pair.decode.hold()
-    pair.start()
+    pair, plane = holding(way)
     cancel_while_read(pair, plane, 2)
     pair.until(lambda p, d: len(d.failed) == 1)
     cancel_while_read(pair, plane, 3)
@@ -244,9 +247,7 @@ def test_an_id_is_returned_when_no_attempt_under_it_holds_blocks(way: str) -> No
 
 
 def test_blocks_that_never_return_are_retired(way: str) -> None:
-    pair = Pair(way, pull=PullConfig(drain_s=0.05, held_s=0.2))
-    plane = pair.decode.hold()
-    pair.start()
+    pair, plane = holding(way, pull=PullConfig(drain_s=0.05, held_s=0.2))
     cancel_while_read(pair, plane)
     pair.until(lambda p, d: d.retired)
     assert [(f.request_id, f.is_held) for f in pair.decode.told.failed] == [("r", True)]
@@ -317,9 +318,7 @@ def test_what_is_wrong_with_one_order_loses_none_of_the_others(pair: Pair) -> No
 
 
 def test_an_order_whose_end_could_be_taken_for_that_of_another_is_refused(way: str) -> None:
-    pair = Pair(way)
-    plane = pair.decode.hold()
-    pair.start()
+    pair, plane = holding(way)
     plane.is_holding = True
     params, other = pair.params("r", [1]), pair.params("r", [4])
     pair.prefill.submit(Lend(params), Lend(other))
@@ -421,9 +420,7 @@ def test_a_suspended_engine_tells_what_was_cut_short_and_serves_anew(pair: Pair)
 
 @pytest.mark.slow
 def test_a_promise_is_cut_short_for_who_has_no_time(way: str) -> None:
-    pair = Pair(way, lease=LeaseConfig(grant_s=10.0))
-    plane = pair.decode.hold()
-    pair.start()
+    pair, plane = holding(way, lease=LeaseConfig(grant_s=10.0))
     params = pair.params("r", [1])
     pair.prefill.submit(Lend(params))
     plane.is_holding = True

@@ -82,6 +82,10 @@ class Tier(Polled[RecordNews]):
     def start(self, **layouts: bytes) -> Sequence[Stored]:
         return self.plane.start(self.pool.memory, self._poll, None, layouts)
 
+    def started(self) -> Tier:
+        self.start()
+        return self
+
     def _poll(self) -> None:
         self.news += self.plane.poll()
         self.changed.set()
@@ -211,8 +215,7 @@ async def test_a_range_that_a_disk_has_no_room_for_takes_none_of_it(
 
 
 async def test_others_cannot_read_it_and_it_follows_no_links(make: Make, tmp_path: Path) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     await tier.store(records(0))
     (index,) = tmp_path.rglob("index.sqlite")  # noqa: ASYNC240
     assert not any(path.stat().st_mode & 0o077 for path in index.parent.iterdir())
@@ -234,8 +237,7 @@ async def test_what_was_stored_first_is_told_first(make: Make, monkeypatch: pyte
 
 
 async def test_a_place_holds_what_was_put_there_last(make: Make, tmp_path: Path) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     old, new = records(1, 2, word="old"), records(1, word="new")
     await tier.store(old)
     await tier.store(new)
@@ -275,8 +277,7 @@ async def test_a_shorter_range_keeps_what_is_within_it_and_gives_the_rest_back(m
     ids=str,
 )
 async def test_a_record_that_cannot_be_is_refused_before_anything_moves(make: Make, wrong: dict[str, Any]) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     (good,) = records(1)
     tier.fill([good])
     tier.post(WRITE, [good, good._replace(**wrong)])
@@ -286,8 +287,7 @@ async def test_a_record_that_cannot_be_is_refused_before_anything_moves(make: Ma
 
 
 async def test_no_records_are_moved_at_once_and_a_closed_tier_moves_none(make: Make) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     tier.post(READ, [])
     assert await tier.heard() == [RecordsEnded(TransferId(1), DONE)]
     with pytest.raises(BackendError, match="not ended"):
@@ -316,8 +316,7 @@ def overwrite(folder: Path, at: int, data: bytes, segment: int = SEGMENT) -> Non
 async def test_corrupted_and_exchanged_bytes_are_lost_and_nothing_else_is(
     make: Make, tmp_path: Path, back_end: str
 ) -> None:
-    tier, all_of_it = make(back_end=back_end, segment_bytes=RANGE), records(*range(COUNT))
-    tier.start()
+    tier, all_of_it = make(back_end=back_end, segment_bytes=RANGE).started(), records(*range(COUNT))
     await tier.store(all_of_it)
     overwrite(tmp_path / "tier", all_of_it[3].far + SIZE - 1, b"!", RANGE)
     for one, other in ((5, 6), (6, 5)):
@@ -453,8 +452,7 @@ async def test_rows_of_no_sense_are_dropped_and_of_two_in_one_place_the_older(ma
 
 
 async def test_another_format_and_another_database_are_left_alone(make: Make, tmp_path: Path) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     tier.plane.close()
     for change, message in (
         ("PRAGMA user_version = 7", "format 7"),
@@ -471,8 +469,7 @@ async def test_another_format_and_another_database_are_left_alone(make: Make, tm
 
 
 async def test_one_directory_has_one_owner_who_is_told_to_others(make: Make) -> None:
-    tier, other = make(), make()
-    tier.start()
+    tier, other = make().started(), make()
     with pytest.raises(BackendError, match=rf"belongs to process {os.getpid()} on .* since 20"):
         other.start()
     await tier.store(records(1))
@@ -537,8 +534,7 @@ async def test_what_others_read_may_be_cut_short_or_gone(make: Make, tmp_path: P
 async def test_a_directory_that_others_may_write_is_refused(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, folder = make(), tmp_path / "tier"
-    tier.start()
+    tier, folder = make().started(), tmp_path / "tier"
     tier.plane.close()
     me = os.geteuid()
     if me:
@@ -691,8 +687,7 @@ async def test_a_segment_that_is_no_file_is_refused_by_name(make: Make, tmp_path
 
 
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:
-    tier, other = make(), make()
-    tier.start()
+    tier, other = make().started(), make()
     heard, said = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of forks beside threads
@@ -781,8 +776,7 @@ async def test_segments_that_are_cut_short_under_it_lose_what_was_in_them(
     make: Make, tmp_path: Path, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_worker, "BATCH_BYTES", SIZE)  # so that others are on their way
-    tier, some = make(back_end=back_end, segment_bytes=4 * SIZE), records(*range(COUNT))
-    tier.start()
+    tier, some = make(back_end=back_end, segment_bytes=4 * SIZE).started(), records(*range(COUNT))
     await tier.store(some)
     for number, size in ((7, SIZE), (9, 0), (10, 0)):
         os.truncate(tmp_path / "tier" / f"segment-{number:05}.kv", size)
@@ -796,8 +790,7 @@ async def test_segments_that_are_cut_short_under_it_lose_what_was_in_them(
 
 @both
 async def test_a_disk_that_is_full_or_read_only_takes_no_more_writes_and_is_read_on(make: Make, back_end: str) -> None:
-    tier, old, new = make(back_end=back_end, segment_bytes=RANGE, direct=False), records(1, 2), records(3, 4)
-    tier.start()
+    tier, old, new = make(back_end=back_end, segment_bytes=RANGE, direct=False).started(), records(1, 2), records(3, 4)
     await tier.store(old)
     (fd,) = fds_of(tier)
     kept = os.dup(fd)
@@ -817,8 +810,7 @@ async def test_a_disk_that_is_full_or_read_only_takes_no_more_writes_and_is_read
 
 @both
 async def test_a_disk_that_only_fails_is_given_up_and_said_once(make: Make, back_end: str) -> None:
-    tier, some = make(back_end=back_end, segment_bytes=RANGE), records(*range(COUNT))
-    tier.start()
+    tier, some = make(back_end=back_end, segment_bytes=RANGE).started(), records(*range(COUNT))
     await tier.store(some)
     put_in_place(fds_of(tier)[0], "/proc/self/mem", os.O_RDONLY)  # answers EIO to whatever is asked
     ended = await tier.load(some)
@@ -840,8 +832,7 @@ def break_segments(tier: Tier, numbers: Iterable[int]) -> None:
 
 @both
 async def test_failures_among_records_that_do_not_fail_are_not_in_a_row(make: Make, back_end: str) -> None:
-    tier, some = make(back_end=back_end, segment_bytes=SIZE), records(*range(COUNT))
-    tier.start()
+    tier, some = make(back_end=back_end, segment_bytes=SIZE).started(), records(*range(COUNT))
     await tier.store(some)
     broken = {2 * COUNT - 1 - i for i in range(0, COUNT, 2)}
     break_segments(tier, broken)
@@ -852,8 +843,7 @@ async def test_failures_among_records_that_do_not_fail_are_not_in_a_row(make: Ma
 
 @both
 async def test_few_bad_places_that_are_tried_again_and_again_end_nothing(make: Make, back_end: str) -> None:
-    tier, some = make(back_end=back_end, segment_bytes=SIZE), records(*range(3))
-    tier.start()
+    tier, some = make(back_end=back_end, segment_bytes=SIZE).started(), records(*range(3))
     break_segments(tier, range(2 * COUNT - 3, 2 * COUNT))
     for _ in range(4):
         assert (await tier.store(some)).lost == (0, 1, 2)
@@ -878,8 +868,7 @@ async def test_a_disk_that_takes_no_writes_is_read_on(make: Make, back_end: str)
 
 
 async def test_an_index_that_cannot_be_written_ends_the_writes(make: Make) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     tier.refuse_index()
     assert (await tier.store(records(1))).ending is DONE
     (off,) = await tier.heard()
@@ -919,8 +908,7 @@ async def test_files_that_are_removed_under_it_take_no_more_and_it_is_said(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(file_worker, "LOOK_S", 0.05)
-    tier = make()
-    tier.start()
+    tier = make().started()
     assert (await tier.store(records(1))).ending is DONE
     if what:
         (tmp_path / "tier" / what).unlink()
@@ -964,8 +952,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
 
 @pytest.mark.slow
 async def test_a_disk_that_does_not_answer_makes_misses_within_a_bound(make: Make, stuck: type[Stuck]) -> None:
-    tier, some = make(slow_s=0.2), records(*range(COUNT))
-    tier.start()
+    tier, some = make(slow_s=0.2).started(), records(*range(COUNT))
     tier.post(READ, [])
     await tier.heard()
     tier.fill(some)
@@ -992,8 +979,7 @@ async def test_closing_under_a_disk_that_does_not_answer_says_so_and_may_be_trie
 ) -> None:
     monkeypatch.setattr(stuck, "where", where)
     monkeypatch.setattr(file_tier, "CLOSE_S", 0.01)
-    tier = make()
-    tier.start()
+    tier = make().started()
     tier.post(WRITE, records(1))
     if where == "submit":
         assert stuck.entered.wait(PATIENCE_S)
@@ -1011,8 +997,7 @@ async def test_closing_under_a_disk_that_does_not_answer_says_so_and_may_be_trie
 
 
 async def test_what_is_read_goes_before_what_is_written(make: Make, stuck: type[Stuck]) -> None:
-    tier, some = make(), records(1, 2, 3)
-    tier.start()
+    tier, some = make().started(), records(1, 2, 3)
     numbers = [tier.post(op, [record]) for op, record in zip((WRITE, WRITE, READ), some, strict=True)]
     stuck.leave.set()
     ended = [news.move_id for news in await tier.heard(3) if isinstance(news, RecordsEnded)]
@@ -1020,8 +1005,7 @@ async def test_what_is_read_goes_before_what_is_written(make: Make, stuck: type[
 
 
 async def test_a_read_that_waits_too_long_is_a_miss_and_a_write_waits_on(make: Make, stuck: type[Stuck]) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     tier.fill(records(1, 2))
     tier.post(WRITE, records(1))
     assert stuck.entered.wait(PATIENCE_S)
@@ -1039,8 +1023,7 @@ async def test_a_thread_that_breaks_switches_the_tier_off(make: Make, monkeypatc
     def breaks(*args: Any) -> None:
         raise RuntimeError("broken")
 
-    tier = make(slow_s=0.05)
-    tier.start()
+    tier = make(slow_s=0.05).started()
     monkeypatch.setattr(PlainFiles, "submit", breaks)
     tier.post(READ, [])
     await tier.heard()

@@ -71,6 +71,14 @@ class Reading:
         return self.lease.receive(release, sender or self.sender, AT + after_s, self.key)
 
 
+def lent_to_one() -> tuple[Lease, Reading]:
+    return (lease := lend()), Reading(lease)
+
+
+def lent_to_two() -> tuple[Lease, Reading, Reading]:
+    return (lease := lend()), Reading(lease, 0, 2), Reading(lease, 1, 2)
+
+
 def state_of(lease: Lease) -> LeaseState:
     return lease.state
 
@@ -96,8 +104,7 @@ def test_of_many_who_are_waited_for_a_few_are_named() -> None:
 
 
 def test_a_request_is_lent_until_everybody_has_released() -> None:
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     assert one.claim(0.0).first_grant == one.pull
     assert state_of(lease) is LeaseState.LENT
     assert one.claim(0.1).first_grant is None
@@ -160,8 +167,7 @@ def test_a_request_that_nobody_wants_expires_at_its_time() -> None:
 
 
 def test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before() -> None:
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     reading.claim(8.0)
     assert not lease.tick(AT + 11.9).has_ended
     assert (lease.state, lease.until) == (LeaseState.LENT, AT + 12.0)
@@ -170,8 +176,7 @@ def test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before() -> No
 
 
 def test_who_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it_was_granted() -> None:
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     lease.tick(AT + 4.0)
     reading.claim(8.0)
     assert reading.release(8.5, Outcome.RETRY).wake_at == AT + 12.0
@@ -230,8 +235,7 @@ def test_what_is_over_takes_no_event_and_nothing_changes() -> None:
 
 
 def test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone() -> None:
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     one.claim(0.0)
     two.claim(1.0)
     effects = lease.tick(AT + 4.0)
@@ -253,8 +257,7 @@ def test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone() -> 
 
 def test_a_lease_does_not_end_early_while_a_reader_that_is_not_owed_holds_a_grant() -> None:
     """It released one attempt for good, and another one of it reads."""
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     more = Reading(lease, 1, 2, pull="more")
     one.claim(0.0)
     two.claim(1.0)
@@ -278,8 +281,7 @@ def test_a_lease_does_not_end_early_before_every_decode_engine_has_spoken_up() -
 
 def test_a_reader_that_claims_again_is_not_gone() -> None:
     """The next start of its process, or the same over another connection."""
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     one.claim(0.0)
     two.claim(0.0)
     lease.tick(AT + 4.0)
@@ -292,8 +294,7 @@ def test_a_reader_that_claims_again_is_not_gone() -> None:
 
 
 def test_a_reader_that_was_revoked_and_is_gone_ends_nothing_early() -> None:
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     one.claim(0.0)
     two.claim(2.0)
     lease.revoke(AT + 3.0)
@@ -305,8 +306,7 @@ def test_a_reader_that_was_revoked_and_is_gone_ends_nothing_early() -> None:
 
 
 def test_a_reader_that_will_try_again_may_be_gone_as_well() -> None:
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     reading.claim(0.0)
     reading.release(1.0, Outcome.RETRY)
     assert [stray.pull_id for stray in lease.tick(AT + 5.0).strays] == [reading.pull]
@@ -536,8 +536,7 @@ def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:
 
 
 def test_what_is_refused_leaves_nothing_behind() -> None:
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     for changed, reason in (
         ({"request_id": "other"}, Reason.WRONG_REQUEST),
         ({"digest": bytes(16)}, Reason.BLOCKS_DIFFER),
@@ -586,8 +585,7 @@ def test_a_reader_that_was_never_granted_anything_is_looked_at_once_it_has_spoke
 
 def test_a_shorter_grant_takes_nothing_back_of_a_longer_one() -> None:
     """Its reader may go by the longer one: blocks that return before that is over would be read with others' bytes."""
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     assert granted(reading.claim(0.0)) == 4.0
     assert granted(reading.renew(1.0, seconds=1.0)) == 1.0
     assert not lease.revoke(AT + 2.0).has_ended
@@ -621,16 +619,14 @@ def test_every_reader_of_an_engine_has_the_key_with_which_it_spoke_up_itself() -
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_stage_that_there_cannot_be_is_no_reader_and_binds_nobody(stage: int) -> None:
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     reading.cohort = Cohort("decode", 1, 0, 2, stage)
     assert refused(reading.claim(0.0)) is (Reason.WRONG_COHORT if stage == 2 else None)
     assert list(lease.cohorts) == ([] if stage == 2 else ["decode"])
 
 
 def test_how_a_reader_released_first_is_how_it_released() -> None:
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     again = Reading(lease, 0, 2, pull="again")
     two.claim(0.0)
     one.release(1.0)

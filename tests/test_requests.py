@@ -37,6 +37,14 @@ def group(world: World, tp_prefill: int, tp_decode: int, heads: int = 4) -> tupl
     return prefill, ranks_of(world, "decode", tp_decode, base=20, num_heads=heads)
 
 
+def reading(timeout: float = 30) -> tuple[World, Rank, Rank, Lease, Pull]:
+    """Let a block be read that is computed; the read hangs."""
+    world, prefill, decode, params, lease = lent()
+    pull = world.pull(decode, "d-req", [9], params, timeout=timeout)
+    world.deliver_all()
+    return world, prefill, decode, lease, pull
+
+
 def test_a_request_from_lend_to_release() -> None:
     world, prefill, decode = opened()
     want = [prefill.buffers.block(b) for b in (3, 1)]
@@ -95,9 +103,7 @@ def test_a_reader_that_dies_is_named_when_the_lease_expires() -> None:
 
 
 def test_bytes_without_proof_are_not_published() -> None:
-    world, prefill, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params, timeout=100)
-    world.deliver_all()  # granted for 10 s, the read hangs
+    world, prefill, decode, _, it = reading(timeout=100)  # granted for 10 s, the read hangs
     (transfer_id,) = decode.reads
     for letter in world.letters:
         assert not letter.answer
@@ -114,9 +120,7 @@ def test_bytes_without_proof_are_not_published() -> None:
 
 
 def test_a_claim_sent_after_the_read_proves_it_without_any_clock() -> None:
-    world, _, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params, timeout=100)
-    world.deliver_all()
+    world, _, decode, _, it = reading(timeout=100)
     (transfer_id,) = decode.reads
     world.live(11.5, 0.1, is_heard=False)
     world.complete(decode, transfer_id)  # past every grant, but the lease itself still stands
@@ -126,9 +130,7 @@ def test_a_claim_sent_after_the_read_proves_it_without_any_clock() -> None:
 
 
 def test_a_revoked_lease_keeps_its_promise() -> None:
-    world, prefill, decode, params, lease = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
+    world, prefill, _, lease, it = reading()
     world.revoke(prefill, lease)
     assert lease.state is LeaseState.ENDING
     world.advance(1.0)
@@ -573,24 +575,20 @@ def test_one_failed_transfer_of_four_is_reported_after_the_other_three() -> None
 
 
 def test_blocks_stay_held_while_a_cancelled_read_may_still_write() -> None:
-    world, _, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
+    world, _, decode, _, it = reading()
     world.cancel(decode, "d-req")
     assert not it.is_published
     world.advance(5.1)
     assert (it.reason, it.is_returned) == (Reason.CANCELLED, False)
     with pytest.raises(LocalProtocolError, match="still being written"):
-        world.pull(decode, "again", [9], params)
+        world.pull(decode, "again", [9], it.params)
     world.run()
     assert it.is_returned
     assert decode.core.is_idle
 
 
 def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
-    world, _, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
+    world, _, decode, _, it = reading()
     (transfer_id,) = decode.reads
     world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "NIXL_ERR_NOT_FOUND"))
     world.advance(60)
@@ -809,9 +807,7 @@ def test_siblings_each_release_and_strangers_are_refused() -> None:
 
 
 def test_closing_takes_nothing_new_and_keeps_promises() -> None:
-    world, prefill, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
+    world, prefill, _, _, it = reading()
     world.close(prefill)
     assert not prefill.core.is_idle
     with pytest.raises(EngineClosed):
@@ -842,9 +838,7 @@ def test_endpoints_with_holes_is_refused() -> None:
 
 
 def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
-    world, prefill, decode, params, _ = lent()
-    world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
+    world, prefill, decode, _, _ = reading()
     (transfer_id,) = decode.reads
     world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "doubt"))
     decode.core.decode.forget(prefill.address, world.time(decode))
@@ -857,9 +851,7 @@ def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
 
 
 def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
-    world, prefill, decode, params, lease = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
+    world, prefill, _, lease, it = reading()
     world.revoke(prefill, lease)
     world.live(8.0, 0.1)  # renewals are refused: revoked
     assert not it.is_published
@@ -900,9 +892,7 @@ def test_a_forked_scheduler_mints_keys_of_its_own() -> None:
 
 def test_a_loop_that_is_always_late_notices_a_silent_peer_too() -> None:
     """What we were away is no silence of theirs, but what we were there is, however little of it at a time."""
-    world, _, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params, timeout=100)
-    world.deliver_all()
+    world, _, decode, _, it = reading(timeout=100)
     (peer,) = decode.core.decode.peers.by_place.values()
     seen = []
     for _ in range(70):
@@ -918,9 +908,7 @@ def test_a_loop_that_is_always_late_notices_a_silent_peer_too() -> None:
 
 
 def test_a_peer_that_answers_is_never_silent_to_a_loop_that_is_always_late() -> None:
-    world, _, decode, params, _ = lent()
-    world.pull(decode, "d-req", [9], params, timeout=1000)
-    world.deliver_all()
+    world, _, decode, _, _ = reading(timeout=1000)
     (peer,) = decode.core.decode.peers.by_place.values()
     for late in (*[0.6] * 50, 40.0, 600.0, 0.6):
         world.now += late
