@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from asynckv import EngineConfig, EngineDesk, EngineThread, InspectConfig, LeaseConfig, Metrics
 from asynckv.arguments import MAX_NAME
@@ -26,6 +25,7 @@ from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_pac
 from asynckv.embed import Announce, Cancel, Lend, Pull
 from asynckv.errors import RemoteProtocolError
 from tests.engines import Bench, Side, memory, until
+from tests.observed import registered
 from tests.world import Rank, World, alone, make_layout, opened
 
 
@@ -376,8 +376,7 @@ async def pass_s(sim: Bench, seconds: float) -> None:
 
 
 def shown(side: Side) -> dict[str, float]:
-    registry = CollectorRegistry()
-    registry.register(Metrics(side.engine))
+    registry = registered(Metrics(side.engine))
     samples = [x for family in registry.collect() for x in family.samples]
     return {x.labels["what"]: x.value for x in samples if x.name == "asynckv_waits_for_step_seconds"}
 

@@ -1712,9 +1712,9 @@ def test_help_teaches_and_without_the_extra_the_command_says_what_to_install(
 
 
 @contextlib.asynccontextmanager
-async def running(*command: str, **pipes: int) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running(*command: str, stdout: int | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a command that writes its log into a pipe, and kill it in the end."""
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, **pipes)
+    process = await asyncio.create_subprocess_exec(*command, stdout=stdout, stderr=asyncio.subprocess.PIPE)
     try:
         yield process
     finally:

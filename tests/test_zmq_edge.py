@@ -1264,10 +1264,10 @@ async def test_a_descriptor_that_is_closed_or_anothers_by_now_is_not_watched(is_
         before = open_files()
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
             number = other.fileno()
-            plane._door._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
-        plane._door._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
-        assert not plane._door.connections
-        assert plane._door.orphaned == 2 * door.UNSEEN * is_accepted
+            keeper._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
+        keeper._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
+        assert not keeper.connections
+        assert keeper.orphaned == 2 * door.UNSEEN * is_accepted
         assert open_files() <= before
 
 
