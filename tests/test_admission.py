@@ -352,7 +352,7 @@ def state(pull: Pull) -> PullState:
     return pull.state
 
 
-def test_who_hears_in_the_queue_that_its_request_is_not_lent_yet_makes_way_for_the_next() -> None:
+def test_a_pull_that_hears_in_the_queue_that_its_request_is_not_lent_yet_makes_way_for_the_next() -> None:
     world, prefill, decode, first = asking(1, total_requests=1, window_requests=1)
     early, late = ask(world, prefill, decode, 2, lend=False), ask(world, prefill, decode, 3)
     world.deliver_all()
@@ -369,7 +369,7 @@ def test_who_hears_in_the_queue_that_its_request_is_not_lent_yet_makes_way_for_t
     world.check()
 
 
-def test_whose_turn_comes_while_its_rank_is_silent_keeps_nobody_else_from_reading() -> None:
+def test_a_pull_whose_turn_comes_while_its_rank_is_silent_keeps_no_other_from_reading() -> None:
     world, (healthy, silent), decode = world_of(2, total_requests=1, window_requests=1, heartbeat_s=0.25)
     world.deliver_all()
     first = ask(world, healthy, decode, 1)
@@ -390,7 +390,7 @@ def test_whose_turn_comes_while_its_rank_is_silent_keeps_nobody_else_from_readin
 
 
 @pytest.mark.parametrize("when", ["it is set aside", "it is asked"])
-def test_who_reads_from_a_rank_that_sends_nothing_counts_for_nobody_else(when: str) -> None:
+def test_a_pull_from_a_rank_that_sends_nothing_takes_no_room_from_others(when: str) -> None:
     """Whether it was admitted before that was seen, or is admitted now."""
     world, (stalled, healthy), decode = world_of(2, total_requests=2, window_requests=2)
     ask(world, stalled, decode, 1)
@@ -446,7 +446,7 @@ def test_what_left_the_queue_is_not_kept_there() -> None:
     assert len(admission.turns) <= 2 * len(admission._flows) + 65
 
 
-def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_before() -> None:
+def test_a_pull_that_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_before() -> None:
     """A rank that falls silent takes only those out of the budget that wait for it."""
     config = EngineConfig(
         engine_id="x",

@@ -158,7 +158,7 @@ async def test_an_unreachable_rank_is_given_up_and_nothing_is_left(sim: Bench, i
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (4, 2), (2, 4), (3, 2)])
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_every_rank_hears_of_it_the_ones_that_nobody_reads_as_well(prefill: int, decode: int, is_ahead: bool) -> None:
+def test_every_rank_hears_of_a_discharge_the_unread_ones_as_well(prefill: int, decode: int, is_ahead: bool) -> None:
     """One head that every prefill rank holds: all but one of them are skipped by each reader."""
     world = World()
     owners = [world.add(f"p{i}", make_layout(i, prefill, num_heads=1), engine_id="prefill") for i in range(prefill)]

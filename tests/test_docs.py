@@ -92,7 +92,7 @@ def test_every_field_of_public_data_is_explained(kind: type) -> None:
     assert set(re.findall(r"^    (\w+): ", listed, re.MULTILINE)) == names
 
 
-def test_the_configuration_page_refuses_a_field_that_nobody_explains() -> None:
+def test_the_configuration_page_refuses_a_field_without_explanation() -> None:
     @dataclass
     class Forgotten:
         """A part.

@@ -419,7 +419,7 @@ def test_a_suspended_engine_tells_what_was_cut_short_and_serves_anew(pair: Pair)
 
 
 @pytest.mark.slow
-def test_a_promise_is_cut_short_for_who_has_no_time(way: str) -> None:
+def test_a_promise_is_cut_short_by_an_engine_that_closes_without_time(way: str) -> None:
     pair, plane = holding(way, lease=LeaseConfig(grant_s=10.0))
     params = pair.params("r", [1])
     pair.prefill.submit(Lend(params))

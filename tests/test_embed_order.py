@@ -166,7 +166,7 @@ def test_what_the_loop_took_over_and_did_not_carry_out_is_refused_in_order_as_th
 
 
 @pytest.mark.nixl
-def test_who_hands_over_from_another_thread_is_refused_and_keeps_nobody_else_from_it() -> None:
+def test_a_step_handed_over_from_another_thread_is_refused_and_keeps_no_other_from_it() -> None:
     async def run() -> None:
         async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
             desk = EngineDesk(engine)

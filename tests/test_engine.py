@@ -275,7 +275,7 @@ async def test_one_bad_event_takes_no_others_along(
         decode.engine._driver.soon()
 
 
-async def test_a_bug_while_a_peer_is_loaded_is_told_at_once_to_whoever_waits_for_it(
+async def test_a_bug_while_a_peer_is_loaded_is_told_at_once_to_the_pulls_that_wait_for_it(
     sim: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*args: Any) -> None:
@@ -410,7 +410,7 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
         assert fds[2] == fds[-1]
 
 
-async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> None:
+async def test_leases_of_a_closed_engine_end_for_callers_that_wait(sim: Bench) -> None:
     prefill = sim.side("prefill", 1)
     async with prefill.engine:
         group = PrefillRanks("prefill", [prefill.engine.endpoint])
@@ -478,7 +478,7 @@ async def test_lost_and_repeated_packets_change_nothing(sim: Bench) -> None:
         sim.network.fate = lambda sender, to, packet: "deliver"
 
 
-async def test_a_lease_nobody_claims_expires(sim: Bench) -> None:
+async def test_a_lease_without_a_claim_expires(sim: Bench) -> None:
     async with sim.pair() as (prefill, _, group):
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
         await asyncio.sleep(0)

@@ -468,7 +468,7 @@ async def test_another_format_and_another_database_are_left_alone(make: Make, tm
 # -- owners ------------------------------------------------------------------------------------------------
 
 
-async def test_one_directory_has_one_owner_who_is_told_to_others(make: Make) -> None:
+async def test_one_directory_has_one_owner_which_is_named_to_others(make: Make) -> None:
     tier, other = make().started(), make()
     with pytest.raises(BackendError, match=rf"belongs to process {os.getpid()} on .* since 20"):
         other.start()
@@ -644,7 +644,7 @@ async def test_a_mount_point_of_everybody_may_be_above(
 
 
 @pytest.mark.parametrize("how", ["removed", "renamed", "another's"])
-def test_who_locks_a_file_that_is_not_there_any_more_owns_nothing(
+def test_a_process_that_locks_a_removed_owner_file_owns_nothing(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between opening the owner file and locking it, the file is taken away; and perhaps the directory."""
@@ -673,7 +673,7 @@ def test_who_locks_a_file_that_is_not_there_any_more_owns_nothing(
     assert not owner_of(tmp_path)[1]
 
 
-def test_what_is_no_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
+def test_an_owner_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """Opening a pipe would wait for a writer."""
     os.mkfifo(tmp_path / OWNER)
     assert owner_of(tmp_path) == (None, False)

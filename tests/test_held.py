@@ -232,7 +232,7 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
     assert said.waits.startswith("still reading from prefill/tp0@prefill- (world://")
 
 
-def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() -> None:
+def test_an_unacknowledged_release_is_said_as_long_as_it_is_repeated() -> None:
     world, prefill, decode = opened(pull=PullConfig(gone_s=1000.0))
     params, _ = world.lent(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [9], params)
@@ -617,7 +617,7 @@ STEP = st.tuples(st.sampled_from("abcd"), st.sampled_from(["lent", "writing", "d
 
 
 @given(st.lists(STEP, max_size=20))
-def test_it_is_a_set_of_holders_per_block(steps: Sequence[tuple[str, str, list[int]]]) -> None:
+def test_the_ledger_is_a_set_of_holders_per_block(steps: Sequence[tuple[str, str, list[int]]]) -> None:
     ledger, model = Ledger([40]), dict[str, tuple[str, set[int]]]()
     for holder, how, given_blocks in steps:
         blocks = {b for b in given_blocks if b >= 0}

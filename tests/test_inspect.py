@@ -60,7 +60,7 @@ def pages(world: World, rank: Rank, most: int, between: object = lambda page: No
         between(len(found))  # type: ignore[operator]
 
 
-def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
+def test_an_account_says_which_request_holds_what_since_when_and_what_it_waits_for() -> None:
     world, prefill, decode = opened()
     first, second = (world.params([prefill], f"p{n}", [n], 4, lease_s=20.0) for n in (1, 2))
     world.lend(prefill, first)
@@ -123,7 +123,7 @@ def test_of_one_request_all_is_told() -> None:
     assert (among_others.refused[0][0], among_others.history) == (3.0, ())
 
 
-def test_it_tells_no_token() -> None:
+def test_an_account_tells_no_token() -> None:
     """A reader of one could release what it never read."""
     world, prefill, decode = opened()
     params = [world.params([prefill], f"p{n}", [n], 4) for n in (1, 2)]
@@ -205,14 +205,14 @@ def test_a_place_that_is_none_is_refused(place: str) -> None:
     assert "the cursor (after) is not a number" in account(*alone(), after=place).refused
 
 
-def test_a_place_of_somebody_elses_making_is_only_a_number() -> None:
+def test_a_made_up_cursor_is_only_a_number() -> None:
     world, prefill = alone()
     world.lend(prefill, world.params([prefill], "p1", [1], 4))
     assert [x.request_id for x in account(world, prefill).requests] == ["p1"]
     assert account(world, prefill, after="9" * 200).requests == ()
 
 
-def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
+def test_an_asker_that_asks_too_often_is_told_so_and_others_are_answered() -> None:
     world, prefill = alone()
     said = asked(world, prefill, *[StatusRequest(n, 1) for n in range(survey.BURST + 3)])
     refusals = [x for status in said if (x := decode_account(status.account)).refused]
@@ -224,7 +224,7 @@ def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
     assert not decode_account(status.account).refused
 
 
-def test_many_who_ask_are_bounded_together() -> None:
+def test_many_askers_are_bounded_together() -> None:
     world, prefill = alone()
     said = [
         status
@@ -239,7 +239,7 @@ def test_many_who_ask_are_bounded_together() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_who_asks_on_and_on_is_not_answered_any_more(enabled: bool) -> None:
+def test_an_asker_that_never_stops_is_not_answered_any_more(enabled: bool) -> None:
     world, prefill = alone(inspect=InspectConfig(enabled=enabled))
     core, now = prefill.core, world.time(prefill)
     for _ in range(20):
@@ -289,7 +289,7 @@ def test_an_engine_may_say_nothing_and_says_that() -> None:
     assert stranger.address == Address("world://decode")
 
 
-def test_who_knows_of_no_account_gets_gauges_as_ever() -> None:
+def test_an_asker_that_knows_of_no_account_gets_gauges_as_ever() -> None:
     world, prefill = alone()
     prefill.core.receive(ReplyTo(b"way"), encode_packet("s", "", [StatusRequest(1)]), world.time(prefill))
     ((status,),) = prefill.core.outbox.messages.values()
@@ -312,7 +312,7 @@ def test_names_of_whatever_length_fit_an_answer() -> None:
     assert {len(x.waits_for) for page in found for x in page.holds} == {MAX_RANKS}
 
 
-def test_a_bug_in_one_answer_keeps_nobody_else_from_his() -> None:
+def test_a_bug_in_one_answer_keeps_no_other_asker_from_its_own() -> None:
     _, prefill = alone()
     said: list[Status] = []
     prefill.core.survey.facts = lambda: 1 / 0  # type: ignore[assignment,return-value]

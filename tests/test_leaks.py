@@ -470,7 +470,7 @@ def lent(at: float, start: str = P, **fields: Any) -> Record:
     return say(at, told.LeaseLent, start, **{**LEASE, "lease_s": 30.0, **fields})
 
 
-def test_who_lives_is_not_told_to_have_died() -> None:
+def test_a_process_that_lives_is_not_told_to_have_died() -> None:
     """Logs of a service that runs: their ends say nothing, whatever else has ended meanwhile."""
     quiet = [begun(P), begun(D), *met(), alive(D, 45.0), begun(F), stopped(F, 50.5)]
     assert not found([*quiet, lent(50.0)])
@@ -514,7 +514,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     assert leak.cause is C.READER_SILENT
 
 
-def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
+def test_a_process_that_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     ended = [stopped(P, 2000.0)]
     [leak] = found([*RUNNING, *ended, expired(False, at=45.0)])
     assert leak.cause is C.NEVER_CLAIMED
@@ -1103,7 +1103,7 @@ def test_one_sides_logs_are_told_to_be_that() -> None:
     assert "Nothing wrong was found, but not all could be judged: " in shown(theirs)
 
 
-def test_who_answers_lives_and_who_does_not_is_told(tmp_path: Path) -> None:
+def test_a_process_that_answers_lives_and_one_that_does_not_is_told(tmp_path: Path) -> None:
     well = tmp_path / "well.log"
     well.write_text("".join(json.dumps(line(x)) + "\n" for x in BOTH))
     left = tmp_path / "prefill.pp0.tp0.aaaaaaaa.sock"
@@ -1173,7 +1173,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert f"{RANK[E]} was given it, as other ranks of its engine were, but it does not answer" in leak.sentence
 
 
-def test_who_was_asked_in_vain_is_named_as_in_the_logs() -> None:
+def test_a_process_that_was_asked_in_vain_is_named_as_in_the_logs() -> None:
     def told_of(records: list[Record], *answers: Answer) -> tuple[list[str], list[str]]:
         service = join(records)
         tell(service, answers, 2e9)

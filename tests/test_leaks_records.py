@@ -414,7 +414,7 @@ def test_a_pull_of_another_request_id_is_found_by_its_key() -> None:
     assert (other.request_id, list(other.pulls)) == ("c", ["x-2"])
 
 
-def test_a_scheduler_that_counts_from_zero_again_is_somebody_else() -> None:
+def test_a_scheduler_that_counts_from_zero_again_is_another() -> None:
     again = "8bbbbbbb" + "2" * 24
     service = join(
         [

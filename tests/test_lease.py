@@ -92,7 +92,7 @@ def granted(effects: Effects) -> float:
     return effects.answer.seconds
 
 
-def test_of_many_who_are_waited_for_a_few_are_named() -> None:
+def test_of_many_readers_that_are_waited_for_a_few_are_named() -> None:
     for ranks, end in ((4, "tp3@process-"), (5, "tp3@process- and 1 more")):
         lease = lend()
         for rank in range(ranks):
@@ -144,7 +144,7 @@ def test_a_decode_engine_that_never_comes_costs_the_time_of_the_lease() -> None:
     assert (state_of(lease), lease.owed()) == (LeaseState.EXPIRED, ("*",))
 
 
-def test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed() -> None:
+def test_no_reader_with_a_grant_is_passed_over_though_none_is_owed() -> None:
     lease = lend()
     first, second = Reading(lease, pull="first"), Reading(lease, pull="second")
     first.claim(0.0)
@@ -156,7 +156,7 @@ def test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed() -> None
     assert state_of(lease) is LeaseState.RELEASED
 
 
-def test_a_request_that_nobody_wants_expires_at_its_time() -> None:
+def test_a_request_without_a_reader_expires_at_its_time() -> None:
     lease = lend()
     assert lease.wake_at == AT + 4.0  # to see whether a grant has run out
     assert lease.tick(AT + 4.0).wake_at == AT + 10.0
@@ -175,7 +175,7 @@ def test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before() -> No
     assert state_of(lease) is LeaseState.EXPIRED
 
 
-def test_who_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it_was_granted() -> None:
+def test_a_reader_that_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it_was_granted() -> None:
     lease, reading = lent_to_one()
     lease.tick(AT + 4.0)
     reading.claim(8.0)
@@ -185,7 +185,7 @@ def test_who_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it
     assert state_of(lease) is LeaseState.EXPIRED
 
 
-def test_what_is_revoked_is_the_engines_at_once_if_nobody_was_promised_it() -> None:
+def test_a_revoked_request_is_the_engines_at_once_if_no_reader_was_promised_it() -> None:
     lease = lend()
     assert lease.revoke(AT + 1.0).has_ended
     assert state_of(lease) is LeaseState.REVOKED
@@ -328,10 +328,10 @@ TABLE_TESTS = (
     test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone,
     test_a_reader_that_was_revoked_and_is_gone_ends_nothing_early,
     test_a_request_is_lent_until_everybody_has_released,
-    test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed,
-    test_a_request_that_nobody_wants_expires_at_its_time,
+    test_no_reader_with_a_grant_is_passed_over_though_none_is_owed,
+    test_a_request_without_a_reader_expires_at_its_time,
     test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before,
-    test_what_is_revoked_is_the_engines_at_once_if_nobody_was_promised_it,
+    test_a_revoked_request_is_the_engines_at_once_if_no_reader_was_promised_it,
     test_revoking_stops_new_grants_and_keeps_old_ones,
     test_what_is_over_takes_no_event_and_nothing_changes,
 )
@@ -364,7 +364,7 @@ def test_a_grant_is_as_long_as_one_may_be_or_as_the_reader_needs() -> None:
     assert granted(Reading(lease, pull="quick").claim(0.0, 1.5)) == 1.5
 
 
-def test_no_grant_outlives_the_longest_lease_and_nobody_is_granted_more_after_it() -> None:
+def test_no_grant_outlives_the_longest_lease_and_no_reader_is_granted_more_after_it() -> None:
     lease = lend(max_lease_s=15.0)
     reading = Reading(lease)
     reading.claim(0.0)
@@ -380,14 +380,14 @@ def test_no_grant_outlives_the_longest_lease_and_nobody_is_granted_more_after_it
     assert lease.tick(AT + 15.0).has_ended
 
 
-def test_who_asks_for_nothing_is_refused_for_that_and_not_for_the_time_that_has_passed() -> None:
+def test_a_reader_that_asks_for_nothing_is_refused_for_that_and_not_for_the_time_that_has_passed() -> None:
     for seconds in (0.0, 0.0009):
         answer = Reading(lend()).claim(0.0, seconds).answer
         assert isinstance(answer, Refused)
         assert answer.detail == f"{seconds:g} s were asked for, but the shortest grant is 1 ms"
 
 
-def test_who_comes_late_is_served_if_nobody_has_noticed_and_never_after() -> None:
+def test_a_late_reader_is_served_until_the_lease_was_looked_at_and_never_after() -> None:
     """Time is looked at after an event: until it was seen to be up, the blocks are what they were, and may stay so."""
     lease = lend()
     reader = Reading(lease)
@@ -430,7 +430,7 @@ def test_a_lease_wakes_when_its_time_is_up_or_when_it_is_worth_a_word() -> None:
 # -- who may say what ----------------------------------------------------------------------------------
 
 
-def test_only_who_claimed_renews_and_releases() -> None:
+def test_only_the_process_that_claimed_renews_and_releases() -> None:
     lease = lend()
     reading, stranger = Reading(lease), Reading(lease)
     stranger.sender = "stranger"
@@ -522,7 +522,7 @@ def test_a_grant_that_was_renewed_lapses_at_its_later_end() -> None:
     assert lease.past[Reader("decode", 0)].pull_id == "pull-0"
 
 
-def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:
+def test_an_attempt_that_will_be_tried_again_strikes_no_reader_off() -> None:
     lease = lend()
     first, second = Reading(lease, pull="first"), Reading(lease, pull="second")
     first.claim(0.0)
@@ -551,7 +551,7 @@ def test_what_is_refused_leaves_nothing_behind() -> None:
     assert [*lease.grants] == [reading.pull]
 
 
-def test_who_answers_for_another_rank_is_not_owed() -> None:
+def test_a_reader_that_another_rank_serves_is_not_owed() -> None:
     lease = lend(tp_rank=1, tp_size=2)
     assert refused(Reading(lease, 0, 2).claim(0.0)) is Reason.NOT_OWED
     assert granted(Reading(lease, 1, 2).claim(0.0)) == 4.0
@@ -618,7 +618,7 @@ def test_every_reader_of_an_engine_has_the_key_with_which_it_spoke_up_itself() -
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_stage_that_there_cannot_be_is_no_reader_and_binds_nobody(stage: int) -> None:
+def test_an_impossible_stage_is_no_reader_and_binds_none(stage: int) -> None:
     lease, reading = lent_to_one()
     reading.cohort = Cohort("decode", 1, 0, 2, stage)
     assert refused(reading.claim(0.0)) is (Reason.WRONG_COHORT if stage == 2 else None)
@@ -634,7 +634,7 @@ def test_how_a_reader_released_first_is_how_it_released() -> None:
     assert {reader: x.outcome for reader, x in lease.discharged.items()} == {Reader("decode", 0): Outcome.COMPLETE}
 
 
-def test_who_wanted_it_back_first_is_who_wanted_it_back() -> None:
+def test_the_first_cause_of_a_revocation_stays_its_cause() -> None:
     lease = lend()
     Reading(lease).claim(0.0)
     lease.revoke(AT + 1.0, "withdraw")

@@ -215,7 +215,7 @@ async def test_a_drain_names_the_stragglers_at_its_deadline_and_cancels_nothing(
         await passing(sim, task)
 
 
-async def test_whoever_waits_for_what_will_not_be_lent_is_told_so(sim: Bench) -> None:
+async def test_a_reader_that_waits_for_a_request_that_will_not_be_lent_is_told_so(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         other = group.make_params("s", [(0, [2])], 16, written=True)
         params = group.make_params("r", [(0, [1])], 16)

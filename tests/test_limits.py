@@ -36,7 +36,7 @@ def test_only_so_many_senders_are_remembered() -> None:
 
 
 @pytest.mark.parametrize("charged", [False, True])
-def test_who_was_silent_for_longest_is_forgotten_and_who_spoke_lately_is_not(
+def test_the_sender_that_was_silent_for_longest_is_forgotten_and_one_that_spoke_lately_is_not(
     monkeypatch: pytest.MonkeyPatch, charged: bool
 ) -> None:
     """Else whoever floods us would only have to wait for others to come, and begin anew."""

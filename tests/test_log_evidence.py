@@ -198,7 +198,7 @@ async def test_a_release_that_is_never_acknowledged_is_a_warning(sim: Bench, log
     assert 0 <= claim["claimed_s"] <= claim["heard_s"] < 1
 
 
-async def test_an_engine_that_closes_names_the_releases_that_nobody_has_acknowledged(sim: Bench, logs: Lines) -> None:
+async def test_an_engine_that_closes_names_its_unacknowledged_releases(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
         params, _ = prefill.lent(group, "r", [1], written=True)
         sim.network.fate = drops(Release)

@@ -170,7 +170,7 @@ async def test_a_full_disk_ends_no_request(sim: Bench) -> None:
 # -- the file ---------------------------------------------------------------------------------------
 
 
-def test_it_is_rotated_and_no_line_is_lost(tmp_path: Path) -> None:
+def test_the_log_is_rotated_and_no_line_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with opened(path, max_bytes=20_000, backups=30) as sink:
         for i in range(3000):
@@ -243,7 +243,7 @@ async def test_a_request_is_lent_though_no_thread_is_to_be_had_for_the_log(sim: 
     assert "engine_stopped" in said
 
 
-def test_whoever_ends_with_the_interpreter_is_heard(tmp_path: Path) -> None:
+def test_a_thread_that_ends_with_the_interpreter_is_heard(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     code = (
         "import atexit\n"
@@ -282,7 +282,7 @@ def test_a_line_that_was_cut_short_spoils_no_other(tmp_path: Path) -> None:
     assert (json.loads(first)["event"], cut, json.loads(after)["event"]) == ("whole", '{"event": "cut sh', "after")
 
 
-def test_nobody_waits_for_a_disk_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_caller_waits_for_a_disk_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "CLOSE_S", 0.05)
     monkeypatch.setattr(sinks, "MAX_WAITING", 1 << 20)
     reader, writer = os.pipe()  # which nobody reads: it takes 64 KiB, and then who writes waits
@@ -373,7 +373,7 @@ def test_what_is_no_file_is_never_renamed(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_who_has_no_time_to_close_does_not_wait_for_a_disk_either(sim: Bench) -> None:
+async def test_an_engine_without_time_to_close_does_not_wait_for_a_disk_either(sim: Bench) -> None:
     reader, writer = os.pipe()
     try:
         side = sim.side("e", 1, log=LogConfig(file=f"/proc/self/fd/{writer}"))
@@ -411,7 +411,7 @@ def test_what_is_put_in_for_a_name_is_no_path() -> None:
     assert file_name("/logs/{engine_id}", "...") == "/logs/_"
 
 
-def test_what_was_written_last_is_there_though_nobody_closed(tmp_path: Path) -> None:
+def test_the_last_line_is_there_though_the_sink_was_never_closed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     code = (
         "import structlog, asynckv\n"
@@ -480,7 +480,7 @@ def token(rng: random.Random) -> str:
     return f"{rng.getrandbits(128):032x}"
 
 
-def test_whoever_sees_few_logs_them_all() -> None:
+def test_an_engine_with_few_requests_logs_them_all() -> None:
     rng, sampler = random.Random(1), Sampler(10.0)
     assert all(sampler.take(token(rng), i * 0.2) for i in range(200))
     assert sampler.zeros == 0

@@ -512,7 +512,7 @@ async def test_a_reading_that_takes_long_serves_others_as_well(sim: Bench, monke
         assert shown._read()[1].gauges["leases"] == 1
 
 
-def test_a_copy_of_a_tally_is_nobody_elses() -> None:
+def test_a_copy_of_a_tally_is_shared_with_no_other() -> None:
     tally = Tally()
     before = tally.copy()
     for durations in (tally.phases["read"], tally.pulls["failed"], tally.leases["expired"], tally.lag):
@@ -538,7 +538,7 @@ async def test_a_loop_that_does_not_answer_is_no_health(sim: Bench) -> None:
             assert (await fetched(endpoint.url, "/healthz"))[0] == 200
 
 
-def test_it_listens_on_loopback_unless_it_is_told_otherwise() -> None:
+def test_the_endpoint_listens_on_loopback_unless_it_is_told_otherwise() -> None:
     metrics = Metrics()
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         with pytest.raises(ConfigError, match="allow_remote=True"):

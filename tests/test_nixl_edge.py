@@ -540,7 +540,7 @@ async def test_a_poll_asks_until_nothing_new_is_found(linked: tuple[Side, Side])
 
 
 @pytest.mark.parametrize("doubt", [False, True])
-async def test_an_end_that_ucx_wakes_nobody_for_is_found_all_the_same(linked: tuple[Side, Side], doubt: bool) -> None:
+async def test_an_end_without_a_wake_up_of_ucx_is_found_all_the_same(linked: tuple[Side, Side], doubt: bool) -> None:
     reader, _ = linked
     for fd in reader.plane._fds:
         asyncio.get_running_loop().remove_reader(fd)
@@ -867,7 +867,7 @@ async def test_thousands_of_mutations_end_no_process_but_one_that_tries_them(own
     ("wanted", "is_trusted", "tries"),
     [("auto", True, 0), ("auto", False, 1), ("always", True, 1), ("always", False, 1), ("never", False, 0)],
 )
-async def test_peers_that_nobody_vouches_for_are_tried_first(
+async def test_metadata_of_untrusted_peers_is_tried_first(
     owner: Owner, wanted: Any, is_trusted: bool, tries: int
 ) -> None:
     reader, before = Owner("reader"), children()

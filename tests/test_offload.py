@@ -126,7 +126,7 @@ async def test_what_precedes_a_rotten_record_is_loaded(tmp_path: Path) -> None:
     assert (failed["cause"], failed["what"], failed["request_id"]) == ("failed", "load", "b")
 
 
-async def test_who_gives_up_a_load_ends_it_whatever_was_lost() -> None:
+async def test_a_load_that_is_given_up_ends_whatever_was_lost() -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
         await store_in_files(rank, offload, "p", [1, 2, 3])
@@ -202,7 +202,7 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
         assert not rank.engine.holds()
 
 
-async def test_whoever_inspects_the_engine_hears_of_stores_and_loads() -> None:
+async def test_an_inspected_engine_tells_of_stores_and_loads() -> None:
     async with offloading(layout_of()) as (rank, offload):
         storing = await rank.begun(offload.store("a", [(0, [1, 2])], chain("p", 2)))
         answers: list[Status] = []
@@ -238,7 +238,7 @@ async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> 
         assert rank.block(5, 6, 7) != rank.block(1, 2, 3)
 
 
-async def test_a_cancelled_store_is_finished_for_whoever_else_waits() -> None:
+async def test_a_cancelled_store_is_finished_for_others_that_wait() -> None:
     async with offloading(layout_of()) as (rank, offload):
         first = await rank.begun(offload.store("a", [(0, [1])], chain("p", 1)))
         second = asyncio.create_task(offload.store("b", [(0, [2])], chain("p", 1)))
@@ -664,7 +664,7 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
         assert (found.tokens, found.ready_tokens) == (64, 0)
 
 
-async def test_who_closes_writes_to_files_what_is_in_memory_alone(tmp_path: Path) -> None:
+async def test_a_closing_offload_writes_to_files_what_is_in_memory_alone(tmp_path: Path) -> None:
     log = tmp_path / "log"
     disk = SimDisk(64 * RECORD)
     for seconds, blocks in ((0.0, 0), (5.0, 2)):
@@ -695,7 +695,7 @@ async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
     assert rank.clock.now() >= began + 1.0
 
 
-async def test_who_closes_writes_to_files_what_still_arrives() -> None:
+async def test_a_closing_offload_writes_to_files_what_still_arrives() -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk) as (rank, offload):
         storing = await rank.begun(offload.store("a", [(0, [1, 2, 3])], chain("p", 3)))
@@ -710,7 +710,9 @@ async def test_who_closes_writes_to_files_what_still_arrives() -> None:
     assert len(disk.records) == 3
 
 
-async def test_who_closes_and_waits_for_a_copy_takes_no_turns_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_offload_that_closes_and_waits_for_a_copy_takes_no_turns_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
         rank.records.deferred = True
         await offload.store("a", [(0, list(range(8)))], chain("p", 8))
@@ -1132,7 +1134,7 @@ async def test_as_many_are_lent_at_once_as_there_is_room_for_and_the_others_are_
         await until(lambda: not offload.statistics().gauges["pins"])
 
 
-async def test_who_is_cancelled_while_it_lends_leaves_no_pin() -> None:
+async def test_a_lend_that_is_cancelled_leaves_no_pin() -> None:
     network = EngineConfig(engine_id="worker-host")
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
     async with rank.running() as offload:

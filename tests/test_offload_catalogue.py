@@ -118,7 +118,7 @@ def test_a_store_does_not_evict_the_prefix_that_it_goes_on_from() -> None:
     assert catalogue.lookup(prompt(20)).tokens == 160
 
 
-def test_who_loads_the_end_of_a_chain_uses_its_start_as_well() -> None:
+def test_a_load_of_the_end_of_a_chain_uses_its_start_as_well() -> None:
     catalogue = Catalogue([FULL], 16, 20 * KIB)
     catalogue.store("a", prompt(10))
     put(catalogue, "b", prompt(10, "q"))
@@ -129,7 +129,7 @@ def test_who_loads_the_end_of_a_chain_uses_its_start_as_well() -> None:
     assert catalogue.lookup(prompt(10, "q")).tokens == 0
 
 
-def test_who_stores_what_is_known_uses_it() -> None:
+def test_a_store_of_known_blocks_uses_them() -> None:
     catalogue = Catalogue([FULL], 16, 20 * KIB)
     for name, prefix in (("a", "p"), ("b", "q"), ("c", "p")):
         put(catalogue, name, prompt(10, prefix))
@@ -205,7 +205,7 @@ def test_no_store_evicts_for_nothing(seed: int) -> None:
             catalogue.pin(pin, prompt(rng.randrange(1, 150), f"p{rng.randrange(12)}"))
 
 
-def test_of_a_prompt_that_is_too_large_nothing_is_stored_that_nobody_could_use() -> None:
+def test_of_a_prompt_that_is_too_large_no_unusable_block_is_stored() -> None:
     catalogue = Catalogue([FULL, STATE], 16, 80 * KIB)
     put(catalogue, "small", prompt(4, "q"), positions=[range(4), [0]])
     catalogue.pin("pin", prompt(4, "q"))
@@ -225,7 +225,7 @@ def test_two_that_store_the_same_store_it_once() -> None:
     assert {told.job_id: told.blocks for told in catalogue.news() if isinstance(told, JobEnded)} == {"a": 5, "b": 8}
 
 
-def test_who_waits_for_a_store_that_is_cancelled_stores_it() -> None:
+def test_a_job_that_waits_for_a_store_that_is_cancelled_stores_it() -> None:
     catalogue = Catalogue([FULL], 16, 1 << 20)
     catalogue.store("a", prompt(5))
     catalogue.store("b", prompt(5))
@@ -236,7 +236,7 @@ def test_who_waits_for_a_store_that_is_cancelled_stores_it() -> None:
     assert not catalogue.cancel("a")
 
 
-def test_who_waits_for_a_store_that_fails_fails() -> None:
+def test_a_job_that_waits_for_a_store_that_fails_fails() -> None:
     catalogue = Catalogue([FULL], 16, 1 << 20)
     catalogue.store("a", prompt(5))
     catalogue.store("b", prompt(5))
@@ -246,7 +246,7 @@ def test_who_waits_for_a_store_that_fails_fails() -> None:
     assert catalogue.lookup(prompt(5)).tokens == 0
 
 
-def test_who_waits_for_two_that_fail_one_with_the_other_fails_once() -> None:
+def test_a_job_that_waits_for_two_that_fail_one_with_the_other_fails_once() -> None:
     catalogue = Catalogue([FULL], 16, 1 << 20)
     catalogue.store("a", prompt(2))
     [move] = catalogue.moves(0.0)

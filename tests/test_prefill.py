@@ -284,7 +284,7 @@ def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeyp
     assert [readers.is_replaced(f"start {n}", "") for n in (10, 11, 12, 13)] == [False, False, True, False]
 
 
-def test_of_those_who_answer_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_connections_that_answer_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynckv.core.prefill.MAX_UNREACHABLE", 3)
     monkeypatch.setattr("asynckv.core.prefill.MAX_ENGINES", 3)
     world, rank = alone(lease=LONG)
@@ -370,7 +370,7 @@ def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothin
     assert prefill.core.prefill.reclaim(4, 31.0) == (), "that was long ago"
 
 
-def test_requests_that_nobody_has_claimed_are_those_of_one_more() -> None:
+def test_unclaimed_requests_are_those_of_one_more_engine() -> None:
     world, prefill = alone(lease=LONG)
     nobody = lent_to(world, prefill, "", 8, claims=False)
     assert prefill.core.prefill.reclaim(6, 5.0) == (), "whose they are is not known, and nobody else is"
@@ -435,7 +435,7 @@ def test_no_grant_is_longer_than_its_request_is_lent_for(lease_s: float, seconds
     assert answer.seconds == seconds
 
 
-def test_nobody_holds_a_request_for_longer_than_any_lease_may_last() -> None:
+def test_no_reader_holds_a_request_for_longer_than_any_lease_may_last() -> None:
     world, rank = alone(lease=LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
     params, lease = world.lent(rank, "r", [3], lease_s=5.0)
     now = lease.lent_at
@@ -501,7 +501,7 @@ def test_a_release_is_final_for_its_attempt() -> None:
     assert len(lease.history) == 3  # lent, granted, released
 
 
-def test_it_is_never_said_that_a_request_has_been_lent_for_longer_than_it_was() -> None:
+def test_a_grant_never_says_that_a_request_has_been_lent_for_longer_than_it_was() -> None:
     """A reader believes what it read since then: a microsecond too much is a read of somebody else's blocks."""
     world, rank = alone()
     params, lease = world.lent(rank, "r", [3])
@@ -607,7 +607,7 @@ def test_repeats_do_not_extend_what_is_parked() -> None:
     assert [type(m) for _, d in rank.core.outbox.take_packets() for m in decode_packet(d).messages] == [Granted]
 
 
-def test_what_was_parked_for_too_long_is_not_answered_though_nobody_has_swept_it_up() -> None:
+def test_a_message_parked_for_too_long_is_not_answered_though_it_was_not_swept_up() -> None:
     world, rank = alone(lease=LeaseConfig(parked_s=5.0))
     params = world.params([rank], "r", [3], 4)
     say(rank, claim(params), 0.0)
@@ -828,7 +828,7 @@ def test_of_releases_that_were_given_up_the_newest_are_remembered(monkeypatch: p
     assert refused == [[], [], *[[("release", "parked_too_long")]] * 3]
 
 
-def test_who_asks_late_hears_how_the_request_ended_though_the_memory_is_another_by_now() -> None:
+def test_a_late_reader_hears_how_the_request_ended_though_the_memory_is_another_by_now() -> None:
     world, rank = alone(lease=PARKED)
     ended, never = many(world, rank, 2)
     world.lend(rank, ended)
@@ -842,7 +842,7 @@ def test_who_asks_late_hears_how_the_request_ended_though_the_memory_is_another_
     assert reasons == [Reason.CONSUMED, Reason.STALE_MEMORY]
 
 
-def test_nobody_is_woken_for_a_lease_that_is_over() -> None:
+def test_a_lease_that_is_over_wakes_no_timer() -> None:
     """Its time is far away, and a lease that waits for it is kept."""
     world, rank = alone(lease=PARKED)
     [params] = many(world, rank, 1)
@@ -880,7 +880,7 @@ def size(spent: SpentKeys) -> int:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40))))
-def test_it_is_the_set_of_what_was_added(added: list[tuple[str, int]]) -> None:
+def test_spent_keys_are_the_set_of_what_was_added(added: list[tuple[str, int]]) -> None:
     spent, model = SpentKeys(), set()
     for epoch, sequence in added:
         assert spent.add(key(sequence, epoch)) is ((epoch, sequence) not in model)
@@ -941,7 +941,7 @@ def test_memory_is_bounded_when_one_request_in_two_is_never_lent() -> None:
     assert size(spent) == 2 * spent.num_gaps + 2
 
 
-def test_who_leaves_gaps_without_end_takes_none_from_others() -> None:
+def test_a_scheduler_that_leaves_gaps_without_end_takes_none_from_others() -> None:
     spent = SpentKeys(100)
     for sequence in (1, 3, 5):
         spent.add(key(sequence, "careful"))
@@ -1009,7 +1009,7 @@ def heard(rank: Rank) -> list[Message]:
     return [m for _, data in rank.core.outbox.take_packets() for m in decode_packet(data).messages]
 
 
-def test_of_those_who_shook_hands_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_readers_that_shook_hands_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_READERS", 3)
     _, rank = alone()
     for number in (1, 2, 3, 1, 4, 5):
@@ -1021,7 +1021,7 @@ def test_of_those_who_shook_hands_the_latest_are_remembered(monkeypatch: pytest.
     assert len(heard(rank)) == 3
 
 
-def test_who_can_understand_it_hears_at_once_that_an_engine_drains() -> None:
+def test_a_reader_that_can_understand_it_hears_at_once_that_an_engine_drains() -> None:
     _, rank = alone()
     for minor in (0, 1):
         assert [type(m) for m in greeted(rank, minor, minor)] == [Welcome]
@@ -1039,7 +1039,7 @@ def test_a_packet_of_another_version_is_answered_in_words_of_this_one() -> None:
     assert f"protocol version {MAJOR + 1} is not {MAJOR}" in answer.detail
 
 
-def test_an_answer_that_nobody_here_asks_for_is_counted_once() -> None:
+def test_an_answer_to_no_question_is_counted_once() -> None:
     _, rank = alone()
     rank.core.receive(ReplyTo(b"1"), encode_packet("start-1", "", [Draining()]), 0.0)
     rank.core.receive(Address("world://q"), encode_packet("start-2", "", [Hello(1, 1, 1, "q", 0, Cohort("d"))]), 0.0)
@@ -1047,7 +1047,7 @@ def test_an_answer_that_nobody_here_asks_for_is_counted_once() -> None:
     assert heard(rank) == []
 
 
-def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_there_is_one(
+def test_of_readers_that_ask_while_there_is_no_agent_a_few_are_answered_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others ask again."""

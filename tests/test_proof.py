@@ -247,14 +247,14 @@ def gaps(asked: list[tuple[float, Ask]]) -> list[float]:
     return [round(b - a, 1) for (a, _), (b, _) in itertools.pairwise(asked)]
 
 
-def test_claims_that_nobody_answers_are_repeated_ever_more_seldom_but_never_given_up() -> None:
+def test_unanswered_claims_are_repeated_ever_more_seldom_but_never_given_up() -> None:
     it = Reading(claim_retry_s=0.2)
     asked = [(0.0, it.ask()), *it.wait(12.0)]
     assert gaps(asked) == [0.2, 0.4, 0.8, 1.6, *[MAX_CLAIM_PAUSE_S] * 4]
     assert len({ask.nonce for _, ask in asked}) == len(asked)
 
 
-def test_who_was_answered_is_patient_anew() -> None:
+def test_a_reader_that_was_answered_is_patient_anew() -> None:
     """One packet that is lost must not cost as much as a rank that is silent."""
     it = Reading(claim_retry_s=0.2)
     *_, (_, last) = it.wait(8.0)
@@ -270,7 +270,7 @@ def test_a_promise_is_renewed_at_half_its_time_or_when_the_owner_says(seconds: f
     assert at == pytest.approx(min(seconds / 2, renew_s), abs=0.02)
 
 
-def test_nobody_makes_a_reader_renew_without_pause() -> None:
+def test_no_lender_makes_a_reader_renew_without_pause() -> None:
     """An owner that grants a millisecond at a time, however quick its answers."""
     it = Reading().granted(0.001)
     count = 0
@@ -331,7 +331,7 @@ def test_a_pull_that_has_failed_asks_for_nothing_and_reads_nothing_more(lands_at
     assert it.wait(15.0) == []
 
 
-def test_a_release_that_nobody_acknowledges_is_repeated_ever_more_seldom_and_given_up_in_time() -> None:
+def test_an_unacknowledged_release_is_repeated_ever_more_seldom_and_given_up_in_time() -> None:
     """Its lease runs out by itself: to say so saves its owner that time, and is worth no more than that."""
     it = Reading(release_retry_s=0.2, release_timeout_s=30.0).granted(10.0)
     it.land()

@@ -416,7 +416,7 @@ async def test_streams_pass_piece_by_piece_unchanged() -> None:
         assert await answer.content.read() == b""
 
 
-async def test_who_has_the_least_to_do_is_chosen() -> None:
+async def test_the_engine_with_the_least_to_do_is_chosen() -> None:
     busy, idle = Fake(hangs), prefills("idle")
     async with routed([busy, idle], [decodes()]) as client:
         first = asyncio.create_task(client.ask())
@@ -733,7 +733,7 @@ RARELY = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=1000)
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("at", ["prefill", "decode"])
-async def test_who_waits_for_an_engine_that_falls_silent_is_served_by_another(at: str, is_stream: bool) -> None:
+async def test_a_client_of_an_engine_that_falls_silent_is_served_by_another(at: str, is_stream: bool) -> None:
     silent = Fake(hangs)
     prefill = [silent, prefills("b")] if at == "prefill" else [prefills("a")]
     says_it = says_events(b": so be it\n\ndata: {}\n\n") if is_stream else says({"choices": []})
@@ -787,7 +787,7 @@ async def test_without_another_engine_the_client_hears_it_at_once() -> None:
 
 
 @pytest.mark.slow
-async def test_only_who_sends_nothing_at_all_is_given_up() -> None:
+async def test_only_an_engine_that_sends_nothing_at_all_is_given_up() -> None:
     """Two looks of a second in vain, while one of three engines goes on with its stream and one answers 503."""
     head = b"data: {}\n\n"
     stopped, busy, ending = (Fake(streams(head, *[head] * 99)) for _ in range(3))
@@ -811,7 +811,7 @@ async def test_only_who_sends_nothing_at_all_is_given_up() -> None:
             assert await answer.content.readexactly(len(head)) == head
 
 
-async def test_who_has_had_nothing_for_long_is_named() -> None:
+async def test_a_request_that_has_had_nothing_for_long_is_named() -> None:
     slow = Fake(hangs)
     async with routed([prefills()], [slow], RARELY, warn_s=0.02) as client:
         with capture_logs() as events:
@@ -1471,7 +1471,7 @@ async def test_a_request_that_takes_long_is_not_an_idle_connection() -> None:
         (replace(QUICK, max_connections_per_host=2), "there are 2 connections of 127.0.0.1 already"),
     ],
 )
-async def test_connections_are_bounded_and_who_comes_too_many_hears_so(limits: Limits, why: str) -> None:
+async def test_connections_are_bounded_and_a_client_beyond_them_hears_so(limits: Limits, why: str) -> None:
     half = b"GET /health HTTP/1.1\r\n"
     async with routed([prefills()], [decodes()], limits) as client:
         async with connection(client, half), connection(client, half), connection(client, HEAD) as (reader, _):

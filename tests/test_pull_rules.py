@@ -74,7 +74,7 @@ def test_a_pull_that_waits_for_its_turn_fails_in_the_queue_also_when_it_waits_ag
 # -- lines -------------------------------------------------------------------------------------------------
 
 
-def test_whoever_was_sent_away_may_stand_in_line_again() -> None:
+def test_a_pull_that_was_sent_away_may_stand_in_line_again() -> None:
     line, posting = Line(InFlight(), is_open=True), Posting(1 << 20, 1 << 20)
     read: Any = SimpleNamespace(num_bytes=1, num_descriptors=1)
     poster: Any = SimpleNamespace(next_read=read, may_post=True, not_lent_yet=False, is_waiting=False)

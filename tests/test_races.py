@@ -114,7 +114,7 @@ async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> N
 
 
 @pytest.mark.parametrize("priority", [None, "urgent", float("nan"), 0.5, True, 1 << 60])
-async def test_a_priority_that_is_none_is_refused_and_harms_nobody(sim: Bench, priority: Any) -> None:
+async def test_a_priority_that_is_none_is_refused_and_harms_no_other(sim: Bench, priority: Any) -> None:
     async with reading(sim) as (_, decode, _, task, params):
         with pytest.raises(LocalProtocolError, match="priority is"):
             await decode.engine.pull("x", [(0, [7])], params, priority=priority)
@@ -176,7 +176,7 @@ async def test_a_release_goes_in_one_packet_with_what_its_caller_asks_for_next(s
         assert [said for _, _, said in heard] == [["Claim"], ["Release", "Claim"], ["Release", "Claim"], ["Release"]]
 
 
-async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_promises(sim: Bench) -> None:
+async def test_a_closing_engine_says_goodbye_to_all_its_readers_once_it_has_kept_its_promises(sim: Bench) -> None:
     """Then they need not wait out its silence; and not before, for whoever hears it believes no promise any more."""
     async with reading(sim) as (prefill, decode, lent, task, _):
         second = sim.side("second", 7, lease=QUICK)
@@ -447,7 +447,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
     assert [p.request_id for p in decode.ended] == ["d0", "d9", "d1", "d2"]
 
 
-def test_who_greets_a_draining_engine_is_told_so() -> None:
+def test_a_reader_that_greets_a_draining_engine_is_told_so() -> None:
     world, (prefill,), decode = world_of()
     params, _ = world.lent(prefill, "r", [3], written=True)
     prefill.core.shut()

@@ -80,7 +80,7 @@ def test_of_requests_that_were_let_go_the_newest_are_remembered(monkeypatch: pyt
     assert list(decode.core.decode.abandoned) == [params.key for params in made[2:]]
 
 
-def test_nobody_is_woken_for_a_pull_that_is_over() -> None:
+def test_a_pull_that_is_over_wakes_no_timer() -> None:
     """Its deadline is far away, and a pull that waits for it is kept, with all that it has read."""
     world, _, _, pull = asking(1, timeout=500.0)
     world.deliver_all()
@@ -181,7 +181,7 @@ def test_a_refused_layout_of_an_older_version_names_the_upgrade(minor: int) -> N
 # -- the queue -----------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_kept_of_prefill_engines_that_nobody_reads_from() -> None:
+def test_nothing_is_kept_of_prefill_engines_without_a_reader() -> None:
     world, prefills, decode = world_of(3)
     for i, prefill in enumerate(prefills):
         ask(world, prefill, decode, i)

@@ -58,7 +58,7 @@ def test_a_request_from_lend_to_release() -> None:
     assert decode.core.is_idle
 
 
-def test_a_consumed_request_is_refused_at_once_and_the_refusal_says_who_read_it() -> None:
+def test_a_consumed_request_is_refused_at_once_and_the_refusal_names_its_reader() -> None:
     world, _, decode, params, _ = lent()
     world.pull(decode, "one", [9], params)
     world.run()
@@ -357,7 +357,7 @@ def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
     assert (len(prefill.core.ledger), prefill.core.ledger.audit()) == (0, [])
 
 
-def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() -> None:
+def test_a_withdrawn_request_is_refused_to_readers_that_wait_and_to_readers_that_come() -> None:
     world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     waits = world.pull(decode, "waits", [1], params)
@@ -394,7 +394,7 @@ def announce(world: World, decode: Rank, params: KVTransferParams) -> Pull:
     return pull
 
 
-def test_who_has_only_announced_lets_go_of_what_is_withdrawn_at_its_next_renewal() -> None:
+def test_a_reader_that_has_only_announced_lets_go_of_a_withdrawn_request_at_its_next_renewal() -> None:
     """A third of the grant, and not the whole: nothing is read that the promise would have to cover."""
     world, prefill, decode, params, lease = lent()
     announced = announce(world, decode, params)
@@ -837,7 +837,7 @@ def test_endpoints_with_holes_is_refused() -> None:
         begin(decode.core, PullRequest("d", [(0, [1])], broken), 30, 0.0)
 
 
-def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
+def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_no_other() -> None:
     world, prefill, decode, _, _ = reading()
     (transfer_id,) = decode.reads
     world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "doubt"))

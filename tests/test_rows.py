@@ -383,7 +383,7 @@ def test_no_row_of_the_attempts_can_be_made_wrong_unnoticed() -> None:
     assert unnoticed(attempts.ON_EVENT, check_attempts) == []
 
 
-def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
+def test_a_request_stopped_while_blocks_come_back_is_not_tried_again() -> None:
     for reason in (Reason.CANCELLED, Reason.ENGINE_CLOSED):
         it = failed(request(), doubt=True)
         it.stop(reason)

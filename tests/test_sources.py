@@ -105,7 +105,7 @@ def test_b7_replicas_are_skipped() -> None:
     assert [source.releases for source in pull.sources] == [1, 1, 1, 1]
 
 
-def test_a_dead_replica_delays_nobody() -> None:
+def test_a_dead_replica_delays_no_reader() -> None:
     it = Pair(4, 1, heads=2)
     params, leases = it.lend([3], 4)
     del it.world.ranks["p1"]
@@ -163,7 +163,7 @@ def test_of_several_failures_the_first_is_told() -> None:
     it.world.check()
 
 
-def test_who_is_cancelled_by_its_id_is_discharged_whatever_it_had_in_mind() -> None:
+def test_a_request_cancelled_by_its_id_is_discharged_whatever_it_wanted() -> None:
     it = Pair(1, 1)
     params, leases = it.lend([3], 4)
     [decode] = it.decode
@@ -294,7 +294,7 @@ def test_where_the_rule_fails_all_are_asked_and_a_replica_may_be_missing(missing
     assert read == ([0, 3] if missing == "p1" else [0, 1])
 
 
-def test_if_nobody_else_holds_it_the_missing_rank_is_the_cause() -> None:
+def test_without_another_holder_the_missing_rank_is_the_cause() -> None:
     world, prefill, decode = unusual(4, lambda e, r, s: ((0, 1) if r < 3 else (1, 2)) if s > 1 else (0, e), num_heads=2)
     params = world.params(prefill, "req", [3], 4, written=True)
     world.ranks.pop("p3")
@@ -357,7 +357,7 @@ def test_stages_that_are_there_are_read_for_what_they_have() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_stages_of_another_model_are_refused_whoever_answers_first(first: int) -> None:
+def test_stages_of_another_model_are_refused_whichever_answers_first(first: int) -> None:
     def stage_of(names: tuple[str, ...], stage: int, size: int) -> Layout:
         layout = make_layout(layers=len(names), base=(stage + 1) << 40)
         views = tuple(msgspec.structs.replace(v, layer=n) for v, n in zip(layout.views, names, strict=True))

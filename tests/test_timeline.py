@@ -137,7 +137,7 @@ def test_what_has_not_ended_is_open(axis: Axis) -> None:
     assert story.pull == "announced"
 
 
-def test_a_lease_that_nobody_claimed(axis: Axis) -> None:
+def test_a_lease_without_a_claim(axis: Axis) -> None:
     story = named(axis, "chat-20")
     assert bars(story, P) == [("lent", 0.0, 30.0)]
     assert (story.lease, story.level) == ("expired", "warning")
@@ -625,7 +625,7 @@ def test_one_host_is_exact_and_exchanges_that_contradict_it_are_told() -> None:
         assert any("two machines have one name" in x for x in axis.notes()) is bool(shift)
 
 
-def test_who_never_met_cannot_be_compared() -> None:
+def test_processes_that_never_met_cannot_be_compared() -> None:
     ways = both(("a", "b"), ("c", "d"))
     axis, processes = aligned({"a": 0.0, "b": 1.0, "c": 2.0, "d": 3.0}, talked("", random.Random(7), ways=ways))
     assert [axis.group(x) for x in processes.values()] == [0, 0, 1, 1]

@@ -231,7 +231,7 @@ class Names:
         return [(2, 1, 6, "", ("127.0.0.1", 0))]
 
 
-async def test_a_name_that_resolves_slowly_delays_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_resolves_slowly_delays_no_other_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """libzmq would ask in its one thread: one such address in params stopped a rank's whole control plane."""
     names = Names(monkeypatch)
     async with planes(2) as [(a, at_a), (b, at_b)]:
@@ -253,7 +253,7 @@ async def test_a_name_that_resolves_slowly_delays_nobody_else(monkeypatch: pytes
         await check_alive(a, at_a)
 
 
-async def test_a_name_that_nobody_knows_is_told_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_name_is_told_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch)
     async with planes(1) as [(plane, inbox)]:
         address = Address("tcp://unknown.example:5555")
@@ -287,7 +287,7 @@ async def test_a_name_of_both_kinds_is_taken_as_ipv4_and_is_good_until_another_i
         names.may_answer.set()
 
 
-async def test_who_has_another_number_now_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_with_another_address_now_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod that starts again has its name, and another address; libzmq asks the old one for ever."""
     names = Names(monkeypatch)
     monkeypatch.setattr(edge, "NAMED_S", 0.0)
@@ -440,7 +440,7 @@ async def test_a_lone_surrogate_in_an_address_is_dropped_like_any_nonsense() -> 
     assert outcome == "False"
 
 
-async def test_answers_to_routes_that_nobody_is_at_are_dropped_and_counted() -> None:
+async def test_answers_to_unknown_routes_are_dropped_and_counted() -> None:
     async with planes(2) as [(a, at_a), (b, at_b)]:
         assert a.send(b.address, b"hello")
         await at_b.wait(1)
@@ -681,7 +681,7 @@ async def test_a_peer_that_leaves_while_much_is_unread_ends_nothing() -> None:
         await check_alive(plane, inbox)
 
 
-async def test_a_message_of_many_parts_holds_up_nobody_and_its_connection_is_not_heard_for_a_while() -> None:
+async def test_a_message_of_many_parts_holds_up_no_other_and_its_connection_is_not_heard_for_a_while() -> None:
     async with planes(1) as [(plane, inbox)]:
         raw = Raw(plane.address)
         raw.socket.sendall(b"\1\0" * 300_000 + b"\0\0")
@@ -942,7 +942,7 @@ async def test_answers_that_a_peer_does_not_read_are_bounded_in_bytes_until_it_h
             await inbox.idle_until(lambda: plane.send(route, packet))
 
 
-async def test_what_all_together_do_not_read_is_bounded_and_who_reads_is_answered(
+async def test_bytes_that_all_peers_together_do_not_read_are_bounded_and_a_peer_that_reads_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packet = bytes(65_536)
@@ -1407,7 +1407,7 @@ ATTACKERS = {
 
 
 @pytest.mark.parametrize("name", ATTACKERS)
-async def test_who_proves_no_listed_key_gets_nothing_and_is_counted_by_cause(ring: Keyring, name: str) -> None:
+async def test_a_peer_that_proves_no_listed_key_gets_nothing_and_is_counted_by_cause(ring: Keyring, name: str) -> None:
     cause, public, secret = ATTACKERS[name]
     victim_keys = ring.make("victim")
     ring.make("listed")
@@ -1467,7 +1467,9 @@ async def test_raw_bytes_on_a_port_with_keys_get_nothing(ring: Keyring, name: st
         assert inbox.bodies == [b"are you there?"]
 
 
-async def test_who_never_finishes_the_handshake_is_cut_off(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_never_finishes_the_handshake_is_cut_off(
+    ring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(edge, "HANDSHAKE_IVL_MS", 200)
     async with keyed(ring.make("victim"), None) as [(victim, inbox), (insecure, _)]:
         for plane in (victim, insecure):
@@ -1503,7 +1505,7 @@ async def test_a_key_that_is_added_or_removed_counts_for_new_connections(ring: K
         assert len(at_b.packets) == known
 
 
-async def test_who_is_turned_away_is_told_at_once_and_comes_again_although_libzmq_takes_what_nobody_gets(
+async def test_an_engine_that_is_turned_away_is_told_at_once_and_comes_again_although_libzmq_takes_what_is_lost(
     ring: Keyring,
 ) -> None:
     """A connection that is refused before `connect` has returned is in libzmq's table for ever, with its queue."""
@@ -1574,7 +1576,7 @@ async def test_a_link_that_fails_before_connect_has_returned_is_refused(
             await late.aclose()
 
 
-async def test_a_link_to_who_speaks_otherwise_is_made_anew_and_nobody_speaks_of_keys(ring: Keyring) -> None:
+async def test_a_link_to_a_listener_of_another_mechanism_is_made_anew_and_no_key_is_blamed(ring: Keyring) -> None:
     async with keyed(ring.make("victim"), None) as [(victim, _), (insecure, inbox)]:
         told: list[str] = []
         insecure._on_refused = lambda cause, who: told.append(cause)
@@ -1632,7 +1634,7 @@ async def test_nothing_is_said_to_a_listener_that_cannot_prove_its_key(ring: Key
         assert inbox.packets == []
 
 
-async def test_nobody_is_admitted_while_nobody_answers_who_may_enter(ring: Keyring) -> None:
+async def test_no_peer_is_admitted_while_the_authenticator_does_not_answer(ring: Keyring) -> None:
     a_keys, b_keys = ring.make("a"), ring.make("b")
     async with keyed(a_keys, b_keys) as [(a, _), (b, at_b)]:
         assert b._zap is not None
@@ -1735,7 +1737,7 @@ async def test_a_plane_may_be_closed_from_within_its_handler() -> None:
         assert not plane.send(other.address, b"late")
 
 
-async def test_closing_waits_only_a_moment_for_packets_nobody_takes() -> None:
+async def test_closing_waits_only_a_moment_for_packets_that_are_not_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         plane = ZmqPlane(LOOPBACK)
         await plane.start(Inbox())
